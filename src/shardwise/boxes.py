@@ -1,0 +1,107 @@
+"""Boxes of a tensor, and whether a set of them covers a shape exactly once."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from itertools import product as cartesian
+from math import prod
+from typing import NamedTuple
+
+from shardwise.errors import LayoutError
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: where it starts and how far it reaches, one integer a dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part, or None where the two share no element."""
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if stop <= start:
+                return None
+            offsets.append(start)
+            sizes.append(stop - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def relative_to(self, outer: "Box") -> tuple[slice, ...]:
+        """Slices that pick this box out of a local tensor that holds `outer`."""
+        pairs = zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        return tuple(slice(a - b, a - b + n) for a, n, b in pairs)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True)) + "]"
+
+
+Labelled = tuple[str, Box]  # where the box lives, in words, and the box
+
+
+def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
+    """Raise LayoutError, naming two boxes, unless the boxes cover `shape` exactly once.
+
+    Empty boxes are allowed anywhere inside the shape. Cost: a sweep along the first dim.
+    """
+    for where, box in labelled:
+        _check_inside(where, box, shape)
+    full = [(where, box) for where, box in labelled if box.numel]
+    clash = _overlap(full)
+    if clash is not None:
+        (where_a, a), (where_b, b) = clash
+        raise LayoutError(f"Boxes overlap: {a} ({where_a}) and {b} ({where_b}) share {a.intersect(b)}.")
+    if sum(box.numel for _, box in full) != prod(shape):
+        raise LayoutError(_describe_gap(full, shape))
+
+
+def _check_inside(where: str, box: Box, shape: tuple[int, ...]) -> None:
+    if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+        raise LayoutError(f"Box {box} ({where}) needs {len(shape)} offsets and sizes for shape {shape}.")
+    inside = all(a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(*box, shape, strict=True))
+    if not inside:
+        whole = Box((0,) * len(shape), shape)
+        raise LayoutError(f"Box {box} ({where}) is out of range: the tensor is {whole}.")
+
+
+def _overlap(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
+    if full and not full[0][1].sizes:  # 0-d: every box is the one element
+        return (full[0], full[1]) if len(full) > 1 else None
+    live: list[Labelled] = []
+    for item in sorted(full, key=lambda item: item[1].offsets):
+        start = item[1].offsets[0]
+        live = [other for other in live if other[1].offsets[0] + other[1].sizes[0] > start]
+        for other in live:
+            if other[1].intersect(item[1]) is not None:
+                return other, item
+        live.append(item)
+    return None
+
+
+def _describe_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> str:
+    gap = _first_gap(full, shape)
+    order = sorted(full, key=lambda item: item[1].offsets)
+    split = bisect_right([box.offsets for _, box in order], gap.offsets)
+    near = [f"{box} ({where})" for where, box in order[max(0, split - 1) : split + 1]]
+    return f"Boxes leave a gap: nobody holds {gap}; the boxes around it are {' and '.join(near) or 'none'}."
+
+
+def _first_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> Box:
+    """The first cell, between neighbouring box edges, that no box covers."""
+    edges = []
+    for dim, size in enumerate(shape):
+        marks = {0, size}
+        for _, box in full:
+            marks |= {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}
+        edges.append(list(pairwise(sorted(marks))))
+    for cell in cartesian(*edges):
+        candidate = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        if all(box.intersect(candidate) is None for _, box in full):
+            return candidate
+    raise AssertionError("boxes that do not overlap and miss elements leave a gap")

@@ -1,0 +1,53 @@
+"""Every error this library raises on purpose.
+
+A message says what is wrong, where (rank, parameter, table, global id), what was expected and what was
+found, and how to mend it. An error about a cross-rank fact has the same text on every rank.
+"""
+
+
+class ShardwiseError(Exception):
+    """Base of all errors raised by shardwise."""
+
+
+class MeshError(ShardwiseError, ValueError):
+    """A mesh that cannot exist here: repeated ranks, more ranks than the world has, unknown axis."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """Placements, sizes or boxes that do not describe the tensor: gap, overlap, out of range, wrong count."""
+
+
+class RuleError(ShardwiseError, NotImplementedError):
+    """An op that cannot run on the given layouts, or has no rule."""
+
+
+class PlanError(ShardwiseError, ValueError):
+    """A sharding plan that does not fit the module."""
+
+
+class MismatchError(ShardwiseError, ValueError):
+    """Ranks disagree on something that must be the same everywhere."""
+
+
+class RemoteRankError(ShardwiseError, RuntimeError):
+    """Another rank failed; `rank` says which."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that is incomplete, damaged or does not fit."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A configuration with unknown keys or values of the wrong type."""
+
+
+class IdError(ShardwiseError, IndexError):
+    """An id outside its embedding table."""
+
+
+class IdTypeError(ShardwiseError, TypeError):
+    """Ids of a dtype, device or number of dims that a lookup cannot take."""

@@ -1,0 +1,310 @@
+"""Which box of a global tensor each rank holds. Plain integers; everything else is derived from here."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product as cartesian
+from math import prod
+
+from shardwise.boxes import Box, check_cover
+from shardwise.errors import LayoutError
+from shardwise.mesh import Mesh
+from shardwise.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
+
+Cut = tuple[int, ...] | tuple[tuple[int, ...], ...]
+
+
+class Layout:
+    """A global shape, a mesh, and one placement an axis of the mesh. Frozen; equal by value.
+
+    Args:
+        mesh: the ranks.
+        placements: one an axis of the mesh.
+        shape: the global shape.
+        shard_order: the order in which axes that cut the same dim do so, as a permutation of the axes;
+            None is from the first axis to the last. Axes that cut different dims have no order, so layouts
+            that differ only there are equal.
+
+    Raises:
+        LayoutError: placements that do not describe a tensor of this shape on this mesh.
+    """
+
+    __slots__ = ("_boxes", "_dual", "_hash", "kind", "mesh", "placements", "shape", "shard_order")
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    shard_order: tuple[int, ...]
+    kind: tuple[object, ...]
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        shard_order: Sequence[int] | None = None,
+    ) -> None:
+        shape = tuple(shape)
+        order = _canonical_order(mesh, placements, len(shape), shard_order)
+        canonical = _canonical_placements(mesh, placements, shape, order)
+        put = object.__setattr__
+        put(self, "mesh", mesh)
+        put(self, "placements", canonical)
+        put(self, "shape", shape)
+        put(self, "shard_order", order)
+        put(self, "kind", (mesh, tuple(map(_without_sizes, canonical)), len(shape), order))
+        put(self, "_hash", hash((mesh, canonical, shape, order)))
+        put(self, "_boxes", {})
+        put(self, "_dual", None)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"A Layout is frozen; make a new one instead of setting {name}.")
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Layout)
+            and hash(self) == hash(other)
+            and self.shape == other.shape
+            and self.placements == other.placements
+            and self.mesh == other.mesh
+            and self.shard_order == other.shard_order
+        )
+
+    def __repr__(self) -> str:
+        placements = ", ".join(map(str, self.placements))
+        order = (
+            "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
+        )
+        return f"Layout({self.shape} as [{placements}] on {self.mesh}{order})"
+
+    # ---- what a rank holds ------------------------------------------------------------------------------
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes `rank` holds, in the order of its local elements; empty boxes are kept for Shard."""
+        found = self._boxes.get(rank)  # type: ignore[attr-defined]
+        if found is None:
+            found = self._boxes[rank] = self._boxes_of(rank)  # type: ignore[attr-defined]
+        return found  # type: ignore[no-any-return]
+
+    def _boxes_of(self, rank: int) -> tuple[Box, ...]:
+        here = self.mesh.coordinate(rank)
+        if here is None:
+            return ()
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        outer: dict[
+            int, int
+        ] = {}  # dim -> index of the outer piece, row-major over the axes that cut it so far
+        for axis in self.shard_order:
+            placement, position = self.placements[axis], here[axis]
+            if isinstance(placement, OnRanks) and placement.position != position:
+                return ()
+            if isinstance(placement, Boxes):
+                return placement.boxes[position]
+            if isinstance(placement, Shard):
+                dim = placement.dim
+                cut = _cut(placement, sizes[dim], self.mesh.shape[axis], outer.get(dim, 0))
+                offsets[dim] += sum(cut[:position])
+                sizes[dim] = cut[position]
+                outer[dim] = outer.get(dim, 0) * self.mesh.shape[axis] + position
+        return (Box(tuple(offsets), tuple(sizes)),)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the tensor that `rank` stores.
+
+        One box: its sizes. Several: their elements in a 1-D tensor. None: the global shape with a first dim
+        of 0, so that local ops on nothing keep their number of dims (`(0,)` for a 0-d tensor).
+        """
+        boxes = self.boxes(rank)
+        if len(boxes) == 1:
+            return boxes[0].sizes
+        if boxes:
+            return (sum(box.numel for box in boxes),)
+        return (0, *self.shape[1:])
+
+    def local_numel(self, rank: int) -> int:
+        return sum(box.numel for box in self.boxes(rank))
+
+    def cut(self, axis: int) -> Cut | None:
+        """How `axis` cuts its dim, as sizes one a position (one tuple per outer piece); None if it does not."""
+        placement = self.placements[axis]
+        if not isinstance(placement, Shard):
+            return None
+        before = self.shard_order[: self.shard_order.index(axis)]
+        pieces = [self.shape[placement.dim]]
+        for other in before:
+            outer = self.placements[other]
+            if isinstance(outer, Shard) and outer.dim == placement.dim:
+                pieces = [n for i, p in enumerate(pieces) for n in _cut(outer, p, self.mesh.shape[other], i)]
+        rows = tuple(_cut(placement, p, self.mesh.shape[axis], i) for i, p in enumerate(pieces))
+        return rows[0] if len(rows) == 1 else rows
+
+    # ---- derived layouts --------------------------------------------------------------------------------
+
+    def replace(
+        self, placements: Sequence[Placement] | None = None, shape: Sequence[int] | None = None
+    ) -> "Layout":
+        return Layout(
+            self.mesh,
+            self.placements if placements is None else placements,
+            self.shape if shape is None else shape,
+            self.shard_order,
+        )
+
+    def with_axis(self, axis: int, placement: Placement) -> "Layout":
+        return self.replace((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
+
+    def dual(self) -> "Layout":
+        """The layout of the gradient of a tensor of this layout."""
+        found = self._dual  # type: ignore[attr-defined]
+        if found is None:
+            found = self.replace([dual(p) for p in self.placements])
+            object.__setattr__(self, "_dual", found)
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(p == REPLICATE for p in self.placements)
+
+    @property
+    def partial_axes(self) -> tuple[int, ...]:
+        return tuple(axis for axis, p in enumerate(self.placements) if isinstance(p, Partial))
+
+    def contribution(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` stands on the Partial axes: ranks with different answers hold different summands."""
+        here = self.mesh.coordinate(rank)
+        return () if here is None else tuple(here[axis] for axis in self.partial_axes)
+
+    def contributions(self) -> list[tuple[int, ...]]:
+        """All answers of `contribution`, in order; a single empty one without Partial."""
+        return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
+
+
+def _without_sizes(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
+
+
+def _cut(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, ...]:
+    """How `placement` cuts `size` elements of outer piece `outer`."""
+    sizes = placement.sizes
+    if sizes is None:
+        return _chunk(size, positions)
+    if sizes and isinstance(sizes[0], tuple):
+        return sizes[outer]  # type: ignore[return-value]
+    return sizes  # type: ignore[return-value]
+
+
+_chunk = lru_cache(maxsize=4096)(chunk)
+
+
+def _canonical_order(
+    mesh: Mesh, placements: Sequence[Placement], ndim: int, order: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The axes in cutting order; among axes that cut different dims, from the first axis to the last."""
+    natural = tuple(range(mesh.ndim))
+    if order is None or tuple(order) == natural:
+        return natural
+    if sorted(order) != list(natural):
+        raise LayoutError(
+            f"shard_order must be a permutation of the mesh axes {natural}, got {tuple(order)}."
+        )
+    queues: dict[int, list[int]] = {}
+    for axis in order:
+        placement = placements[axis]
+        if isinstance(placement, Shard):
+            queues.setdefault(placement.dim % max(ndim, 1), []).append(axis)
+    # Sort the axes of each dim's queue into the slots those axes occupy, then undo where already natural.
+    slots = {dim: sorted(axes) for dim, axes in queues.items()}
+    result = list(natural)
+    for dim, axes in queues.items():
+        for slot, axis in zip(slots[dim], axes, strict=True):
+            result[slot] = axis
+    return tuple(result)
+
+
+def _canonical_placements(
+    mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[Placement, ...]:
+    """Non-negative dims; sizes dropped where they are what torch.chunk gives; everything validated."""
+    if len(placements) != mesh.ndim:
+        raise LayoutError(
+            f"One placement an axis: {mesh} has {mesh.ndim}, got {len(placements)}: {list(placements)}."
+        )
+    result = list(placements)
+    pieces: dict[int, list[int]] = {}  # dim -> lengths of the pieces cut so far
+    for axis in order:
+        placement = result[axis]
+        if isinstance(placement, Shard):
+            result[axis] = _canonical_shard(placement, shape, mesh.shape[axis], axis, pieces)
+        elif isinstance(placement, OnRanks):
+            if not 0 <= placement.position < mesh.shape[axis]:
+                raise LayoutError(
+                    f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}."
+                )
+        elif isinstance(placement, Boxes):
+            _check_boxes(placement, placements, shape, mesh, axis)
+        elif not isinstance(placement, Placement):
+            raise LayoutError(
+                f"Axis {axis} needs a placement such as Shard(0) or Replicate(), got {placement!r}."
+            )
+    return tuple(result)
+
+
+def _canonical_shard(
+    placement: Shard, shape: tuple[int, ...], positions: int, axis: int, pieces: dict[int, list[int]]
+) -> Shard:
+    dim, sizes = placement.dim, placement.sizes
+    if not -len(shape) <= dim < len(shape):
+        raise LayoutError(f"{placement} on axis {axis}: a tensor of shape {shape} has no dim {dim}.")
+    dim %= len(shape)
+    outer = pieces.get(dim, [shape[dim]])
+    if sizes is None:
+        if outer[1:] or dim != placement.dim:
+            pieces[dim] = [n for length in outer for n in _chunk(length, positions)]
+            return Shard(dim)
+        pieces[dim] = list(_chunk(outer[0], positions))
+        return placement
+    rows = sizes if sizes and isinstance(sizes[0], tuple) else (sizes,) * len(outer)
+    if len(rows) != len(outer):
+        raise LayoutError(
+            f"{placement} on axis {axis}: {len(outer)} outer pieces of dim {dim} need {len(outer)} tuples of sizes, "
+            f"got {len(rows)}."
+        )
+    for row, length in zip(rows, outer, strict=True):
+        if len(row) != positions:  # type: ignore[arg-type]
+            raise LayoutError(
+                f"{placement} on axis {axis}: {positions} positions need {positions} sizes, got {len(row)}."  # type: ignore[arg-type]
+            )
+        if sum(row) != length:  # type: ignore[arg-type]
+            raise LayoutError(
+                f"{placement} on axis {axis}: sizes {row} add up to {sum(row)}, but dim {dim} has {length} "  # type: ignore[arg-type]
+                f"elements here (global shape {shape})."
+            )
+    pieces[dim] = [n for row in rows for n in row]  # type: ignore[union-attr]
+    if all(row == _chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
+        return Shard(dim)
+    return Shard(dim, rows[0] if all(row == rows[0] for row in rows) else rows)  # type: ignore[arg-type]
+
+
+def _check_boxes(
+    placement: Boxes, placements: Sequence[Placement], shape: tuple[int, ...], mesh: Mesh, axis: int
+) -> None:
+    if any(p != REPLICATE for i, p in enumerate(placements) if i != axis):
+        raise LayoutError(
+            f"Boxes on axis {axis} allow only Replicate() on the other axes, got {list(placements)}."
+        )
+    if len(placement.boxes) != mesh.shape[axis]:
+        raise LayoutError(
+            f"Boxes on axis {axis}: {mesh.shape[axis]} positions need as many lists of boxes, "
+            f"got {len(placement.boxes)}."
+        )
+    labelled = [(f"position {i}", box) for i, row in enumerate(placement.boxes) for box in row]
+    check_cover(labelled, shape)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a row-major tensor of `shape`, in elements."""
+    return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,118 @@
+"""Ranks arranged in a grid with named axes. A plain value: no process group, no device is touched."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from shardwise.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """An N-D arrangement of ranks, in any order, of all ranks of a job or of some.
+
+    Args:
+        shape: how many positions each axis has.
+        ranks: the global ranks in row-major order; None means 0, 1, 2, ….
+        names: one name an axis; None gives no names.
+        device_type: where local tensors live.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+    names: tuple[str, ...] | None = None
+    device_type: str = "cpu"
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        shape = (self.shape,) if isinstance(self.shape, int) else tuple(int(n) for n in self.shape)
+        ranks = tuple(int(r) for r in self.ranks) or tuple(range(prod(shape)))
+        names = None if self.names is None else tuple(self.names)
+        if not shape or min(shape) < 1:
+            raise MeshError(f"A mesh needs at least one axis and one position an axis, got shape {shape}.")
+        if len(ranks) != prod(shape):
+            raise MeshError(
+                f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}."
+            )
+        if len(set(ranks)) != len(ranks) or min(ranks) < 0:
+            raise MeshError(f"The ranks of a mesh must be different and not negative, got {ranks}.")
+        if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
+            raise MeshError(f"A mesh of {len(shape)} axes needs as many different names, got {names}.")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "_hash", hash((shape, ranks, names, self.device_type)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        return self.names
+
+    def size(self, axis: int | None = None) -> int:
+        """Positions of one axis, or ranks in all."""
+        return len(self.ranks) if axis is None else self.shape[axis]
+
+    def axis(self, name: str | int) -> int:
+        """The index of an axis by name (or of a negative index)."""
+        if isinstance(name, int):
+            if not -self.ndim <= name < self.ndim:
+                raise MeshError(f"The mesh has axes 0 to {self.ndim - 1}, got {name}.")
+            return name % self.ndim
+        if self.names is None or name not in self.names:
+            raise MeshError(f"The mesh has no axis named {name!r}; its axes are {self.names or self.shape}.")
+        return self.names.index(name)
+
+    @cached_property
+    def _coordinates(self) -> dict[int, tuple[int, ...]]:
+        table = {}
+        for index, rank in enumerate(self.ranks):
+            coordinate = []
+            for size in reversed(self.shape):
+                index, position = divmod(index, size)
+                coordinate.append(position)
+            table[rank] = tuple(reversed(coordinate))
+        return table
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where `rank` stands, one position an axis; None if it is not part of the mesh."""
+        return self._coordinates.get(rank)
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        index = 0
+        for position, size in zip(coordinate, self.shape, strict=True):
+            index = index * size + position
+        return self.ranks[index]
+
+    def line(self, rank: int, axis: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on `axis` only, in the order of the axis, `rank` among them."""
+        here = self._coordinates[rank]
+        return tuple(
+            self.rank_at((*here[:axis], position, *here[axis + 1 :])) for position in range(self.shape[axis])
+        )
+
+    def submesh(self, names: str | int | Sequence[str | int], rank: int) -> "Mesh":
+        """The mesh of some axes that `rank` belongs to, all other positions as `rank` has them."""
+        wanted = (names,) if isinstance(names, str | int) else tuple(names)
+        axes = [self.axis(name) for name in wanted]
+        here = self.coordinate(rank)
+        if here is None:
+            raise MeshError(f"Rank {rank} is not part of {self}.")
+        if axes != sorted(set(axes)):
+            raise MeshError(f"A sub-mesh keeps the order of the axes of its mesh, got {wanted}.")
+        fixed = [axis for axis in range(self.ndim) if axis not in axes]
+        ranks = [r for r in self.ranks if all(self._coordinates[r][axis] == here[axis] for axis in fixed)]
+        labels = None if self.names is None else tuple(self.names[axis] for axis in axes)
+        return Mesh(tuple(self.shape[axis] for axis in axes), tuple(ranks), labels, self.device_type)
+
+    def __str__(self) -> str:
+        labels = self.names or tuple(str(i) for i in range(self.ndim))
+        axes = ", ".join(f"{label}={size}" for label, size in zip(labels, self.shape, strict=True))
+        in_order = self.ranks == tuple(range(len(self.ranks)))
+        return f"Mesh({axes})" if in_order else f"Mesh({axes}, ranks={self.ranks})"
