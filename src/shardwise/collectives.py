@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import MeshError, MismatchError
-from shardwise.mesh import Mesh
+from shardwise.mesh import Mesh, ring_elements
 
 Ranks = tuple[int, ...]
 T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """How ranks reach each other. `ranks` are global ranks in group order; all of them make the same call."""
+    """How ranks reach each other. `ranks` are global ranks in rising order; all of them make the same call."""
 
     rank: int
     world_size: int
@@ -148,13 +148,6 @@ def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
         for meter in _here.meters:
             meter._add("all_reduce", sent)
     return here.all_reduce(local, reduce_op, ranks)
-
-
-def ring_elements(numel: int, size: int, position: int) -> int:
-    """Elements one member of a ring all-reduce sends: every chunk but one, in each of the two rounds."""
-    step = -(-numel // size)
-    chunk = [max(0, min(numel, (i + 1) * step) - min(numel, i * step)) for i in range(size)]
-    return 2 * numel - chunk[(position + 1) % size] - chunk[(position + 2) % size]
 
 
 # ---- agreement --------------------------------------------------------------------------------------------
@@ -336,7 +329,7 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
         _device_meshes[value] = mesh
         if value.coordinate(rank()) is not None:
             for axis in range(value.ndim):
-                _groups.setdefault(value.line(rank(), axis), mesh.get_group(axis))
+                _groups.setdefault(tuple(sorted(value.line(rank(), axis))), mesh.get_group(axis))
     return value
 
 

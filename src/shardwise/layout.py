@@ -233,6 +233,12 @@ def _canonical_placements(
         raise LayoutError(
             f"One placement an axis: {mesh} has {mesh.ndim}, got {len(placements)}: {list(placements)}."
         )
+    reductions = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
+        raise LayoutError(
+            f"Partial placements of one tensor must reduce alike, got {list(placements)}: a sum of maxima is not a "
+            f"maximum of sums, so the order of the axes would change the value."
+        )
     result = list(placements)
     pieces: dict[int, list[int]] = {}  # dim -> lengths of the pieces cut so far
     for axis in order:

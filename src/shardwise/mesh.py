@@ -116,3 +116,10 @@ class Mesh:
         axes = ", ".join(f"{label}={size}" for label, size in zip(labels, self.shape, strict=True))
         in_order = self.ranks == tuple(range(len(self.ranks)))
         return f"Mesh({axes})" if in_order else f"Mesh({axes}, ranks={self.ranks})"
+
+
+def ring_elements(numel: int, size: int, position: int) -> int:
+    """Elements one member of a ring all-reduce sends: every chunk but one, in each of the two rounds."""
+    step = -(-numel // size)
+    chunks = [max(0, min(numel, (i + 1) * step) - min(numel, i * step)) for i in range(size)]
+    return 2 * numel - chunks[(position + 1) % size] - chunks[(position + 2) % size]

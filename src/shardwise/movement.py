@@ -1,0 +1,269 @@
+"""Runs planned moves on local tensors. Every move is differentiable: its backward is the dual move.
+
+A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Replicate; so the backward of
+`src -> dst` is the planned move `dual(dst) -> dual(src)`, which is itself differentiable.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.boxes import Box
+from shardwise.layout import Layout
+from shardwise.placement import Partial
+from shardwise.steps import AllReduce, Exchange, Plan, ReduceStack, Restack, Scale, Step, plan_move
+
+
+def move(local: Tensor, src: Layout, dst: Layout) -> Tensor:
+    """This rank's part of a tensor laid out as `dst`, given its part laid out as `src`.
+
+    Args:
+        local: shape `src.local_shape(rank)`; ignored on ranks outside the mesh of `src`.
+
+    Returns:
+        A new tensor of shape `dst.local_shape(rank)`; `local` itself where the layouts are equal. Never an
+        alias of `local` otherwise.
+
+    Sends: `plan_move(src, dst).sent_bytes(rank, itemsize)`.
+    Gradient: arrives as `dst.dual()`, leaves as `src.dual()`.
+    """
+    if src == dst:
+        return local
+    plan = plan_move(src, dst)
+    with DisableTorchFunctionSubclass():
+        for step in plan.steps:
+            local = _run(step, local)
+    return local
+
+
+def _run(step: Step, local: Tensor) -> Tensor:
+    match step:
+        case Exchange():
+            return _Exchange.apply(local, step)  # type: ignore[no-any-return, no-untyped-call]
+        case AllReduce():
+            return _AllReduce.apply(local, step)  # type: ignore[no-any-return, no-untyped-call]
+        case Scale(factor):
+            return local * factor if local.is_floating_point() or local.is_complex() else _scale_int(local, factor)
+        case Restack(dst):
+            return local.reshape(dst.local_shape(collectives.rank()))
+        case ReduceStack(dim, reduce_op, left):
+            return _reduce_stack(local, dim, reduce_op, left.local_shape(collectives.rank()))
+    raise AssertionError(f"unknown step {step}")
+
+
+def _scale_int(local: Tensor, factor: float) -> Tensor:
+    raise TypeError(f"An average needs a floating point or complex tensor, got {local.dtype} (factor {factor}).")
+
+
+def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
+    if prod(shape) == 0:
+        return local.reshape(shape)  # a rank that holds nothing stays in the graph, so backward meets its peers
+    match reduce_op:
+        case "max":
+            return local.amax(dim)
+        case "min":
+            return local.amin(dim)
+    return local.prod(dim, dtype=local.dtype)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, step: Exchange) -> Tensor:
+        ctx.step = step
+        return run_exchange(local, step)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual()), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, step: AllReduce) -> Tensor:
+        ctx.step = step
+        group = step.group(collectives.rank())
+        return collectives.all_reduce(local, "sum", group) if group else local.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual()), None
+
+
+# ---- the exchange -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part `region` of local box number `box`; `first` where it is the first to arrive there."""
+
+    box: int
+    region: tuple[slice, ...]
+    sizes: tuple[int, ...]
+    first: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What one rank does in an exchange."""
+
+    group: tuple[int, ...]
+    sends: tuple[_Piece, ...]
+    recvs: tuple[_Piece, ...]
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    shape: tuple[int, ...]
+    fill: str | None  # the reduction whose identity stands where nothing arrives
+    whole_rows: bool  # what arrives is the local tensor itself, in order
+
+
+@lru_cache(maxsize=4096)
+def _program(step: Exchange, rank: int) -> _Program:
+    src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
+    mine = [t for t in step.transfers if t.sender == rank or t.receiver == rank]
+    sends = [t for t in mine if t.sender == rank]
+    recvs = [t for t in mine if t.receiver == rank]
+    group = step.group(rank)
+    seen: set[Box] = set()
+    incoming = []
+    for t in recvs:
+        incoming.append(_piece(dst_boxes, t.box, t.box not in seen))
+        seen.add(t.box)
+    shape = step.dst.local_shape(rank)
+    members = group or (rank,)
+    fill = None
+    if sum(box.numel for box in seen) < prod(shape):
+        op = [p.reduce_op for p in step.dst.placements if isinstance(p, Partial)]
+        fill = op[0] if op else "sum"
+    return _Program(
+        group,
+        tuple(_piece(src_boxes, t.box, True) for t in sends),
+        tuple(incoming),
+        tuple(sum(t.box.numel for t in sends if t.receiver == r) for r in members),
+        tuple(sum(t.box.numel for t in recvs if t.sender == r) for r in members),
+        shape,
+        fill,
+        _in_order([t.box for t in recvs], dst_boxes),
+    )
+
+
+def _piece(boxes: Sequence[Box], part: Box, first: bool) -> _Piece:
+    for index, box in enumerate(boxes):
+        if box.intersect(part) == part:
+            return _Piece(index, part.relative_to(box), part.sizes, first)
+    raise AssertionError(f"{part} is not inside any of {boxes}")
+
+
+def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
+    """Whether pieces laid one after the other are already the local tensor: one box cut along its first dim."""
+    if len(boxes) != 1 or not boxes[0].sizes:
+        return len(parts) == 1 and len(boxes) == 1
+    (box,), at = boxes, boxes[0].offsets[0]
+    for part in parts:
+        if part.offsets != (at, *box.offsets[1:]) or part.sizes[1:] != box.sizes[1:]:
+            return False
+        at += part.sizes[0]
+    return at == box.offsets[0] + box.sizes[0]
+
+
+def run_exchange(local: Tensor, step: Exchange) -> Tensor:
+    """One rank's side of `step`: pack, exchange, unpack."""
+    rank = collectives.rank()
+    program = _program(step, rank)
+    if not program.group:
+        return _run_locally(local, step, program, rank)
+    parts = _views(local, step.src, rank)
+    pieces = [parts[p.box][p.region].reshape(-1) for p in program.sends]
+    send = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else local.new_empty(0)
+    received = collectives.all_to_all(send, program.send_counts, program.recv_counts, program.group)
+    if program.whole_rows and received.numel() == prod(program.shape):
+        return received.view(program.shape)
+    return _unpack(received.split([p.numel for p in program.recvs]), program, step, local, rank)
+
+
+def _run_locally(local: Tensor, step: Exchange, program: _Program, rank: int) -> Tensor:
+    parts = _views(local, step.src, rank)
+    pieces = [parts[p.box][p.region] for p in program.sends]
+    if len(pieces) == 1 and pieces[0].shape == program.shape:
+        return pieces[0].clone(memory_format=torch.contiguous_format)
+    return _unpack(pieces, program, step, local, rank)
+
+
+def _unpack(pieces: Sequence[Tensor], program: _Program, step: Exchange, local: Tensor, rank: int) -> Tensor:
+    if program.fill is None:
+        out = local.new_empty(program.shape)
+    else:
+        out = local.new_full(program.shape, identity(program.fill, local.dtype))
+    targets = _views(out, step.dst, rank)
+    for piece, recipe in zip(pieces, program.recvs, strict=True):
+        target = targets[recipe.box][recipe.region]
+        if recipe.first:
+            target.copy_(piece.view(recipe.sizes) if piece.ndim != len(recipe.sizes) else piece)
+        elif out.dtype == torch.bool:
+            target.logical_or_(piece.view(recipe.sizes))
+        else:
+            target.add_(piece.view(recipe.sizes))
+    return out
+
+
+def _views(local: Tensor, layout: Layout, rank: int) -> list[Tensor]:
+    """One view of the local tensor a box, in the box's own shape."""
+    boxes = layout.boxes(rank)
+    if len(boxes) == 1:
+        return [local]
+    flat = local.reshape(-1)
+    pieces = flat.split([box.numel for box in boxes]) if boxes else ()
+    return [piece.view(box.sizes) for piece, box in zip(pieces, boxes, strict=True)]
+
+
+def identity(reduce_op: str, dtype: torch.dtype) -> Any:
+    """The value that changes nothing under `reduce_op`.
+
+    Raises:
+        TypeError: complex numbers have no maximum or minimum.
+    """
+    if reduce_op in ("sum", "avg"):
+        return 0
+    if reduce_op == "product":
+        return 1
+    if dtype.is_complex:
+        raise TypeError(f"{dtype} has no {reduce_op}: complex numbers are not ordered.")
+    if dtype == torch.bool:
+        return reduce_op == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if reduce_op == "max" else float("inf")
+    return torch.iinfo(dtype).min if reduce_op == "max" else torch.iinfo(dtype).max
+
+
+# ---- for local functions that exchange something themselves ------------------------------------------------
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        ctx.args = (recv_counts, send_counts, ranks)
+        return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)  # type: ignore[no-untyped-call]
+        return sent, None, None, None
+
+
+def exchange(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...]
+) -> Tensor:
+    """All-to-all of a 1-D tensor with split sizes; gradients travel the way back."""
+    return _AllToAll.apply(send, send_counts, recv_counts, ranks)  # type: ignore[no-any-return, no-untyped-call]
