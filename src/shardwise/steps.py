@@ -179,9 +179,8 @@ def plan_move(src: Layout, dst: Layout) -> Plan:
     if src == dst:
         return Plan(src, dst, ())
     same_mesh = src.mesh == dst.mesh
-    if same_mesh and any(_reductions_differ(a, b) for a, b in zip(src.placements, dst.placements, strict=True)):
-        pairs = zip(src.placements, dst.placements, strict=True)
-        return _via(src, src.replace([REPLICATE if _reductions_differ(a, b) else a for a, b in pairs]), dst)
+    if len(_reductions(src) | _reductions(dst)) > 1:
+        return _via(src, src.replace([REPLICATE if p.is_partial() else p for p in src.placements]), dst)
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
         # Several boxes share one flat local tensor, which has no stack dim to reduce: go through whole tensors.
         return _via(src, src.replace([REPLICATE] * src.mesh.ndim), dst)
@@ -194,10 +193,9 @@ def _via(src: Layout, between: Layout, dst: Layout) -> Plan:
     return Plan(src, dst, (*plan_move(src, between).steps, *plan_move(between, dst).steps))
 
 
-def _reductions_differ(a: Placement, b: Placement) -> bool:
-    if not isinstance(a, Partial) or not isinstance(b, Partial):
-        return False
-    return a != b and {a.reduce_op, b.reduce_op} != {"sum", "avg"}
+def _reductions(layout: Layout) -> set[str]:
+    ops = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
+    return {"sum" if op == "avg" else op for op in ops}
 
 
 def _scaled(layout: Layout, other: Layout | None, power: int) -> tuple[tuple[Step, ...], Layout]:
