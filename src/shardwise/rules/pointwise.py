@@ -1,0 +1,183 @@
+"""Ops that work on each element by itself: a table of names and of what they do to a sum."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.rules.row import RULES, Meta, OpRule, Row
+
+SUMS = (Partial("sum"), Partial("avg"))
+PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
+
+# What an op does to Partial operands decides everything about it.
+NONLINEAR = """
+abs absolute acos acosh asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu
+clamp clip clamp_min clamp_max clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 float_power
+floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
+hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu less
+less_equal lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor
+logit logsigmoid lt masked_fill maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal pow rad2deg
+reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
+softshrink softsign sqrt square tan tanh tanhshrink threshold trunc where xlogy
+""".split()  # fmt: skip
+HOMOGENEOUS = "neg negative positive conj real_if_close".split()  # one operand; f(a + b) = f(a) + f(b)
+ADDITIVE = ("add", "sub", "subtract", "rsub")  # f(a + b, c + d) = f(a, c) + f(b, d)
+BILINEAR = ("mul", "multiply")  # linear in each operand alone
+NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
+COPIES = "clone detach contiguous to float double half bfloat16 type_as alias".split()  # the value itself
+LIKE = ("zeros_like", "empty_like")
+FILLED = ("ones_like", "full_like")
+
+
+def broadcast(*operands: Meta | Any, **_: Any) -> tuple[int, ...]:
+    """The shape that the operands are stretched to."""
+    shapes = [x.shape for x in operands if isinstance(x, Meta)]
+    shapes += [x.shape for x in _.values() if isinstance(x, Meta)]
+    if all(shape == shapes[0] for shape in shapes):
+        return shapes[0]
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def shard_rows(operands: list[Meta], why: str = "each rank computes its own elements") -> Iterator[Row]:
+    """Rows that need no knowledge of the op: every operand cut alike, in every dim or into the same boxes."""
+    shape = broadcast(*operands)
+    for dim in range(len(shape)):
+        if shape[dim] != 1:
+            yield Row(tuple(_cut_at(x, dim, shape) for x in operands), Shard(dim), why)
+    for x in operands:
+        if isinstance(x.placement, OnRanks | Boxes) and all(y.shape in {shape, ()} for y in operands):
+            inputs = tuple(x.placement if y.shape == shape else REPLICATE for y in operands)
+            yield Row(inputs, x.placement, "the rank that holds the elements computes them")
+
+
+def _cut_at(x: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
+    """`dim` of the result as a dim of `x`, where `x` is not stretched there."""
+    own = dim - (len(shape) - x.ndim)
+    return Shard(own) if own >= 0 and x.shape[own] == shape[dim] else REPLICATE
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Meta]:
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Meta)]
+
+
+def nonlinear(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = f(a[i], b[i], …), any f."""
+    return list(shard_rows(tensors_of(args, kwargs)))
+
+
+def homogeneous(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
+    rows = list(shard_rows(tensors_of(args, kwargs)))
+    return rows + [Row((p,), p, "summands may be treated one by one") for p in SUMS]
+
+
+def additive(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = a[i] ± alpha b[i]: sums of summands. A number is not split into summands, so it waits for the sum."""
+    operands = tensors_of(args, kwargs)
+    rows = list(shard_rows(operands))
+    both_tensors = isinstance(args[0], Meta) and len(args) > 1 and isinstance(args[1], Meta)
+    if both_tensors:
+        rows += [Row((p,) * len(operands), p, "sums are added summand by summand") for p in SUMS]
+    return rows
+
+
+def bilinear(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = a[i] b[i]: linear in a for a fixed b, and the other way round."""
+    operands = tensors_of(args, kwargs)
+    rows = list(shard_rows(operands))
+    for index in range(len(operands)):
+        inputs = tuple(Partial() if i == index else REPLICATE for i in range(len(operands)))
+        rows.append(Row(inputs, Partial(), "each summand is multiplied by the whole other factor"))
+        rows.append(Row(tuple(Partial("avg") if p.is_partial() else p for p in inputs), Partial("avg"), "the same"))
+    return rows
+
+
+def numerator(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = a[i] / b[i]: linear in a unless the quotient is rounded."""
+    operands = tensors_of(args, kwargs)
+    rows = list(shard_rows(operands))
+    if kwargs.get("rounding_mode") is None and isinstance(args[0], Meta):
+        rest = (REPLICATE,) * (len(operands) - 1)
+        rows += [Row((p, *rest), p, "each summand is divided") for p in SUMS]
+    return rows
+
+
+def copies(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out = x: whatever x is, the copy is too."""
+    rows = list(shard_rows([x]))
+    return rows + [Row((p,), p, "a copy of what this rank holds") for p in PARTIALS]
+
+
+def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out has the shape of x and one value everywhere."""
+    rows = list(shard_rows([x]))
+    return rows + [Row((p,), REPLICATE, "the summands are not read") for p in PARTIALS]
+
+
+def dropout_off(x: Meta, p: float = 0.5, training: bool = True, inplace: bool = False) -> list[Row]:
+    """out = x when not training."""
+    if training and p > 0:
+        raise NotImplementedError("dropout in training mode is not supported on distributed tensors yet")
+    return copies(x)
+
+
+def spellings(name: str) -> list[tuple[Any, bool]]:
+    """Every callable by which users or torch reach the op `name`, and whether it works in place."""
+    found: list[tuple[Any, bool]] = []
+    for home in (torch, Tensor, F, torch._C._nn, torch.special):
+        for spelled, in_place in ((name, False), (name + "_", True)):
+            function = getattr(home, spelled, None)
+            if callable(function):
+                found.append((function, in_place))
+    for dunder in (f"__{name}__", f"__i{name}__"):
+        function = getattr(Tensor, dunder, None)
+        if callable(function) and function not in (object.__eq__, object.__ne__):
+            found.append((function, dunder.startswith("__i")))
+    for spelled, in_place in ((name, False), (name + "_", True)):
+        packet = getattr(torch.ops.aten, spelled, None)
+        for overload in packet.overloads() if packet is not None else ():
+            if "out" not in overload and overload not in ("names",):
+                found.append((getattr(packet, overload), in_place))
+    return found
+
+
+def register(names: tuple[str, ...] | list[str], rows: Callable[..., list[Row]]) -> None:
+    for name in names:
+        for function, in_place in spellings(name):
+            if function not in RULES:
+                RULES[function] = OpRule(rows, in_place, broadcast)
+
+
+register(NONLINEAR, nonlinear)
+register(HOMOGENEOUS, homogeneous)
+register(ADDITIVE, additive)
+register(BILINEAR, bilinear)
+register(NUMERATOR, numerator)
+register(COPIES, copies)
+register(LIKE, copies)
+register(FILLED, filled_like)
+for _op in (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.addcmul.default,
+    torch.ops.aten.addcdiv.default,
+    torch.addcmul,
+    torch.addcdiv,
+    Tensor.addcmul,
+    Tensor.addcdiv,
+    Tensor.__rpow__,
+    Tensor.__radd__,
+    Tensor.__rmul__,
+):
+    RULES.setdefault(_op, OpRule(copies if _op is torch.ops.aten._to_copy.default else nonlinear, False, broadcast))
+for _op in (Tensor.addcmul_, Tensor.addcdiv_, torch.ops.aten.addcmul_.default, torch.ops.aten.addcdiv_.default):
+    RULES.setdefault(_op, OpRule(nonlinear, True, broadcast))
+for _name in ("copy_", "zero_", "fill_"):
+    RULES.setdefault(getattr(Tensor, _name), OpRule(nonlinear, True, broadcast))
+RULES[F.dropout] = OpRule(dropout_off, False, broadcast)
+RULES[Tensor.__rsub__] = RULES[Tensor.sub]
+RULES[Tensor.__rdiv__] = OpRule(nonlinear, False, broadcast)
+RULES[Tensor.__rtruediv__] = RULES[Tensor.__rdiv__]

@@ -1,0 +1,111 @@
+"""What a rule is: rows of placements, in one table keyed by the functions users call and by aten ops."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Layout
+from shardwise.placement import Placement
+
+LocalFunction = Callable[..., Any]
+ONE = Fraction(1)
+
+
+class Meta(NamedTuple):
+    """What a rule may know of a tensor operand: its global shape, dtype, and placement on the axis in question."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: Placement
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run an op on one mesh axis.
+
+    Args:
+        inputs: a placement for every tensor operand, in the order of the arguments.
+        output: the placement of the result (a tuple for several results).
+        why: the reason in one line; also the name of the row in tests, errors and reports.
+        local: what each rank computes, called as `local(site, *args, **kwargs)` with local tensors; None is
+            the op itself. It must build the same autograd graph on every rank, empty shards included.
+        aligned: all Shards of the row cut the same index range, so they must be cut alike.
+        scale: length of the result's pieces over that of the operands', where a view merges or splits dims.
+    """
+
+    inputs: tuple[Placement, ...]
+    output: Placement | tuple[Placement, ...]
+    why: str
+    local: LocalFunction | None = None
+    aligned: bool = True
+    scale: Fraction = ONE
+
+
+class Site(Protocol):
+    """Where a row's local function runs, and the exchanges it may make itself (all differentiable)."""
+
+    rank: int
+    layouts: tuple[Layout, ...]  # of the tensor operands, as the row wants them
+    output: Layout  # of the (first) result
+    axes: tuple[int, ...]  # the mesh axes for which this local function was chosen
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The op itself."""
+        ...
+
+    def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The ranks that differ from this one on `axes` (None: the row's own) only, in rising order."""
+        ...
+
+    def exchange(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """All-to-all among `ranks` (None: `ranks()`) of a 1-D tensor; gradients travel the way back."""
+        ...
+
+    def name_of(self, operand: int) -> str:
+        """What to call an operand in an error: its parameter name where it has one."""
+        ...
+
+
+Rule = Callable[..., list[Row]]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """A registered rule and how to run its op.
+
+    Args:
+        rows: from the op's arguments, tensors given as `Meta`, to rows.
+        in_place: the op changes its first operand, whose layout therefore must not change.
+        shape: the result's global shape from the same arguments as `rows`; None asks torch's meta device.
+    """
+
+    rows: Rule
+    in_place: bool = False
+    shape: Callable[..., tuple[int, ...]] | None = None
+
+
+RULES: dict[Any, OpRule] = {}
+
+
+def op_rule(
+    *ops: Any, in_place: bool = False, shape: Callable[..., tuple[int, ...]] | None = None
+) -> Callable[[Rule], Rule]:
+    """Register a rule for ops. Two rules for one op are an error."""
+
+    def add(rule: Rule) -> Rule:
+        for op in ops:
+            assert op not in RULES, f"two rules for {op}"
+            RULES[op] = OpRule(rule, in_place, shape)
+        return rule
+
+    return add
