@@ -39,6 +39,8 @@ class Box(NamedTuple):
         return tuple(slice(a - b, a - b + n) for a, n, b in pairs)
 
     def __str__(self) -> str:
+        if len(self.offsets) != len(self.sizes):
+            return f"offsets {self.offsets}, sizes {self.sizes}"
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True)) + "]"
 
 
@@ -48,7 +50,7 @@ Labelled = tuple[str, Box]  # where the box lives, in words, and the box
 def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
     """Raise LayoutError, naming two boxes, unless the boxes cover `shape` exactly once.
 
-    Empty boxes are allowed anywhere inside the shape. Cost: a sweep along the first dim.
+    Empty boxes are allowed anywhere inside the shape. Cost: a sweep along the dim that is cut most.
     """
     for where, box in labelled:
         _check_inside(where, box, shape)
@@ -71,12 +73,16 @@ def _check_inside(where: str, box: Box, shape: tuple[int, ...]) -> None:
 
 
 def _overlap(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
-    if full and not full[0][1].sizes:  # 0-d: every box is the one element
-        return (full[0], full[1]) if len(full) > 1 else None
+    if len(full) < 2:
+        return None
+    ndim = len(full[0][1].sizes)
+    if not ndim:  # every box is the one element
+        return full[0], full[1]
+    dim = max(range(ndim), key=lambda dim: len({box.offsets[dim] for _, box in full}))
     live: list[Labelled] = []
-    for item in sorted(full, key=lambda item: item[1].offsets):
-        start = item[1].offsets[0]
-        live = [other for other in live if other[1].offsets[0] + other[1].sizes[0] > start]
+    for item in sorted(full, key=lambda item: (item[1].offsets[dim], item[1].offsets)):
+        start = item[1].offsets[dim]
+        live = [other for other in live if other[1].offsets[dim] + other[1].sizes[dim] > start]
         for other in live:
             if other[1].intersect(item[1]) is not None:
                 return other, item

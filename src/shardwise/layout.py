@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
+from operator import index
 
 from shardwise.boxes import Box, check_cover
 from shardwise.errors import LayoutError
@@ -43,7 +44,13 @@ class Layout:
         shape: Sequence[int],
         shard_order: Sequence[int] | None = None,
     ) -> None:
-        shape = tuple(shape)
+        shape = tuple(map(index, shape))
+        if shape and min(shape) < 0:
+            raise LayoutError(f"A global shape has no negative sizes, got {shape}.")
+        if len(placements) != mesh.ndim:
+            raise LayoutError(
+                f"One placement an axis: {mesh} has {mesh.ndim}, got {len(placements)}: {list(placements)}."
+            )
         order = _canonical_order(mesh, placements, len(shape), shard_order)
         canonical = _canonical_placements(mesh, placements, shape, order)
         put = object.__setattr__
@@ -61,6 +68,9 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[object, ...]]:
+        return Layout, (self.mesh, self.placements, self.shape, self.shard_order)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -229,10 +239,6 @@ def _canonical_placements(
     mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...], order: tuple[int, ...]
 ) -> tuple[Placement, ...]:
     """Non-negative dims; sizes dropped where they are what torch.chunk gives; everything validated."""
-    if len(placements) != mesh.ndim:
-        raise LayoutError(
-            f"One placement an axis: {mesh} has {mesh.ndim}, got {len(placements)}: {list(placements)}."
-        )
     reductions = {p.reduce_op for p in placements if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
         raise LayoutError(

@@ -47,6 +47,10 @@ class Mesh:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type["Mesh"], tuple[object, ...]]:
+        # The hash stays behind: those of strings differ from process to process.
+        return Mesh, (self.shape, self.ranks, self.names, self.device_type)
+
     @property
     def ndim(self) -> int:
         return len(self.shape)
@@ -85,8 +89,11 @@ class Mesh:
         return self._coordinates.get(rank)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The rank that stands at `coordinate`, one position an axis."""
         index = 0
         for position, size in zip(coordinate, self.shape, strict=True):
+            if not 0 <= position < size:
+                raise MeshError(f"{self} has no position {tuple(coordinate)}.")
             index = index * size + position
         return self.ranks[index]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 from shardwise.boxes import Box
 from shardwise.errors import LayoutError
@@ -63,12 +64,15 @@ class Shard(Placement):
 def _frozen_sizes(
     sizes: Sequence[int] | Sequence[Sequence[int]],
 ) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-    rows = [tuple(int(n) for n in row) if isinstance(row, Sequence) else int(row) for row in sizes]
-    flat = [n for row in rows for n in (row if isinstance(row, tuple) else (row,))]
-    if any(n < 0 for n in flat):
+    mixed = f"Shard sizes must be all integers or all tuples of integers, got {sizes!r}."
+    try:
+        rows = [tuple(map(index, row)) if isinstance(row, Sequence) else index(row) for row in sizes]
+    except TypeError:
+        raise LayoutError(mixed) from None
+    if len({isinstance(row, tuple) for row in rows}) > 1:
+        raise LayoutError(mixed)
+    if any(n < 0 for row in rows for n in (row if isinstance(row, tuple) else (row,))):
         raise LayoutError(f"Shard sizes must not be negative, got {sizes!r}.")
-    if any(isinstance(row, tuple) for row in rows) and not all(isinstance(row, tuple) for row in rows):
-        raise LayoutError(f"Shard sizes must be all integers or all tuples of integers, got {sizes!r}.")
     return tuple(rows)  # type: ignore[return-value]
 
 
