@@ -1,0 +1,41 @@
+"""What a run raises when ranks fail, hang or cannot be reached."""
+
+from collections.abc import Mapping
+
+from shardwise.errors import RemoteRankError, ShardwiseError
+
+
+class DeadlockError(ShardwiseError, RuntimeError):
+    """Ranks that wait for each other for ever, or did not finish in time; the text says where each stands."""
+
+
+class SendError(ShardwiseError, TypeError):
+    """A function, argument or result that cannot travel to or from a real process."""
+
+
+_CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of what others did
+
+
+def summary(error: BaseException) -> str:
+    """The type of `error` and the first line of its text."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}".removesuffix(": ")
+
+
+def blame(errors: Mapping[int, BaseException], world: str) -> BaseException:
+    """The error to raise for a run: that of the lowest rank that failed by itself, with notes on the others.
+
+    Args:
+        errors: what each failed rank raised.
+        world: describes the world in the note, for example "3, simulated".
+    """
+    own = {rank: error for rank, error in errors.items() if not isinstance(error, _CONSEQUENCES)} or errors
+    first = min(own)
+    error = own[first]
+    error.add_note(f"on rank {first} of {world}")
+    same = [rank for rank in sorted(own) if (type(own[rank]), str(own[rank])) == (type(error), str(error))]
+    if len(same) > 1:
+        error.add_note(f"ranks {', '.join(map(str, same))} raised the same")
+    for rank in sorted(own.keys() - set(same)):
+        error.add_note(f"rank {rank} raised {summary(own[rank])}")
+    return error

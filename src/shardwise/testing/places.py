@@ -1,0 +1,57 @@
+"""Where a rank stands, in the terms of the person who wrote the code that runs on it."""
+
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = sysconfig.get_path("purelib") + os.sep  # lies inside _STDLIB and may hold the user's code
+_MACHINERY = tuple(
+    str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether this is code that uses shardwise: not its own, torch's or the standard library's."""
+        in_stdlib = self.file.startswith(_STDLIB) and not self.file.startswith(_INSTALLED)
+        return not in_stdlib and not self.file.startswith((*_MACHINERY, "<"))
+
+    def __str__(self) -> str:
+        return f"{self.file.removeprefix(str(Path.cwd()) + os.sep)}:{self.line} in {self.function}"
+
+
+def places_of(frame: FrameType | None) -> Iterator[Place]:
+    """The stack that ends in `frame`, innermost first."""
+    while frame is not None:
+        yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+
+
+def called_at(stack: Sequence[Place], limit: int = 3) -> str:
+    """The innermost lines of the user's code, one a line, indented to stand under `  rank 0: …`."""
+    users = [place for place in stack if place.is_users] or list(stack)
+    return "".join(
+        f"\n      {'called at' if i == 0 else '     from'} {place}" for i, place in enumerate(users[:limit])
+    )
+
+
+def running_at(stack: Sequence[Place]) -> str:
+    """As `called_at`, after the line that runs now where that is not the user's own."""
+    if not stack:
+        return "running, and gave no stack"
+    inside = "" if stack[0].is_users else f" {stack[0]}"
+    return f"running{inside}{called_at(stack)}"

@@ -1,0 +1,92 @@
+"""Functions by name: how one travels to a process that can import its module."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.testing.failures import SendError
+
+_MAX_WRAPPERS = 50
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where to find a function: module, name in it, and how many decorators lie around it there."""
+
+    module: str
+    file: str | None
+    name: str
+    wrappers: int
+
+    def resolve(self) -> Callable[..., Any]:
+        """The function, in this process."""
+        found = _lookup(_load(self.module, self.file), self.name)
+        for _ in range(self.wrappers):
+            found = _inside(found)
+        return found  # type: ignore[no-any-return]
+
+
+def refer(fn: Callable[..., Any]) -> Reference:
+    """The reference to `fn`.
+
+    Raises:
+        SendError: `fn` is not what its name in its module stands for: a closure, a lambda, a partial.
+    """
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    loaded = sys.modules.get(module or "")
+    if loaded is not None and name is not None and "<" not in name:
+        found = _lookup(loaded, name)
+        for wrappers in range(_MAX_WRAPPERS):
+            if found is fn:
+                return Reference(loaded.__name__, getattr(loaded, "__file__", None), name, wrappers)
+            found = _inside(found)
+    raise SendError(
+        f"{name or fn!r} of module {module} cannot run on real ranks: functions travel there by name, and "
+        f"{'this one has none' if name is None else 'no module has this one under that name'}. "
+        "Fix: define it with `def` at module level and pass what it needs as arguments."
+    )
+
+
+def _lookup(module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _inside(decorated: Any) -> Any:
+    """What a decorator was put on; Hypothesis keeps it in a place of its own."""
+    given = getattr(decorated, "hypothesis", None)
+    return getattr(decorated, "__wrapped__", None) or getattr(given, "inner_test", None)
+
+
+def _load(name: str, file: str | None) -> ModuleType:
+    """Import `name`; where that is another file or not on the path, as pytest allows, import `file` as it."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError:
+        if file is None:
+            raise
+    else:
+        if file is None or _same_file(module, file):
+            return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, f"{file} is not a Python file"
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _same_file(module: ModuleType, file: str) -> bool:
+    found = getattr(module, "__file__", None)
+    return found is not None and Path(found).resolve() == Path(file).resolve()

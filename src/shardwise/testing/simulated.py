@@ -1,0 +1,234 @@
+"""Ranks as threads of one process that take turns.
+
+One rank runs until it waits in a collective or ends; then the next that can go on has its turn, in the
+order in which they became able to. So nothing here needs a lock, a run is repeatable, each rank can have
+torch's generator to itself, and a deadlock is simply the moment when no rank can go on.
+"""
+
+import contextvars
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import Ranks, draw_from_torch, using
+from shardwise.errors import MismatchError, RemoteRankError
+from shardwise.testing.calls import Call, disagreement, results
+from shardwise.testing.failures import DeadlockError, blame, summary
+from shardwise.testing.places import Place, called_at, places_of, running_at
+
+R = TypeVar("R")
+
+
+def run_on_threads(
+    size: int, timeout: float, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[R]:
+    """The results of `fn` on simulated ranks; see `World.run`."""
+    __tracebackhide__ = True
+    return _Simulation(size, lambda: fn(*args, **kwargs)).run(timeout)
+
+
+class _Stopped(BaseException):
+    """Unwinds a rank whose run has been given up."""
+
+
+class _Rank:
+    """One simulated rank, and the `Transport` of its thread."""
+
+    def __init__(self, simulation: "_Simulation", rank: int) -> None:
+        self.rank = rank
+        self.world_size = simulation.size
+        self.simulation = simulation
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.calls: dict[Ranks, int] = {}  # collectives so far, by group
+        self.waiting_in: tuple[Call, int, Ranks] | None = None  # the call, its number in its group, the group
+        self.answer: Tensor | BaseException | None = None
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.generator_state = torch.get_rng_state()
+        self.thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(simulation.live, self),
+            name=f"rank {rank} of {simulation.size}",
+            daemon=True,  # a rank that hangs must not keep the interpreter from ending
+        )
+
+    def all_to_all(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Tensor:
+        return self.simulation.meet(self, Call(send, "", tuple(send_counts), tuple(recv_counts)), ranks)
+
+    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+        return self.simulation.meet(self, Call(local, reduce_op), ranks)
+
+    def draw_seed(self) -> int:
+        return draw_from_torch()
+
+    def stands(self) -> str:
+        """Where this rank is, for a report; its thread must be waiting, or running Python code."""
+        if self.error is not None:
+            return f"failed: {summary(self.error)}"
+        if self.ended:
+            return "finished"
+        if self.waiting_in is not None:
+            call, number, ranks = self.waiting_in
+            return f"waiting in collective #{number} of ranks {ranks}: {call}{called_at(self.stack())}"
+        return running_at(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
+
+    def stack(self) -> list[Place]:
+        return list(places_of(sys._current_frames().get(self.thread.ident or 0)))
+
+
+class _Simulation:
+    """The ranks of one run, whose turn it is, and who waits for whom."""
+
+    def __init__(self, size: int, body: Callable[[], Any]) -> None:
+        self.size = size
+        self.body = body
+        self.meetings: dict[tuple[Ranks, int], dict[int, Call]] = {}  # by group and number in the group
+        self.over = threading.Event()
+        self.stopped = False
+        self.ranks = [_Rank(self, rank) for rank in range(size)]
+        self.ready = deque(self.ranks)
+        self.running: _Rank | None = None
+
+    # ---- the caller's thread ----
+
+    def run(self, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        state = torch.get_rng_state()
+        for rank in self.ranks:
+            rank.thread.start()
+        try:
+            self.pass_turn()
+            late = None if self.over.wait(timeout) else self.report(f"did not finish within {timeout:g} s")
+        finally:
+            self.stop()
+            torch.set_rng_state(state)
+        errors = {rank.rank: rank.error for rank in self.ranks if rank.error is not None}
+        if errors:
+            error = blame(errors, f"{self.size}, simulated")
+            if late:
+                error.add_note(late)
+            raise error
+        if late:
+            raise DeadlockError(late)
+        return [rank.result for rank in self.ranks]
+
+    def stop(self) -> None:
+        """Unwind the ranks that still wait; one that hangs unwinds when it next comes to a collective."""
+        if self.over.is_set():
+            return
+        self.stopped = True
+        for rank in self.ranks:
+            if rank is not self.running:
+                rank.turn.release()
+
+    def report(self, what: str) -> str:
+        stand = "\n".join(f"  rank {rank.rank}: {rank.stands()}" for rank in self.ranks)
+        return f"{self.size} simulated {'ranks' if self.size > 1 else 'rank'} {what}:\n{stand}"
+
+    # ---- the threads of the ranks, one at a time ----
+
+    def live(self, rank: _Rank) -> None:
+        """The whole life of one rank."""
+        __tracebackhide__ = True
+        try:
+            self.await_turn(rank)
+            with using(rank):
+                rank.result = self.body()
+        except _Stopped:
+            return
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            rank.error = error
+        rank.ended = True
+        if rank.error is not None:
+            self.release_peers(rank, rank.error)
+        if not self.stopped:
+            self.pass_turn()
+
+    def pass_turn(self) -> None:
+        """Let the next rank go on. If none can, those that wait are in a deadlock, or all have ended."""
+        if not self.ready:
+            stuck = [rank for rank in self.ranks if rank.waiting_in is not None]
+            if not stuck:
+                self.over.set()
+                return
+            self.declare_deadlock(stuck)
+        self.running = self.ready.popleft()
+        self.running.turn.release()
+
+    def await_turn(self, rank: _Rank) -> None:
+        rank.turn.acquire()
+        if self.stopped:
+            raise _Stopped
+        torch.set_rng_state(rank.generator_state)
+
+    def meet(self, rank: _Rank, call: Call, ranks: Ranks) -> Tensor:
+        """Take part in the next collective of `ranks`; return when all of them have come."""
+        if self.stopped:
+            raise _Stopped
+        assert rank.rank in ranks, f"rank {rank.rank} calls a collective of ranks {ranks}"
+        assert max(ranks) < self.size, f"a collective of ranks {ranks} in a world of {self.size}"
+        call.check(ranks)
+        number = rank.calls[ranks] = rank.calls.get(ranks, 0) + 1
+        for peer in ranks:
+            if (error := self.ranks[peer].error) is not None:
+                raise _consequence(peer, error)
+        meeting = self.meetings.setdefault((ranks, number), {})
+        meeting[rank.rank] = call
+        rank.waiting_in = (call, number, ranks)
+        if len(meeting) == len(ranks):
+            self.complete(ranks, number)
+        rank.generator_state = torch.get_rng_state()
+        self.pass_turn()
+        self.await_turn(rank)
+        answer, rank.answer = rank.answer, None
+        if isinstance(answer, BaseException):
+            raise answer
+        assert answer is not None
+        return answer
+
+    def complete(self, ranks: Ranks, number: int) -> None:
+        """Give every rank of a meeting its result, or the same error."""
+        calls = self.meetings.pop((ranks, number))
+        why = disagreement(ranks, calls)
+        if why is None:
+            for rank, result in zip(ranks, results([calls[rank] for rank in ranks]), strict=True):
+                self.give(self.ranks[rank], result)
+            return
+        table = "".join(f"\n  rank {r}: {calls[r]}{called_at(self.ranks[r].stack(), limit=1)}" for r in ranks)
+        for rank in ranks:
+            text = f"Ranks {ranks} disagree on their collective #{number}: {why}.{table}"
+            self.give(self.ranks[rank], MismatchError(text))
+
+    def give(self, rank: _Rank, answer: Tensor | BaseException) -> None:
+        rank.answer = answer
+        rank.waiting_in = None
+        self.ready.append(rank)
+
+    def release_peers(self, failed: _Rank, error: BaseException) -> None:
+        """Tell the ranks that wait for one that has failed."""
+        for ranks, number in [key for key in self.meetings if failed.rank in key[0]]:
+            for member in self.meetings.pop((ranks, number)):
+                self.give(self.ranks[member], _consequence(failed.rank, error))
+
+    def declare_deadlock(self, stuck: Sequence[_Rank]) -> None:
+        text = self.report("cannot go on, each waits for a rank that does not come")
+        text += "\n  Fix: make all ranks of a group call the same collectives in the same order."
+        self.meetings.clear()
+        for rank in stuck:
+            self.give(rank, DeadlockError(text))
+
+
+def _consequence(rank: int, error: BaseException) -> RemoteRankError:
+    """What the peers of a failed rank raise; where that failed because of another, they name the other."""
+    if isinstance(error, RemoteRankError):
+        return RemoteRankError(str(error), error.rank)
+    return RemoteRankError(f"Rank {rank} failed: {summary(error)}", rank)

@@ -1,0 +1,119 @@
+"""The life of one real rank: join the others, then run what the parent sends until the parent is gone."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.collectives import init_processes
+from shardwise.testing.failures import SendError, summary
+from shardwise.testing.reference import Reference
+
+STACK_SIGNAL = signal.SIGUSR1
+# The parent ends a run that takes too long and tells where each rank stands; gloo must not come before it.
+_GLOO_TIMEOUT = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function to run, its pickled (args, kwargs), and the state its caller was in."""
+
+    function: Reference
+    arguments: bytes
+    path: tuple[str, ...]
+    generator_state: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Success:
+    """What a function returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a function raised: the pickled exception if it can travel, and its text in any case."""
+
+    pickled: bytes | None
+    summary: str
+    traceback: str
+
+
+def serve(connection: Connection, rank: int, size: int, folder: Path) -> None:
+    """Be one rank of a pool. Returns when the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=False)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    init_processes(rank, size, str(folder / "store"), _GLOO_TIMEOUT)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(pickle.loads(message)))  # noqa: S301 - from our own parent
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its Python stack when it gets `STACK_SIGNAL`."""
+    return folder / f"stack-{rank}"
+
+
+def _end_with_parent(folder: Path) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _answer(task: Task) -> bytes:
+    """The pickled outcome of `task`; never raises."""
+    try:
+        value = _run(task)
+    except BaseException as error:  # noqa: BLE001 - the parent raises it
+        return pickle.dumps(_failure(error))
+    try:
+        return pickle.dumps(Success(value))
+    except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
+        refusal = SendError(
+            f"The result of {task.function.name} cannot be pickled ({summary(error)}). "
+            "Fix: return plain values or tensors."
+        )
+        return pickle.dumps(_failure(refusal))
+
+
+def _run(task: Task) -> Any:
+    sys.path[:] = task.path
+    fn: Callable[..., Any] = task.function.resolve()
+    args, kwargs = pickle.loads(task.arguments)  # noqa: S301 - from our own parent
+    torch.set_rng_state(task.generator_state)
+    return fn(*args, **kwargs)
+
+
+def _failure(error: BaseException) -> Failure:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)  # noqa: S301 - an exception may go in and not come out
+    except Exception:  # noqa: BLE001 - whatever a pickle may raise
+        pickled = None
+    return Failure(pickled, summary(error), text)

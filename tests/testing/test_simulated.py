@@ -1,0 +1,266 @@
+"""Simulated ranks: values, memory, random numbers and turns."""
+
+import contextvars
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.collectives import all_reduce, all_to_all, count_comms, draw_from_torch, rank, world_size
+from shardwise.errors import MeshError
+from shardwise.testing import World, world
+
+COUNTS = {
+    "even": [[1, 1], [1, 1]],
+    "uneven": [[0, 3, 1], [2, 1, 0], [4, 0, 2]],
+    "one rank sends nothing": [[2, 1, 1], [0, 0, 0], [1, 0, 3]],
+    "one rank gets nothing": [[2, 0, 1], [1, 0, 2], [3, 0, 1]],
+    "nothing at all": [[0, 0], [0, 0]],
+}
+
+
+def exchange(counts: list[list[int]], ranks: tuple[int, ...]) -> list[int]:
+    """All-to-all of elements that say who sent them: 100 · sender + position."""
+    here = ranks.index(rank())
+    send = torch.arange(sum(counts[here])) + 100 * rank()
+    return all_to_all(send, counts[here], [row[here] for row in counts], ranks).tolist()
+
+
+def expected_exchange(counts: list[list[int]], ranks: tuple[int, ...], receiver: int) -> list[int]:
+    result = []
+    for sender, row in zip(ranks, counts, strict=True):
+        start = sum(row[:receiver])
+        result += [100 * sender + start + i for i in range(row[receiver])]
+    return result
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_all_to_all_delivers_each_piece_in_rank_order(counts: list[list[int]]) -> None:
+    size = len(counts)
+    ranks = tuple(range(size))
+    assert world(size).run(exchange, counts, ranks) == [
+        expected_exchange(counts, ranks, receiver) for receiver in ranks
+    ]
+
+
+def test_group_order_and_not_rank_order_says_which_piece_is_whose() -> None:
+    counts, ranks = COUNTS["uneven"], (2, 0, 1)
+    results = world(3).run(exchange, counts, ranks)
+    assert [results[r] for r in ranks] == [expected_exchange(counts, ranks, i) for i in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+@pytest.mark.parametrize("reduce_op", ["sum", "max", "min", "product"])
+def test_all_reduce_is_the_reduction_of_the_stacked_contributions(
+    reduce_op: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    given = torch.randint(0, 3, (3, *shape)).to(dtype)
+    if dtype == torch.bool:
+        plain = given.all(0) if reduce_op in {"min", "product"} else given.any(0)
+    else:
+        plain = {
+            "sum": lambda: given.sum(0),
+            "max": lambda: given.amax(0),
+            "min": lambda: given.amin(0),
+            "product": lambda: given.prod(0),
+        }[reduce_op]().to(dtype)
+    for result in world(3).run(lambda: all_reduce(given[rank()], reduce_op, (0, 1, 2))):
+        torch.testing.assert_close(result, plain, rtol=0, atol=0)
+
+
+def test_no_result_shares_memory_with_a_sender_or_another_rank() -> None:
+    def body() -> tuple[list[float], list[float]]:
+        send = torch.tensor([float(rank()), 10.0 + rank()])
+        swapped = all_to_all(send, [1, 1], [1, 1], (0, 1))
+        total = all_reduce(send, "sum", (0, 1))
+        send.fill_(-1.0)
+        swapped += 100 * rank()
+        total += 1000 * rank()
+        collectives.barrier((0, 1))
+        return swapped.tolist(), total.tolist()
+
+    assert world(2).run(body) == [([0.0, 1.0], [1.0, 21.0]), ([110.0, 111.0], [1001.0, 1021.0])]
+
+
+def test_results_of_the_collectives_are_outside_autograd() -> None:
+    def body() -> bool:
+        x = torch.ones(2, requires_grad=True)
+        return (
+            all_reduce(x * 2, "sum", (0, 1)).requires_grad
+            or all_to_all(x, [1, 1], [1, 1], (0, 1)).requires_grad
+        )
+
+    assert world(2).run(body) == [False, False]
+
+
+class Doubled(torch.autograd.Function):
+    """The sum over ranks, forward and backward."""
+
+    @staticmethod
+    def forward(_ctx: object, x: Tensor) -> Tensor:
+        return all_reduce(x, "sum", (0, 1))
+
+    @staticmethod
+    def backward(_ctx: object, grad: Tensor) -> Tensor:
+        return all_reduce(grad, "sum", (0, 1))
+
+
+def test_collectives_run_in_backward() -> None:
+    def body() -> list[float]:
+        x = torch.ones(2, requires_grad=True)
+        (Doubled.apply(x) * (rank() + 1)).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    assert world(2).run(body) == [[3.0, 3.0]] * 2
+
+
+def test_different_ranks_use_different_groups_at_the_same_time() -> None:
+    def body() -> list[float]:
+        row = ((0, 1), (2, 3))[rank() // 2]
+        column = (rank() % 2, rank() % 2 + 2)
+        x = torch.tensor([float(10 ** rank())])
+        for _ in range(3 if rank() < 2 else 1):  # the groups do not keep step
+            all_reduce(x, "sum", row)
+        return [
+            all_reduce(all_reduce(x, "sum", row), "sum", column).item(),
+            all_reduce(x, "sum", column).item(),
+        ]
+
+    assert world(4).run(body) == [[1111.0, 101.0], [1111.0, 1010.0], [1111.0, 101.0], [1111.0, 1010.0]]
+
+
+def test_a_rank_outside_a_group_goes_its_own_way() -> None:
+    def body() -> float | None:
+        return all_reduce(torch.tensor(1.0), "sum", (0, 2)).item() if rank() != 1 else None
+
+    assert world(3).run(body) == [2.0, None, 2.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_results_come_in_rank_order_and_each_rank_knows_its_number(size: int) -> None:
+    assert world(size).run(lambda: (rank(), world_size())) == [(r, size) for r in range(size)]
+    assert (rank(), world_size()) == (0, 1)
+
+
+def test_values_larger_than_a_number_are_gathered_from_all_ranks() -> None:
+    ranks = tuple(range(5))
+    gathered = world(5).run(lambda: collectives.gather_json({"rank": rank(), "text": "é" * rank()}, ranks))
+    assert gathered == [[{"rank": r, "text": "é" * r} for r in ranks]] * 5
+
+
+def test_each_rank_meters_its_own_bytes() -> None:
+    def body() -> dict[str, int]:
+        with count_comms() as meter:
+            exchange(COUNTS["uneven"], (0, 1, 2))
+        return meter.sent_bytes
+
+    assert [meter["all_to_all"] for meter in world(3).run(body)] == [4 * 8, 2 * 8, 4 * 8]
+
+
+def test_a_world_runs_inside_a_rank_of_another() -> None:
+    def inner(outer: int) -> float:
+        return all_reduce(torch.tensor(float(outer)), "sum", (0, 1, 2)).item()
+
+    def body() -> tuple[list[float], int]:
+        results = world(3).run(inner, rank())
+        collectives.barrier((0, 1))
+        return results, rank()
+
+    assert world(2).run(body) == [([0.0] * 3, 0), ([3.0] * 3, 1)]
+
+
+def test_context_variables_of_the_caller_are_seen_and_changes_stay_with_the_rank() -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(5)
+
+    def body() -> int:
+        variable.set(variable.get() + rank())
+        collectives.barrier((0, 1))
+        return variable.get()
+
+    assert world(2).run(body) == [5, 6]
+    assert variable.get() == 5
+
+
+# ---- random numbers ---------------------------------------------------------------------------------------
+
+
+def numbers(seed: int | None) -> list[float]:
+    if seed is not None:
+        torch.manual_seed(seed)
+    first = torch.rand(()).item()
+    if world_size() > 1:
+        collectives.barrier(tuple(range(world_size())))
+    return [first, torch.rand(()).item(), collectives.transport().draw_seed()]
+
+
+def test_each_rank_has_torchs_generator_to_itself() -> None:
+    assert world(3).run(lambda: numbers(rank())) == [numbers(seed) for seed in range(3)]
+
+
+def test_ranks_start_where_the_callers_generator_is_and_leave_it_there() -> None:
+    torch.manual_seed(random.randrange(1000))
+    before = torch.get_rng_state()
+    results = world(3).run(numbers, None)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert results == [numbers(None)] * 3
+
+
+def test_the_generator_of_the_caller_survives_a_failing_run() -> None:
+    before = torch.get_rng_state()
+
+    def body() -> None:
+        torch.manual_seed(3)
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        world(2).run(body)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_seeds_are_drawn_from_torchs_generator_and_equal_on_all_ranks() -> None:
+    def draw() -> list[int]:
+        return [collectives.transport().draw_seed() for _ in range(3)]
+
+    torch.manual_seed(11)
+    results = world(4).run(draw)
+    torch.manual_seed(11)
+    assert results == [[draw_from_torch() for _ in range(3)]] * 4
+    assert len(set(results[0])) == 3
+
+
+# ---- turns ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_take_turns_between_collectives_and_a_run_is_repeatable() -> None:
+    def trace() -> list[tuple[int, int]]:
+        seen = []
+
+        def body() -> None:
+            for step in range(3):
+                seen.append((rank(), step))
+                collectives.barrier((0, 1, 2))
+                seen.append((rank(), step))
+
+        world(3).run(body)
+        return seen
+
+    first = trace()
+    assert first[:3] == [(0, 0), (1, 0), (2, 0)]
+    assert first == trace()
+
+
+def test_a_world_is_a_value() -> None:
+    assert world(3) == World(3, real=False, timeout=60.0)
+    assert world(3) != world(3, real=True)
+    assert hash(world(2, timeout=1)) == hash(world(2, timeout=1))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_without_ranks_is_refused(size: int) -> None:
+    with pytest.raises(MeshError, match=f"^A world needs at least one rank, got {size}.$"):
+        world(size)

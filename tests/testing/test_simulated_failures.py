@@ -1,0 +1,380 @@
+"""Simulated ranks that fail, disagree, wait for each other or never return."""
+
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.collectives import all_reduce, all_to_all, barrier, rank
+from shardwise.errors import MismatchError, RemoteRankError
+from shardwise.testing import DeadlockError, world
+
+HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
+
+
+def line(fn: Callable[..., object], offset: int) -> int:
+    return fn.__code__.co_firstlineno + offset
+
+
+# ---- failing ranks ----------------------------------------------------------------------------------------
+
+
+def raise_on(*ranks: int) -> None:
+    if rank() in ranks:
+        raise ValueError("boom")
+
+
+def test_the_exception_of_the_failing_rank_is_raised_with_its_traceback_and_a_note() -> None:
+    def body() -> None:
+        raise_on(1)
+        barrier((0, 1, 2))
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        world(3).run(body)
+    assert str(caught.value) == "boom"
+    assert caught.value.__notes__ == ["on rank 1 of 3, simulated"]
+    functions = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert functions[-2:] == ["body", "raise_on"]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_peers_of_a_failed_rank_raise_whether_they_came_before_or_after_it_failed(failing: int) -> None:
+    peers = {}
+
+    def body() -> None:
+        raise_on(failing)
+        try:
+            barrier((0, 1, 2))
+        except RemoteRankError as error:
+            peers[rank()] = (str(error), error.rank)
+            raise
+
+    with pytest.raises(ValueError, match="boom"):
+        world(3).run(body)
+    told = (f"Rank {failing} failed: ValueError: boom", failing)
+    assert peers == {peer: told for peer in range(3) if peer != failing}
+
+
+def test_a_rank_that_waits_for_a_peer_of_the_failed_one_names_the_failed_one() -> None:
+    peers = {}
+
+    def body() -> None:
+        raise_on(0)
+        try:
+            barrier((rank() - 1, rank()))
+        except RemoteRankError as error:
+            peers[rank()] = error.rank
+            raise
+
+    with pytest.raises(ValueError, match="boom"):
+        world(4).run(body)
+    assert peers == {1: 0, 2: 0, 3: 0}
+
+
+def test_ranks_that_do_not_need_the_failed_one_complete_their_collectives() -> None:
+    done = []
+
+    def body() -> None:
+        raise_on(0)
+        if rank() > 1:
+            barrier((2, 3))
+            done.append(rank())
+
+    with pytest.raises(ValueError, match="boom"):
+        world(4).run(body)
+    assert done == [2, 3]
+
+
+def test_ranks_that_raise_the_same_are_counted_in_a_note() -> None:
+    with pytest.raises(ValueError, match="boom") as caught:
+        world(4).run(raise_on, 0, 1, 3)
+    assert caught.value.__notes__ == ["on rank 0 of 4, simulated", "ranks 0, 1, 3 raised the same"]
+
+
+def test_the_lowest_rank_is_raised_and_different_errors_of_others_are_listed() -> None:
+    def body() -> None:
+        if rank() == 0:
+            barrier((0, 3))
+        raise [OSError, KeyError, KeyError, TypeError][rank()](f"text {rank() // 2}\nmore")
+
+    with pytest.raises(KeyError, match="text 0") as caught:
+        world(4).run(body)
+    assert caught.value.__notes__ == [
+        "on rank 1 of 4, simulated",
+        "rank 2 raised KeyError: 'text 1\\nmore'",
+        "rank 3 raised TypeError: text 1",
+    ]
+
+
+def test_a_rank_may_catch_the_failure_of_another_and_return() -> None:
+    def body() -> str:
+        raise_on(1)
+        with pytest.raises(RemoteRankError):
+            barrier((0, 1))
+        return "caught"
+
+    with pytest.raises(ValueError, match="boom"):
+        world(2).run(body)
+
+
+def test_a_skip_in_the_body_skips_the_test() -> None:
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        world(2).run(pytest.skip, "not here")
+
+
+# ---- mismatches -------------------------------------------------------------------------------------------
+
+
+def reduce(reduce_op: str = "sum", dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2,)) -> None:
+    all_reduce(torch.ones(shape, dtype=dtype), reduce_op, (0, 1))
+
+
+def exchange(send_counts: list[int], recv_counts: list[int], dtype: torch.dtype = torch.int64) -> None:
+    all_to_all(torch.ones(sum(send_counts), dtype=dtype), send_counts, recv_counts, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("on_rank_0", "on_rank_1", "rows"),
+    [
+        (
+            reduce,
+            lambda: exchange([1, 1], [1, 1]),
+            [
+                "all_reduce sum of float32 (2,)",
+                "all_to_all of int64, send counts (1, 1), receive counts (1, 1)",
+            ],
+        ),
+        (
+            reduce,
+            lambda: reduce("max"),
+            ["all_reduce sum of float32 (2,)", "all_reduce max of float32 (2,)"],
+        ),
+        (
+            reduce,
+            lambda: reduce(dtype=torch.int32),
+            ["all_reduce sum of float32 (2,)", "all_reduce sum of int32 (2,)"],
+        ),
+        (
+            lambda: reduce(shape=(2, 3)),
+            lambda: reduce(shape=(3, 2)),
+            ["all_reduce sum of float32 (2, 3)", "all_reduce sum of float32 (3, 2)"],
+        ),
+        (
+            lambda: exchange([1, 1], [1, 1]),
+            lambda: exchange([1, 1], [1, 1], torch.float64),
+            [
+                "all_to_all of int64, send counts (1, 1), receive counts (1, 1)",
+                "all_to_all of float64, send counts (1, 1), receive counts (1, 1)",
+            ],
+        ),
+    ],
+    ids=["kind", "reduce_op", "dtype", "shape", "dtype of all_to_all"],
+)
+def test_different_calls_raise_a_table_on_every_member(
+    on_rank_0: Callable[[], None], on_rank_1: Callable[[], None], rows: list[str]
+) -> None:
+    texts = []
+
+    def body() -> None:
+        barrier((0, 1))
+        with pytest.raises(MismatchError) as caught:
+            (on_rank_0, on_rank_1)[rank()]()
+        texts.append(str(caught.value))
+
+    world(2).run(body)
+    table = [text for text in texts[0].splitlines() if "called at" not in text]
+    assert texts == [texts[0]] * 2
+    assert table == [
+        "Ranks (0, 1) disagree on their collective #2: all ranks must make the same call.",
+        *(f"  rank {r}: {row}" for r, row in enumerate(rows)),
+    ]
+
+
+def test_counts_that_do_not_fit_together_name_sender_receiver_and_lines() -> None:
+    def body() -> None:
+        if rank() == 0:
+            exchange([1, 3], [1, 2])
+        else:
+            exchange([2, 0], [1, 0])
+
+    with pytest.raises(MismatchError) as caught:
+        world(2).run(body)
+    call = f"\n      called at {HERE}:{line(exchange, 1)} in exchange"
+    assert str(caught.value) == (
+        "Ranks (0, 1) disagree on their collective #1: rank 0 sends 3 elements to rank 1, which expects 1."
+        f"\n  rank 0: all_to_all of int64, send counts (1, 3), receive counts (1, 2){call}"
+        f"\n  rank 1: all_to_all of int64, send counts (2, 0), receive counts (1, 0){call}"
+    )
+    assert caught.value.__notes__ == ["on rank 0 of 2, simulated", "ranks 0, 1 raised the same"]
+
+
+def test_after_a_caught_mismatch_the_ranks_go_on() -> None:
+    def body() -> float:
+        with pytest.raises(MismatchError):
+            reduce(shape=(rank(),))
+        return all_reduce(torch.tensor(1.0), "sum", (0, 1)).item()
+
+    assert world(2).run(body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("send", "send_counts", "recv_counts"),
+    [(torch.ones(3), [1, 1], [1, 1]), (torch.ones(2, 1), [1, 1], [1, 1]), (torch.ones(2), [1, 1], [2])],
+    ids=["sum", "two dims", "length"],
+)
+def test_counts_that_do_not_fit_the_tensor_or_the_group_are_refused_at_once(
+    send: torch.Tensor, send_counts: list[int], recv_counts: list[int]
+) -> None:
+    with pytest.raises(AssertionError, match="all_to_all of float32"):
+        world(2).run(all_to_all, send, send_counts, recv_counts, (0, 1))
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (0, 3)], ids=["not a member", "not in this world"])
+def test_a_group_that_the_rank_or_the_world_does_not_belong_to_is_refused(ranks: tuple[int, ...]) -> None:
+    def body() -> None:
+        if rank() == 0:
+            all_reduce(torch.ones(1), "sum", ranks)
+
+    with pytest.raises(AssertionError, match="a collective of ranks"):
+        world(3).run(body)
+
+
+# ---- deadlocks --------------------------------------------------------------------------------------------
+
+
+def waits(ranks: tuple[int, ...]) -> None:
+    all_reduce(torch.ones(3), "sum", ranks)
+
+
+def test_a_deadlock_is_reported_with_where_each_rank_stands() -> None:
+    def body() -> None:
+        barrier((0, 1, 2, 3))
+        if rank() == 0:
+            waits((0, 1))
+        elif rank() == 1:
+            exchange_with_all([1, 0, 2, 0])
+
+    def exchange_with_all(counts: list[int]) -> None:
+        all_to_all(torch.ones(3), counts, [0, 0, 0, 3], (0, 1, 2, 3))
+
+    with pytest.raises(DeadlockError) as caught:
+        world(4).run(body)
+    assert str(caught.value) == (
+        "4 simulated ranks cannot go on, each waits for a rank that does not come:\n"
+        "  rank 0: waiting in collective #1 of ranks (0, 1): all_reduce sum of float32 (3,)\n"
+        f"      called at {HERE}:{line(waits, 1)} in waits\n"
+        f"           from {HERE}:{line(body, 3)} in body\n"
+        "  rank 1: waiting in collective #2 of ranks (0, 1, 2, 3): all_to_all of float32, "
+        "send counts (1, 0, 2, 0), receive counts (0, 0, 0, 3)\n"
+        f"      called at {HERE}:{line(exchange_with_all, 1)} in exchange_with_all\n"
+        f"           from {HERE}:{line(body, 5)} in body\n"
+        "  rank 2: finished\n"
+        "  rank 3: finished\n"
+        "  Fix: make all ranks of a group call the same collectives in the same order."
+    )
+    assert caught.value.__notes__ == ["on rank 0 of 4, simulated", "ranks 0, 1 raised the same"]
+
+
+def test_groups_entered_in_different_orders_are_a_deadlock() -> None:
+    def body() -> None:
+        for other in (1, 2) if rank() == 0 else (2, 1):
+            if rank() in {0, other}:
+                barrier((0, other))
+            else:
+                barrier((1, 2))
+
+    with pytest.raises(DeadlockError, match="rank 0: waiting") as caught:
+        world(3).run(body)
+    assert str(caught.value).count("waiting in collective #1") == 3
+
+
+def test_a_failed_rank_goes_before_a_deadlock_of_others() -> None:
+    def body() -> None:
+        raise_on(2)
+        if rank() == 0:
+            barrier((0, 1))
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        world(3).run(body)
+    assert caught.value.__notes__ == ["on rank 2 of 3, simulated"]
+
+
+def test_a_deadlock_report_tells_of_ranks_that_failed() -> None:
+    reports = []
+
+    def body() -> None:
+        raise_on(2)
+        if rank() == 0:
+            try:
+                barrier((0, 1))
+            except DeadlockError as error:
+                reports.append(str(error))
+
+    with pytest.raises(ValueError, match="boom"):
+        world(3).run(body)
+    (report,) = reports
+    assert "\n  rank 1: finished\n  rank 2: failed: ValueError: boom\n" in report
+
+
+def test_ranks_released_from_a_deadlock_can_go_on_together() -> None:
+    def body() -> float:
+        if rank() < 2:
+            with pytest.raises(DeadlockError):
+                barrier((0, 1, 2))
+        return all_reduce(torch.tensor(1.0), "sum", (0, 1)).item() if rank() < 2 else 0.0
+
+    assert world(3).run(body) == [2.0, 2.0, 0.0]
+
+
+# ---- ranks that never return ------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_return_in_time_is_reported_and_cannot_go_on_later() -> None:
+    release, went_on, unwound = threading.Event(), threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        release.wait()
+
+    def body() -> None:
+        try:
+            if rank() == 1:
+                sleep()
+            barrier((0, 1))
+            went_on.set()
+        finally:
+            if rank() == 1:
+                unwound.set()
+
+    call = "all_to_all of uint8, send counts (1, 1), receive counts (1, 1)"
+    with pytest.raises(DeadlockError) as caught:
+        world(3, timeout=0.3).run(body)
+    release.set()  # the test gets here only if the run did not wait for rank 1
+    assert unwound.wait(30)
+    assert not went_on.is_set()
+    text = [text for text in str(caught.value).splitlines() if "threading.py" not in text]
+    assert text == [
+        "3 simulated ranks did not finish within 0.3 s:",
+        f"  rank 0: waiting in collective #1 of ranks (0, 1): {call}",
+        f"      called at {HERE}:{line(body, 4)} in body",
+        f"      called at {HERE}:{line(sleep, 1)} in sleep",
+        f"           from {HERE}:{line(body, 3)} in body",
+        "  rank 2: ready, waiting for its turn",
+    ]
+
+
+def test_a_failure_goes_before_a_rank_that_does_not_return() -> None:
+    release = threading.Event()
+
+    def body() -> None:
+        raise_on(0)
+        release.wait()
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        world(2, timeout=0.2).run(body)
+    release.set()
+    where, report = caught.value.__notes__
+    assert where == "on rank 0 of 2, simulated"
+    assert "rank 0: failed: ValueError: boom\n  rank 1: running" in report
