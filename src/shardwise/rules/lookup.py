@@ -280,7 +280,6 @@ def _expected(request: Request, owner: int) -> tuple[int, int]:
 
 def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     held = [(box, block) for box, block in zip(request.owners, blocks, strict=True) if box.numel]
-    spare = [block for box, block in zip(request.owners, blocks, strict=True) if not box.numel]
     held.sort(key=lambda item: item[0].offsets)
     bands = []  # by rows, then by columns
     for _, band in groupby(held, key=lambda item: (item[0].offsets[0], item[0].sizes[0])):
@@ -289,21 +288,13 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     if request.pooled:
         (sums,) = bands
         return sums
-    width = _local_width(request, held)
-    found = torch.cat([*bands, *(block.view(0, width) for block in spare if block.numel() == 0 and width)]) if bands else request.weight.new_zeros(0, width)
+    found = torch.cat(bands) if bands else _nothing_from(request.weight)
     places = _places(request, [box for box, _ in held])
     if places is not None:
-        found, inverse = torch.cat([found, found.new_zeros(1, width)]), places[request.inverse]
+        found, inverse = torch.cat([found, found.new_zeros(1, found.shape[1])]), places[request.inverse]
     else:
         inverse = request.inverse
     return _combine(inverse.view(request.ids.shape), found, request.bags)
-
-
-def _local_width(request: Request, held: Sequence[tuple[Box, Tensor]]) -> int:
-    if not held:
-        return request.site.output.local_shape(request.site.rank)[-1]
-    first = held[0][0]
-    return sum(box.sizes[1] for box, _ in held if (box.offsets[0], box.sizes[0]) == (first.offsets[0], first.sizes[0]))
 
 
 def _places(request: Request, boxes: Sequence[Box]) -> Tensor | None:

@@ -1,0 +1,243 @@
+"""Between local tensors and distributed ones: `from_local`, `to_local`, `distribute_tensor`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.errors import LayoutError, MismatchError
+from shardwise.layout import Layout, contiguous_strides
+from shardwise.mesh import Mesh
+from shardwise.movement import move
+from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
+from shardwise.tensor.dtensor import DTensor, default_mesh, tag, without_partial
+from shardwise.tensor.gradients import FromPlain, ToPlain
+
+
+def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
+    layout = x._layout
+    with DisableTorchFunctionSubclass():
+        local = x.as_subclass(torch.Tensor)
+        if not (torch.is_grad_enabled() and local.requires_grad):
+            return local
+        border = layout.replace(without_partial(layout.placements) if grad_placements is None else grad_placements)
+        return ToPlain.apply(local, layout, border)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def wrap(local: Tensor, layout: Layout, grad_placements: Sequence[Placement] | None = None) -> DTensor:
+    """A local tensor that is known to fit `layout`, sharing its storage; gradients flow back to it."""
+    with DisableTorchFunctionSubclass():
+        if not (torch.is_grad_enabled() and local.requires_grad):
+            return tag(local.detach(), layout)
+        border = layout.replace(without_partial(layout.placements) if grad_placements is None else grad_placements)
+        return tag(FromPlain.apply(local, layout, border), layout)  # type: ignore[no-untyped-call]
+
+
+def from_local(
+    local: Tensor,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> DTensor:
+    if isinstance(local, DTensor):
+        raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
+    mesh = default_mesh(local.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
+    wanted = [REPLICATE] * mesh.ndim if placements is None else list(placements)
+    if len(wanted) != mesh.ndim:
+        raise LayoutError(f"One placement an axis: {mesh} has {mesh.ndim}, got {len(wanted)}: {wanted}.")
+    if shape is None and stride is not None:
+        raise LayoutError("from_local: a global stride needs the global shape too.")
+    if mesh.coordinate(collectives.rank()) is None:
+        layout = _layout_of_parts(None, mesh, wanted, shape) if shape is not None else None
+        if layout is None:
+            raise LayoutError(f"from_local: rank {collectives.rank()} is outside {mesh}, so it must be told the global shape.")
+        return tag(local.new_empty(layout.local_shape(collectives.rank())), layout)
+    layout = _agreed_layout(local, mesh, wanted, shape) if run_check else _layout_of_parts(local, mesh, wanted, shape)
+    if stride is not None and tuple(stride) != contiguous_strides(layout.shape):
+        raise LayoutError(
+            f"from_local: only row-major global strides are known, {contiguous_strides(layout.shape)}, got {tuple(stride)}."
+        )
+    return wrap(local, layout, grad_placements)
+
+
+def _layout_of_parts(
+    local: Tensor | None, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None
+) -> Layout:
+    """Without asking anybody: from the global shape, or from the promise that all parts are equal."""
+    if shape is None:
+        assert local is not None
+        if any(isinstance(p, Boxes | OnRanks) or (isinstance(p, Shard) and p.sizes) for p in placements):
+            raise LayoutError(
+                f"from_local(run_check=False): the global shape cannot be told from one part under {list(placements)}. "
+                f"Fix: pass shape=, or leave run_check on."
+            )
+        whole = list(local.shape)
+        for axis, p in enumerate(placements):
+            if isinstance(p, Shard):
+                whole[p.dim] *= mesh.shape[axis]
+        shape = whole
+    layout = Layout(mesh, placements, shape)
+    rank = collectives.rank()
+    if local is not None and tuple(local.shape) != layout.local_shape(rank):
+        raise LayoutError(
+            f"from_local: under {list(placements)} rank {rank} holds {layout.local_shape(rank)} of {tuple(shape)}, "
+            f"got a part of shape {tuple(local.shape)}. Fix: give the sizes, Shard(dim, sizes=...), or leave run_check on."
+        )
+    return layout
+
+
+def _agreed_layout(
+    local: Tensor, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None
+) -> Layout:
+    """Ask all ranks for the shapes of their parts; the layout follows from those, never from a guess."""
+    said = {
+        "shape": list(local.shape),
+        "dtype": str(local.dtype),
+        "placements": [str(p) for p in placements],
+        "global shape": None if shape is None else list(shape),
+    }
+    ranks = tuple(sorted(mesh.ranks))
+    every = dict(zip(ranks, collectives.gather_json(said, ranks), strict=True))
+    for field in ("dtype", "placements", "global shape"):
+        _all_alike(field, {rank: answer[field] for rank, answer in every.items()})
+    shapes = {rank: tuple(answer["shape"]) for rank, answer in every.items()}
+    layout = _fitted(mesh, placements, shapes, shape)
+    wrong = {r: s for r, s in shapes.items() if s != layout.local_shape(r)}
+    if wrong:
+        lines = [f"  rank {r}: expected {layout.local_shape(r)}, got {s}" for r, s in wrong.items()]
+        raise MismatchError(
+            f"from_local: the parts do not make a tensor of shape {layout.shape} under {list(placements)}:\n"
+            + "\n".join(lines)
+            + "\n  Fix: pass parts of the expected shapes, or other placements."
+        )
+    return layout
+
+
+def _all_alike(field: str, answers: dict[int, Any]) -> None:
+    if len({repr(a) for a in answers.values()}) > 1:
+        lines = "\n".join(f"  rank {rank}: {answer}" for rank, answer in answers.items())
+        raise MismatchError(f"from_local: ranks disagree on the {field}:\n{lines}\n  Fix: pass the same on every rank.")
+
+
+def _fitted(
+    mesh: Mesh, placements: Sequence[Placement], shapes: dict[int, tuple[int, ...]], shape: Sequence[int] | None
+) -> Layout:
+    """Give every Shard without sizes the sizes that the parts have."""
+    ndims = {len(s) for s in shapes.values()}
+    if len(ndims) > 1:
+        raise MismatchError(f"from_local: parts have different numbers of dims: {shapes}.")
+    fixed = any(isinstance(p, Boxes | OnRanks) for p in placements)
+    if fixed and shape is None:
+        owners = [s for r, s in shapes.items() if not _holds_nothing(mesh, placements, r)]
+        shape = owners[0] if owners and all(isinstance(p, OnRanks) or not isinstance(p, Boxes) for p in placements) else None
+        if shape is None:
+            raise LayoutError(f"from_local: {list(placements)} needs the global shape. Fix: pass shape=.")
+    if fixed:
+        return Layout(mesh, placements, shape or ())
+    whole = list(next(iter(shapes.values())))
+    dims: dict[int, list[int]] = {}
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            if not whole or not -len(whole) <= p.dim < len(whole):
+                raise LayoutError(f"from_local: {p} cuts dim {p.dim}, but the parts have {len(whole)} dims.")
+            dims.setdefault(p.dim % len(whole), []).append(axis)
+    result = list(placements)
+    for dim, axes in dims.items():
+        whole[dim] = _fit_dim(mesh, result, shapes, dim, axes)
+    if shape is not None and tuple(shape) != tuple(whole):
+        raise MismatchError(
+            f"from_local: the parts make a tensor of shape {tuple(whole)} under {list(placements)}, "
+            f"but the global shape was given as {tuple(shape)}. Parts: {shapes}."
+        )
+    return Layout(mesh, result, whole)
+
+
+def _holds_nothing(mesh: Mesh, placements: Sequence[Placement], rank: int) -> bool:
+    here = mesh.coordinate(rank)
+    assert here is not None
+    return any(isinstance(p, OnRanks) and p.position != here[a] for a, p in enumerate(placements))
+
+
+def _fit_dim(
+    mesh: Mesh, placements: list[Placement], shapes: dict[int, tuple[int, ...]], dim: int, axes: Sequence[int]
+) -> int:
+    """Fill in the sizes by which `axes`, outer first, cut `dim`; return the length of the whole dim."""
+
+    def length(fixed: dict[int, int], rest: Sequence[int]) -> int:
+        """Of the piece at positions `fixed`, from the parts of the ranks that hold pieces of it."""
+        if not rest:
+            at = tuple(fixed.get(axis, 0) for axis in range(mesh.ndim))
+            return shapes[mesh.rank_at(at)][dim]
+        return sum(length({**fixed, rest[0]: i}, rest[1:]) for i in range(mesh.shape[rest[0]]))
+
+    for depth, axis in enumerate(axes):
+        outer: list[dict[int, int]] = [{}]
+        for other in axes[:depth]:
+            outer = [{**fixed, other: i} for fixed in outer for i in range(mesh.shape[other])]
+        rows = [
+            tuple(length({**fixed, axis: i}, axes[depth + 1 :]) for i in range(mesh.shape[axis])) for fixed in outer
+        ]
+        given = placements[axis]
+        assert isinstance(given, Shard)
+        if given.sizes is None:
+            placements[axis] = Shard(dim, rows if depth else rows[0])
+    return length({}, axes)
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    shard_order: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor with the values of a plain tensor.
+
+    Args:
+        tensor: the whole tensor; every rank passes one of the same shape and dtype. A leaf gives a leaf: the
+            result requires grad if `tensor` does, but is not connected to it.
+        device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
+        placements: one an axis; None is Replicate everywhere.
+        src_data_rank: position in the mesh (in its row-major order) of the rank whose values count: each
+            rank receives its own part from there. None takes every rank's own values and sends nothing;
+            they must be equal.
+        shard_order: which axis cuts first where several cut one dim.
+
+    Raises:
+        MismatchError: shapes, dtypes or placements differ between ranks.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(device_mesh, placements, shard_order=shard_order)
+    mesh = default_mesh(tensor.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
+    wanted = [REPLICATE] * mesh.ndim if placements is None else list(placements)
+    layout = Layout(mesh, wanted, tensor.shape, shard_order)
+    ranks = tuple(sorted(mesh.ranks))
+    rank = collectives.rank()
+    if rank not in ranks:
+        return tag(tensor.new_empty(layout.local_shape(rank)), layout)
+    said = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "placements": [str(p) for p in wanted]}
+    collectives.agree("the tensor to distribute", said, ranks, "pass the same shape, dtype and placements on every rank.")
+    with torch.no_grad():
+        local = scattered(tensor.detach(), layout, src_data_rank)
+    result = tag(local, layout)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
+    return result.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+
+
+def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:
+    """This rank's part of `tensor`, a copy: cut from its own, or sent by the source rank."""
+    mesh = layout.mesh
+    whole = [REPLICATE] * mesh.ndim
+    if src_data_rank is None or mesh.size() == 1:
+        local = move(tensor, layout.replace(whole), layout)
+        return local.clone() if local is tensor else local
+    source = Mesh((1,), (mesh.ranks[src_data_rank],), None, mesh.device_type)
+    return move(tensor, Layout(source, [REPLICATE], tensor.shape), layout)

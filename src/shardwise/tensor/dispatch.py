@@ -1,0 +1,274 @@
+"""Door 1: functions that have a rule run on the locals at once.
+
+The answer to "how does this op run on these layouts" is kept under the layouts and the other arguments, so a
+warm op costs a dictionary look-up, the op itself, and giving the result its layout.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.errors import RuleError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.movement import move
+from shardwise.placement import REPLICATE
+from shardwise.rules import RULES, OpRule
+from shardwise.tensor import gradients, lists, resolve
+from shardwise.tensor.conversion import wrap
+from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.site import LocalSite
+from shardwise.tensor.wrapper import through_the_dispatcher
+
+CACHE_LIMIT = 1 << 16
+_cache: dict[Any, tuple[resolve.Recipe, Callable[..., Any], bool]] = {}
+_strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
+
+# C functions that stand in for Python ones, which would look at shapes on their way.
+NATIVE: dict[Any, Callable[..., Any]] = {
+    F.relu: lambda input, inplace=False: torch.relu(input),
+    F.sigmoid: torch.sigmoid,
+    F.tanh: torch.tanh,
+    F.silu: lambda input, inplace=False: torch._C._nn.silu(input),
+    Tensor.__rpow__: lambda x, other: torch.pow(other, x),
+    Tensor.__rsub__: lambda x, other: torch.rsub(x, other),
+    Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
+}
+
+# What is the same for the local tensor and the whole one.
+SAME = frozenset(
+    """
+    requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
+    device dtype is_leaf grad_fn layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda
+    is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
+    is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
+    _post_accumulate_grad_hooks __hash__ is_contiguous type _is_zerotensor
+    """.split()
+)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside, a plain tensor mixed into an op with DTensors is an error, not a replicated operand."""
+    token = _strict.set(True)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where every torch function called with a DTensor arrives."""
+    rule = RULES.get(func)
+    if rule is not None:
+        return run(func, rule, args, kwargs)
+    special = DTensor._specials.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    name = getattr(func, "__name__", "")
+    attribute = func.__self__.__name__ if name in ("__get__", "__set__") else name
+    if attribute in SAME:
+        return _same(func, attribute, args, kwargs)
+    if name in ("__get__", "__set__"):
+        return _attribute(func, name, attribute, args)
+    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return lists.run(func, name, args, kwargs)
+    return through_the_dispatcher(func, args, kwargs)
+
+
+def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` by its rule."""
+    key: list[Any] = [func]
+    mixed = False
+    for a in args:
+        kind = type(a)
+        if kind is DTensor:
+            key.append(a._layout)
+        elif kind is float:
+            key.append(float)
+        elif isinstance(a, list):
+            key.append(tuple(x._layout if type(x) is DTensor else x for x in a))
+            mixed = mixed or any(isinstance(x, Tensor) and type(x) is not DTensor for x in a)
+        else:
+            mixed = mixed or isinstance(a, Tensor)
+            key.append(a)
+    for k, a in kwargs.items():
+        key.append(k)
+        kind = type(a)
+        key.append(a._layout if kind is DTensor else float if kind is float else a)
+        mixed = mixed or (kind is not DTensor and isinstance(a, Tensor))
+    if mixed:
+        return run(func, rule, *_promoted(func, rule, args, kwargs))
+    try:
+        found = _cache.get(tuple(key))
+        hashable = True
+    except TypeError:
+        found, hashable = None, False
+    if found is None:
+        found = _resolved(func, rule, args, kwargs)
+        if hashable:
+            if len(_cache) >= CACHE_LIMIT:
+                _cache.clear()
+            _cache[tuple(key)] = found
+    recipe, op, unwrap = found
+    with DisableTorchFunctionSubclass():
+        if recipe.moves or unwrap:
+            return _run_moved(func, recipe, op, unwrap, args, kwargs)
+        out = op(*args, **kwargs)
+        if recipe.output is None or type(out) is DTensor:
+            return out
+        out.__class__ = DTensor
+        out._layout = recipe.output
+        return out
+
+
+def _run_moved(
+    func: Any, recipe: resolve.Recipe, op: Callable[..., Any], unwrap: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    moves = dict(recipe.moves)
+    names: list[str] = []
+
+    def operand(x: Any) -> Any:
+        if type(x) is not DTensor:
+            return [operand(y) for y in x] if isinstance(x, list | tuple) else x
+        index = len(names)
+        names.append(x._name or f"operand {index}")
+        if index in moves:
+            collectives.note_implicit(lambda: f"{_name(func)}: {x._layout} -> {moves[index]}")
+            return move(x.as_subclass(torch.Tensor), x._layout, moves[index])
+        return x.as_subclass(torch.Tensor) if unwrap else x
+
+    locals_ = [operand(a) for a in args]
+    named = {k: operand(a) for k, a in kwargs.items()}
+    if recipe.local is None:
+        out = op(*locals_, **named)
+    else:
+        output = recipe.output or recipe.layouts[0]
+        site = LocalSite(op, recipe.layouts, output, recipe.local_axes, tuple(names))
+        out = recipe.local(site, *locals_, **named)
+    if recipe.output is None:
+        return args[0]
+    return out if type(out) is DTensor else tag(out, recipe.output)
+
+
+def _resolved(
+    func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[resolve.Recipe, Callable[..., Any], bool]:
+    operands: list[resolve.Operand] = []
+
+    def slot(x: Any) -> Any:
+        if type(x) is DTensor:
+            operands.append(resolve.Operand(x._layout, x.dtype))
+            return resolve.Slot(len(operands) - 1)
+        return type(x)(slot(y) for y in x) if isinstance(x, list | tuple) and type(x) is not torch.Size else x
+
+    slotted = tuple(slot(a) for a in args)
+    named = {k: slot(a) for k, a in kwargs.items()}
+    op = NATIVE.get(func, func)
+
+    def shape() -> tuple[int, ...]:
+        if rule.shape is None:
+            with DisableTorchFunctionSubclass():
+                return resolve.meta_shape(func, slotted, named, operands)
+        metas = [resolve.Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
+        filled = [resolve.with_metas(a, metas) for a in slotted]
+        return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
+
+    recipe = resolve.resolve(_name(func), rule, operands, slotted, named, shape)
+    return recipe, op, recipe.local is not None or isinstance(op, FunctionType) and func not in NATIVE
+
+
+def _promoted(
+    func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Plain tensors beside DTensors count as replicated; the whole gradient flows back to them."""
+    everything = [*args, *kwargs.values()]
+    first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
+    mesh = first._layout.mesh
+    if rule.in_place and args and type(args[0]) is not DTensor:
+        raise RuleError(
+            f"{_name(func)} would change a plain tensor in place with a DTensor operand. "
+            f"Fix: pass full_tensor() of the operand, or make the plain tensor a DTensor with distribute_tensor()."
+        )
+
+    def promote(x: Any) -> Any:
+        if isinstance(x, list | tuple) and type(x) is not torch.Size:
+            return type(x)(promote(y) for y in x)
+        if not isinstance(x, Tensor) or type(x) is DTensor:
+            return x
+        return promoted(x, mesh, _name(func))
+
+    return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
+
+
+def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
+    """A plain tensor as a replicated DTensor."""
+    if _strict.get() and x.ndim:
+        raise RuleError(
+            f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
+            f"Fix: DTensor.from_local(x, mesh, [Replicate()]) if every rank has the same, or the placements it has."
+        )
+    return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
+
+
+def _same(func: Any, attribute: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if attribute == "register_hook":
+        return _register_hook(x, *args[1:], **kwargs)
+    with DisableTorchFunctionSubclass():
+        out = func(*args, **kwargs)
+    if attribute == "requires_grad_" or (attribute == "requires_grad" and len(args) > 1):
+        if type(x) is DTensor:
+            gradients.watch(x)
+    return out
+
+
+def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
+    """The hook sees the gradient as a DTensor, and may return another one of any placements."""
+    layout = x._layout
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        returned = hook(tag(grad.detach() if not torch.is_grad_enabled() else grad.view_as(grad), layout.dual()))
+        if returned is None:
+            return None
+        if type(returned) is DTensor:
+            return gradients.as_cotangent(plain(returned), returned._layout, layout)
+        return gradients.as_cotangent(returned, layout.replace([REPLICATE] * layout.mesh.ndim), layout)
+
+    with DisableTorchFunctionSubclass():
+        return x.register_hook(on_local)
+
+
+def _attribute(func: Any, kind: str, attribute: str, args: tuple[Any, ...]) -> Any:
+    x = args[0]
+    if attribute == "data":
+        with DisableTorchFunctionSubclass():
+            if kind == "__get__":
+                return tag(func(*args), x._layout)
+            value = args[1]
+            if type(value) is not DTensor or value._layout != x._layout:
+                raise RuleError(f"Setting .data needs a DTensor laid out as {x._layout}. Fix: redistribute it first.")
+            return func(*args)
+    if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
+        raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
+    raise RuleError(
+        f"DTensor does not answer for .{attribute}: it might show the local shard for the whole. "
+        f"Fix: ask to_local() or full_tensor()."
+    )
+
+
+def _name(func: Any) -> str:
+    if getattr(func, "__name__", "") == "__get__":
+        return f".{func.__self__.__name__}"
+    return str(getattr(func, "__name__", func))
+
+
+DTensor._enter = staticmethod(enter)

@@ -1,0 +1,312 @@
+"""The distributed tensor: a `torch.Tensor` that is its local shard, and answers for the whole.
+
+Storage, C++ shape and autograd history are the local shard's; Python sees the global shape through a layout
+that travels beside it. Ops come in through two doors. Functions that have a rule run on the locals at once
+(door 1, here). Any other function runs once on wrappers that carry the global shape; C++ takes it apart into
+aten ops, and each of those finds its rule (door 2, `shardwise.tensor.wrapper`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.errors import LayoutError, RuleError
+from shardwise.layout import Layout, contiguous_strides
+from shardwise.mesh import Mesh
+from shardwise.movement import move
+from shardwise.placement import REPLICATE, Partial, Placement
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class DTensor(torch.Tensor):
+    """A tensor spread over the ranks of a mesh. Make one with `distribute_tensor` or `DTensor.from_local`."""
+
+    _layout: Layout
+    _reduced_grad: "DTensor | None" = None  # of a leaf: what was already reduced over its Replicate axes
+    _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
+    _watched: bool = False  # of a leaf: whether its accumulated gradients join a batch
+    _name: str | None = None  # of a parameter: what errors call it
+
+    # Set by the modules that know them; the class itself imports nothing from above.
+    _enter: Handler
+    _specials: dict[Any, Handler]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return cls._enter(func, args, kwargs or {})
+
+    # ---- made from and returned to local tensors ---------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = True,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> "DTensor":
+        """The distributed tensor of which every rank passes its own part.
+
+        Args:
+            local_tensor: this rank's part; its storage is shared, not copied. On ranks outside the mesh,
+                anything of the same dtype.
+            device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
+            placements: one an axis; None is Replicate everywhere. A `Shard` without sizes is cut as the parts
+                say, not as torch.chunk would.
+            run_check: compare shapes, dtypes and placements over the ranks (one small exchange) and find the
+                sizes of uneven parts. False skips it and needs `shape` unless all parts are equally long.
+            shape: the global shape, if known; checked against the parts.
+            stride: accepted for callers that pass a global stride; must be row-major.
+            grad_placements: how the gradient that arrives at `local_tensor` is laid out; None gives it the
+                placements of the tensor, with Partial read as Replicate.
+
+        Raises:
+            MismatchError: parts that do not fit together; the same error on every rank.
+            LayoutError: parts that do not fit `placements` or `shape`.
+        """
+        from shardwise.tensor.conversion import from_local
+
+        return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part as a plain tensor that shares the storage; the whole on a Replicate axis.
+
+        Args:
+            grad_placements: how the gradient that comes back is laid out over the ranks. None means that
+                every rank computes the same loss from what it holds: Shard stays Shard, and Replicate and
+                Partial get a Replicate gradient.
+        """
+        from shardwise.tensor.conversion import to_local
+
+        return to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor, on every rank of the mesh. May be called again and again."""
+        whole = self.redistribute(placements=[REPLICATE] * self._layout.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        shard_order: Sequence[int] | None = None,
+    ) -> "DTensor":
+        """The same global tensor in another layout, on this mesh or another one.
+
+        Args:
+            device_mesh: where to; None keeps the mesh. All ranks of both meshes must call.
+            placements: one an axis of the new mesh; None keeps the placements.
+            shard_order: which axis cuts first where several cut one dim.
+
+        Sends: every element at most once to every rank that lacks it.
+        Gradient: the dual move back.
+        """
+        mesh = self._layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
+        wanted = self._layout.placements if placements is None else placements
+        order = self._layout.shard_order if shard_order is None and mesh == self._layout.mesh else shard_order
+        return moved(self, Layout(mesh, wanted, self._layout.shape, order))
+
+    # ---- what it is -----------------------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh it was made with: torch's DeviceMesh or a plain `Mesh`."""
+        return collectives.device_mesh(self._layout.mesh)
+
+    @property
+    def layout_(self) -> Layout:
+        return self._layout
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self._layout.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._layout.shape)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.numel() * self.element_size()
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        shape = torch.Size(self._layout.shape)
+        return shape if dim is None else shape[dim]
+
+    def dim(self) -> int:
+        return len(self._layout.shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return torch.Size(self._layout.shape).numel()
+
+    nelement = numel
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Row-major strides of the whole tensor; local tensors may have others."""
+        strides = contiguous_strides(self._layout.shape)
+        return strides if dim is None else strides[dim]
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.shape[0]
+
+    # ---- values ---------------------------------------------------------------------------------------------
+
+    def item(self) -> Any:
+        """The value of a tensor of one element, on every rank of the mesh; reduces or fetches it if need be."""
+        if self.numel() != 1:
+            raise RuntimeError(f"A tensor of shape {tuple(self.shape)} has no single value to convert to a number.")
+        with torch.no_grad():
+            return self.full_tensor().item()
+
+    def tolist(self) -> Any:
+        with torch.no_grad():
+            return self.full_tensor().tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.numel() == 1 and not self._layout.shape else repr(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        layout, rank = self._layout, collectives.rank()
+        boxes = " ".join(map(str, layout.boxes(rank))) or "nothing"
+        local = repr(plain(self.detach()))
+        return (
+            f"DTensor(shape={layout.shape}, placements={list(layout.placements)}, mesh={layout.mesh}, "
+            f"rank {rank} holds {boxes}: {local})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("Only leaf tensors can be deep-copied; copy a detached one.")
+        copy = tag(plain(self.detach()).clone(), self._layout)
+        copy._name = self._name
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
+        else:
+            copy.requires_grad_(self.requires_grad)
+        grad = self.grad
+        if grad is not None:
+            copy.grad = grad.detach().clone()
+        memo[id(self)] = copy
+        return copy
+
+    # ---- autograd -------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> "DTensor | None":  # type: ignore[override]
+        """The gradient in the layout of the tensor.
+
+        Gradients of Replicate axes wait as summands until they are read; then all that wait are reduced
+        together.
+        """
+        from shardwise.tensor import gradients
+
+        return gradients.read(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        from shardwise.tensor import gradients
+
+        gradients.write(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        from shardwise.tensor import gradients
+
+        gradients.write(self, None)
+
+    def backward(  # type: ignore[override]
+        self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """Gradients of this tensor, a scalar unless `gradient` is given, into the leaves it was made from."""
+        torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+    # ---- what would leak the local shard ---------------------------------------------------------------------
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise RuleError(_local_only("numpy()"))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuleError(_local_only("numpy.asarray()"))
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuleError(_local_only("DLPack"))
+
+    def data_ptr(self) -> NoReturn:
+        raise RuleError(_local_only("data_ptr()"))
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        raise RuleError(
+            "A DTensor cannot be pickled: one rank holds only its part. Fix: save it with shardwise.checkpoint, or "
+            "pickle full_tensor() (the whole) or to_local() (this rank's part)."
+        )
+
+
+def _local_only(what: str) -> str:
+    return f"{what} would show only this rank's part of a DTensor. Fix: call full_tensor() or to_local() first."
+
+
+def tag(local: Tensor, layout: Layout) -> DTensor:
+    """Turn a fresh local result into a DTensor, in place: no alias, no autograd node."""
+    local.__class__ = DTensor
+    local._layout = layout  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def plain(x: Tensor) -> Tensor:
+    """The local tensor as a plain one that shares storage and autograd history."""
+    with DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
+
+
+def moved(x: DTensor, layout: Layout) -> DTensor:
+    """`x` in another layout; itself if it already is."""
+    if x._layout == layout:
+        return x
+    with DisableTorchFunctionSubclass():
+        return tag(move(x.as_subclass(torch.Tensor), x._layout, layout), layout)
+
+
+def require_layout(x: Any, what: str) -> Layout:
+    """The layout of a DTensor argument."""
+    if not isinstance(x, DTensor):
+        raise LayoutError(f"{what} must be a DTensor, got {type(x).__name__}.")
+    return x._layout
+
+
+def without_partial(placements: Sequence[Placement]) -> list[Placement]:
+    return [REPLICATE if isinstance(p, Partial) else p for p in placements]
+
+
+def default_mesh(device_type: str = "cpu") -> Mesh:
+    """One axis of all ranks."""
+    return Mesh((collectives.world_size(),), (), None, device_type)

@@ -1,0 +1,270 @@
+"""Where gradients meet the duality: seeds, borders to plain tensors, and the `.grad` of leaves.
+
+The gradient of a Replicate leaf stays a sum of unreduced summands while backward runs. Reading any `.grad`
+reduces all gradients of that backward in one collective a mesh, dtype and set of axes: data parallelism,
+gradient accumulation without communication and bucketed reduction are this one rule.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.errors import LayoutError, RuleError
+from shardwise.layout import Layout
+from shardwise.movement import move
+from shardwise.placement import REPLICATE, Partial
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+
+_raw_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+
+
+class Batch:
+    """Leaves whose gradients one backward has left unreduced, in the order backward reached them."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, DTensor] = {}
+
+
+# One batch collects at a time for every rank; simulated ranks are told apart by their transport.
+_collecting: "WeakKeyDictionary[Any, Batch]" = WeakKeyDictionary()
+
+
+def watch(leaf: DTensor) -> None:
+    """Let a leaf with a Replicate axis join the batch of the backward that reaches it."""
+    with DisableTorchFunctionSubclass():
+        if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not leaf._layout.dual().partial_axes:
+            return
+        leaf._watched = True
+        leaf.register_post_accumulate_grad_hook(_joined)
+
+
+def _joined(leaf: Tensor) -> None:
+    assert isinstance(leaf, DTensor)
+    if leaf._grad_batch is None:
+        here = collectives.transport()
+        batch = _collecting.get(here)
+        if batch is None:
+            batch = _collecting[here] = Batch()
+        batch.leaves[id(leaf)] = leaf
+        leaf._grad_batch = batch
+
+
+def read(x: DTensor) -> DTensor | None:
+    """The gradient of `x` in its own layout (a gradient of a Partial tensor is Replicate)."""
+    with DisableTorchFunctionSubclass():
+        if x._grad_batch is not None:
+            _reduce(x._grad_batch)
+        if x._layout.dual().partial_axes:
+            raw = _raw_grad.__get__(x)
+            if raw is not None:  # a leaf that was not watched, or a non-leaf that retains its gradient
+                _keep_reduced([(x, raw)])
+            return x._reduced_grad
+        raw = _raw_grad.__get__(x)
+        if raw is not None and type(raw) is not DTensor:
+            tag(raw, x._layout.dual())
+        return raw  # type: ignore[no-any-return]
+
+
+def write(x: DTensor, value: Tensor | None) -> None:
+    """Set or clear the gradient; a plain tensor is taken for the whole gradient."""
+    with DisableTorchFunctionSubclass():
+        if x._grad_batch is not None:
+            x._grad_batch.leaves.pop(id(x), None)
+            x._grad_batch = None
+        _raw_grad.__set__(x, None)
+        x._reduced_grad = None
+        if value is None:
+            return
+        if tuple(value.shape) != x._layout.shape:
+            raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {tuple(value.shape)}.")
+        replicated = x._layout.replace([REPLICATE] * x._layout.mesh.ndim)
+        if type(value) is not DTensor:
+            value = tag(value.detach(), replicated)
+        if x._layout.dual().partial_axes:
+            x._reduced_grad = moved(value, x._layout)
+        else:
+            _raw_grad.__set__(x, moved(value, x._layout.dual()))
+
+
+def _reduce(batch: Batch) -> None:
+    here = collectives.transport()
+    if _collecting.get(here) is batch:
+        del _collecting[here]
+    leaves, batch.leaves = list(batch.leaves.values()), {}
+    waiting = []
+    for leaf in leaves:
+        leaf._grad_batch = None
+        raw = _raw_grad.__get__(leaf)
+        if raw is not None:
+            waiting.append((leaf, raw))
+    _keep_reduced(waiting)
+
+
+def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
+    """Reduce gradients, the dense ones of a kind in one buffer, and add them to what was reduced before."""
+    buckets: dict[Any, list[tuple[DTensor, Tensor]]] = {}
+    for leaf, raw in waiting:
+        _raw_grad.__set__(leaf, None)
+        raw = raw.as_subclass(torch.Tensor)
+        if raw.is_sparse:
+            _add_reduced(leaf, _sum_sparse(raw, leaf._layout))
+            continue
+        key = (leaf._layout.mesh, leaf._layout.dual().partial_axes, raw.dtype, raw.device)
+        buckets.setdefault(key, []).append((leaf, raw))
+    for (mesh, axes, _, _), members in buckets.items():
+        flat = torch.cat([raw.reshape(-1) for _, raw in members]) if len(members) > 1 else members[0][1].reshape(-1)
+        line = mesh.submesh(axes, collectives.rank())
+        src = Layout(line, [Partial()] * line.ndim, flat.shape)
+        flat = move(flat, src, src.replace([REPLICATE] * line.ndim))
+        for (leaf, _), piece in zip(members, flat.split([raw.numel() for _, raw in members]), strict=True):
+            _add_reduced(leaf, piece.view(leaf._layout.local_shape(collectives.rank())))
+
+
+def _add_reduced(leaf: DTensor, total: Tensor) -> None:
+    if leaf._reduced_grad is None:
+        leaf._reduced_grad = tag(total.clone() if total._base is not None else total, leaf._layout)
+    elif torch.is_grad_enabled() and total.requires_grad:
+        leaf._reduced_grad = tag(leaf._reduced_grad.as_subclass(torch.Tensor) + total, leaf._layout)
+    else:
+        with torch.no_grad():
+            leaf._reduced_grad.add_(total)
+
+
+def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
+    """Row-sparse summands of all ranks as one sparse tensor: indices and values travel, never the dense table."""
+    own = raw.coalesce()
+    line = layout.mesh.submesh(layout.dual().partial_axes, collectives.rank())
+    ranks = tuple(sorted(line.ranks))
+    count = own.indices().shape[1]
+    counts = collectives.all_to_all(torch.tensor([count] * len(ranks)), [1] * len(ranks), [1] * len(ranks), ranks).tolist()
+
+    def gathered(x: Tensor) -> list[Tensor]:
+        width = prod(x.shape[1:])
+        flat = x.reshape(-1).repeat(len(ranks))
+        every = collectives.all_to_all(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks)
+        return [piece.view(-1, *x.shape[1:]) for piece in every.split([n * width for n in counts])]
+
+    indices = torch.cat(gathered(own.indices().t().contiguous())).t()
+    values = torch.cat(gathered(own.values()))
+    return torch.sparse_coo_tensor(indices, values, raw.shape).coalesce()
+
+
+# ---- seeds and borders --------------------------------------------------------------------------------------
+
+
+def as_cotangent(value: Tensor, layout: Layout, of: Layout) -> Tensor:
+    """A local gradient laid out as `layout` for a tensor laid out as `of`, in the dual layout of `of`.
+
+    A replicated gradient of a replicated value becomes equal shares and not one share and zeros, because
+    0 times an infinite local derivative is nan.
+    """
+    dual, shares = of.dual(), 1
+    placements = list(layout.placements)
+    for axis, (have, want) in enumerate(zip(layout.placements, dual.placements, strict=True)):
+        if have == REPLICATE and want == Partial():
+            placements[axis] = want
+            shares *= layout.mesh.shape[axis]
+    value = value / shares if shares > 1 else value
+    return move(value, layout.replace(placements), dual)
+
+
+def _seed(output: DTensor, gradient: Any) -> Tensor:
+    """The cotangent that backward starts with at `output`."""
+    layout = output._layout
+    whole = layout.replace([REPLICATE] * layout.mesh.ndim)
+    if gradient is None:
+        if output.numel() != 1:
+            raise RuntimeError(f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}.")
+        return as_cotangent(torch.ones(layout.shape, dtype=output.dtype, device=output.device), whole, layout)
+    if type(gradient) is DTensor:
+        return as_cotangent(plain(gradient), gradient._layout, layout)
+    return as_cotangent(gradient, whole, layout)
+
+
+def _linear_output(output: Any) -> Any:
+    """An output whose reduction is a maximum or the like has no cotangent until it is reduced."""
+    if type(output) is not DTensor:
+        return output
+    parts = output._layout.placements
+    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in parts):
+        return moved(output, output._layout.replace([REPLICATE if p.is_partial() else p for p in parts]))
+    return output
+
+
+def _outputs_and_seeds(tensors: Any, grad_tensors: Any) -> tuple[list[Any], list[Any]]:
+    outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
+    given = given if len(given) == len(outputs) else given * len(outputs)
+    outputs = [_linear_output(x) for x in outputs]
+    seeds = [_seed(x, g) if type(x) is DTensor else g for x, g in zip(outputs, given, strict=True)]
+    return outputs, seeds
+
+
+def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`torch.autograd.backward` with DTensors among the outputs or inputs."""
+    tensors, *rest = args
+    grad_tensors = rest[0] if rest else kwargs.get("grad_tensors")
+    outputs, seeds = _outputs_and_seeds(tensors, grad_tensors)
+    with DisableTorchFunctionSubclass():
+        torch.autograd.backward(
+            outputs,
+            seeds,
+            retain_graph=kwargs.get("retain_graph"),
+            create_graph=kwargs.get("create_graph", False),
+            inputs=kwargs.get("inputs"),
+        )
+
+
+def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """`torch.autograd.grad` with DTensors: gradients come back in the layouts of their inputs."""
+    outputs_arg, inputs_arg, *rest = args
+    seeds_arg = rest[0] if rest else kwargs.pop("grad_outputs", None)
+    if kwargs.pop("is_grads_batched", False):
+        raise RuleError("torch.autograd.grad(is_grads_batched=True) is not supported on DTensors.")
+    inputs = [inputs_arg] if isinstance(inputs_arg, Tensor) else list(inputs_arg)
+    outputs, seeds = _outputs_and_seeds(outputs_arg, seeds_arg)
+    with DisableTorchFunctionSubclass():
+        found = torch.autograd.grad(outputs, inputs, seeds, **kwargs)
+        return tuple(
+            moved(tag(g, x._layout.dual()), _readable(x._layout)) if type(x) is DTensor and g is not None else g
+            for x, g in zip(inputs, found, strict=True)
+        )
+
+
+def _readable(layout: Layout) -> Layout:
+    return layout.replace([REPLICATE if p.is_partial() else p for p in layout.placements])
+
+
+class ToPlain(torch.autograd.Function):
+    """The border from a DTensor to a plain tensor; the gradient that comes back is laid out as `border`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, border: Layout) -> Tensor:
+        ctx.layout, ctx.border = layout, border
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return as_cotangent(grads[0], ctx.border, ctx.layout), None, None
+
+
+class FromPlain(torch.autograd.Function):
+    """The border from a plain tensor to a DTensor; the gradient leaves laid out as `border`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, border: Layout) -> Tensor:
+        ctx.layout, ctx.border = layout, border
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return move(grads[0], ctx.layout.dual(), ctx.border), None, None
+
+
+DTensor._specials = {torch.autograd.backward: backward, torch.autograd.grad: grad}

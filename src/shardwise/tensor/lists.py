@@ -1,0 +1,91 @@
+"""Ops on lists of tensors: the foreach and fused kernels of optimisers, element by element on the locals."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise.errors import RuleError
+from shardwise.layout import Layout
+from shardwise.placement import REPLICATE, Partial
+from shardwise.tensor.dtensor import DTensor, moved, tag
+
+LINEAR = ("_foreach_neg", "_foreach_zero")  # what summands allow as well
+
+
+def run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a list op. The tensors at one position of the lists are brought to the layout of the first list's."""
+    if name.startswith("_foreach_norm"):
+        return _norms(args, kwargs)
+    lead = next(a for a in args if _is_tensor_list(a))
+    layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
+    in_place = name.endswith("_")
+    new_args = [_laid_out(name, a, layouts, in_place and a is lead) for a in args]
+    new_kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
+    with DisableTorchFunctionSubclass():
+        out = func(*new_args, **new_kwargs)
+    if in_place or out is None:
+        return out
+    return type(out)(tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True))
+
+
+def _is_tensor_list(a: Any) -> bool:
+    return isinstance(a, list | tuple) and bool(a) and isinstance(a[0], Tensor)
+
+
+def _layout_at(name: str, args: Sequence[Any], kwargs: dict[str, Any], index: int, first: Tensor) -> Layout | None:
+    """The layout that position `index` of all lists takes: that of the first list, without anything Partial."""
+    if type(first) is DTensor:
+        layout = first._layout
+        if layout.partial_axes:
+            if name.endswith("_") and name.rstrip("_") not in LINEAR:
+                raise RuleError(f"{name}: item {index} is {layout}, whose summands cannot be changed one by one. Fix: redistribute it.")
+            return layout.replace([REPLICATE if isinstance(p, Partial) else p for p in layout.placements])
+        return layout
+    for a in (*args, *kwargs.values()):
+        if _is_tensor_list(a) and index < len(a) and type(a[index]) is DTensor:
+            if name.endswith("_"):
+                raise RuleError(f"{name} would change plain tensor {index} in place with a DTensor. Fix: make both alike.")
+            return a[index]._layout
+    return None
+
+
+def _laid_out(name: str, a: Any, layouts: Sequence[Layout | None], lead: bool) -> Any:
+    if not _is_tensor_list(a):
+        if type(a) is DTensor:
+            return _scalar(name, a)
+        return a
+    if len(a) != len(layouts):
+        return a
+    return [x if lead else _item(name, x, layout) for x, layout in zip(a, layouts, strict=True)]
+
+
+def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
+    if layout is None:
+        return x
+    if type(x) is not DTensor:
+        if x.ndim == 0:  # a step counter or another number
+            return x
+        x = tag(x.detach(), Layout(layout.mesh, [REPLICATE] * layout.mesh.ndim, x.shape))
+    if x._layout.shape == () != layout.shape:
+        return _scalar(name, x)
+    if x._layout.shape != layout.shape:
+        raise RuleError(f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists.")
+    return moved(x, layout)
+
+
+def _scalar(name: str, x: DTensor) -> Tensor:
+    if x._layout.shape:
+        raise RuleError(f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}.")
+    whole = moved(x, x._layout.replace([REPLICATE] * x._layout.mesh.ndim))
+    with DisableTorchFunctionSubclass():
+        return whole.as_subclass(torch.Tensor)
+
+
+def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """One norm a tensor, each a small exchange."""
+    tensors, *rest = args
+    ord = rest[0] if rest else kwargs.get("ord", 2)
+    return tuple(torch.linalg.vector_norm(x, ord, dtype=kwargs["dtype"]) if kwargs.get("dtype") else torch.linalg.vector_norm(x, ord) for x in tensors)

@@ -1,0 +1,271 @@
+"""From an op and the layouts of its operands to what has to be done. Pure; the tensor caches the answers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import RuleError
+from shardwise.layout import Layout
+from shardwise.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk
+from shardwise.rules import Meta, OpRule, Row
+from shardwise.steps import plan_move
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument as rules see it: its layout, or what a plain tensor is promoted to, and its dtype."""
+
+    layout: Layout
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to run one op on one combination of layouts."""
+
+    moves: tuple[tuple[int, Layout], ...]  # operands that must move, and to where
+    layouts: tuple[Layout, ...]  # of all operands after the moves
+    local: Callable[..., Any] | None
+    local_axes: tuple[int, ...]
+    output: Layout | None  # None: the op works in place
+    why: tuple[str, ...]
+
+
+ALL_REPLICATED = "every rank has everything"
+
+
+def resolve(
+    name: str,
+    rule: OpRule,
+    operands: Sequence[Operand],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output_shape: Callable[[], tuple[int, ...]],
+) -> Recipe:
+    """Choose a row for every mesh axis and lay the operands out for it.
+
+    Args:
+        args, kwargs: the op's arguments with every tensor replaced by its index among `operands`, as `Slot`.
+
+    Raises:
+        RuleError: operands on different meshes, or no row that fits.
+    """
+    layouts = [operand.layout for operand in operands]
+    mesh = layouts[0].mesh
+    for other in layouts:
+        if other.mesh != mesh:
+            raise RuleError(
+                f"{name}: operands live on different meshes, {mesh} and {other.mesh}. "
+                f"Fix: redistribute one of them to the other's device_mesh."
+            )
+    chosen = [_choose(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim)]
+    locals_ = list({id(row.local): row.local for row in chosen if row.local is not None}.values())
+    if len(locals_) > 1:
+        whole = [axis for axis, row in enumerate(chosen) if row.local is not locals_[0]]
+        chosen = [
+            _replicated(len(layouts)) if axis in whole and row.local is not None else row
+            for axis, row in enumerate(chosen)
+        ]
+    wanted = _aligned(layouts, chosen)
+    moves = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a != b)
+    if rule.in_place and moves and moves[0][0] == 0:
+        raise RuleError(
+            f"{name} works in place, but would have to move its operand from {layouts[0]} to {wanted[0]}. "
+            f"Fix: redistribute the operand first, or use the out-of-place op."
+        )
+    output = None if rule.in_place else _output_layout(wanted, chosen, output_shape())
+    return Recipe(
+        moves,
+        tuple(wanted),
+        locals_[0] if locals_ else None,
+        tuple(axis for axis, row in enumerate(chosen) if row.local is not None),
+        output,
+        tuple(row.why for row in chosen),
+    )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for tensor operand number `index` in the arguments of a call."""
+
+    index: int
+
+
+def with_metas(tree: Any, metas: Sequence[Any]) -> Any:
+    """The arguments with the slots filled; looks into lists and tuples one level deep."""
+    if isinstance(tree, Slot):
+        return metas[tree.index]
+    if isinstance(tree, list | tuple):
+        return type(tree)(metas[x.index] if isinstance(x, Slot) else x for x in tree)
+    return tree
+
+
+# ---- choosing a row -----------------------------------------------------------------------------------------
+
+
+def _replicated(count: int) -> Row:
+    return Row((REPLICATE,) * count, REPLICATE, ALL_REPLICATED)
+
+
+def _choose(
+    name: str,
+    rule: OpRule,
+    operands: Sequence[Operand],
+    layouts: Sequence[Layout],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axis: int,
+) -> Row:
+    current = tuple(layout.placements[axis] for layout in layouts)
+    metas = [Meta(o.layout.shape, o.dtype, p) for o, p in zip(operands, current, strict=True)]
+    try:
+        rows = rule.rows(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    except NotImplementedError as error:
+        raise RuleError(f"{name}: {error}.") from error
+    kinds = tuple(_kind(p) for p in current)
+    rows = [row for row in (*rows, _replicated(len(current))) if _possible(row, kinds, rule.in_place)]
+    for row in rows:
+        if row.inputs == kinds and _splits_evenly(row, layouts, axis):
+            return row
+    rows = [row for row in rows if _follows(row, kinds) and _splits_evenly(row, layouts, axis)]
+    if not rows:
+        raise RuleError(
+            f"{name} has no row for mesh axis {axis} with inputs ({', '.join(map(str, current))})"
+            f"{' that keeps its first operand where it is' if rule.in_place else ''}. "
+            f"Fix: redistribute the operands, for example to Replicate()."
+        )
+    return min(rows, key=lambda row: _price(row, layouts, axis))
+
+
+def _kind(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:
+    return not in_place or (row.inputs[0] == kinds[0] and row.output == kinds[0])
+
+
+def _follows(row: Row, kinds: tuple[Placement, ...]) -> bool:
+    """A row that cuts something must find a cut to follow: ops do not shard what nobody sharded."""
+    cuts = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard | OnRanks | Boxes)]
+    return not cuts or any(row.inputs[i] == kinds[i] for i in cuts)
+
+
+def _splits_evenly(row: Row, layouts: Sequence[Layout], axis: int) -> bool:
+    if row.scale == 1:
+        return True
+    for layout, wanted in zip(layouts, row.inputs, strict=True):
+        if isinstance(wanted, Shard):
+            if _kind(layout.placements[axis]) == wanted:
+                sizes = _flat(layout.cut(axis))
+            else:
+                sizes = chunk(layout.shape[wanted.dim], layout.mesh.shape[axis])
+            if any((n * row.scale).denominator != 1 for n in sizes):
+                return False
+    return True
+
+
+def _flat(cut: Any) -> tuple[int, ...]:
+    return tuple(n for row in cut for n in row) if cut and isinstance(cut[0], tuple) else tuple(cut)
+
+
+def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
+    """Bytes to move plus bytes of memory that grows: what is cut should stay cut."""
+    price = 0.0
+    for layout, placement in zip(layouts, row.inputs, strict=True):
+        if _kind(layout.placements[axis]) != placement:
+            target = layout.with_axis(axis, placement)
+            growth = max(target.local_numel(r) - layout.local_numel(r) for r in layout.mesh.ranks)
+            price += plan_move(layout, target).cost + 4 * max(growth, 0)
+    return price
+
+
+# ---- laying out operands and result ------------------------------------------------------------------------
+
+
+def _aligned(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[Layout]:
+    """The operands' layouts under the chosen rows; what must be cut alike follows the largest that is cut."""
+    wanted: list[list[Placement]] = [list(layout.placements) for layout in layouts]
+    order = _leader(layouts, chosen).shard_order
+    for axis, row in enumerate(chosen):
+        cut = _cut_to_follow(layouts, row, axis)
+        for i, (layout, placement) in enumerate(zip(layouts, row.inputs, strict=True)):
+            if not isinstance(placement, Shard):
+                wanted[i][axis] = placement
+            elif not row.aligned:
+                keeps = _kind(layout.placements[axis]) == placement
+                wanted[i][axis] = layout.placements[axis] if keeps else placement
+            else:
+                wanted[i][axis] = placement if cut is None else Shard(placement.dim, cut)
+    return [
+        Layout(layout.mesh, placements, layout.shape, order)
+        if tuple(placements) != layout.placements or layout.shard_order != order
+        else layout
+        for layout, placements in zip(layouts, wanted, strict=True)
+    ]
+
+
+def _leader(layouts: Sequence[Layout], chosen: Sequence[Row]) -> Layout:
+    """The operand whose order of cutting the others follow: the one cut on most axes."""
+    return max(layouts, key=lambda layout: sum(isinstance(p, Shard) for p in layout.placements))
+
+
+def _cut_to_follow(layouts: Sequence[Layout], row: Row, axis: int) -> Any:
+    """Sizes of the pieces that the row's operands should have; None for torch.chunk's."""
+    if not row.aligned:
+        return None
+    best: Layout | None = None
+    for layout, placement in zip(layouts, row.inputs, strict=True):
+        if isinstance(placement, Shard) and _kind(layout.placements[axis]) == placement:
+            if best is None or len(layout.shape) > len(best.shape):
+                best = layout
+    if best is None:
+        return None
+    placement = best.placements[axis]
+    assert isinstance(placement, Shard)
+    return placement.sizes
+
+
+def _output_layout(layouts: Sequence[Layout], chosen: Sequence[Row], shape: tuple[int, ...]) -> Layout:
+    placements: list[Placement] = []
+    for axis, row in enumerate(chosen):
+        output = row.output
+        assert isinstance(output, Placement)
+        if isinstance(output, Shard):
+            output = Shard(output.dim, _output_sizes(layouts, row, axis))
+        placements.append(output)
+    return Layout(layouts[0].mesh, placements, shape, _leader(layouts, chosen).shard_order)
+
+
+def _output_sizes(layouts: Sequence[Layout], row: Row, axis: int) -> Any:
+    for layout, placement in zip(layouts, row.inputs, strict=True):
+        if isinstance(placement, Shard):
+            cut = layout.cut(axis)
+            assert cut is not None
+            if row.scale == 1:
+                sizes = layout.placements[axis]
+                assert isinstance(sizes, Shard)
+                return sizes.sizes if layout.shape else None
+            return _scaled(cut, row.scale)
+    return None
+
+
+def _scaled(cut: Any, scale: Any) -> Any:
+    return tuple(_scaled(n, scale) if isinstance(n, tuple) else int(n * scale) for n in cut)
+
+
+def meta_shape(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]) -> tuple[int, ...]:
+    """The shape that torch's meta device gives the result."""
+    metas = [torch.empty(o.layout.shape, dtype=o.dtype, device="meta") for o in operands]
+    out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    if not isinstance(out, Tensor):
+        raise RuleError(f"{op} gives {type(out).__name__}, which no rule describes yet.")
+    return tuple(out.shape)
+
+
+def reduced(layout: Layout) -> Layout:
+    """The layout without anything Partial."""
+    return layout.replace([REPLICATE if isinstance(p, Partial) else p for p in layout.placements])
