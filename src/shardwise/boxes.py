@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shardwise.errors import LayoutError
 
+
 class Box(NamedTuple):
     """A rectangular part of a tensor: where it starts and how far it reaches, one integer a dim."""
 
@@ -17,6 +18,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """How many elements the box has."""
         count = 1
         for size in self.sizes:
             count *= size

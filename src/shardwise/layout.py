@@ -105,9 +105,7 @@ class Layout:
         if here is None:
             return ()
         offsets, sizes = [0] * len(self.shape), list(self.shape)
-        outer: dict[
-            int, int
-        ] = {}  # dim -> index of the outer piece, row-major over the axes that cut it so far
+        outer: dict[int, int] = {}  # dim -> which of the pieces that the axes so far made of it
         for axis in self.shard_order:
             placement, position = self.placements[axis], here[axis]
             if isinstance(placement, OnRanks) and placement.position != position:
@@ -136,10 +134,11 @@ class Layout:
         return (0, *self.shape[1:])
 
     def local_numel(self, rank: int) -> int:
+        """How many elements `rank` holds."""
         return sum(box.numel for box in self.boxes(rank))
 
     def cut(self, axis: int) -> Cut | None:
-        """How `axis` cuts its dim, as sizes one a position (one tuple per outer piece); None if it does not."""
+        """How `axis` cuts its dim: one size a position (one tuple per outer piece); None if it does not."""
         placement = self.placements[axis]
         if not isinstance(placement, Shard):
             return None
@@ -157,6 +156,7 @@ class Layout:
     def replace(
         self, placements: Sequence[Placement] | None = None, shape: Sequence[int] | None = None
     ) -> "Layout":
+        """A layout with other placements, another global shape or both."""
         return Layout(
             self.mesh,
             self.placements if placements is None else placements,
@@ -165,6 +165,7 @@ class Layout:
         )
 
     def with_axis(self, axis: int, placement: Placement) -> "Layout":
+        """A layout with another placement on `axis`."""
         return self.replace((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
 
     def dual(self) -> "Layout":
@@ -177,10 +178,12 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every rank of the mesh holds the whole value."""
         return all(p == REPLICATE for p in self.placements)
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
+        """The axes whose positions hold contributions to the value."""
         return tuple(axis for axis, p in enumerate(self.placements) if isinstance(p, Partial))
 
     def contribution(self, rank: int) -> tuple[int, ...]:
@@ -199,12 +202,15 @@ def _without_sizes(placement: Placement) -> Placement:
 
 def _cut(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, ...]:
     """How `placement` cuts `size` elements of outer piece `outer`."""
-    sizes = placement.sizes
-    if sizes is None:
+    if placement.sizes is None:
         return _chunk(size, positions)
-    if sizes and isinstance(sizes[0], tuple):
-        return sizes[outer]  # type: ignore[return-value]
-    return sizes  # type: ignore[return-value]
+    return _rows(placement.sizes, outer + 1)[outer]
+
+
+def _rows(sizes: Cut, count: int) -> tuple[tuple[int, ...], ...]:
+    """One row of sizes per outer piece: those given, or the same for all `count`."""
+    nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
+    return sizes if nested else (sizes,) * count  # type: ignore[return-value]
 
 
 _chunk = lru_cache(maxsize=4096)(chunk)
@@ -242,8 +248,8 @@ def _canonical_placements(
     reductions = {p.reduce_op for p in placements if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
         raise LayoutError(
-            f"Partial placements of one tensor must reduce alike, got {list(placements)}: a sum of maxima is not a "
-            f"maximum of sums, so the order of the axes would change the value."
+            f"Partial placements of one tensor must reduce alike, got {list(placements)}: a sum of maxima "
+            f"is not a maximum of sums, so the order of the axes would change the value."
         )
     result = list(placements)
     pieces: dict[int, list[int]] = {}  # dim -> lengths of the pieces cut so far
@@ -279,26 +285,26 @@ def _canonical_shard(
             return Shard(dim)
         pieces[dim] = list(_chunk(outer[0], positions))
         return placement
-    rows = sizes if sizes and isinstance(sizes[0], tuple) else (sizes,) * len(outer)
+    rows = _rows(sizes, len(outer))
     if len(rows) != len(outer):
         raise LayoutError(
-            f"{placement} on axis {axis}: {len(outer)} outer pieces of dim {dim} need {len(outer)} tuples of sizes, "
-            f"got {len(rows)}."
+            f"{placement} on axis {axis}: {len(outer)} outer pieces of dim {dim} need {len(outer)} tuples "
+            f"of sizes, got {len(rows)}."
         )
     for row, length in zip(rows, outer, strict=True):
-        if len(row) != positions:  # type: ignore[arg-type]
+        if len(row) != positions:
             raise LayoutError(
-                f"{placement} on axis {axis}: {positions} positions need {positions} sizes, got {len(row)}."  # type: ignore[arg-type]
+                f"{placement} on axis {axis}: {positions} positions need {positions} sizes, got {len(row)}."
             )
-        if sum(row) != length:  # type: ignore[arg-type]
+        if sum(row) != length:
             raise LayoutError(
-                f"{placement} on axis {axis}: sizes {row} add up to {sum(row)}, but dim {dim} has {length} "  # type: ignore[arg-type]
+                f"{placement} on axis {axis}: sizes {row} add up to {sum(row)}, but dim {dim} has {length} "
                 f"elements here (global shape {shape})."
             )
-    pieces[dim] = [n for row in rows for n in row]  # type: ignore[union-attr]
+    pieces[dim] = [n for row in rows for n in row]
     if all(row == _chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
         return Shard(dim)
-    return Shard(dim, rows[0] if all(row == rows[0] for row in rows) else rows)  # type: ignore[arg-type]
+    return Shard(dim, rows[0] if all(row == rows[0] for row in rows) else rows)
 
 
 def _check_boxes(

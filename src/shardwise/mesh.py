@@ -53,10 +53,12 @@ class Mesh:
 
     @property
     def ndim(self) -> int:
+        """How many axes the mesh has."""
         return len(self.shape)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """`names`, by the name they have on torch's DeviceMesh."""
         return self.names
 
     def size(self, axis: int | None = None) -> int:
