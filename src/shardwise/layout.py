@@ -310,9 +310,11 @@ def _canonical_shard(
 def _check_boxes(
     placement: Boxes, placements: Sequence[Placement], shape: tuple[int, ...], mesh: Mesh, axis: int
 ) -> None:
-    if any(p != REPLICATE for i, p in enumerate(placements) if i != axis):
+    linear = (REPLICATE, Partial("sum"), Partial("avg"))  # copies and sums, each the other's gradient
+    if any(p not in linear for i, p in enumerate(placements) if i != axis):
         raise LayoutError(
-            f"Boxes on axis {axis} allow only Replicate() on the other axes, got {list(placements)}."
+            f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, "
+            f"got {list(placements)}."
         )
     if len(placement.boxes) != mesh.shape[axis]:
         raise LayoutError(

@@ -117,8 +117,8 @@ class OnRanks(Placement):
 class Boxes(Placement):
     """Explicit boxes, any number a position (none too); together they cover the tensor exactly once.
 
-    Allowed on one axis of a mesh, with Replicate on the others. A position with one box holds it in its own
-    shape; with several, their elements one after the other in a 1-D tensor.
+    Allowed on one axis of a mesh, with Replicate or Partial sums on the others. A position with one box holds
+    it in its own shape; with several, their elements one after the other in a 1-D tensor.
     """
 
     boxes: tuple[tuple[Box, ...], ...]
