@@ -5,17 +5,15 @@ and table are both cut on an axis, ids travel to the ranks that hold their rows,
 travel back (`shardwise.rules.lookup`); nothing is gathered.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from shardwise.errors import IdTypeError
 from shardwise.placement import PARTIAL, REPLICATE, OnRanks, Placement, Shard
 from shardwise.rules import lookup
-from shardwise.rules.row import Meta, Row, Site, op_rule
+from shardwise.rules.row import Meta, Row, op_rule
 
 
 def _check_ids(ids: Meta, dims: tuple[int, ...], op: str) -> None:
@@ -43,8 +41,7 @@ def embedding(
     _check_ids(input, (), "embedding")
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
         raise NotImplementedError("embedding: padding_idx, max_norm and scale_grad_by_freq are not supported on sharded tables yet")
-    local = partial(lookup.embedding, sparse)
-    return _lookup_rows(weight, range(input.ndim), input.ndim, local)
+    return _lookup_rows(weight, range(input.ndim), input.ndim, lookup.embedding)
 
 
 def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: Any, **kwargs: Any) -> tuple[int, ...]:
@@ -69,8 +66,8 @@ def embedding_bag(
 ) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
-    Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. A cut 1-D input is a
-    list of whole bags on every rank, with offsets that count from the rank's own first id.
+    Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. Offsets count from the
+    first id of the whole input; where input and offsets are cut, they must be cut between the same bags.
     """
     _check_ids(input, (1, 2), "embedding_bag")
     unsupported = max_norm is not None or scale_grad_by_freq or per_sample_weights is not None or padding_idx is not None
@@ -81,15 +78,17 @@ def embedding_bag(
         )
     if input.ndim == 1 and offsets is None:
         raise ValueError("embedding_bag: 1-D ids need offsets that say where each bag starts")
-    local = partial(lookup.embedding_bag, mode, sparse, include_last_offset)
-    return _lookup_rows(weight, range(1), 1, local, offsets is not None)
+    # With the last offset there is one offset more than bags, so bags and offsets cannot be cut alike.
+    return _lookup_rows(weight, range(0 if include_last_offset else 1), 1, lookup.embedding_bag, offsets is not None)
 
 
 def _lookup_rows(weight: Meta, id_dims: range, column_dim: int, local: Any, offsets: bool = False) -> list[Row]:
     def row(ids: Placement, table: Placement, output: Placement, why: str, aligned: bool = False) -> Row:
-        return Row((ids, table, *((ids,) if offsets else ())), output, why, local, aligned)
+        follow = 1 if ids == REPLICATE else 2 if offsets else 0
+        return Row((ids, table, *((ids,) if offsets else ())), output, why, local, aligned, follow=follow)
 
     rows = [
+        row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the whole table"),
         row(REPLICATE, Shard(1), Shard(column_dim), "each rank holds some columns", aligned=True),
         row(REPLICATE, Shard(0), PARTIAL, "each rank holds some rows; a foreign id adds zero"),
     ]

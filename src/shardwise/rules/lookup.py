@@ -33,11 +33,20 @@ PADDED_LIMIT = 1 << 20  # bytes of ids up to which padding them is cheaper than 
 
 @dataclass(frozen=True)
 class Bags:
-    """How ids form bags; None of it for a plain lookup."""
+    """How ids form bags."""
 
     mode: str
-    offsets: Tensor | None  # of each bag's first id, counted from this rank's first id; None for 2-D ids
+    offsets: Tensor | None  # where each bag starts, counted from this rank's first id; None for 2-D ids
     include_last_offset: bool = False
+
+    def fit(self, num_ids: int) -> bool:
+        """Whether the bags are made of this rank's ids, all of them and no others."""
+        if self.offsets is None:
+            return True
+        if self.offsets.numel() == 0:
+            return num_ids == 0
+        rising = bool((self.offsets.diff() >= 0).all())
+        return rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) <= num_ids
 
 
 @dataclass(frozen=True)
@@ -60,28 +69,43 @@ class Request:
 # ---- entry points: the local functions of the rules --------------------------------------------------------
 
 
-def embedding(sparse: bool, site: Site, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def embedding(
+    site: Site,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
     return _lookup(site, input, weight, None, sparse)
 
 
 def embedding_bag(
-    mode: str,
-    sparse: bool,
-    include_last_offset: bool,
     site: Site,
     input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: None = None,
+    include_last_offset: bool = False,
+    padding_idx: None = None,
 ) -> Tensor:
+    if offsets is not None:
+        (box,) = site.layouts[0].boxes(site.rank)
+        offsets = offsets - box.offsets[0]
     return _lookup(site, input, weight, Bags(mode, offsets, include_last_offset), sparse)
 
 
 def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     _check_devices(site, ids, weight)
     if not travelling_axes(site):
-        raise_bad_ids(site, _verdict_everywhere(site, ids))
+        raise_bad_ids(site, _verdict_everywhere(site, ids, bags))
         return _lookup_here(site, ids, weight, bags, sparse)
     (out,) = lookup_together([(site, ids, weight, bags, sparse)])
     return out
@@ -179,11 +203,11 @@ def _num_offsets(request: Request, sender: int) -> int:
 def _messages(request: Request) -> list[Tensor]:
     """One message an owner: header, then row numbers in the owner's own count (pooled: and offsets)."""
     site, ids = request.site, request.ids.reshape(-1)
-    position, bad = _first_bad(site, ids)
+    position, bad = _first_bad(site, ids, request.bags)
     header = [position, bad]
     messages = []
     for box in request.owners:
-        if box.numel == 0 or position >= 0:
+        if box.numel == 0 or position != FINE:
             words = ids.new_empty(0)
         elif request.pooled:
             parts = [ids] if request.bags is None or request.bags.offsets is None else [ids, request.bags.offsets.to(ids.dtype)]
@@ -331,7 +355,10 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
     boxes = site.layouts[1].boxes(site.rank)
     num_rows = site.layouts[1].shape[0]
     box = boxes[0] if boxes else Box((0, 0), (0, site.layouts[1].shape[1]))
-    if box.sizes[0] == num_rows and box.numel:
+    if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
+        shape = ids.shape if bags is None else _bag_lengths(ids, bags).shape
+        return weight.new_zeros(*shape, weight.shape[1]) + weight.sum()
+    if box.sizes[0] == num_rows:
         if bags is None:
             return F.embedding(ids, weight, sparse=sparse)
         return F.embedding_bag(
@@ -341,16 +368,13 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
     own = flat[mine] - box.offsets[0]
     if bags is None:
-        rows = F.embedding(own, weight, sparse=sparse) if box.numel else _nothing_from(weight)
+        rows = F.embedding(own, weight, sparse=sparse)
         out = rows.new_zeros(flat.numel(), weight.shape[1]).index_copy(0, mine.nonzero().squeeze(1), rows)
         return out.view(*ids.shape, weight.shape[1])
     lengths = _bag_lengths(ids, bags)
     bag_of = torch.repeat_interleave(torch.arange(lengths.numel(), device=ids.device), lengths)
     kept = torch.bincount(bag_of[mine], minlength=lengths.numel())
-    if box.numel:
-        sums = F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse)
-    else:
-        sums = weight.new_zeros(lengths.numel(), weight.shape[1]) + weight.sum()
+    sums = F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse)
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
 
 
@@ -365,17 +389,20 @@ def _bag_lengths(ids: Tensor, bags: Bags) -> Tensor:
 
 # ---- ids that no table has -----------------------------------------------------------------------------------
 
-Verdict = tuple[int, int, int]  # position in the global ids, id, rank; position -1 for none
+Verdict = tuple[int, int, int]  # position in the global ids, id, rank; or one of these for the position
+FINE, BAD_BAGS = -1, -2
 
 
-def _first_bad(site: Site, ids: Tensor) -> tuple[int, int]:
-    """Position in the global ids and value of this rank's first id outside the table; (-1, 0) for none."""
+def _first_bad(site: Site, ids: Tensor, bags: Bags | None) -> tuple[int, int]:
+    """Position in the global ids and value of this rank's first id outside the table; (FINE, 0) for none."""
+    if bags is not None and not bags.fit(ids.numel()):
+        return BAD_BAGS, 0
     num_rows = site.layouts[1].shape[0]
     if ids.numel() == 0:
-        return -1, 0
+        return FINE, 0
     low, high = torch.aminmax(ids)
     if int(low) >= 0 and int(high) < num_rows:
-        return -1, 0
+        return FINE, 0
     local = int(((ids < 0) | (ids >= num_rows)).nonzero()[0])
     return _global_position(site.layouts[0], site.rank, local), int(ids[local])
 
@@ -394,13 +421,13 @@ def _global_position(layout: Layout, rank: int, local: int) -> int:
 
 
 def _worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
-    bad = [(head[-2], head[-1], rank) for head, rank in zip(headers, ranks, strict=True) if head[-2] >= 0]
-    return min(bad, default=(-1, 0, -1))
+    bad = [(head[-2], head[-1], rank) for head, rank in zip(headers, ranks, strict=True) if head[-2] != FINE]
+    return min(bad, default=(FINE, 0, -1))
 
 
-def _verdict_everywhere(site: Site, ids: Tensor) -> Verdict:
+def _verdict_everywhere(site: Site, ids: Tensor, bags: Bags | None) -> Verdict:
     """The first bad id of all ranks; asks the others only where they have ids that this rank has not."""
-    position, bad = _first_bad(site, ids.reshape(-1))
+    position, bad = _first_bad(site, ids.reshape(-1), bags)
     axes = tuple(a for a, p in enumerate(site.layouts[0].placements) if isinstance(p, Shard))
     if not axes:
         return position, bad, site.rank
@@ -414,8 +441,13 @@ def _verdict_everywhere(site: Site, ids: Tensor) -> Verdict:
 def raise_bad_ids(site: Site, verdict: Verdict) -> None:
     """Raise IdError, the same on every rank, unless the verdict is that all ids are in the table."""
     position, bad, rank = verdict
-    if position < 0:
+    if position == FINE:
         return
+    if position == BAD_BAGS:
+        raise ValueError(
+            f"{site.name_of(1)}: the offsets on rank {rank} do not describe bags of the ids that this rank holds: they "
+            f"must rise from its first id to at most its last. Fix: cut ids and offsets between the same bags."
+        )
     shape, index = site.layouts[0].shape, []
     for size in reversed(shape):
         position, i = divmod(position, size)

@@ -38,6 +38,7 @@ class Row:
         local: what each rank computes, called as `local(site, *args, **kwargs)` with local tensors; None is
             the op itself. It must build the same autograd graph on every rank, empty shards included.
         aligned: all Shards of the row cut the same index range, so they must be cut alike.
+        follow: the operand whose cut a cut result has; None is the first one that is cut.
         scale: length of the result's pieces over that of the operands', where a view merges or splits dims.
     """
 
@@ -46,6 +47,7 @@ class Row:
     why: str
     local: LocalFunction | None = None
     aligned: bool = True
+    follow: int | None = None
     scale: Fraction = ONE
 
 

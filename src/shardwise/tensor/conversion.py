@@ -13,14 +13,14 @@ from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
-from shardwise.tensor.dtensor import DTensor, default_mesh, tag, without_partial
+from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag, without_partial
 from shardwise.tensor.gradients import FromPlain, ToPlain
 
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     layout = x._layout
     with DisableTorchFunctionSubclass():
-        local = x.as_subclass(torch.Tensor)
+        local = plain(x)
         if not (torch.is_grad_enabled() and local.requires_grad):
             return local
         border = layout.replace(without_partial(layout.placements) if grad_placements is None else grad_placements)

@@ -143,8 +143,8 @@ def _run_moved(
         names.append(x._name or f"operand {index}")
         if index in moves:
             collectives.note_implicit(lambda: f"{_name(func)}: {x._layout} -> {moves[index]}")
-            return move(x.as_subclass(torch.Tensor), x._layout, moves[index])
-        return x.as_subclass(torch.Tensor) if unwrap else x
+            return move(plain(x), x._layout, moves[index])
+        return plain(x) if unwrap else x
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}

@@ -283,9 +283,9 @@ def tag(local: Tensor, layout: Layout) -> DTensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The local tensor as a plain one that shares storage and autograd history."""
+    """The local tensor as a plain one that shares storage and, unless it is sparse, autograd history."""
     with DisableTorchFunctionSubclass():
-        return x.as_subclass(torch.Tensor)
+        return x.detach() if x.is_sparse else x.as_subclass(torch.Tensor)
 
 
 def moved(x: DTensor, layout: Layout) -> DTensor:

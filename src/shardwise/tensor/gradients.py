@@ -111,7 +111,7 @@ def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
     buckets: dict[Any, list[tuple[DTensor, Tensor]]] = {}
     for leaf, raw in waiting:
         _raw_grad.__set__(leaf, None)
-        raw = raw.as_subclass(torch.Tensor)
+        raw = plain(raw)
         if raw.is_sparse:
             _add_reduced(leaf, _sum_sparse(raw, leaf._layout))
             continue
@@ -152,7 +152,7 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
 
     indices = torch.cat(gathered(own.indices().t().contiguous())).t()
     values = torch.cat(gathered(own.values()))
-    return torch.sparse_coo_tensor(indices, values, raw.shape).coalesce()
+    return torch.sparse_coo_tensor(indices, values, raw.shape, check_invariants=False).coalesce()
 
 
 # ---- seeds and borders --------------------------------------------------------------------------------------

@@ -241,16 +241,13 @@ def _output_layout(layouts: Sequence[Layout], chosen: Sequence[Row], shape: tupl
 
 
 def _output_sizes(layouts: Sequence[Layout], row: Row, axis: int) -> Any:
-    for layout, placement in zip(layouts, row.inputs, strict=True):
-        if isinstance(placement, Shard):
-            cut = layout.cut(axis)
-            assert cut is not None
-            if row.scale == 1:
-                sizes = layout.placements[axis]
-                assert isinstance(sizes, Shard)
-                return sizes.sizes if layout.shape else None
-            return _scaled(cut, row.scale)
-    return None
+    cut_ones = [i for i, placement in enumerate(row.inputs) if isinstance(placement, Shard)]
+    if not cut_ones:
+        return None
+    layout = layouts[cut_ones[0] if row.follow is None else row.follow]
+    placement = layout.placements[axis]
+    assert isinstance(placement, Shard)
+    return placement.sizes if row.scale == 1 else _scaled(layout.cut(axis), row.scale)
 
 
 def _scaled(cut: Any, scale: Any) -> Any:
