@@ -51,3 +51,27 @@ class IdError(ShardwiseError, IndexError):
 
 class IdTypeError(ShardwiseError, TypeError):
     """Ids of a dtype, device or number of dims that a lookup cannot take."""
+
+
+class LaunchError(ShardwiseError, ValueError):
+    """A function, or arguments of it, that cannot be run on new processes."""
+
+
+class RankFailedError(ShardwiseError, RuntimeError):
+    """A rank that `launch` started raised, left or was killed.
+
+    Attributes:
+        rank: the first one that failed.
+        exitcode: of its process; -9 after SIGKILL.
+        error_type: class name of what it raised, or "".
+        rank_traceback: text of its traceback, or "".
+    """
+
+    def __init__(
+        self, message: str, rank: int = 0, exitcode: int = 1, error_type: str = "", rank_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exitcode = exitcode
+        self.error_type = error_type
+        self.rank_traceback = rank_traceback

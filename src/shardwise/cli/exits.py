@@ -1,0 +1,33 @@
+"""Exit codes of the command line."""
+
+from enum import IntEnum
+
+from shardwise import errors
+from shardwise.errors import CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
+
+
+class Exit(IntEnum):
+    """What a shell sees; 128 and more are the number of the signal that ended the command, plus 128."""
+
+    OK = 0
+    USAGE = 2
+    DATA = 3
+    CHECKPOINT = 4
+    RANK = 5
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+def exit_code(error: errors.ShardwiseError) -> Exit:
+    """The code for `error`; a rank that failed with an error of ours counts as that error."""
+    kind = type(error)
+    if isinstance(error, RankFailedError):
+        kind = getattr(errors, error.error_type, kind)
+    if issubclass(kind, ConfigError | LaunchError):
+        return Exit.USAGE
+    if issubclass(kind, CheckpointError):
+        return Exit.CHECKPOINT
+    if issubclass(kind, RankFailedError | RemoteRankError):
+        return Exit.RANK
+    return Exit.DATA

@@ -1,0 +1,144 @@
+"""The command line: quick help, exit codes, one message per error."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise import cli, errors
+from shardwise.errors import RankFailedError, ShardwiseError
+
+
+def add_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int]) -> None:
+    """Let `shardwise try` call `run`."""
+
+    def add_parser(subparsers: Any) -> None:
+        subparsers.add_parser("try").set_defaults(run=run)
+
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, SimpleNamespace(add_parser=add_parser)))
+
+
+def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; from shardwise.cli import main; assert main(['--help']) == 0; "
+        "assert main(['doctor', '--help']) == 0; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "doctor" in done.stdout
+
+
+def test_python_m_shardwise_is_the_same_program() -> None:
+    command = [sys.executable, "-m", "shardwise", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("shardwise ")
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nproc", "two"], ["doctor", "--nproc", "0"]])
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x"), 2),
+        (errors.LaunchError("x"), 2),
+        (errors.PlanError("x"), 3),
+        (errors.IdError("x"), 3),
+        (errors.MismatchError("x"), 3),
+        (errors.CheckpointError("x"), 4),
+        (errors.RemoteRankError("x", 1), 5),
+        (RankFailedError("x", 1, -9), 5),
+        (RankFailedError("x", 1, 1, "KeyError"), 5),
+        (RankFailedError("x", 1, 1, "CheckpointError"), 4),
+    ],
+    ids=repr,
+)
+def test_an_error_is_one_message_and_its_exit_code(
+    error: ShardwiseError,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    add_command(monkeypatch, raising(error))
+    assert cli.main(["try"]) == code
+    assert capsys.readouterr() == ("", f"{type(error).__name__}: x\n")
+
+
+@pytest.mark.parametrize("argv", [["--traceback", "try"], ["try", "--traceback"]])
+def test_traceback_shows_where_an_error_came_from(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_command(monkeypatch, raising(errors.PlanError("no room")))
+    assert cli.main(argv) == 3
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback (most recent call last):")
+    assert printed.endswith("shardwise.errors.PlanError: no room\n")
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_command(monkeypatch, raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["try"])
+
+
+def test_names_in_a_message_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_command(monkeypatch, raising(errors.PlanError("table 'größe\x1b[2J\r'\n  second line")))
+    cli.main(["try"])
+    assert capsys.readouterr().err == "PlanError: table 'größe\\x1b[2J\\r'\n  second line\n"
+
+
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    add_command(monkeypatch, raising(KeyboardInterrupt()))
+    assert cli.main(["try"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_sigterm_unwinds_and_exits_with_143(monkeypatch: pytest.MonkeyPatch) -> None:
+    unwound = []
+
+    def run(_: argparse.Namespace) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            unwound.append(True)
+        return 0
+
+    add_command(monkeypatch, run)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["try"]) == 143
+    assert unwound
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_reader_that_left_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "shardwise", "doctor"]
+    with os.fdopen(write_end, "w") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_doctor_lets_ranks_talk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--nproc", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == ["shardwise", "torch", "python", "cores", "memory", "disk", "ranks"]
+    assert lines[-1].split()[1:4] == ["2", "exchanged", "1"]

@@ -1,0 +1,91 @@
+"""What the tests of `launch` run on ranks; as a script, a launcher that the tests can kill.
+
+    python -m tests.launch_jobs JOB NPROC
+
+runs JOB, which prints "rank R pid P" from every rank.
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from shardwise.launch import launch
+
+
+def facts(greeting: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """What rank 0 sees, and what it heard from the others."""
+    import torch
+
+    from shardwise import collectives
+
+    world = tuple(range(collectives.world_size()))
+    heard = collectives.gather_json([collectives.rank(), os.getpid(), torch.get_num_threads()], world)
+    return {
+        "greeting": greeting,
+        "sizes": sizes,
+        "heard": heard,
+        "environment": int(os.environ["WORLD_SIZE"]),
+    }
+
+
+def fail_on(rank: int, how: str) -> str:
+    """Fail on one rank, while the others wait for it in a collective."""
+    from shardwise import collectives
+
+    world = tuple(range(collectives.world_size()))
+    collectives.barrier(world)
+    if collectives.rank() == rank:
+        match how:
+            case "raise":
+                raise KeyError("no such row")
+            case "sys.exit":
+                sys.exit(3)
+            case "os._exit":
+                os._exit(0)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(600)
+    collectives.barrier(world)
+    return "unreachable"
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())  # in one piece, so that ranks do not cut each other's lines
+
+
+def say_who() -> int:
+    from shardwise import collectives
+
+    say(f"rank {collectives.rank()} pid {os.getpid()}")
+    return collectives.rank()
+
+
+def wait_for_ever() -> None:
+    """Rank 0 in a collective, rank 1 asleep and deaf to SIGTERM, the others busy in Python."""
+    from shardwise import collectives
+
+    if collectives.rank() == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    match say_who():
+        case 0:
+            collectives.barrier(tuple(range(collectives.world_size())))
+        case 1:
+            time.sleep(600)
+        case _:
+            while True:
+                pass
+
+
+if __name__ == "__main__":
+    try:
+        launch({"wait_for_ever": wait_for_ever, "say_who": say_who}[sys.argv[1]], nproc=int(sys.argv[2]))
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(130)

@@ -1,0 +1,244 @@
+"""`launch` with real processes: results, every way a rank can fail, and that nothing is left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import active_children, resource_tracker
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import LaunchError, RankFailedError
+from shardwise.launch import launch, under_torchrun
+from tests.launch_jobs import facts, fail_on, unpicklable
+
+ROOT = Path(__file__).parents[1]
+
+
+def open_files() -> set[str]:
+    return {file.name for file in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No process and no open file, after success or failure."""
+    resource_tracker.ensure_running()  # multiprocessing keeps it, and its pipe, until this process ends
+    before = open_files()
+    yield
+    assert active_children() == []
+    assert open_files() == before
+
+
+# ---- results ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    answer = launch(facts, "hello", (1, 2), nproc=nproc)
+    ranks, pids, threads = zip(*answer.pop("heard"), strict=True)
+    assert answer == {"greeting": "hello", "sizes": (1, 2), "environment": nproc}
+    assert ranks == tuple(range(nproc))
+    assert len({*pids, os.getpid()}) == nproc + 1
+    assert set(threads) == {max(1, len(os.sched_getaffinity(0)) // nproc)}
+
+
+# ---- failures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "exitcode"),
+    [
+        ("raise", "rank 1 failed: KeyError: 'no such row'", 1),
+        ("sys.exit", "rank 1 called sys.exit(3) instead of returning", 3),
+        ("os._exit", "rank 1 left by itself with exit code 0", 0),
+        ("kill", "rank 1 was killed by SIGKILL", -signal.SIGKILL),
+    ],
+)
+def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(
+    how: str, message: str, exitcode: int
+) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(fail_on, 1, how, nproc=2)
+    assert str(caught.value) == message
+    assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
+
+
+def test_the_traceback_of_the_rank_starts_at_the_user_function() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(fail_on, 0, "raise", nproc=1)
+    assert caught.value.error_type == "KeyError"
+    first, *_, last = caught.value.rank_traceback.splitlines()[1:]
+    assert re.fullmatch(r'  File ".*launch_jobs.py", line \d+, in fail_on', first)
+    assert last == "KeyError: 'no such row'"
+    assert caught.value.rank_traceback in "".join(caught.value.__notes__)
+
+
+def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
+    with pytest.raises(RankFailedError, match=r"rank 0 failed: .*[Tt]imed? ?out"):
+        launch(fail_on, 1, "hang", nproc=2, timeout_seconds=4.0)
+
+
+def test_a_result_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(
+        RankFailedError, match="rank 0 failed: LaunchError: launch cannot bring back 'function'"
+    ):
+        launch(unpicklable, nproc=1)
+
+
+# ---- refused before anything starts -----------------------------------------------------------------------
+
+
+def nested() -> Callable[[], None]:
+    def inner() -> None: ...
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda: None, nested(), partial(nested())], ids=["lambda", "nested", "partial"]
+)
+def test_a_function_that_processes_cannot_import_is_refused(fn: Callable[[], None]) -> None:
+    with pytest.raises(LaunchError, match="Fix: define it at the top level of a module"):
+        launch(fn, nproc=2)
+
+
+def test_an_argument_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(LaunchError, match="launch cannot send the arguments of <function facts"):
+        launch(facts, "hello", lambda: None, nproc=2)  # type: ignore[arg-type] # the point
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(LaunchError, match="at least one rank, got nproc=0"):
+        launch(facts, "hello", (), nproc=0)
+
+
+def test_an_interactive_function_is_refused() -> None:
+    code = "from shardwise.launch import launch\ndef f(): pass\nlaunch(f, nproc=2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "LaunchError: launch cannot send <function f at" in done.stderr
+    assert "it was defined interactively. Fix:" in done.stderr
+
+
+def test_a_function_that_only_the_launcher_has_is_named_with_the_fix(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from shardwise.launch import launch\n"
+        "if __name__ == '__main__':\n"
+        "    def hidden(): pass\n"
+        "    launch(hidden, nproc=1)\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert "RankFailedError: rank 0 failed: LaunchError: this rank cannot import" in done.stderr
+
+
+# ---- signals ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def launcher_of_waiting_ranks(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A launcher of three ranks that never end, in a process group of its own."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.launch_jobs", "wait_for_ever", "3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    assert launcher.stdout
+    assert launcher.stderr
+    with launcher.stdout, launcher.stderr, launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def pids_of_ranks(launcher: "subprocess.Popen[str]") -> list[int]:
+    """The ids of the ranks, once all of them are waiting."""
+    assert launcher.stdout
+    return [int(launcher.stdout.readline().split()[-1]) for _ in range(3)]
+
+
+def living(pids: Iterable[int]) -> dict[int, int]:
+    """Those of `pids` that run, each with its parent; zombies have ended."""
+    found = {}
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+            state, parent = stat.rpartition(")")[2].split()[:2]
+            if state != "Z":
+                found[pid] = int(parent)
+    return found
+
+
+def children(parent: int) -> list[int]:
+    everyone = living(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return [pid for pid, its_parent in everyone.items() if its_parent == parent]
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_ctrl_c_ends_all_ranks_before_launch_returns(tmp_path: Path) -> None:
+    with launcher_of_waiting_ranks(tmp_path) as launcher:
+        ranks = pids_of_ranks(launcher)
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does, to the ranks as well
+        out, err = launcher.communicate(timeout=20)
+        assert not living(ranks)
+    assert (launcher.returncode, out, err) == (130, "interrupted\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.02, 0.04, 0.06, 0.08])
+def test_ctrl_c_while_ranks_start_is_as_quiet(tmp_path: Path, delay_seconds: float) -> None:
+    with launcher_of_waiting_ranks(tmp_path) as launcher:
+        wait_until(lambda: len(children(launcher.pid)) == 4)  # the ranks, and multiprocessing's tracker
+        ranks = children(launcher.pid)
+        time.sleep(delay_seconds)
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert (*launcher.communicate(timeout=20), launcher.returncode) == ("interrupted\n", "", 130)
+        wait_until(lambda: not living(ranks))
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    with launcher_of_waiting_ranks(tmp_path) as launcher:
+        ranks = pids_of_ranks(launcher)
+        launcher.kill()
+        wait_until(lambda: not living(ranks))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- torchrun ---------------------------------------------------------------------------------------------
+
+
+def test_under_torchrun_its_processes_are_the_ranks() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.launch_jobs", "say_who", "5"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"]
+
+
+def test_torchrun_is_known_by_its_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not under_torchrun()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert under_torchrun()
