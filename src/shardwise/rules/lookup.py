@@ -232,7 +232,8 @@ def _serve(request: Request, asked: Sequence[Tensor]) -> list[Tensor]:
     """What this rank answers each rank: rows, or pooled sums, of its own columns."""
     weight, me = request.weight, request.ranks.index(request.site.rank)
     if request.owners[me].numel == 0:
-        return [_nothing_from(weight) for _ in asked]
+        nothing = _nothing_from(weight, request.sparse)
+        return [nothing for _ in asked]
     if not request.pooled:
         found = F.embedding(torch.cat(list(asked)), weight, sparse=request.sparse)
         return list(found.split([ids.numel() for ids in asked]))
@@ -241,9 +242,9 @@ def _serve(request: Request, asked: Sequence[Tensor]) -> list[Tensor]:
     return list(sums.split([_num_bags(request, sender) for sender in range(len(asked))]))
 
 
-def _nothing_from(weight: Tensor) -> Tensor:
-    """No rows, yet connected to the table, so that every rank's backward is the same."""
-    return weight.reshape(-1)[:0].view(0, weight.shape[1] if weight.ndim == 2 else 0)
+def _nothing_from(weight: Tensor, sparse: bool) -> Tensor:
+    """No rows, yet looked up, so that every rank's backward is the same and every rank has a gradient."""
+    return F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
 
 
 def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
@@ -253,7 +254,8 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
         width = request.site.layouts[0].shape[1]
         ids = torch.cat(list(asked)).view(-1, width)
         if width == 0:
-            return request.weight.new_zeros(ids.shape[0], request.weight.shape[1]) + request.weight.sum() * 0
+            nothing = _nothing_from(request.weight, request.sparse).sum()
+            return request.weight.new_zeros(ids.shape[0], request.weight.shape[1]) + nothing
         return F.embedding_bag(ids, request.weight, mode=bags.mode, sparse=request.sparse)
     ids, offsets, before = [], [], 0
     for sender, words in enumerate(asked):
@@ -312,7 +314,7 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     if request.pooled:
         (sums,) = bands
         return sums
-    found = torch.cat(bands) if bands else _nothing_from(request.weight)
+    found = torch.cat(bands) if bands else _nothing_from(request.weight, request.sparse)
     places = _places(request, [box for box, _ in held])
     if places is not None:
         found, inverse = torch.cat([found, found.new_zeros(1, found.shape[1])]), places[request.inverse]
@@ -357,7 +359,7 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
     box = boxes[0] if boxes else Box((0, 0), (0, site.layouts[1].shape[1]))
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
         shape = ids.shape if bags is None else _bag_lengths(ids, bags).shape
-        return weight.new_zeros(*shape, weight.shape[1]) + weight.sum()
+        return weight.new_zeros(*shape, weight.shape[1]) + _nothing_from(weight, sparse).sum()
     if box.sizes[0] == num_rows:
         if bags is None:
             return F.embedding(ids, weight, sparse=sparse)

@@ -204,6 +204,8 @@ def _promoted(
             return type(x)(promote(y) for y in x)
         if not isinstance(x, Tensor) or type(x) is DTensor:
             return x
+        if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
+            return tag(x.detach(), first._layout)  # built by an optimiser from this rank's rows
         return promoted(x, mesh, _name(func))
 
     return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}

@@ -145,7 +145,10 @@ class DTensor(torch.Tensor):
         return self.numel() * self.element_size()
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        shape = torch.Size(self._layout.shape)
+        """The global size; of a sparse tensor, this rank's (see `shardwise.tensor.sparse`)."""
+        with DisableTorchFunctionSubclass():
+            sparse = self.is_sparse
+        shape = torch.Size(self._layout.local_shape(collectives.rank()) if sparse else self._layout.shape)
         return shape if dim is None else shape[dim]
 
     def dim(self) -> int:

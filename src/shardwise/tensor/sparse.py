@@ -1,0 +1,61 @@
+"""Row-sparse gradients: what `torch.optim` takes apart and puts together again, kept on each rank.
+
+An optimiser reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, builds
+sparse tensors from them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to
+dense state. For a sparse DTensor all three therefore speak of this rank's part, and a plain sparse tensor of a
+part's shape counts as that part when it meets a DTensor (`dispatch._promoted`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise.errors import RuleError
+from shardwise.tensor.dtensor import DTensor, plain, tag
+
+
+def part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`_indices()` and `_values()`: this rank's, plain."""
+    with DisableTorchFunctionSubclass():
+        return func(args[0]).detach()  # type: ignore[no-any-return]
+
+
+def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Duplicate rows are summed on the rank that holds them; rows of different ranks never coincide."""
+    x = args[0]
+    if x._layout.partial_axes:
+        raise RuleError(f"coalesce: {x._layout} has rows on several ranks that add up. Fix: redistribute it first.")
+    with DisableTorchFunctionSubclass():
+        return tag(func(plain(x)), x._layout)
+
+
+def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The rows of a dense DTensor that a sparse one has."""
+    dense, mask = args[:2]
+    if type(dense) is not DTensor or type(mask) is not DTensor or dense._layout != mask._layout:
+        raise RuleError("sparse_mask needs two DTensors of one layout. Fix: redistribute the dense one.")
+    with DisableTorchFunctionSubclass():
+        return tag(func(plain(dense), plain(mask)), dense._layout)
+
+
+def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """`grad.new(indices, values, size)`, as sparse optimisers spell a constructor."""
+    like, *rest = args
+    with DisableTorchFunctionSubclass():
+        sparse_parts = like.is_sparse and len(rest) == 3
+    if not sparse_parts:
+        raise RuleError("DTensor.new() makes only sparse parts. Fix: use torch.empty_like or shardwise.empty.")
+    return tag(torch.sparse_coo_tensor(*rest, check_invariants=False), like._layout)
+
+
+DTensor._specials |= {
+    Tensor._indices: part,
+    Tensor._values: part,
+    Tensor.indices: part,
+    Tensor.values: part,
+    Tensor.coalesce: coalesce,
+    Tensor.sparse_mask: sparse_mask,
+    Tensor.new: new,
+}
