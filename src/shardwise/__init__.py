@@ -1,0 +1,48 @@
+"""Tensors and embedding tables that live on many ranks, behave as one, and are never silently wrong."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shardwise.launch import launch
+
+if TYPE_CHECKING:
+    from shardwise.collectives import CommMeter, count_comms, init_device_mesh
+    from shardwise.errors import ShardwiseError
+    from shardwise.layout import Layout
+    from shardwise.mesh import Mesh
+    from shardwise.modules import shard_module
+    from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
+    from shardwise.tensor import DTensor, distribute_tensor, strict
+    from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
+
+# Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
+_HOMES = {
+    "shardwise.collectives": ("CommMeter", "count_comms", "init_device_mesh"),
+    "shardwise.errors": ("ShardwiseError",),
+    "shardwise.layout": ("Layout",),
+    "shardwise.mesh": ("Mesh",),
+    "shardwise.modules": ("shard_module",),
+    "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
+    "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
+    "shardwise.tensor.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Boxes", "CommMeter", "DTensor", "Layout", "Mesh", "OnRanks", "Partial", "Placement", "Replicate", "Shard",
+    "ShardwiseError", "count_comms", "distribute_tensor", "empty", "full", "init_device_mesh", "launch", "ones",
+    "rand", "randn", "shard_module", "strict", "zeros",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

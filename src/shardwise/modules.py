@@ -1,0 +1,147 @@
+"""`shard_module`: an ordinary `nn.Module` whose parameters become distributed, in place, by a plan of data."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import collectives
+from shardwise.errors import LayoutError, PlanError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.placement import REPLICATE, Placement
+from shardwise.tensor.conversion import scattered
+from shardwise.tensor.dtensor import default_mesh, tag
+
+Plan = Mapping[str, "Placement | Sequence[Placement] | Layout"]
+
+
+def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: int | None = 0) -> nn.Module:
+    """Turn the parameters of `module` into DTensors laid out as `plan` says; parameters it omits are replicated.
+
+    Args:
+        module: any module, in place. One on the meta device is materialised part by part: no rank ever holds
+            more than its own boxes; every submodule with parameters must then have `reset_parameters()`.
+        plan: parameter name, or glob such as `"tables.*.weight"`, to a placement, one placement an axis of
+            the mesh, or a `Layout`. A name beats a glob; of two globs that match, the later one wins.
+        mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
+        src_rank: position in the mesh whose values count; None takes every rank's own and sends nothing.
+
+    Returns:
+        The module itself. Its buffers stay plain: they are the same on every rank.
+
+    Raises:
+        PlanError: names that match nothing, placements that do not fit; all differences in one message.
+        MismatchError: the plan, or the module, differs between ranks.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    device = next((p.device.type for p in named.values() if p.device.type != "meta"), "cpu")
+    where = default_mesh(device) if mesh is None else collectives.as_mesh(mesh)
+    layouts = layouts_of(module, plan, where)
+    said = {name: [list(layouts[name].shape), str(named[name].dtype), repr(layouts[name])] for name in named}
+    collectives.agree("the sharding plan", said, where_ranks(where), "build the same module and plan on every rank.")
+    done: dict[int, nn.Parameter] = {}
+    with torch.no_grad():
+        for name, parameter in named.items():
+            if id(parameter) not in done:  # a tied parameter stays one parameter
+                done[id(parameter)] = _sharded(name, parameter, layouts[name], src_rank)
+            _replace(module, name, done[id(parameter)])
+        fresh = {name for name, parameter in named.items() if parameter.is_meta}
+        if fresh:
+            _initialise(module, fresh)
+    return module
+
+
+def where_ranks(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.ranks))
+
+
+def layouts_of(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Layout]:
+    """The layout of every parameter under `plan`, by name. Pure: nothing is moved or allocated.
+
+    Raises:
+        PlanError: every entry that does not fit, in one message.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    problems = [_unknown(key, named) for key in plan if not any(_matches(key, name) for name in named)]
+    layouts: dict[str, Layout] = {}
+    for name, parameter in named.items():
+        key = name if name in plan else next((k for k in reversed(list(plan)) if _matches(k, name)), None)
+        try:
+            layouts[name] = _layout(parameter, REPLICATE if key is None else plan[key], mesh)
+        except (LayoutError, PlanError) as error:
+            problems.append(f"  {name}: {error}")
+    problems += _torn_ties(named, layouts)
+    if problems:
+        raise PlanError("The plan does not fit the module:\n" + "\n".join(problems))
+    return layouts
+
+
+def _matches(key: str, name: str) -> bool:
+    return key == name or fnmatchcase(name, key)
+
+
+def _unknown(key: str, named: Mapping[str, Tensor]) -> str:
+    close = get_close_matches(key, list(named), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else f" Parameters: {', '.join(named) or 'none'}."
+    return f"  {key!r} matches no parameter.{hint}"
+
+
+def _layout(parameter: Tensor, entry: "Placement | Sequence[Placement] | Layout", mesh: Mesh) -> Layout:
+    if isinstance(entry, Layout):
+        if entry.shape != tuple(parameter.shape):
+            raise PlanError(f"the layout is for shape {entry.shape}, the parameter has {tuple(parameter.shape)}.")
+        return entry
+    if isinstance(entry, Placement):
+        if mesh.ndim > 1:
+            raise PlanError(f"{entry} says nothing about {mesh.ndim} axes. Fix: give one placement an axis of {mesh}.")
+        entry = [entry]
+    return Layout(mesh, list(entry), tuple(parameter.shape))
+
+
+def _torn_ties(named: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> list[str]:
+    """One parameter under two names must have one layout."""
+    first: dict[int, str] = {}
+    torn = []
+    for name, parameter in named.items():
+        other = first.setdefault(id(parameter), name)
+        if name in layouts and other in layouts and layouts[name] != layouts[other]:
+            torn.append(f"  {other} and {name} are one parameter, but the plan lays them out differently.")
+    return torn
+
+
+def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int | None) -> nn.Parameter:
+    rank = collectives.rank()
+    if parameter.is_meta or rank not in layout.mesh.ranks:
+        local = torch.empty(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
+    else:
+        local = scattered(parameter.detach(), layout, src_rank)
+    result = nn.Parameter(tag(local, layout), parameter.requires_grad)
+    result._name = name  # type: ignore[attr-defined]
+    return result
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    module.get_submodule(path)._parameters[attribute] = parameter
+
+
+def _initialise(module: nn.Module, fresh: set[str]) -> None:
+    """Let every submodule that was on the meta device fill its new parameters itself."""
+    for path, child in module.named_modules():
+        own = {f"{path}.{name}" if path else name for name, _ in child.named_parameters(recurse=False)}
+        if not own & fresh:
+            continue
+        reset = getattr(child, "reset_parameters", None)
+        if reset is None:
+            raise PlanError(
+                f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and has no "
+                f"reset_parameters() to fill {', '.join(sorted(own & fresh))}. Fix: give it one, or build it on a device."
+            )
+        for name, buffer in child.named_buffers(recurse=False):
+            if buffer.is_meta:
+                child._buffers[name] = torch.empty_like(buffer, device="cpu")
+        reset()
