@@ -47,6 +47,10 @@ class Exchange:
 
     collective = "all_to_all"
 
+    def __hash__(self) -> int:
+        # What to do is looked up by step on every move, and the transfers follow from the layouts.
+        return hash((self.src, self.dst))
+
     def sent_elements(self, rank: int) -> int:
         """Elements that `rank` sends to other ranks."""
         return self._sent.get(rank, 0)
@@ -181,6 +185,10 @@ def plan_move(src: Layout, dst: Layout) -> Plan:
     same_mesh = src.mesh == dst.mesh
     if len(_reductions(src) | _reductions(dst)) > 1:
         return _via(src, src.replace([REPLICATE if p.is_partial() else p for p in src.placements]), dst)
+    if not same_mesh and _nonlinear(dst):
+        # Only position 0 would get the value, and the gradients of the identities beside it are not its own:
+        # give it to every rank, so that each takes its gradient from itself.
+        return _via(src, dst.replace([REPLICATE if p.is_partial() else p for p in dst.placements]), dst)
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
         # Several boxes share one flat local tensor, which has no stack dim to reduce: go through whole tensors.
         return _via(src, src.replace([REPLICATE] * src.mesh.ndim), dst)
