@@ -38,6 +38,8 @@ def move(local: Tensor, src: Layout, dst: Layout) -> Tensor:
         return local
     plan = plan_move(src, dst)
     with DisableTorchFunctionSubclass():
+        if not plan.steps:  # a sum of one is an average of one
+            return local.clone()
         for step in plan.steps:
             local = _run(step, local)
     return local
@@ -187,7 +189,8 @@ def run_exchange(local: Tensor, step: Exchange) -> Tensor:
     send = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else local.new_empty(0)
     received = collectives.all_to_all(send, program.send_counts, program.recv_counts, program.group)
     if program.whole_rows and received.numel() == prod(program.shape):
-        return received.view(program.shape)
+        # Not `view`: autograd refuses in-place ops on a view that comes out of a Function.
+        return torch.ops.aten._unsafe_view.default(received, program.shape)  # type: ignore[no-any-return]
     return _unpack(received.split([p.numel for p in program.recvs]), program, step, local, rank)
 
 
