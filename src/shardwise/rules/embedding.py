@@ -27,7 +27,7 @@ def _embedding_shape(input: Meta, weight: Meta, *args: Any, **kwargs: Any) -> tu
     return (*input.shape, weight.shape[1])
 
 
-@op_rule(F.embedding, shape=_embedding_shape)
+@op_rule(F.embedding, shape=_embedding_shape, sizeless=True)
 def embedding(
     input: Meta,
     weight: Meta,
@@ -50,7 +50,7 @@ def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: An
     return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
 
 
-@op_rule(F.embedding_bag, shape=_bag_shape)
+@op_rule(F.embedding_bag, shape=_bag_shape, sizeless=True)
 def embedding_bag(
     input: Meta,
     weight: Meta,

@@ -41,7 +41,11 @@ def _at(letter: str, subscript: str) -> Placement:
     return Shard(subscript.index(letter)) if letter in subscript else REPLICATE
 
 
-@op_rule(F.linear, aten.linear.default)
+def _linear_shape(input: Meta, weight: Meta, bias: Meta | None = None) -> tuple[int, ...]:
+    return (*input.shape[:-1], *weight.shape[:-1])
+
+
+@op_rule(F.linear, aten.linear.default, shape=_linear_shape, sizeless=True)
 def linear(input: Meta, weight: Meta, bias: Meta | None = None) -> list[Row]:
     """out[..., o] = sum_i input[..., i] weight[o, i] + bias[o]."""
     batch = ascii_lowercase[: input.ndim - 1]

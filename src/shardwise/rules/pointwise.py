@@ -149,7 +149,7 @@ def register(names: tuple[str, ...] | list[str], rows: Callable[..., list[Row]])
     for name in names:
         for function, in_place in spellings(name):
             if function not in RULES:
-                RULES[function] = OpRule(rows, in_place, broadcast)
+                RULES[function] = OpRule(rows, in_place, broadcast, sizeless=True)
 
 
 register(NONLINEAR, nonlinear)

@@ -133,9 +133,14 @@ def _norm_of_shards(ord: float, site: Site, x: Tensor, *args: Any, **kwargs: Any
     return every.sum() if ord == 0 else every.sum().pow(1 / ord)
 
 
+def _shape(x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    dims, keepdim = reduced_dims(x, args, kwargs)
+    return tuple(1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims)
+
+
 def _register(rows: Callable[..., list[Row]], *ops: Any) -> None:
     for op in ops:
-        RULES[op] = OpRule(rows)
+        RULES[op] = OpRule(rows, shape=_shape, sizeless=rows is total)
 
 
 _register(total, torch.sum, Tensor.sum, aten.sum.default, aten.sum.dim_IntList)
@@ -147,4 +152,5 @@ _register(partial(whole_extreme, "min"), torch.min, Tensor.min, aten.min.default
 _register(partial(whole_extreme, "product"), torch.prod, Tensor.prod, aten.prod.default)
 _register(partial(logical, "min"), torch.all, Tensor.all, aten.all.default, aten.all.dim)
 _register(partial(logical, "max"), torch.any, Tensor.any, aten.any.default, aten.any.dim)
-_register(vector_norm, torch.linalg.vector_norm, aten.linalg_vector_norm.default)
+for _op in (torch.linalg.vector_norm, aten.linalg_vector_norm.default):
+    RULES[_op] = OpRule(vector_norm)

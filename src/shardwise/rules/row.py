@@ -89,25 +89,28 @@ class OpRule:
         rows: from the op's arguments, tensors given as `Meta`, to rows.
         in_place: the op changes its first operand, whose layout therefore must not change.
         shape: the result's global shape from the same arguments as `rows`; None asks torch's meta device.
+        sizeless: the rows depend on the numbers of dims and on which dims are 1 long, on no other size, so a
+            choice made for one shape serves them all.
     """
 
     rows: Rule
     in_place: bool = False
     shape: Callable[..., tuple[int, ...]] | None = None
+    sizeless: bool = False
 
 
 RULES: dict[Any, OpRule] = {}
 
 
 def op_rule(
-    *ops: Any, in_place: bool = False, shape: Callable[..., tuple[int, ...]] | None = None
+    *ops: Any, in_place: bool = False, shape: Callable[..., tuple[int, ...]] | None = None, sizeless: bool = False
 ) -> Callable[[Rule], Rule]:
     """Register a rule for ops. Two rules for one op are an error."""
 
     def add(rule: Rule) -> Rule:
         for op in ops:
             assert op not in RULES, f"two rules for {op}"
-            RULES[op] = OpRule(rule, in_place, shape)
+            RULES[op] = OpRule(rule, in_place, shape, sizeless)
         return rule
 
     return add

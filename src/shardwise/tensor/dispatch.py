@@ -21,7 +21,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
-from shardwise.rules import RULES, OpRule
+from shardwise.rules import RULES, OpRule, Row
 from shardwise.tensor import gradients, lists, resolve
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import DTensor, plain, tag
@@ -30,6 +30,7 @@ from shardwise.tensor.wrapper import through_the_dispatcher
 
 CACHE_LIMIT = 1 << 16
 _cache: dict[Any, tuple[resolve.Recipe, Callable[..., Any], bool]] = {}
+_choices: dict[Any, tuple[Row, ...]] = {}
 _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
 
 # C functions that stand in for Python ones, which would look at shapes on their way.
@@ -106,7 +107,9 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         key.append(a._layout if kind is DTensor else float if kind is float else a)
         mixed = mixed or (kind is not DTensor and isinstance(a, Tensor))
     if mixed:
-        return run(func, rule, *_promoted(func, rule, args, kwargs))
+        if rule.in_place and type(args[0]) is not DTensor:
+            return _into_plain(func, args, kwargs)
+        return run(func, rule, *_promoted(func, args, kwargs))
     try:
         found = _cache.get(tuple(key))
         hashable = True
@@ -134,17 +137,17 @@ def _run_moved(
     func: Any, recipe: resolve.Recipe, op: Callable[..., Any], unwrap: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     moves = dict(recipe.moves)
-    names: list[str] = []
+    operands: list[DTensor] = []
 
     def operand(x: Any) -> Any:
         if type(x) is not DTensor:
             return [operand(y) for y in x] if isinstance(x, list | tuple) else x
-        index = len(names)
-        names.append(x._name or f"operand {index}")
+        index = len(operands)
+        operands.append(x)
         if index in moves:
             collectives.note_implicit(lambda: f"{_name(func)}: {x._layout} -> {moves[index]}")
             return move(plain(x), x._layout, moves[index])
-        return plain(x) if unwrap else x
+        return plain(x) if unwrap else x  # Python code would see the global shape of a DTensor
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
@@ -152,7 +155,7 @@ def _run_moved(
         out = op(*locals_, **named)
     else:
         output = recipe.output or recipe.layouts[0]
-        site = LocalSite(op, recipe.layouts, output, recipe.local_axes, tuple(names))
+        site = LocalSite(op, recipe.layouts, output, recipe.local_axes, operands)
         out = recipe.local(site, *locals_, **named)
     if recipe.output is None:
         return args[0]
@@ -174,6 +177,9 @@ def _resolved(
     named = {k: slot(a) for k, a in kwargs.items()}
     op = NATIVE.get(func, func)
 
+    name = _name(func)
+    chosen = _chosen(func, name, rule, operands, slotted, named)
+
     def shape() -> tuple[int, ...]:
         if rule.shape is None:
             with DisableTorchFunctionSubclass():
@@ -182,22 +188,46 @@ def _resolved(
         filled = [resolve.with_metas(a, metas) for a in slotted]
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
-    recipe = resolve.resolve(_name(func), rule, operands, slotted, named, shape)
+    recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
     return recipe, op, recipe.local is not None or isinstance(op, FunctionType) and func not in NATIVE
 
 
+def _chosen(
+    func: Any,
+    name: str,
+    rule: OpRule,
+    operands: list[resolve.Operand],
+    slotted: tuple[Any, ...],
+    named: dict[str, Any],
+) -> tuple[Row, ...]:
+    """Rows for these operands; one choice serves all sizes where the rule asks for none."""
+    if not rule.sizeless:
+        return resolve.choose(name, rule, operands, slotted, named)
+    kinds = tuple((o.layout.kind, o.dtype, tuple([n == 1 for n in o.layout.shape])) for o in operands)
+    key = (func, kinds, *(_key_part(a) for a in slotted), *((k, _key_part(a)) for k, a in named.items()))
+    chosen = _choices.get(key)
+    if chosen is None:
+        chosen = resolve.choose(name, rule, operands, slotted, named)
+        if len(_choices) >= CACHE_LIMIT:
+            _choices.clear()
+        _choices[key] = chosen
+    return chosen
+
+
+def _key_part(a: Any) -> Any:
+    """What a choice may depend on: numbers of a kind are alike, lists are compared by content."""
+    if isinstance(a, float):
+        return float
+    return tuple(map(_key_part, a)) if isinstance(a, list | tuple) else a
+
+
 def _promoted(
-    func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Plain tensors beside DTensors count as replicated; the whole gradient flows back to them."""
     everything = [*args, *kwargs.values()]
     first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
     mesh = first._layout.mesh
-    if rule.in_place and args and type(args[0]) is not DTensor:
-        raise RuleError(
-            f"{_name(func)} would change a plain tensor in place with a DTensor operand. "
-            f"Fix: pass full_tensor() of the operand, or make the plain tensor a DTensor with distribute_tensor()."
-        )
 
     def promote(x: Any) -> Any:
         if isinstance(x, list | tuple) and type(x) is not torch.Size:
@@ -209,6 +239,15 @@ def _promoted(
         return promoted(x, mesh, _name(func))
 
     return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
+
+
+def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor changes in place, on every rank alike, by whole copies of the DTensor operands."""
+
+    def whole(x: Any) -> Any:
+        return x.full_tensor() if type(x) is DTensor else x
+
+    return func(*(whole(a) for a in args), **{k: whole(a) for k, a in kwargs.items()})
 
 
 def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:

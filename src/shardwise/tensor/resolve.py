@@ -31,21 +31,15 @@ class Recipe:
     local: Callable[..., Any] | None
     local_axes: tuple[int, ...]
     output: Layout | None  # None: the op works in place
-    why: tuple[str, ...]
 
 
 ALL_REPLICATED = "every rank has everything"
 
 
-def resolve(
-    name: str,
-    rule: OpRule,
-    operands: Sequence[Operand],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output_shape: Callable[[], tuple[int, ...]],
-) -> Recipe:
-    """Choose a row for every mesh axis and lay the operands out for it.
+def choose(
+    name: str, rule: OpRule, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Row, ...]:
+    """A row for every mesh axis.
 
     Args:
         args, kwargs: the op's arguments with every tensor replaced by its index among `operands`, as `Slot`.
@@ -62,29 +56,27 @@ def resolve(
                 f"Fix: redistribute one of them to the other's device_mesh."
             )
     chosen = [_choose(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim)]
-    locals_ = list({id(row.local): row.local for row in chosen if row.local is not None}.values())
-    if len(locals_) > 1:
-        whole = [axis for axis, row in enumerate(chosen) if row.local is not locals_[0]]
-        chosen = [
-            _replicated(len(layouts)) if axis in whole and row.local is not None else row
-            for axis, row in enumerate(chosen)
-        ]
+    first_local = next((row.local for row in chosen if row.local is not None), None)
+    return tuple(  # one local function a call: an axis that wanted another one has everything everywhere instead
+        _replicated(len(layouts)) if row.local not in (None, first_local) else row for row in chosen
+    )
+
+
+def recipe(
+    name: str, rule: OpRule, layouts: Sequence[Layout], chosen: Sequence[Row], output_shape: Callable[[], tuple[int, ...]]
+) -> Recipe:
+    """Lay the operands and the result out for the chosen rows."""
     wanted = _aligned(layouts, chosen)
-    moves = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a != b)
+    moves = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
     if rule.in_place and moves and moves[0][0] == 0:
         raise RuleError(
             f"{name} works in place, but would have to move its operand from {layouts[0]} to {wanted[0]}. "
             f"Fix: redistribute the operand first, or use the out-of-place op."
         )
+    local = next((row.local for row in chosen if row.local is not None), None)
+    axes = tuple(axis for axis, row in enumerate(chosen) if row.local is not None) if local is not None else ()
     output = None if rule.in_place else _output_layout(wanted, chosen, output_shape())
-    return Recipe(
-        moves,
-        tuple(wanted),
-        locals_[0] if locals_ else None,
-        tuple(axis for axis, row in enumerate(chosen) if row.local is not None),
-        output,
-        tuple(row.why for row in chosen),
-    )
+    return Recipe(moves, tuple(wanted), local, axes, output)
 
 
 @dataclass(frozen=True)
@@ -188,6 +180,11 @@ def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
 
 def _aligned(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[Layout]:
     """The operands' layouts under the chosen rows; what must be cut alike follows the largest that is cut."""
+    if all(layout.kind[1] == layout.placements for layout in layouts) and all(
+        layout.placements[axis] == row.inputs[i] for axis, row in enumerate(chosen) for i, layout in enumerate(layouts)
+    ):
+        if len({layout.shard_order for layout in layouts}) == 1:
+            return list(layouts)
     wanted: list[list[Placement]] = [list(layout.placements) for layout in layouts]
     order = _leader(layouts, chosen).shard_order
     for axis, row in enumerate(chosen):
@@ -261,8 +258,3 @@ def meta_shape(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if not isinstance(out, Tensor):
         raise RuleError(f"{op} gives {type(out).__name__}, which no rule describes yet.")
     return tuple(out.shape)
-
-
-def reduced(layout: Layout) -> Layout:
-    """The layout without anything Partial."""
-    return layout.replace([REPLICATE if isinstance(p, Partial) else p for p in layout.placements])

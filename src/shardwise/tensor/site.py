@@ -1,7 +1,6 @@
 """Where a row's local function runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,15 +11,24 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 
 
-@dataclass(frozen=True, slots=True)
 class LocalSite:
     """The `Site` that rules are promised."""
 
-    op: Callable[..., Any]
-    layouts: tuple[Layout, ...]
-    output: Layout
-    axes: tuple[int, ...]
-    names: tuple[str, ...]
+    __slots__ = ("axes", "layouts", "op", "operands", "output")
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        layouts: tuple[Layout, ...],
+        output: Layout,
+        axes: tuple[int, ...],
+        operands: Sequence[Any],
+    ) -> None:
+        self.op = op
+        self.layouts = layouts
+        self.output = output
+        self.axes = axes
+        self.operands = operands
 
     @property
     def rank(self) -> int:
@@ -38,7 +46,7 @@ class LocalSite:
         return movement.exchange(send, send_counts, recv_counts, self.ranks() if ranks is None else ranks)
 
     def name_of(self, operand: int) -> str:
-        return self.names[operand]
+        return self.operands[operand]._name or f"operand {operand}"
 
 
 @lru_cache(maxsize=1024)
