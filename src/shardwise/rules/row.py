@@ -89,8 +89,8 @@ class OpRule:
         rows: from the op's arguments, tensors given as `Meta`, to rows.
         in_place: the op changes its first operand, whose layout therefore must not change.
         shape: the result's global shape from the same arguments as `rows`; None asks torch's meta device.
-        sizeless: the rows depend on the numbers of dims and on which dims are 1 long, on no other size, so a
-            choice made for one shape serves them all.
+        sizeless: the rows depend on the numbers of dims and on which dims are 1 long, on no other size and on no
+            float argument, so a choice made for one shape and number serves them all.
     """
 
     rows: Rule

@@ -93,7 +93,7 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         kind = type(a)
         if kind is DTensor:
             key.append(a._layout)
-        elif kind is float:
+        elif kind is float and rule.sizeless:
             key.append(float)
         elif isinstance(a, list):
             key.append(tuple(x._layout if type(x) is DTensor else x for x in a))
@@ -104,7 +104,7 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for k, a in kwargs.items():
         key.append(k)
         kind = type(a)
-        key.append(a._layout if kind is DTensor else float if kind is float else a)
+        key.append(a._layout if kind is DTensor else float if kind is float and rule.sizeless else a)
         mixed = mixed or (kind is not DTensor and isinstance(a, Tensor))
     if mixed:
         if rule.in_place and type(args[0]) is not DTensor:
