@@ -124,8 +124,10 @@ def vector_norm(x: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
 def _norm_of_shards(ord: float, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     ranks = site.ranks()
     if ord in (float("inf"), float("-inf")):
-        own = x.abs().amax() if ord > 0 else x.abs().amin()
-        own = own if x.numel() else x.abs().sum() + (0.0 if ord > 0 else float("inf"))
+        if x.numel():
+            own = x.abs().amax() if ord > 0 else x.abs().amin()
+        else:
+            own = x.abs().sum() + (0.0 if ord > 0 else float("inf"))
         every = site.exchange(own.reshape(1).repeat(len(ranks)), [1] * len(ranks), [1] * len(ranks))
         return every.amax() if ord > 0 else every.amin()
     powers = (x != 0).sum().to(x.abs().dtype) if ord == 0 else x.abs().pow(ord).sum()
