@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.boxes import Box
+from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.placement import Partial
 from shardwise.steps import AllReduce, Exchange, Plan, ReduceStack, Restack, Scale, Step, plan_move
@@ -33,10 +34,16 @@ def move(local: Tensor, src: Layout, dst: Layout) -> Tensor:
 
     Sends: `plan_move(src, dst).sent_bytes(rank, itemsize)`.
     Gradient: arrives as `dst.dual()`, leaves as `src.dual()`.
+
+    Raises:
+        LayoutError: the global shapes differ.
+        RuleError: an average of integers, a maximum or minimum of complex numbers.
     """
     if src == dst:
         return local
     plan = plan_move(src, dst)
+    if not local.is_floating_point():
+        _check_dtype(plan, local.dtype)
     with DisableTorchFunctionSubclass():
         if not plan.steps:  # a sum of one is an average of one
             return local.clone()
@@ -52,7 +59,7 @@ def _run(step: Step, local: Tensor) -> Tensor:
         case AllReduce():
             return _AllReduce.apply(local, step)  # type: ignore[no-any-return, no-untyped-call]
         case Scale(factor):
-            return local * factor if local.is_floating_point() or local.is_complex() else _scale_int(local, factor)
+            return local * factor
         case Restack(dst):
             return local.reshape(dst.local_shape(collectives.rank()))
         case ReduceStack(dim, reduce_op, left):
@@ -60,8 +67,18 @@ def _run(step: Step, local: Tensor) -> Tensor:
     raise AssertionError(f"unknown step {step}")
 
 
-def _scale_int(local: Tensor, factor: float) -> Tensor:
-    raise TypeError(f"An average needs a floating point or complex tensor, got {local.dtype} (factor {factor}).")
+def _check_dtype(plan: Plan, dtype: torch.dtype) -> None:
+    """Refuse what the dtype does not have before anything is sent, so that every rank says the same."""
+    ops = {p.reduce_op for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial)}
+    if dtype.is_complex and ops & {"max", "min"}:
+        raise RuleError(
+            f"Cannot move {dtype} from {plan.src} to {plan.dst}: complex numbers have no maximum or minimum."
+        )
+    if not dtype.is_complex and any(isinstance(step, Scale) for step in plan.steps):
+        raise RuleError(
+            f"Cannot move {dtype} from {plan.src} to {plan.dst}: integers have no exact average. "
+            f"Fix: convert the tensor to floating point first, or use Partial('sum')."
+        )
 
 
 def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
@@ -230,17 +247,11 @@ def _views(local: Tensor, layout: Layout, rank: int) -> list[Tensor]:
 
 
 def identity(reduce_op: str, dtype: torch.dtype) -> Any:
-    """The value that changes nothing under `reduce_op`.
-
-    Raises:
-        TypeError: complex numbers have no maximum or minimum.
-    """
+    """The value that changes nothing under `reduce_op`."""
     if reduce_op in ("sum", "avg"):
         return 0
     if reduce_op == "product":
         return 1
-    if dtype.is_complex:
-        raise TypeError(f"{dtype} has no {reduce_op}: complex numbers are not ordered.")
     if dtype == torch.bool:
         return reduce_op == "min"
     if dtype.is_floating_point:
