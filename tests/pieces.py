@@ -109,8 +109,7 @@ def value_of(parts: Parts, layout: Layout) -> Tensor:
         reduce = REDUCE[placement.reduce_op]
         count = layout.mesh.shape[axis]
         parts = {
-            key: reduce(torch.stack([parts[(*key, i)] for i in range(count)]))
-            for key in {key[:-1] for key in parts}
+            key: reduce(torch.stack([parts[(*key, i)] for i in range(count)])) for key in {key[:-1] for key in parts}
         }
     return parts[()]
 

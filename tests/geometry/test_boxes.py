@@ -46,9 +46,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @laws
 @given(st.data(), shapes)
-def test_the_common_part_of_two_boxes_holds_the_elements_of_both(
-    data: st.DataObject, shape: tuple[int, ...]
-) -> None:
+def test_the_common_part_of_two_boxes_holds_the_elements_of_both(data: st.DataObject, shape: tuple[int, ...]) -> None:
     a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     full = numbered(shape)
     shared = set(cut_out(full, a).flatten().tolist()) & set(cut_out(full, b).flatten().tolist())
@@ -94,10 +92,7 @@ def test_boxes_that_share_an_element_are_named(data: st.DataObject, shape: tuple
 
 def test_an_overlap_names_both_boxes_and_what_they_share() -> None:
     boxes = [("rank 0", Box((0, 0), (2, 3))), ("rank 1", Box((1, 2), (2, 2)))]
-    assert (
-        complaint(boxes, (3, 4))
-        == "Boxes overlap: [0:2, 0:3] (rank 0) and [1:3, 2:4] (rank 1) share [1:2, 2:3]."
-    )
+    assert complaint(boxes, (3, 4)) == "Boxes overlap: [0:2, 0:3] (rank 0) and [1:3, 2:4] (rank 1) share [1:2, 2:3]."
 
 
 def test_a_gap_names_what_is_missing_and_the_boxes_around_it() -> None:
@@ -118,15 +113,11 @@ def test_a_gap_at_an_end_names_the_one_box_beside_it() -> None:
 
 
 def test_no_boxes_at_all_leave_everything_uncovered() -> None:
-    assert complaint([], (2, 3)) == (
-        "Boxes leave a gap: nobody holds [0:2, 0:3]; the boxes around it are none."
-    )
+    assert complaint([], (2, 3)) == ("Boxes leave a gap: nobody holds [0:2, 0:3]; the boxes around it are none.")
     assert complaint([], ()) == "Boxes leave a gap: nobody holds []; the boxes around it are none."
 
 
-@pytest.mark.parametrize(
-    "box", [Box((4,), (2,)), Box((-1,), (2,)), Box((6,), (0,)), Box((3,), (-1,))], ids=str
-)
+@pytest.mark.parametrize("box", [Box((4,), (2,)), Box((-1,), (2,)), Box((6,), (0,)), Box((3,), (-1,))], ids=str)
 def test_a_box_out_of_range_is_refused_even_if_empty(box: Box) -> None:
     assert complaint([("rank 2", box)], (5,)) == f"Box {box} (rank 2) is out of range: the tensor is [0:5]."
 
@@ -140,9 +131,7 @@ def test_a_box_out_of_range_is_refused_even_if_empty(box: Box) -> None:
     ],
 )
 def test_a_box_of_another_number_of_dims_is_refused(box: Box, text: str) -> None:
-    assert complaint([("rank 0", box)], (5, 2)) == (
-        f"Box {text} (rank 0) needs 2 offsets and sizes for shape (5, 2)."
-    )
+    assert complaint([("rank 0", box)], (5, 2)) == (f"Box {text} (rank 0) needs 2 offsets and sizes for shape (5, 2).")
 
 
 def test_a_scalar_is_one_element() -> None:

@@ -71,9 +71,7 @@ def test_the_order_of_ranks_is_that_of_the_mesh() -> None:
     ],
     ids=str,
 )
-def test_local_shapes(
-    placement: Placement, shape: tuple[int, ...], local_shapes: Sequence[tuple[int, ...]]
-) -> None:
+def test_local_shapes(placement: Placement, shape: tuple[int, ...], local_shapes: Sequence[tuple[int, ...]]) -> None:
     layout = Layout(LINE, [placement], shape)
     assert [layout.local_shape(rank) for rank in range(4)] == local_shapes
 

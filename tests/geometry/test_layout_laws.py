@@ -57,9 +57,7 @@ def assert_cuts_agree_with_boxes(layout: Layout) -> None:
                 index = index * layout.mesh.shape[axis] + here[axis]
             for box in layout.boxes(rank):
                 assert len(spans[index]) == box.sizes[dim], (layout, rank)
-                assert spans[index].tolist() == list(
-                    range(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
-                )
+                assert spans[index].tolist() == list(range(box.offsets[dim], box.offsets[dim] + box.sizes[dim]))
 
 
 # ---- all small layouts ------------------------------------------------------------------------------------
@@ -185,9 +183,7 @@ def test_a_pickled_layout_is_equal(written: Written) -> None:
     again = pickle.loads(pickle.dumps(layout))  # noqa: S301
     assert again == layout
     assert hash(again) == hash(layout)
-    assert [again.boxes(rank) for rank in layout.mesh.ranks] == [
-        layout.boxes(rank) for rank in layout.mesh.ranks
-    ]
+    assert [again.boxes(rank) for rank in layout.mesh.ranks] == [layout.boxes(rank) for rank in layout.mesh.ranks]
 
 
 @laws

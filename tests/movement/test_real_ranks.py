@@ -1,0 +1,44 @@
+"""Moves on processes: that dtypes and groups get through torch.distributed, which simulated ranks do not show."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from shardwise import collectives
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.movement import move
+from shardwise.placement import Boxes, Partial, Placement, Replicate, Shard
+from shardwise.testing import world
+from tests.movement.one_process import Case, assert_gradient, assert_value, on_this_rank
+from tests.pieces import local_of
+
+SHAPE = (5, 3)
+ROWS = Boxes([[((3, 0), (2, 3)), ((0, 0), (1, 3))], [((1, 0), (2, 3))]])
+DTYPES = ["float32", "bfloat16", "float16", "int16", "int32", "int64", "uint8", "bool", "complex64", "complex128"]
+
+
+def moves_bit_by_bit(dtype_name: str) -> bool:
+    full = torch.arange(15).view(SHAPE).to(getattr(torch, dtype_name))
+    kinds: list[Placement] = [Shard(0), Shard(1, [0, 3]), Replicate(), ROWS]
+    found = [Layout(Mesh((2,)), [kind], SHAPE) for kind in kinds]
+    rank = collectives.rank()
+    moves = [(move(local_of(full, src, rank), src, dst), dst) for src, dst in product(found, repeat=2)]
+    return all(torch.equal(out, local_of(full, dst, rank)) for out, dst in moves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_travels_between_processes(dtype: str) -> None:
+    assert world(2, real=True).run(moves_bit_by_bit, dtype) == [True, True]
+
+
+def test_moves_between_processes_equal_one_process() -> None:
+    """Also where the ranks of a mesh are not in the order of the processes."""
+    kinds: list[Placement] = [Shard(0), Replicate(), Partial(), Partial("max"), ROWS]
+    for mesh in (Mesh((2,)), Mesh((2,), (1, 0))):
+        for src, dst in product(kinds, repeat=2):
+            case = Case(Layout(mesh, [src], SHAPE), Layout(mesh, [dst], SHAPE))
+            outcomes = world(2, real=True).run(on_this_rank, case)
+            assert_value(case, [outcome.out for outcome in outcomes])
+            assert_gradient(case, [outcome.grad for outcome in outcomes])
