@@ -28,8 +28,8 @@ from shardwise.data.pyident import BUNDLED, MAGIC, is_held_out, load_pyident
 # Tests, what is not the library, and what is generated for one machine.
 SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib-dynload"}
 SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
-MIN_COUNT = 5  # functions that use an identifier, for it to be kept
-MIN_LENGTH = 5  # kept identifiers of a function, for it to be kept
+MIN_COUNT = 5  # training functions that use an identifier, for it to be kept
+MIN_LENGTH = 3  # kept identifiers of a function, for it to be kept: one to hide and a bag to see
 
 
 class Function(NamedTuple):
@@ -85,11 +85,11 @@ def identifiers_in(function: ast.AST) -> Iterator[str]:
 
 def make_payload(functions: list[Function]) -> bytes:
     """The content of the file before compression; its format is described in `shardwise.data.pyident`."""
-    frequent = {word for word, count in count_words(functions).items() if count >= MIN_COUNT}
+    frequent = {word for word, count in count_words(in_training(functions)).items() if count >= MIN_COUNT}
     functions = [function._replace(identifiers=function.identifiers & frequent) for function in functions]
     functions = [function for function in functions if len(function.identifiers) >= MIN_LENGTH]
-    in_training = count_words([function for function in functions if not is_held_out(function.module)])
-    vocab = sorted(count_words(functions), key=lambda word: (-in_training[word], word))
+    popularity = count_words(in_training(functions))
+    vocab = sorted(count_words(functions), key=lambda word: (-popularity[word], word))
     ids = {word: i for i, word in enumerate(vocab)}
     bags = [sorted(ids[word] for word in function.identifiers) for function in functions]
     per_module = Counter(function.module for function in functions)
@@ -107,6 +107,10 @@ def make_payload(functions: list[Function]) -> bytes:
         *(i for bag in bags for i in bag),
     ]
     return json.dumps(header).encode() + b"\n" + np.array(numbers, dtype="<u2").tobytes()
+
+
+def in_training(functions: list[Function]) -> list[Function]:
+    return [function for function in functions if not is_held_out(function.module)]
 
 
 def count_words(functions: list[Function]) -> Counter[str]:
