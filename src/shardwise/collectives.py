@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.errors import MeshError, MismatchError
 from shardwise.mesh import Mesh, ring_elements
@@ -30,12 +31,13 @@ T = TypeVar("T")
 class Transport(Protocol):
     """How ranks reach each other. `ranks` are global ranks in rising order; all of them make the same call."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
 
-    def all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-    ) -> Tensor:
+    @property
+    def world_size(self) -> int: ...
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; return what came, in rank order."""
         ...
 
@@ -61,7 +63,9 @@ _here = _Here()
 
 def transport() -> Transport:
     """The transport of this thread: a simulated rank's, the process group's, or a world of one rank."""
-    return _here.transport or (_TORCH if dist.is_initialized() else _SOLO)
+    if _here.transport is not None:
+        return _here.transport
+    return _TORCH if dist.is_initialized() else _SOLO
 
 
 @contextmanager
@@ -195,7 +199,7 @@ _groups: dict[Ranks, dist.ProcessGroup] = {}
 _device_meshes: dict[Mesh, DeviceMesh] = {}
 
 
-class _TorchTransport:
+class _TorchTransport:  # a Transport by shape: rank and world_size are asked of torch
     """The default process group of this process, and the groups of the device meshes it was shown."""
 
     @property
@@ -206,9 +210,7 @@ class _TorchTransport:
     def world_size(self) -> int:
         return dist.get_world_size()
 
-    def all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-    ) -> Tensor:
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         out = send.new_empty(sum(recv_counts))
         group = self._group(ranks)
         if group is None:
@@ -277,9 +279,7 @@ class _SoloTransport:
     rank = 0
     world_size = 1
 
-    def all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-    ) -> Tensor:
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         raise AssertionError("a group of one rank exchanges nothing")
 
     def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
@@ -377,14 +377,14 @@ def init_device_mesh(
         return mesh
     if mesh.size() != world_size():
         return DeviceMesh(device_type, torch.arange(mesh.size()).view(mesh.shape), mesh_dim_names=names)
-    return dist.init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
+    return torch_init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
 
 
 def init_processes(rank: int, world_size: int, store: str, timeout_seconds: float = 60.0) -> None:
     """Join the gloo world whose members meet in the file `store`; no port is opened for the meeting."""
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),

@@ -86,9 +86,7 @@ class Layout:
 
     def __repr__(self) -> str:
         placements = ", ".join(map(str, self.placements))
-        order = (
-            "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
-        )
+        order = "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
         return f"Layout({self.shape} as [{placements}] on {self.mesh}{order})"
 
     # ---- what a rank holds ------------------------------------------------------------------------------
@@ -153,9 +151,7 @@ class Layout:
 
     # ---- derived layouts --------------------------------------------------------------------------------
 
-    def replace(
-        self, placements: Sequence[Placement] | None = None, shape: Sequence[int] | None = None
-    ) -> "Layout":
+    def replace(self, placements: Sequence[Placement] | None = None, shape: Sequence[int] | None = None) -> "Layout":
         """A layout with other placements, another global shape or both."""
         return Layout(
             self.mesh,
@@ -224,9 +220,7 @@ def _canonical_order(
     if order is None or tuple(order) == natural:
         return natural
     if sorted(order) != list(natural):
-        raise LayoutError(
-            f"shard_order must be a permutation of the mesh axes {natural}, got {tuple(order)}."
-        )
+        raise LayoutError(f"shard_order must be a permutation of the mesh axes {natural}, got {tuple(order)}.")
     queues: dict[int, list[int]] = {}
     for axis in order:
         placement = placements[axis]
@@ -259,15 +253,11 @@ def _canonical_placements(
             result[axis] = _canonical_shard(placement, shape, mesh.shape[axis], axis, pieces)
         elif isinstance(placement, OnRanks):
             if not 0 <= placement.position < mesh.shape[axis]:
-                raise LayoutError(
-                    f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}."
-                )
+                raise LayoutError(f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}.")
         elif isinstance(placement, Boxes):
             _check_boxes(placement, placements, shape, mesh, axis)
         elif not isinstance(placement, Placement):
-            raise LayoutError(
-                f"Axis {axis} needs a placement such as Shard(0) or Replicate(), got {placement!r}."
-            )
+            raise LayoutError(f"Axis {axis} needs a placement such as Shard(0) or Replicate(), got {placement!r}.")
     return tuple(result)
 
 
@@ -313,8 +303,7 @@ def _check_boxes(
     linear = (REPLICATE, Partial("sum"), Partial("avg"))  # copies and sums, each the other's gradient
     if any(p not in linear for i, p in enumerate(placements) if i != axis):
         raise LayoutError(
-            f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, "
-            f"got {list(placements)}."
+            f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, got {list(placements)}."
         )
     if len(placement.boxes) != mesh.shape[axis]:
         raise LayoutError(

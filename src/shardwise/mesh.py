@@ -32,9 +32,7 @@ class Mesh:
         if not shape or min(shape) < 1:
             raise MeshError(f"A mesh needs at least one axis and one position an axis, got shape {shape}.")
         if len(ranks) != prod(shape):
-            raise MeshError(
-                f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}."
-            )
+            raise MeshError(f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}.")
         if len(set(ranks)) != len(ranks) or min(ranks) < 0:
             raise MeshError(f"The ranks of a mesh must be different and not negative, got {ranks}.")
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
@@ -102,9 +100,7 @@ class Mesh:
     def line(self, rank: int, axis: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` on `axis` only, in the order of the axis, `rank` among them."""
         here = self._coordinates[rank]
-        return tuple(
-            self.rank_at((*here[:axis], position, *here[axis + 1 :])) for position in range(self.shape[axis])
-        )
+        return tuple(self.rank_at((*here[:axis], position, *here[axis + 1 :])) for position in range(self.shape[axis]))
 
     def submesh(self, names: str | int | Sequence[str | int], rank: int) -> "Mesh":
         """The mesh of some axes that `rank` belongs to, all other positions as `rank` has them."""

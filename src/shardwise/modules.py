@@ -139,7 +139,8 @@ def _initialise(module: nn.Module, fresh: set[str]) -> None:
         if reset is None:
             raise PlanError(
                 f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and has no "
-                f"reset_parameters() to fill {', '.join(sorted(own & fresh))}. Fix: give it one, or build it on a device."
+                f"reset_parameters() to fill {', '.join(sorted(own & fresh))}. "
+                f"Fix: give it one, or build it on a device."
             )
         for name, buffer in child.named_buffers(recurse=False):
             if buffer.is_meta:

@@ -149,7 +149,7 @@ class _Program:
 @lru_cache(maxsize=4096)
 def _program(step: Exchange, rank: int) -> _Program:
     src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
-    mine = [t for t in step.transfers if t.sender == rank or t.receiver == rank]
+    mine = [t for t in step.transfers if rank in (t.sender, t.receiver)]
     sends = [t for t in mine if t.sender == rank]
     recvs = [t for t in mine if t.receiver == rank]
     group = step.group(rank)

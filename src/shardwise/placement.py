@@ -87,9 +87,7 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise LayoutError(
-                f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}."
-            )
+            raise LayoutError(f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}.")
 
     def __str__(self) -> str:
         return f"Partial({self.reduce_op})"

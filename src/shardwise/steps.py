@@ -72,7 +72,8 @@ class Exchange:
         for t in self.transfers:
             if t.sender != t.receiver:
                 a, b = self.src.mesh.coordinate(t.sender), self.src.mesh.coordinate(t.receiver)
-                assert a is not None and b is not None
+                assert a is not None
+                assert b is not None
                 crossed |= {axis for axis in range(len(a)) if a[axis] != b[axis]}
         return tuple(sorted(crossed))
 
@@ -251,16 +252,13 @@ def _stacked(layout: Layout, lengths: Sequence[int], on_stack: dict[int, int]) -
     """`layout` with leading dims of `lengths`; the axes in `on_stack` cut those instead of being Partial."""
     count = len(lengths)
     placements = [
-        Shard(on_stack[axis]) if axis in on_stack else _shifted(p, count)
-        for axis, p in enumerate(layout.placements)
+        Shard(on_stack[axis]) if axis in on_stack else _shifted(p, count) for axis, p in enumerate(layout.placements)
     ]
     return Layout(layout.mesh, placements, (*lengths, *layout.shape), layout.shard_order)
 
 
 def _without_dim(layout: Layout, dim: int) -> Layout:
-    placements = [
-        Shard(p.dim - 1, p.sizes) if isinstance(p, Shard) and p.dim > dim else p for p in layout.placements
-    ]
+    placements = [Shard(p.dim - 1, p.sizes) if isinstance(p, Shard) and p.dim > dim else p for p in layout.placements]
     shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
     return Layout(layout.mesh, placements, shape, layout.shard_order)
 
@@ -380,4 +378,3 @@ def _group(src: Mesh, dst: Mesh, axes: tuple[int, ...] | None, rank: int) -> tup
         return tuple(sorted(src.line(rank, axes[0]))) if src.coordinate(rank) is not None else ()
     ranks = tuple(sorted({*src.ranks, *dst.ranks}))
     return ranks if rank in ranks else ()
-

@@ -40,7 +40,9 @@ def embedding(
     """out[..., c] = weight[input[...], c]."""
     _check_ids(input, (), "embedding")
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
-        raise NotImplementedError("embedding: padding_idx, max_norm and scale_grad_by_freq are not supported on sharded tables yet")
+        raise NotImplementedError(
+            "embedding: padding_idx, max_norm and scale_grad_by_freq are not supported on sharded tables yet"
+        )
     return _lookup_rows(weight, range(input.ndim), input.ndim, lookup.embedding)
 
 
@@ -70,7 +72,9 @@ def embedding_bag(
     first id of the whole input; where input and offsets are cut, they must be cut between the same bags.
     """
     _check_ids(input, (1, 2), "embedding_bag")
-    unsupported = max_norm is not None or scale_grad_by_freq or per_sample_weights is not None or padding_idx is not None
+    unsupported = (
+        max_norm is not None or scale_grad_by_freq or per_sample_weights is not None or padding_idx is not None
+    )
     if unsupported or mode not in ("sum", "mean"):
         raise NotImplementedError(
             "embedding_bag: only modes sum and mean, without max_norm, scale_grad_by_freq, per_sample_weights and "
@@ -100,5 +104,3 @@ def _lookup_rows(weight: Meta, id_dims: range, column_dim: int, local: Any, offs
         rows.append(row(REPLICATE, weight.placement, PARTIAL, "one rank holds the table; the others add zero"))
         rows += [row(Shard(d), weight.placement, Shard(d), "ids travel to the table and back") for d in id_dims]
     return rows
-
-

@@ -15,7 +15,6 @@ all ranks before any row has moved.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +78,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
+    """The local function of `F.embedding`: the op's own arguments, on locals."""
     return _lookup(site, input, weight, None, sparse)
 
 
@@ -96,6 +96,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: None = None,
 ) -> Tensor:
+    """The local function of `F.embedding_bag`."""
     if offsets is not None:
         (box,) = site.layouts[0].boxes(site.rank)
         offsets = offsets - box.offsets[0]
@@ -169,7 +170,9 @@ def _exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request
         ]
         lengths = capacity
     else:
-        counts = site.exchange(torch.tensor(send).reshape(-1), [len(requests)] * len(ranks), [len(requests)] * len(ranks), ranks)
+        counts = site.exchange(
+            torch.tensor(send).reshape(-1), [len(requests)] * len(ranks), [len(requests)] * len(ranks), ranks
+        )
         lengths = counts.view(len(ranks), len(requests)).tolist()
     flat = torch.cat([m[o] for o in range(len(ranks)) for m in messages])
     send_counts = [sum(m[o].numel() for m in messages) for o in range(len(ranks))]
@@ -210,10 +213,16 @@ def _messages(request: Request) -> list[Tensor]:
         if box.numel == 0 or position != FINE:
             words = ids.new_empty(0)
         elif request.pooled:
-            parts = [ids] if request.bags is None or request.bags.offsets is None else [ids, request.bags.offsets.to(ids.dtype)]
+            parts = (
+                [ids]
+                if request.bags is None or request.bags.offsets is None
+                else [ids, request.bags.offsets.to(ids.dtype)]
+            )
             words = torch.cat(parts)
         else:
-            ends = torch.tensor([box.offsets[0], box.offsets[0] + box.sizes[0]], dtype=request.rows.dtype, device=ids.device)
+            ends = torch.tensor(
+                [box.offsets[0], box.offsets[0] + box.sizes[0]], dtype=request.rows.dtype, device=ids.device
+            )
             start, stop = torch.searchsorted(request.rows, ends).tolist()
             words = request.rows[start:stop] - box.offsets[0]
         head = torch.tensor([words.numel(), *header], dtype=torch.int64, device=ids.device)
@@ -252,12 +261,14 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
     assert bags is not None
     if bags.offsets is None:
         width = request.site.layouts[0].shape[1]
-        ids = torch.cat(list(asked)).view(-1, width)
+        bag_rows = torch.cat(list(asked)).view(-1, width)
         if width == 0:
             nothing = _nothing_from(request.weight, request.sparse).sum()
-            return request.weight.new_zeros(ids.shape[0], request.weight.shape[1]) + nothing
-        return F.embedding_bag(ids, request.weight, mode=bags.mode, sparse=request.sparse)
-    ids, offsets, before = [], [], 0
+            return request.weight.new_zeros(bag_rows.shape[0], request.weight.shape[1]) + nothing
+        return F.embedding_bag(bag_rows, request.weight, mode=bags.mode, sparse=request.sparse)
+    ids: list[Tensor] = []
+    offsets: list[Tensor] = []
+    before = 0
     for sender, words in enumerate(asked):
         count = _num_offsets(request, sender)
         own, starts = words[: words.numel() - count], words[words.numel() - count :]
@@ -364,7 +375,12 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
         if bags is None:
             return F.embedding(ids, weight, sparse=sparse)
         return F.embedding_bag(
-            ids, weight, bags.offsets, mode=bags.mode, sparse=sparse, include_last_offset=bags.include_last_offset
+            ids,
+            weight,
+            bags.offsets,
+            mode=bags.mode,
+            sparse=sparse,
+            include_last_offset=bags.include_last_offset,
         )
     flat = ids.reshape(-1)
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
@@ -465,5 +481,6 @@ def raise_bad_ids(site: Site, verdict: Verdict) -> None:
 def _check_devices(site: Site, ids: Tensor, weight: Tensor) -> None:
     if ids.device != weight.device:
         raise IdTypeError(
-            f"{site.name_of(1)} is on {weight.device}, but its ids are on {ids.device}. Fix: ids.to({str(weight.device)!r})."
+            f"{site.name_of(1)} is on {weight.device}, but its ids are on {ids.device}. "
+            f"Fix: ids.to({str(weight.device)!r})."
         )

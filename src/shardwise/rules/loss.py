@@ -13,7 +13,9 @@ from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.row import Meta, Row, Site, op_rule
 
 
-def _elementwise_shape(input: Meta, target: Meta, *args: Any, reduction: str = "mean", **kwargs: Any) -> tuple[int, ...]:
+def _elementwise_shape(
+    input: Meta, target: Meta, *args: Any, reduction: str = "mean", **kwargs: Any
+) -> tuple[int, ...]:
     return broadcast(input, target) if reduction == "none" else ()
 
 
@@ -51,7 +53,9 @@ def _share(count: int, reduction: str, site: Site, *args: Any, **kwargs: Any) ->
     return loss / count if reduction == "mean" else loss
 
 
-def _cross_entropy_shape(input: Meta, target: Meta, *args: Any, reduction: str = "mean", **kwargs: Any) -> tuple[int, ...]:
+def _cross_entropy_shape(
+    input: Meta, target: Meta, *args: Any, reduction: str = "mean", **kwargs: Any
+) -> tuple[int, ...]:
     if reduction != "none":
         return ()
     return target.shape if target.ndim < input.ndim else (*input.shape[:1], *input.shape[2:])
@@ -89,7 +93,15 @@ def cross_entropy(
             rows.append(Row((Shard(dim), Shard(own), *extra), PARTIAL, "each rank scores its own examples", local))
     if not probabilities and weight is None and label_smoothing == 0.0:
         local = partial(_class_cut, reduction, ignore_index, classes)
-        rows.append(Row((Shard(classes), REPLICATE), REPLICATE, "log-sum-exps of cut classes are combined", local, False))
+        rows.append(
+            Row(
+                (Shard(classes), REPLICATE),
+                REPLICATE,
+                "log-sum-exps of cut classes are combined",
+                local,
+                False,
+            )
+        )
     return rows
 
 

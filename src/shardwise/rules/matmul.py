@@ -59,7 +59,7 @@ def linear(input: Meta, weight: Meta, bias: Meta | None = None) -> list[Row]:
     torch.dot, Tensor.dot, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.matmul.default,
 )  # fmt: skip
 def matmul(input: Meta, other: Meta) -> list[Row]:
-    """out[..., m, n] = sum_k input[..., m, k] other[..., k, n], batch dims stretched, 1-D operands as torch has them."""
+    """out[..., m, n] = sum_k input[..., m, k] other[..., k, n], 1-D operands as torch has them."""
     left, right = _matmul_indices(input, other)
     batch = max(len(left) - 2, len(right) - 2, 0)
     out = ascii_lowercase[:batch] + left[-2:-1] * (input.ndim > 1) + right[-1] * (other.ndim > 1)
@@ -68,8 +68,8 @@ def matmul(input: Meta, other: Meta) -> list[Row]:
 
 def _matmul_indices(input: Meta, other: Meta) -> tuple[str, str]:
     batch = max(input.ndim, other.ndim, 2) - 2
-    left = ascii_lowercase[: batch][max(0, batch - (input.ndim - 2)) :] + "xy" if input.ndim > 1 else "y"
-    right = ascii_lowercase[: batch][max(0, batch - (other.ndim - 2)) :] + "yz" if other.ndim > 1 else "y"
+    left = ascii_lowercase[:batch][max(0, batch - (input.ndim - 2)) :] + "xy" if input.ndim > 1 else "y"
+    right = ascii_lowercase[:batch][max(0, batch - (other.ndim - 2)) :] + "yz" if other.ndim > 1 else "y"
     return left, right
 
 

@@ -139,9 +139,8 @@ def spellings(name: str) -> list[tuple[Any, bool]]:
             found.append((function, dunder.startswith("__i")))
     for spelled, in_place in ((name, False), (name + "_", True)):
         packet = getattr(torch.ops.aten, spelled, None)
-        for overload in packet.overloads() if packet is not None else ():
-            if "out" not in overload and overload not in ("names",):
-                found.append((getattr(packet, overload), in_place))
+        overloads = packet.overloads() if packet is not None else ()
+        found += [(getattr(packet, overload), in_place) for overload in overloads if "out" not in overload]
     return found
 
 
@@ -173,7 +172,12 @@ for _op in (
     Tensor.__rmul__,
 ):
     RULES.setdefault(_op, OpRule(copies if _op is torch.ops.aten._to_copy.default else nonlinear, False, broadcast))
-for _op in (Tensor.addcmul_, Tensor.addcdiv_, torch.ops.aten.addcmul_.default, torch.ops.aten.addcdiv_.default):
+for _op in (
+    Tensor.addcmul_,
+    Tensor.addcdiv_,
+    torch.ops.aten.addcmul_.default,
+    torch.ops.aten.addcdiv_.default,
+):
     RULES.setdefault(_op, OpRule(nonlinear, True, broadcast))
 for _name in ("copy_", "zero_", "fill_"):
     RULES.setdefault(getattr(Tensor, _name), OpRule(nonlinear, True, broadcast))

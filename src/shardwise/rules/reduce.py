@@ -87,7 +87,9 @@ def _reduce_or_identity(
             x = x.prod(d, keepdim)
         return x
     if prod(site.layouts[0].shape[d] for d in dims) == 0 and reduce_op != "product":
-        raise RuntimeError(f"{reduce_op} over dims {dims} of a tensor of shape {site.layouts[0].shape}: nothing to reduce.")
+        raise RuntimeError(
+            f"{reduce_op} over dims {dims} of a tensor of shape {site.layouts[0].shape}: nothing to reduce."
+        )
     empty = x.sum(dims, keepdim) if dims else x  # keeps the graph of every rank the same
     dtype = x.dtype
     if reduce_op == "product":

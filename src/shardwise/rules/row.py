@@ -68,7 +68,11 @@ class Site(Protocol):
         ...
 
     def exchange(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: tuple[int, ...] | None = None,
     ) -> Tensor:
         """All-to-all among `ranks` (None: `ranks()`) of a 1-D tensor; gradients travel the way back."""
         ...
@@ -103,7 +107,10 @@ RULES: dict[Any, OpRule] = {}
 
 
 def op_rule(
-    *ops: Any, in_place: bool = False, shape: Callable[..., tuple[int, ...]] | None = None, sizeless: bool = False
+    *ops: Any,
+    in_place: bool = False,
+    shape: Callable[..., tuple[int, ...]] | None = None,
+    sizeless: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register a rule for ops. Two rules for one op are an error."""
 

@@ -12,6 +12,8 @@ from shardwise.rules.pointwise import PARTIALS
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site
 
 aten = torch.ops.aten
+_T: Any = Tensor.T
+_M_T: Any = Tensor.mT
 
 
 def _kept(x: Meta, where: dict[int, int], why: str, local: Any = None) -> list[Row]:
@@ -62,7 +64,9 @@ def reshape(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
     Where dims merge or split, a cut stays a cut if it is on the first of the dims concerned: pieces of dim 0
     of (6, 4) are pieces of the merged dim of 24, four times as long.
     """
-    wanted = kwargs.get("shape", kwargs.get("size", sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes))
+    wanted = kwargs.get(
+        "shape", kwargs.get("size", sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+    )
     if isinstance(wanted, torch.dtype):
         return []
     after = _inferred(tuple(wanted), prod(x.shape))
@@ -146,8 +150,8 @@ def _register(rows: Any, *ops: Any) -> None:
 
 _register(permute, torch.permute, Tensor.permute, aten.permute.default)
 _register(transpose, torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, aten.transpose.int)
-_register(reverse, torch.t, Tensor.t, aten.t.default, Tensor.T.__get__)
-_register(last_two, Tensor.mT.__get__)
+_register(reverse, torch.t, Tensor.t, aten.t.default, _T.__get__)
+_register(last_two, _M_T.__get__)
 _register(unsqueeze, torch.unsqueeze, Tensor.unsqueeze, aten.unsqueeze.default)
 _register(squeeze, torch.squeeze, Tensor.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _register(reshape, torch.reshape, Tensor.reshape, Tensor.view, aten.view.default, aten._unsafe_view.default)

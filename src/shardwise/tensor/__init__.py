@@ -5,4 +5,14 @@ from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dispatch import strict
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
-__all__ = ["DTensor", "dispatch", "distribute_tensor", "factories", "moved", "plain", "sparse", "strict", "tag"]
+__all__ = [
+    "DTensor",
+    "dispatch",
+    "distribute_tensor",
+    "factories",
+    "moved",
+    "plain",
+    "sparse",
+    "strict",
+    "tag",
+]

@@ -56,12 +56,15 @@ def from_local(
     if mesh.coordinate(collectives.rank()) is None:
         layout = _layout_of_parts(None, mesh, wanted, shape) if shape is not None else None
         if layout is None:
-            raise LayoutError(f"from_local: rank {collectives.rank()} is outside {mesh}, so it must be told the global shape.")
+            raise LayoutError(
+                f"from_local: rank {collectives.rank()} is outside {mesh}, so it must be told the global shape."
+            )
         return tag(local.new_empty(layout.local_shape(collectives.rank())), layout)
     layout = _agreed_layout(local, mesh, wanted, shape) if run_check else _layout_of_parts(local, mesh, wanted, shape)
     if stride is not None and tuple(stride) != contiguous_strides(layout.shape):
         raise LayoutError(
-            f"from_local: only row-major global strides are known, {contiguous_strides(layout.shape)}, got {tuple(stride)}."
+            f"from_local: only row-major global strides are known, {contiguous_strides(layout.shape)}, "
+            f"got {tuple(stride)}."
         )
     return wrap(local, layout, grad_placements)
 
@@ -87,16 +90,15 @@ def _layout_of_parts(
     if local is not None and tuple(local.shape) != layout.local_shape(rank):
         raise LayoutError(
             f"from_local: under {list(placements)} rank {rank} holds {layout.local_shape(rank)} of {tuple(shape)}, "
-            f"got a part of shape {tuple(local.shape)}. Fix: give the sizes, Shard(dim, sizes=...), or leave run_check on."
+            f"got a part of shape {tuple(local.shape)}. "
+            f"Fix: give the sizes, Shard(dim, sizes=...), or leave run_check on."
         )
     return layout
 
 
-def _agreed_layout(
-    local: Tensor, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None
-) -> Layout:
+def _agreed_layout(local: Tensor, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None) -> Layout:
     """Ask all ranks for the shapes of their parts; the layout follows from those, never from a guess."""
-    said = {
+    said: dict[str, Any] = {
         "shape": list(local.shape),
         "dtype": str(local.dtype),
         "placements": [str(p) for p in placements],
@@ -126,7 +128,10 @@ def _all_alike(field: str, answers: dict[int, Any]) -> None:
 
 
 def _fitted(
-    mesh: Mesh, placements: Sequence[Placement], shapes: dict[int, tuple[int, ...]], shape: Sequence[int] | None
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    shapes: dict[int, tuple[int, ...]],
+    shape: Sequence[int] | None,
 ) -> Layout:
     """Give every Shard without sizes the sizes that the parts have."""
     ndims = {len(s) for s in shapes.values()}
@@ -135,7 +140,11 @@ def _fitted(
     fixed = any(isinstance(p, Boxes | OnRanks) for p in placements)
     if fixed and shape is None:
         owners = [s for r, s in shapes.items() if not _holds_nothing(mesh, placements, r)]
-        shape = owners[0] if owners and all(isinstance(p, OnRanks) or not isinstance(p, Boxes) for p in placements) else None
+        shape = (
+            owners[0]
+            if owners and all(isinstance(p, OnRanks) or not isinstance(p, Boxes) for p in placements)
+            else None
+        )
         if shape is None:
             raise LayoutError(f"from_local: {list(placements)} needs the global shape. Fix: pass shape=.")
     if fixed:
@@ -223,7 +232,9 @@ def distribute_tensor(
     if rank not in ranks:
         return tag(tensor.new_empty(layout.local_shape(rank)), layout)
     said = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "placements": [str(p) for p in wanted]}
-    collectives.agree("the tensor to distribute", said, ranks, "pass the same shape, dtype and placements on every rank.")
+    collectives.agree(
+        "the tensor to distribute", said, ranks, "pass the same shape, dtype and placements on every rank."
+    )
     with torch.no_grad():
         local = scattered(tensor.detach(), layout, src_data_rank)
     result = tag(local, layout)

@@ -7,6 +7,7 @@ warm op costs a dictionary look-up, the op itself, and giving the result its lay
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
-from shardwise.rules import RULES, OpRule, Row
+from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.tensor import gradients, lists, resolve
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import DTensor, plain, tag
@@ -35,12 +36,11 @@ _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
 
 # C functions that stand in for Python ones, which would look at shapes on their way.
 NATIVE: dict[Any, Callable[..., Any]] = {
-    F.relu: lambda input, inplace=False: torch.relu(input),
+    F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
     F.sigmoid: torch.sigmoid,
     F.tanh: torch.tanh,
-    F.silu: lambda input, inplace=False: torch._C._nn.silu(input),
     Tensor.__rpow__: lambda x, other: torch.pow(other, x),
-    Tensor.__rsub__: lambda x, other: torch.rsub(x, other),
+    Tensor.__rsub__: torch.rsub,
     Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
 }
 
@@ -134,7 +134,12 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _run_moved(
-    func: Any, recipe: resolve.Recipe, op: Callable[..., Any], unwrap: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any,
+    recipe: resolve.Recipe,
+    op: Callable[..., Any],
+    unwrap: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     moves = dict(recipe.moves)
     operands: list[DTensor] = []
@@ -178,18 +183,20 @@ def _resolved(
     op = NATIVE.get(func, func)
 
     name = _name(func)
+    if isinstance(func, FunctionType) and signature(func).bind(*args, **kwargs).arguments.get("inplace"):
+        rule = _in_place_rule(func, name)
     chosen = _chosen(func, name, rule, operands, slotted, named)
 
     def shape() -> tuple[int, ...]:
         if rule.shape is None:
             with DisableTorchFunctionSubclass():
                 return resolve.meta_shape(func, slotted, named, operands)
-        metas = [resolve.Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
+        metas = [Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
         filled = [resolve.with_metas(a, metas) for a in slotted]
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    return recipe, op, recipe.local is not None or isinstance(op, FunctionType) and func not in NATIVE
+    return recipe, op, recipe.local is not None or (isinstance(op, FunctionType) and func not in NATIVE)
 
 
 def _chosen(
@@ -214,6 +221,13 @@ def _chosen(
     return chosen
 
 
+def _in_place_rule(func: Any, name: str) -> OpRule:
+    rule = RULES.get(getattr(Tensor, f"{name}_", None))
+    if rule is None or func not in NATIVE:
+        raise RuleError(f"{name}(inplace=True) is not supported on DTensors. Fix: leave inplace off.")
+    return rule
+
+
 def _key_part(a: Any) -> Any:
     """What a choice may depend on: numbers of a kind are alike, lists are compared by content."""
     if isinstance(a, float):
@@ -221,9 +235,7 @@ def _key_part(a: Any) -> Any:
     return tuple(map(_key_part, a)) if isinstance(a, list | tuple) else a
 
 
-def _promoted(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Plain tensors beside DTensors count as replicated; the whole gradient flows back to them."""
     everything = [*args, *kwargs.values()]
     first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
@@ -266,9 +278,9 @@ def _same(func: Any, attribute: str, args: tuple[Any, ...], kwargs: dict[str, An
         return _register_hook(x, *args[1:], **kwargs)
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
-    if attribute == "requires_grad_" or (attribute == "requires_grad" and len(args) > 1):
-        if type(x) is DTensor:
-            gradients.watch(x)
+    turned_on = attribute == "requires_grad_" or (attribute == "requires_grad" and len(args) > 1)
+    if turned_on and type(x) is DTensor:
+        gradients.watch(x)
     return out
 
 
@@ -285,7 +297,7 @@ def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
         return gradients.as_cotangent(returned, layout.replace([REPLICATE] * layout.mesh.ndim), layout)
 
     with DisableTorchFunctionSubclass():
-        return x.register_hook(on_local)
+        return x.register_hook(on_local)  # type: ignore[no-untyped-call]
 
 
 def _attribute(func: Any, kind: str, attribute: str, args: tuple[Any, ...]) -> Any:

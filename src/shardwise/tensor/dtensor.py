@@ -144,7 +144,7 @@ class DTensor(torch.Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         return self.numel() * self.element_size()
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """The global size; of a sparse tensor, this rank's (see `shardwise.tensor.sparse`)."""
         with DisableTorchFunctionSubclass():
             sparse = self.is_sparse
@@ -161,7 +161,7 @@ class DTensor(torch.Tensor):
 
     nelement = numel
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> Any:
         """Row-major strides of the whole tensor; local tensors may have others."""
         strides = contiguous_strides(self._layout.shape)
         return strides if dim is None else strides[dim]
@@ -196,7 +196,7 @@ class DTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.numel() == 1 and not self._layout.shape else repr(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout, rank = self._layout, collectives.rank()
         boxes = " ".join(map(str, layout.boxes(rank))) or "nothing"
         local = repr(plain(self.detach()))
@@ -225,7 +225,7 @@ class DTensor(torch.Tensor):
     # ---- autograd -------------------------------------------------------------------------------------------
 
     @property
-    def grad(self) -> "DTensor | None":  # type: ignore[override]
+    def grad(self) -> "DTensor | None":
         """The gradient in the layout of the tensor.
 
         Gradients of Replicate axes wait as summands until they are read; then all that wait are reduced
@@ -247,8 +247,12 @@ class DTensor(torch.Tensor):
 
         gradients.write(self, None)
 
-    def backward(  # type: ignore[override]
-        self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
         """Gradients of this tensor, a scalar unless `gradient` is given, into the leaves it was made from."""
         torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)

@@ -131,7 +131,9 @@ def constant_(x: DTensor, val: float) -> DTensor:
 
 def _own_generator(generator: torch.Generator | None) -> None:
     if generator is not None:
-        raise RuleError("Random DTensors take their seed from torch's default generator; generator= is not supported yet.")
+        raise RuleError(
+            "Random DTensors take their seed from torch's default generator; generator= is not supported yet."
+        )
 
 
 def _special(function: Any) -> Any:

@@ -21,7 +21,7 @@ from shardwise.movement import move
 from shardwise.placement import REPLICATE, Partial
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
-_raw_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_raw_grad: Any = torch._C.TensorBase.grad
 
 
 class Batch:
@@ -41,7 +41,7 @@ def watch(leaf: DTensor) -> None:
         if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not leaf._layout.dual().partial_axes:
             return
         leaf._watched = True
-        leaf.register_post_accumulate_grad_hook(_joined)
+        leaf.register_post_accumulate_grad_hook(_joined)  # type: ignore[no-untyped-call]
 
 
 def _joined(leaf: Tensor) -> None:
@@ -82,7 +82,9 @@ def write(x: DTensor, value: Tensor | None) -> None:
         if value is None:
             return
         if tuple(value.shape) != x._layout.shape:
-            raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {tuple(value.shape)}.")
+            raise LayoutError(
+                f"A gradient must have the shape of its tensor: {x._layout.shape}, got {tuple(value.shape)}."
+            )
         replicated = x._layout.replace([REPLICATE] * x._layout.mesh.ndim)
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
@@ -142,7 +144,9 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     line = layout.mesh.submesh(layout.dual().partial_axes, collectives.rank())
     ranks = tuple(sorted(line.ranks))
     count = own.indices().shape[1]
-    counts = collectives.all_to_all(torch.tensor([count] * len(ranks)), [1] * len(ranks), [1] * len(ranks), ranks).tolist()
+    counts = collectives.all_to_all(
+        torch.tensor([count] * len(ranks)), [1] * len(ranks), [1] * len(ranks), ranks
+    ).tolist()
 
     def gathered(x: Tensor) -> list[Tensor]:
         width = prod(x.shape[1:])
@@ -180,7 +184,9 @@ def _seed(output: DTensor, gradient: Any) -> Tensor:
     whole = layout.replace([REPLICATE] * layout.mesh.ndim)
     if gradient is None:
         if output.numel() != 1:
-            raise RuntimeError(f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}.")
+            raise RuntimeError(
+                f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}."
+            )
         return as_cotangent(torch.ones(layout.shape, dtype=output.dtype, device=output.device), whole, layout)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout)

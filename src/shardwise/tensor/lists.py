@@ -41,14 +41,20 @@ def _layout_at(name: str, args: Sequence[Any], kwargs: dict[str, Any], index: in
         layout = first._layout
         if layout.partial_axes:
             if name.endswith("_") and name.rstrip("_") not in LINEAR:
-                raise RuleError(f"{name}: item {index} is {layout}, whose summands cannot be changed one by one. Fix: redistribute it.")
+                raise RuleError(
+                    f"{name}: item {index} is {layout}, whose summands cannot be changed one by one. "
+                    f"Fix: redistribute it."
+                )
             return layout.replace([REPLICATE if isinstance(p, Partial) else p for p in layout.placements])
         return layout
     for a in (*args, *kwargs.values()):
         if _is_tensor_list(a) and index < len(a) and type(a[index]) is DTensor:
             if name.endswith("_"):
-                raise RuleError(f"{name} would change plain tensor {index} in place with a DTensor. Fix: make both alike.")
-            return a[index]._layout
+                raise RuleError(
+                    f"{name} would change plain tensor {index} in place with a DTensor. Fix: make both alike."
+                )
+            found: Layout = a[index]._layout
+            return found
     return None
 
 
@@ -72,7 +78,9 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
     if x._layout.shape == () != layout.shape:
         return _scalar(name, x)
     if x._layout.shape != layout.shape:
-        raise RuleError(f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists.")
+        raise RuleError(
+            f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists."
+        )
     return moved(x, layout)
 
 
@@ -87,5 +95,5 @@ def _scalar(name: str, x: DTensor) -> Tensor:
 def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """One norm a tensor, each a small exchange."""
     tensors, *rest = args
-    ord = rest[0] if rest else kwargs.get("ord", 2)
-    return tuple(torch.linalg.vector_norm(x, ord, dtype=kwargs["dtype"]) if kwargs.get("dtype") else torch.linalg.vector_norm(x, ord) for x in tensors)
+    exponent, dtype = rest[0] if rest else kwargs.get("ord", 2), kwargs.get("dtype")
+    return tuple(torch.linalg.vector_norm(x if dtype is None else x.to(dtype), exponent) for x in tensors)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
-from shardwise.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk
+from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard, chunk
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.steps import plan_move
 
@@ -63,7 +63,11 @@ def choose(
 
 
 def recipe(
-    name: str, rule: OpRule, layouts: Sequence[Layout], chosen: Sequence[Row], output_shape: Callable[[], tuple[int, ...]]
+    name: str,
+    rule: OpRule,
+    layouts: Sequence[Layout],
+    chosen: Sequence[Row],
+    output_shape: Callable[[], tuple[int, ...]],
 ) -> Recipe:
     """Lay the operands and the result out for the chosen rows."""
     wanted = _aligned(layouts, chosen)
@@ -180,11 +184,12 @@ def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
 
 def _aligned(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[Layout]:
     """The operands' layouts under the chosen rows; what must be cut alike follows the largest that is cut."""
-    if all(layout.kind[1] == layout.placements for layout in layouts) and all(
-        layout.placements[axis] == row.inputs[i] for axis, row in enumerate(chosen) for i, layout in enumerate(layouts)
+    if (
+        all(layout.kind[1] == layout.placements for layout in layouts)
+        and all(x.placements[axis] == row.inputs[i] for axis, row in enumerate(chosen) for i, x in enumerate(layouts))
+        and len({layout.shard_order for layout in layouts}) == 1
     ):
-        if len({layout.shard_order for layout in layouts}) == 1:
-            return list(layouts)
+        return list(layouts)
     wanted: list[list[Placement]] = [list(layout.placements) for layout in layouts]
     order = _leader(layouts, chosen).shard_order
     for axis, row in enumerate(chosen):
@@ -214,14 +219,11 @@ def _cut_to_follow(layouts: Sequence[Layout], row: Row, axis: int) -> Any:
     """Sizes of the pieces that the row's operands should have; None for torch.chunk's."""
     if not row.aligned:
         return None
-    best: Layout | None = None
-    for layout, placement in zip(layouts, row.inputs, strict=True):
-        if isinstance(placement, Shard) and _kind(layout.placements[axis]) == placement:
-            if best is None or len(layout.shape) > len(best.shape):
-                best = layout
-    if best is None:
+    pairs = zip(layouts, row.inputs, strict=True)
+    cut = [x for x, p in pairs if isinstance(p, Shard) and _kind(x.placements[axis]) == p]
+    if not cut:
         return None
-    placement = best.placements[axis]
+    placement = max(cut, key=lambda layout: len(layout.shape)).placements[axis]
     assert isinstance(placement, Shard)
     return placement.sizes
 
@@ -251,7 +253,9 @@ def _scaled(cut: Any, scale: Any) -> Any:
     return tuple(_scaled(n, scale) if isinstance(n, tuple) else int(n * scale) for n in cut)
 
 
-def meta_shape(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]) -> tuple[int, ...]:
+def meta_shape(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]
+) -> tuple[int, ...]:
     """The shape that torch's meta device gives the result."""
     metas = [torch.empty(o.layout.shape, dtype=o.dtype, device="meta") for o in operands]
     out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})

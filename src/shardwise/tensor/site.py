@@ -41,7 +41,11 @@ class LocalSite:
         return _neighbours(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
 
     def exchange(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: tuple[int, ...] | None = None,
     ) -> Tensor:
         return movement.exchange(send, send_counts, recv_counts, self.ranks() if ranks is None else ranks)
 

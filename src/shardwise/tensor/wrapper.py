@@ -4,7 +4,7 @@ The function runs once on wrappers that carry the global shape. Autograd records
 locals, because the wrappers themselves never require grad.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,21 +23,21 @@ from shardwise.tensor.dtensor import DTensor, moved, tag
 class Wrapper(torch.Tensor):
     """Lives for one call: the global shape for C++ to take ops apart with, and the DTensor it stands for."""
 
-    inner: DTensor
+    stands_for: DTensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: DTensor) -> "Wrapper":
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, inner: DTensor) -> Self:
+        self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             inner._layout.shape,
             strides=contiguous_strides(inner._layout.shape),
             dtype=inner.dtype,
             device=inner.device,
         )
-        self.inner = inner
-        return self  # type: ignore[no-any-return]
+        self.stands_for = inner
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -52,7 +52,7 @@ class Wrapper(torch.Tensor):
 
 
 def _inner(x: Any) -> Any:
-    return x.inner if isinstance(x, Wrapper) else x
+    return x.stands_for if isinstance(x, Wrapper) else x
 
 
 def _run_aten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +86,9 @@ def _run_replicated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     args, kwargs = pytree.tree_map(whole, (args, kwargs))
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
-    return pytree.tree_map(lambda x: tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)) if isinstance(x, Tensor) else x, out)
+    return pytree.tree_map(
+        lambda x: tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)) if isinstance(x, Tensor) else x, out
+    )
 
 
 def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,4 +107,4 @@ def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     out = func(*args, **kwargs)
     assert mesh is not None or not entered
     back = {id(wrapper): inner for inner, wrapper in entered.values()}
-    return pytree.tree_map(lambda x: back.get(id(x), x.inner) if isinstance(x, Wrapper) else x, out)
+    return pytree.tree_map(lambda x: back.get(id(x), x.stands_for) if isinstance(x, Wrapper) else x, out)
