@@ -183,7 +183,7 @@ def _resolved(
     op = NATIVE.get(func, func)
 
     name = _name(func)
-    if isinstance(func, FunctionType) and signature(func).bind(*args, **kwargs).arguments.get("inplace"):
+    if getattr(func, "__module__", "") == F.__name__ and _asks_in_place(func, args, kwargs):
         rule = _in_place_rule(func, name)
     chosen = _chosen(func, name, rule, operands, slotted, named)
 
@@ -219,6 +219,10 @@ def _chosen(
             _choices.clear()
         _choices[key] = chosen
     return chosen
+
+
+def _asks_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(signature(func).bind(*args, **kwargs).arguments.get("inplace"))
 
 
 def _in_place_rule(func: Any, name: str) -> OpRule:
