@@ -10,6 +10,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.movement import move
 from shardwise.placement import Boxes, Partial, Placement, Replicate, Shard
+from shardwise.steps import plan_move
 from shardwise.testing import world
 from tests.movement.one_process import Case, assert_gradient, assert_value, on_this_rank
 from tests.pieces import local_of
@@ -33,12 +34,22 @@ def test_every_dtype_travels_between_processes(dtype: str) -> None:
     assert world(2, real=True).run(moves_bit_by_bit, dtype) == [True, True]
 
 
-def test_moves_between_processes_equal_one_process() -> None:
-    """Also where the ranks of a mesh are not in the order of the processes."""
+@pytest.mark.parametrize("mesh", [Mesh((2,)), Mesh((2,), (1, 0)), Mesh((2,), (2, 0))], ids=str)
+def test_moves_between_processes_equal_one_process(mesh: Mesh) -> None:
+    """Also for some of the processes only, which have no process group of their own, and in another order."""
     kinds: list[Placement] = [Shard(0), Replicate(), Partial(), Partial("max"), ROWS]
-    for mesh in (Mesh((2,)), Mesh((2,), (1, 0))):
-        for src, dst in product(kinds, repeat=2):
-            case = Case(Layout(mesh, [src], SHAPE), Layout(mesh, [dst], SHAPE))
-            outcomes = world(2, real=True).run(on_this_rank, case)
-            assert_value(case, [outcome.out for outcome in outcomes])
-            assert_gradient(case, [outcome.grad for outcome in outcomes])
+    for src, dst in product(kinds, repeat=2):
+        assert_right_on_processes(Case(Layout(mesh, [src], SHAPE), Layout(mesh, [dst], SHAPE)))
+
+
+def test_a_large_sum_is_all_reduced_between_processes() -> None:
+    mesh, shape = Mesh((3,), (2, 0, 1)), (5, 10_000)
+    case = Case(Layout(mesh, [Partial()], shape), Layout(mesh, [Replicate()], shape))
+    assert plan_move(case.src, case.dst).collectives == ("all_reduce",)
+    assert_right_on_processes(case)
+
+
+def assert_right_on_processes(case: Case) -> None:
+    outcomes = world(case.world_size, real=True).run(on_this_rank, case)
+    assert_value(case, [outcome.out for outcome in outcomes])
+    assert_gradient(case, [outcome.grad for outcome in outcomes])
