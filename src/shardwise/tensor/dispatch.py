@@ -116,7 +116,8 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except TypeError:
         found, hashable = None, False
     if found is None:
-        found = _resolved(func, rule, args, kwargs)
+        with DisableTorchFunctionSubclass():  # asking a DTensor for its dtype is not an op
+            found = _resolved(func, rule, args, kwargs)
         if hashable:
             if len(_cache) >= CACHE_LIMIT:
                 _cache.clear()
@@ -189,8 +190,7 @@ def _resolved(
 
     def shape() -> tuple[int, ...]:
         if rule.shape is None:
-            with DisableTorchFunctionSubclass():
-                return resolve.meta_shape(func, slotted, named, operands)
+            return resolve.meta_shape(func, slotted, named, operands)
         metas = [Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
         filled = [resolve.with_metas(a, metas) for a in slotted]
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
