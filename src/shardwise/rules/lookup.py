@@ -15,6 +15,7 @@ all ranks before any row has moved.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,10 +98,8 @@ def embedding_bag(
     padding_idx: None = None,
 ) -> Tensor:
     """The local function of `F.embedding_bag`."""
-    if offsets is not None:
-        (box,) = site.layouts[0].boxes(site.rank)
-        offsets = offsets - box.offsets[0]
-    return _lookup(site, input, weight, Bags(mode, offsets, include_last_offset), sparse)
+    bags = Bags(mode, _from_own_first_id(site, offsets), include_last_offset)
+    return _lookup(site, input, weight, bags, sparse)
 
 
 def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
@@ -112,7 +111,10 @@ def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: 
     return out
 
 
-def lookup_together(calls: Sequence[tuple[Site, Tensor, Tensor, Bags | None, bool]]) -> list[Tensor]:
+Call = tuple[Site, Tensor, Tensor, Bags | None, bool]  # site, ids, table, bags, sparse gradients
+
+
+def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
     """Several lookups over the same ranks with one exchange of ids and one of answers."""
     requests = [_request(*call) for call in calls]
     site, ranks = requests[0].site, requests[0].ranks
@@ -120,6 +122,22 @@ def lookup_together(calls: Sequence[tuple[Site, Tensor, Tensor, Bags | None, boo
     answers = [_serve(request, ids) for request, ids in zip(requests, asked, strict=True)]
     received = _exchange_answers(site, ranks, requests, answers, asked)
     return [_finish(request, blocks) for request, blocks in zip(requests, received, strict=True)]
+
+
+def bag_call(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """The lookup that a call of `F.embedding_bag` asks for, for `lookup_together`."""
+    names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    offsets = given.get("offsets")
+    bags = Bags(given.get("mode", "mean"), _from_own_first_id(site, offsets), given.get("include_last_offset", False))
+    return site, given["input"], given["weight"], bags, given.get("sparse", False)
+
+
+def _from_own_first_id(site: Site, offsets: Tensor | None) -> Tensor | None:
+    if offsets is None:
+        return None
+    (box,) = site.layouts[0].boxes(site.rank)
+    return offsets - box.offsets[0]
 
 
 def travelling_axes(site: Site) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ from shardwise.tensor.site import LocalSite
 from shardwise.tensor.wrapper import through_the_dispatcher
 
 CACHE_LIMIT = 1 << 16
-_cache: dict[Any, tuple[resolve.Recipe, Callable[..., Any], bool]] = {}
+Found = tuple[resolve.Recipe, Callable[..., Any], bool]  # recipe, what computes, whether it needs plain tensors
+_cache: dict[Any, Found] = {}
 _choices: dict[Any, tuple[Row, ...]] = {}
 _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
 
@@ -87,6 +88,38 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` by its rule."""
+    key, mixed = _key(func, rule, args, kwargs)
+    if mixed:
+        if rule.in_place and type(args[0]) is not DTensor:
+            return _into_plain(func, args, kwargs)
+        return run(func, rule, *_promoted(func, args, kwargs))
+    found = _found(key, func, rule, args, kwargs)
+    recipe, op, unwrap = found
+    with DisableTorchFunctionSubclass():
+        if recipe.moves or unwrap:
+            return _run_laid_out(func, found, args, kwargs)
+        out = op(*args, **kwargs)
+        if recipe.output is None or type(out) is DTensor:
+            return out
+        out.__class__ = DTensor
+        out._layout = recipe.output
+        return out
+
+
+def prepared(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[resolve.Recipe, LocalSite, list[Any], dict[str, Any]]:
+    """The first half of running an op that has a local function: the recipe, the site, and local arguments."""
+    rule = RULES[func]
+    key, mixed = _key(func, rule, args, kwargs)
+    if mixed:
+        args, kwargs = _promoted(func, args, kwargs)
+        key, _ = _key(func, rule, args, kwargs)
+    return _laid_out(func, _found(key, func, rule, args, kwargs), args, kwargs)
+
+
+def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
+    """What the recipe may depend on, and whether plain tensors are mixed in."""
     key: list[Any] = [func]
     mixed = False
     for a in args:
@@ -106,42 +139,38 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         kind = type(a)
         key.append(a._layout if kind is DTensor else float if kind is float and rule.sizeless else a)
         mixed = mixed or (kind is not DTensor and isinstance(a, Tensor))
-    if mixed:
-        if rule.in_place and type(args[0]) is not DTensor:
-            return _into_plain(func, args, kwargs)
-        return run(func, rule, *_promoted(func, args, kwargs))
+    return key, mixed
+
+
+def _found(key: list[Any], func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """The recipe, from the cache or worked out now."""
     try:
         found = _cache.get(tuple(key))
-        hashable = True
-    except TypeError:
-        found, hashable = None, False
+    except TypeError:  # an argument that cannot be a key
+        with DisableTorchFunctionSubclass():
+            return _resolved(func, rule, args, kwargs)
     if found is None:
         with DisableTorchFunctionSubclass():  # asking a DTensor for its dtype is not an op
             found = _resolved(func, rule, args, kwargs)
-        if hashable:
-            if len(_cache) >= CACHE_LIMIT:
-                _cache.clear()
-            _cache[tuple(key)] = found
+        if len(_cache) >= CACHE_LIMIT:
+            _cache.clear()
+        _cache[tuple(key)] = found
+    return found
+
+
+def _run_laid_out(func: Any, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    recipe, site, locals_, named = _laid_out(func, found, args, kwargs)
+    out = site.op(*locals_, **named) if recipe.local is None else recipe.local(site, *locals_, **named)
+    if recipe.output is None:
+        return args[0]
+    return out if type(out) is DTensor else tag(out, recipe.output)
+
+
+def _laid_out(
+    func: Any, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[resolve.Recipe, LocalSite, list[Any], dict[str, Any]]:
+    """The operands as the recipe wants them, as local tensors."""
     recipe, op, unwrap = found
-    with DisableTorchFunctionSubclass():
-        if recipe.moves or unwrap:
-            return _run_moved(func, recipe, op, unwrap, args, kwargs)
-        out = op(*args, **kwargs)
-        if recipe.output is None or type(out) is DTensor:
-            return out
-        out.__class__ = DTensor
-        out._layout = recipe.output
-        return out
-
-
-def _run_moved(
-    func: Any,
-    recipe: resolve.Recipe,
-    op: Callable[..., Any],
-    unwrap: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
     moves = dict(recipe.moves)
     operands: list[DTensor] = []
 
@@ -157,20 +186,11 @@ def _run_moved(
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
-    if recipe.local is None:
-        out = op(*locals_, **named)
-    else:
-        output = recipe.output or recipe.layouts[0]
-        site = LocalSite(op, recipe.layouts, output, recipe.local_axes, operands)
-        out = recipe.local(site, *locals_, **named)
-    if recipe.output is None:
-        return args[0]
-    return out if type(out) is DTensor else tag(out, recipe.output)
+    output = recipe.output or recipe.layouts[0]
+    return recipe, LocalSite(op, recipe.layouts, output, recipe.local_axes, operands), locals_, named
 
 
-def _resolved(
-    func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[resolve.Recipe, Callable[..., Any], bool]:
+def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     operands: list[resolve.Operand] = []
 
     def slot(x: Any) -> Any:

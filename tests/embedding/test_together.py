@@ -1,0 +1,67 @@
+"""Lookups that share an exchange give what single ones give, with the collectives of one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import DTensor, Mesh, OnRanks, Placement, Replicate, Shard, collectives, distribute_tensor
+from shardwise.embedding import embedding_bags
+from shardwise.errors import IdError, LayoutError
+from shardwise.testing import world
+
+PLACEMENTS: list[Placement] = [Shard(0), Shard(1), OnRanks(2), Replicate(), Shard(0, [5, 0, 4]), OnRanks(0)]
+
+
+def tables() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(9, 3 + i, dtype=torch.float64, generator=generator) for i in range(len(PLACEMENTS))]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_tables_of_all_kinds_equal_one_process_in_three_collectives(mode: str) -> None:
+    full, ids = tables(), torch.randint(0, 9, (7, 2), generator=torch.Generator().manual_seed(1))
+    leaves = [t.clone().requires_grad_() for t in full]
+    expected = [F.embedding_bag(ids, t, mode=mode) for t in leaves]
+    torch.stack([(out**2).sum() for out in expected]).sum().backward()
+
+    def body() -> None:
+        mesh = Mesh((3,))
+        weights = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(full, PLACEMENTS, strict=True)]
+        here = distribute_tensor(ids, mesh, [Shard(0)])
+        replicated = sum(p == Replicate() for p in PLACEMENTS)
+        with collectives.count_comms() as forward:
+            outs = embedding_bags([here] * len(weights), weights, mode=mode)
+        assert forward.calls == {"all_to_all": 2 + replicated}
+        with collectives.count_comms() as backward:
+            torch.autograd.backward([(out**2).sum() for out in outs])
+        assert backward.calls == {"all_to_all": 1}
+        for out, weight, want, leaf in zip(outs, weights, expected, leaves, strict=True):
+            assert isinstance(out, DTensor)
+            torch.testing.assert_close(out.full_tensor(), want)
+            grad = weight.grad
+            assert isinstance(grad, DTensor)
+            torch.testing.assert_close(grad.full_tensor(), leaf.grad)
+
+    world(3).run(body)
+
+
+def test_a_bad_id_in_one_table_names_it_on_every_rank() -> None:
+    def body() -> str:
+        mesh = Mesh((3,))
+        weights = [distribute_tensor(t, mesh, [Shard(0)]) for t in tables()[:2]]
+        for name, weight in zip(("users", "items"), weights, strict=True):
+            weight._name = name
+        good, bad = torch.zeros(4, 1, dtype=torch.long), torch.tensor([[0], [1], [2], [9]])
+        here = [distribute_tensor(ids, mesh, [Shard(0)]) for ids in (good, bad)]
+        with pytest.raises(IdError) as caught:
+            embedding_bags(here, weights)
+        return str(caught.value)
+
+    (text,) = set(world(3).run(body))
+    assert text.startswith("items: id 9 at position (3, 0)")
+
+
+@world(2)
+def test_lists_of_different_lengths_are_refused() -> None:
+    with pytest.raises(LayoutError, match="1 inputs, 2 weights"):
+        embedding_bags([torch.zeros(1, 1, dtype=torch.long)], tables()[:2])
