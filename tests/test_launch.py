@@ -29,9 +29,9 @@ def open_files() -> set[str]:
 def nothing_left_behind() -> Iterator[None]:
     """No process and no open file, after success or failure."""
     resource_tracker.ensure_running()  # multiprocessing keeps it, and its pipe, until this process ends
-    before = open_files()
+    before, others = open_files(), set(active_children())  # the ranks that other tests share live on
     yield
-    assert active_children() == []
+    assert set(active_children()) <= others
     assert open_files() == before
 
 
