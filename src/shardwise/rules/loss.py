@@ -47,7 +47,7 @@ def _elementwise_rows(operands: list[Meta], reduction: str, share: Any) -> list[
     return [Row(row.inputs, PARTIAL, row.why, partial(share, reduction)) for row in rows]
 
 
-def _share(count: int, reduction: str, site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def _share(count: int, reduction: str, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
     """This rank's summand of the loss."""
     loss: Tensor = site.call(*args, **{**kwargs, "reduction": "sum"})
     return loss / count if reduction == "mean" else loss
@@ -106,7 +106,7 @@ def cross_entropy(
 
 
 def _batch_share(
-    reduction: str, ignore_index: int, probabilities: bool, count: int, site: Site, *args: Any, **kwargs: Any
+    reduction: str, ignore_index: int, probabilities: bool, count: int, site: Site, /, *args: Any, **kwargs: Any
 ) -> Tensor:
     loss: Tensor = site.call(*args, **{**kwargs, "reduction": "sum"})
     if reduction == "sum":
@@ -121,7 +121,7 @@ def _batch_share(
     return loss / whole
 
 
-def _class_cut(reduction: str, ignore_index: int, classes: int, site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def _class_cut(reduction: str, ignore_index: int, classes: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
     scores, target = args[0], args[1]
     (box,) = site.layouts[0].boxes(site.rank)
     start, length = box.offsets[classes], box.sizes[classes]
