@@ -6,23 +6,27 @@ from typing import TYPE_CHECKING, Any
 from shardwise.launch import launch
 
 if TYPE_CHECKING:
-    from shardwise.collectives import CommMeter, count_comms, init_device_mesh
+    from shardwise.collectives import CommMeter, count_comms, init_device_mesh, rank, world_size
+    from shardwise.embedding import embedding_bags
     from shardwise.errors import ShardwiseError
     from shardwise.layout import Layout
     from shardwise.mesh import Mesh
     from shardwise.modules import shard_module
     from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
+    from shardwise.report import picture
     from shardwise.tensor import DTensor, distribute_tensor, strict
     from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
-    "shardwise.collectives": ("CommMeter", "count_comms", "init_device_mesh"),
+    "shardwise.collectives": ("CommMeter", "count_comms", "init_device_mesh", "rank", "world_size"),
+    "shardwise.embedding": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
     "shardwise.layout": ("Layout",),
     "shardwise.mesh": ("Mesh",),
     "shardwise.modules": ("shard_module",),
     "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
+    "shardwise.report": ("picture",),
     "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
     "shardwise.tensor.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
 }
@@ -30,8 +34,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Boxes", "CommMeter", "DTensor", "Layout", "Mesh", "OnRanks", "Partial", "Placement", "Replicate", "Shard",
-    "ShardwiseError", "count_comms", "distribute_tensor", "empty", "full", "init_device_mesh", "launch", "ones",
-    "rand", "randn", "shard_module", "strict", "zeros",
+    "ShardwiseError", "count_comms", "distribute_tensor", "embedding_bags", "empty", "full", "init_device_mesh",
+    "launch", "ones", "picture", "rand", "randn", "rank", "shard_module", "strict", "world_size", "zeros",
 ]  # fmt: skip
 
 
