@@ -1,6 +1,8 @@
 """Losses. A mean over unequal shards is a sum of shares, divided by what the whole batch counts."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
+from inspect import Signature, signature
 from math import prod
 from typing import Any
 
@@ -10,119 +12,122 @@ from torch import Tensor
 
 from shardwise.placement import PARTIAL, REPLICATE, Shard
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.row import Meta, Row, Site, op_rule
+from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+
+_signature: Callable[[Callable[..., Any]], Signature] = lru_cache(signature)
+Loss = Callable[..., Any]
 
 
-def _elementwise_shape(
-    input: Meta, target: Meta, *args: Any, reduction: str = "mean", **kwargs: Any
-) -> tuple[int, ...]:
-    return broadcast(input, target) if reduction == "none" else ()
+def _named(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `loss` by name, with the defaults."""
+    bound = _signature(loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
-@op_rule(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, shape=_elementwise_shape)
-def elementwise_loss(input: Meta, target: Meta, *args: Any, reduction: str = "mean", **kwargs: Any) -> list[Row]:
-    """out = the sum or mean of f(input[i], target[i])."""
-    return _elementwise_rows([input, target], reduction, partial(_share, prod(broadcast(input, target))))
+def _elementwise_shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    named = _named(loss, args, kwargs)
+    return broadcast(named["input"], named["target"]) if named["reduction"] == "none" else ()
 
 
-@op_rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, shape=_elementwise_shape)
-def binary_cross_entropy(
-    input: Meta,
-    target: Meta,
-    weight: Meta | None = None,
-    size_average: None = None,
-    reduce: None = None,
-    reduction: str = "mean",
-    pos_weight: Meta | None = None,
-) -> list[Row]:
+def elementwise(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     """out = the sum or mean of w[i] f(input[i], target[i])."""
-    operands = [x for x in (input, target, weight, pos_weight) if x is not None]
-    return _elementwise_rows(operands, reduction, partial(_share, prod(broadcast(input, target))))
-
-
-def _elementwise_rows(operands: list[Meta], reduction: str, share: Any) -> list[Row]:
-    rows = list(shard_rows(operands, "each rank scores its own elements"))
-    if reduction == "none":
+    named = _named(loss, args, kwargs)
+    _refuse_old_names(named)
+    if named.get("weight") is not None and loss not in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits):
+        raise NotImplementedError("weight= divides by the sum of the weights, which is not supported yet")
+    rows = list(shard_rows(_metas(named), "each rank scores its own elements"))
+    reduction = named["reduction"]
+    if reduction not in ("mean", "sum"):
         return rows
-    return [Row(row.inputs, PARTIAL, row.why, partial(share, reduction)) for row in rows]
+    count = prod(broadcast(named["input"], named["target"]))
+    local = local_with(_share, loss, reduction, count)
+    return [Row(row.inputs, PARTIAL, row.why, local) for row in rows]
 
 
-def _share(count: int, reduction: str, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
-    """This rank's summand of the loss."""
-    loss: Tensor = site.call(*args, **{**kwargs, "reduction": "sum"})
-    return loss / count if reduction == "mean" else loss
+def _metas(named: dict[str, Any]) -> list[Meta]:
+    return [x for x in named.values() if isinstance(x, Meta)]
 
 
-def _cross_entropy_shape(
-    input: Meta, target: Meta, *args: Any, reduction: str = "mean", **kwargs: Any
-) -> tuple[int, ...]:
-    if reduction != "none":
+def _refuse_old_names(named: dict[str, Any]) -> None:
+    if named.get("size_average") is not None or named.get("reduce") is not None:
+        raise NotImplementedError("size_average and reduce are not supported, reduction is")
+
+
+def _share(loss: Loss, reduction: str, count: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
+    named = _named(loss, args, kwargs)
+    own = torch.broadcast_shapes(named["input"].shape, named["target"].shape).numel()
+    if reduction == "mean" and own:
+        return loss(**{**named, "reduction": "mean"}) * (own / count)  # type: ignore[no-any-return]
+    summed: Tensor = loss(**{**named, "reduction": "sum"})
+    return summed / count if reduction == "mean" else summed
+
+
+for _loss in (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+):  # fmt: skip
+    RULES[_loss] = OpRule(partial(elementwise, _loss), shape=partial(_elementwise_shape, _loss))
+
+
+def _cross_entropy_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+    named = _named(F.cross_entropy, args, kwargs)
+    scores, target = named["input"], named["target"]
+    if named["reduction"] != "none":
         return ()
-    return target.shape if target.ndim < input.ndim else (*input.shape[:1], *input.shape[2:])
+    return target.shape if target.ndim < scores.ndim else (*scores.shape[:1], *scores.shape[2:])
 
 
-@op_rule(F.cross_entropy, shape=_cross_entropy_shape)
-def cross_entropy(
-    input: Meta,
-    target: Meta,
-    weight: Meta | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> list[Row]:
+def cross_entropy(*args: Any, **kwargs: Any) -> list[Row]:
     """out = -log softmax(input)[target], classes in dim 1 (dim 0 of a 1-D input).
 
     A cut batch gives summands; the mean divides by the number (or weight) of targets that count, which the
     ranks add up in one small exchange. A cut class dim needs no gather of the scores: each rank sends its
     log-sum-exp and the score of the target, two numbers an example.
     """
-    classes = min(1, input.ndim - 1)
-    probabilities = target.ndim == input.ndim
-    extra = () if weight is None else (REPLICATE,)
+    named = _named(F.cross_entropy, args, kwargs)
+    _refuse_old_names(named)
+    scores, target, reduction = named["input"], named["target"], named["reduction"]
+    classes = min(1, scores.ndim - 1)
+    probabilities = target.ndim == scores.ndim
+    extra = () if named["weight"] is None else (REPLICATE,)
+    why = "each rank scores its own examples"
+    local = (
+        None if reduction == "none" else local_with(_batch_share, prod(target.shape) // max(scores.shape[classes], 1))
+    )
     rows = []
-    for dim in range(input.ndim):
-        if dim == classes:
-            continue
-        own = dim if probabilities or dim < classes else dim - 1
-        if reduction == "none":
-            rows.append(Row((Shard(dim), Shard(own), *extra), Shard(own), "each rank scores its own examples"))
-        else:
-            local = partial(_batch_share, reduction, ignore_index, probabilities, prod(target.shape))
-            rows.append(Row((Shard(dim), Shard(own), *extra), PARTIAL, "each rank scores its own examples", local))
-    if not probabilities and weight is None and label_smoothing == 0.0:
-        local = partial(_class_cut, reduction, ignore_index, classes)
-        rows.append(
-            Row(
-                (Shard(classes), REPLICATE),
-                REPLICATE,
-                "log-sum-exps of cut classes are combined",
-                local,
-                False,
-            )
-        )
+    for dim in range(scores.ndim):
+        if dim != classes:
+            own = dim if probabilities or dim < classes else dim - 1
+            after = dim if dim < classes else dim - 1
+            output = Shard(after) if reduction == "none" else PARTIAL
+            rows.append(Row((Shard(dim), Shard(own), *extra), output, why, local))
+    if not probabilities and named["weight"] is None and named["label_smoothing"] == 0.0:
+        why = "log-sum-exps of cut classes are combined"
+        rows.append(Row((Shard(classes), REPLICATE), REPLICATE, why, local_with(_class_cut, classes), False))
     return rows
 
 
-def _batch_share(
-    reduction: str, ignore_index: int, probabilities: bool, count: int, site: Site, /, *args: Any, **kwargs: Any
-) -> Tensor:
-    loss: Tensor = site.call(*args, **{**kwargs, "reduction": "sum"})
-    if reduction == "sum":
-        return loss
-    if probabilities:
-        return loss / site.layouts[1].shape[0]
-    target, weight = args[1], args[2] if len(args) > 2 else kwargs.get("weight")
-    counted = target != ignore_index
-    own = counted.sum().to(loss.dtype) if weight is None else weight[target[counted]].sum()
+def _batch_share(whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+    named = _named(F.cross_entropy, args, kwargs)
+    target, weight = named["target"], named["weight"]
+    losses: Tensor = F.cross_entropy(**{**named, "reduction": "none"})
+    short = losses.dtype in (torch.float16, torch.bfloat16)  # a sum may not fit those
+    total = losses.sum(dtype=torch.float32 if short else None)
+    if named["reduction"] == "sum":
+        return total.to(losses.dtype)
+    if target.ndim == named["input"].ndim:  # probabilities
+        return (total / whole_batch).to(losses.dtype)
+    counted = target != named["ignore_index"]
+    own = counted.sum().to(total.dtype) if weight is None else weight[target[counted]].sum().to(total.dtype)
     ranks = site.ranks()
     whole = site.exchange(own.detach().reshape(1).repeat(len(ranks)), [1] * len(ranks), [1] * len(ranks)).sum()
-    return loss / whole
+    return (total / whole).to(losses.dtype)
 
 
-def _class_cut(reduction: str, ignore_index: int, classes: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
-    scores, target = args[0], args[1]
+def _class_cut(classes: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+    named = _named(F.cross_entropy, args, kwargs)
+    scores, target, reduction, ignore_index = (named[k] for k in ("input", "target", "reduction", "ignore_index"))
     (box,) = site.layouts[0].boxes(site.rank)
     start, length = box.offsets[classes], box.sizes[classes]
     total = site.layouts[0].shape[classes]
@@ -145,3 +150,6 @@ def _class_cut(reduction: str, ignore_index: int, classes: int, site: Site, /, *
     if reduction == "none":
         return loss
     return loss.sum() / (target != ignore_index).sum() if reduction == "mean" else loss.sum()
+
+
+RULES[F.cross_entropy] = OpRule(cross_entropy, shape=_cross_entropy_shape)

@@ -11,6 +11,7 @@ from shardwise.placement import REPLICATE, Partial, Placement, Shard
 from shardwise.rules.row import Meta, Row, op_rule
 
 aten = torch.ops.aten
+STRETCHED = "?"  # stands for the index of a dim of length 1 that is repeated
 
 
 def einsum_rows(inputs: list[str], output: str, added: list[str] | None = None) -> list[Row]:
@@ -22,7 +23,7 @@ def einsum_rows(inputs: list[str], output: str, added: list[str] | None = None) 
     """
     terms = added or []
     rows = []
-    for letter in dict.fromkeys("".join(inputs)):
+    for letter in dict.fromkeys("".join(inputs).replace(STRETCHED, "")):
         places = tuple(_at(letter, subscript) for subscript in inputs)
         if letter in output:
             extra = tuple(_at(letter, term) for term in terms)
@@ -74,12 +75,9 @@ def _matmul_indices(input: Meta, other: Meta) -> tuple[str, str]:
 
 
 def _unstretched(subscript: str, operand: Meta, out: str) -> str:
-    """Batch dims of length 1 are stretched, not cut: give them an index that nobody shares."""
-    free = iter("ABCDEFGHIJ")
+    """Batch dims of length 1 are stretched, not cut."""
     batch = max(operand.ndim - 2, 0)
-    return "".join(
-        next(free) if i < batch and operand.shape[i] == 1 else letter for i, letter in enumerate(subscript)
-    ).translate({ord(c): "?" for c in "ABCDEFGHIJ"})
+    return "".join(STRETCHED if i < batch and operand.shape[i] == 1 else letter for i, letter in enumerate(subscript))
 
 
 @op_rule(torch.addmm, Tensor.addmm, aten.addmm.default)

@@ -28,7 +28,8 @@ HOMOGENEOUS = "neg negative positive conj real_if_close".split()  # one operand;
 ADDITIVE = ("add", "sub", "subtract", "rsub")  # f(a + b, c + d) = f(a, c) + f(b, d)
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
-COPIES = "clone detach contiguous to float double half bfloat16 type_as alias".split()  # the value itself
+COPIES = "clone detach contiguous alias".split()  # the value itself
+CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
 LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
@@ -46,8 +47,7 @@ def shard_rows(operands: list[Meta], why: str = "each rank computes its own elem
     """Rows that need no knowledge of the op: every operand cut alike, in every dim or into the same boxes."""
     shape = broadcast(*operands)
     for dim in range(len(shape)):
-        if shape[dim] != 1:
-            yield Row(tuple(_cut_at(x, dim, shape) for x in operands), Shard(dim), why)
+        yield Row(tuple(_cut_at(x, dim, shape) for x in operands), Shard(dim), why)
     for x in operands:
         if isinstance(x.placement, OnRanks | Boxes) and all(y.shape in {shape, ()} for y in operands):
             inputs = tuple(x.placement if y.shape == shape else REPLICATE for y in operands)
@@ -112,6 +112,28 @@ def copies(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     return rows + [Row((p,), p, "a copy of what this rank holds") for p in PARTIALS]
 
 
+def conversion(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out = x in another dtype. An integer or a truth value of a sum is not the sum of the summands' ones."""
+    named = tensors_of(args, kwargs)  # they lend their dtype and stay where they are
+    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    rows = list(shard_rows([x]))
+    if named:
+        beside = tuple(_without_sizes(y.placement) for y in named)
+        rows.append(Row((REPLICATE,), REPLICATE, "a copy of what this rank holds"))
+        return [Row((*row.inputs, *beside), row.output, row.why, aligned=False) for row in rows]
+    if all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        rows += [Row((p,), p, "a copy of what this rank holds") for p in PARTIALS]
+    return rows
+
+
+def _without_sizes(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def shape_of_first(x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return x.shape
+
+
 def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out has the shape of x and one value everywhere."""
     rows = list(shard_rows([x]))
@@ -144,11 +166,15 @@ def spellings(name: str) -> list[tuple[Any, bool]]:
     return found
 
 
-def register(names: tuple[str, ...] | list[str], rows: Callable[..., list[Row]]) -> None:
+def register(
+    names: tuple[str, ...] | list[str],
+    rows: Callable[..., list[Row]],
+    shape: Callable[..., tuple[int, ...]] = broadcast,
+) -> None:
     for name in names:
         for function, in_place in spellings(name):
             if function not in RULES:
-                RULES[function] = OpRule(rows, in_place, broadcast, sizeless=True)
+                RULES[function] = OpRule(rows, in_place, shape, sizeless=True)
 
 
 register(NONLINEAR, nonlinear)
@@ -157,10 +183,10 @@ register(ADDITIVE, additive)
 register(BILINEAR, bilinear)
 register(NUMERATOR, numerator)
 register(COPIES, copies)
+register(CONVERSIONS, conversion, shape_of_first)
 register(LIKE, copies)
 register(FILLED, filled_like)
 for _op in (
-    torch.ops.aten._to_copy.default,
     torch.ops.aten.addcmul.default,
     torch.ops.aten.addcdiv.default,
     torch.addcmul,
@@ -171,7 +197,8 @@ for _op in (
     Tensor.__radd__,
     Tensor.__rmul__,
 ):
-    RULES.setdefault(_op, OpRule(copies if _op is torch.ops.aten._to_copy.default else nonlinear, False, broadcast))
+    RULES.setdefault(_op, OpRule(nonlinear, False, broadcast))
+RULES[torch.ops.aten._to_copy.default] = OpRule(conversion, False, shape_of_first)
 for _op in (
     Tensor.addcmul_,
     Tensor.addcdiv_,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
 from shardwise.rules.pointwise import SUMS
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site
+from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
 
 aten = torch.ops.aten
 
@@ -28,7 +28,13 @@ def reduced_dims(x: Meta, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if dims is None or (isinstance(dims, list | tuple) and not dims):
         dims = range(x.ndim)
     dims = (dims,) if isinstance(dims, int) else dims
-    return tuple(d % max(x.ndim, 1) for d in dims) if x.ndim else (), bool(keepdim)
+    limit = max(x.ndim, 1)
+    for d in dims:
+        if not -limit <= d < limit:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-limit}, {limit - 1}], but got {d})"
+            )
+    return tuple(d % limit for d in dims) if x.ndim else (), bool(keepdim)
 
 
 def _rows(x: Meta, dims: tuple[int, ...], keepdim: bool, cut: Placement, local: Callable[..., Any] | None) -> list[Row]:
@@ -52,7 +58,7 @@ def mean(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out = the mean of x over some dims: shares of unequal shards add up, averages of averages would not."""
     dims, keepdim = reduced_dims(x, args, kwargs)
     count = prod(x.shape[d] for d in dims)
-    share = partial(_share_of_mean, dims, keepdim, count)
+    share = local_with(_share_of_mean, dims, keepdim, count)
     return _rows(x, dims, keepdim, PARTIAL, share) + [Row((p,), p, "a mean of sums") for p in SUMS]
 
 
@@ -62,13 +68,18 @@ def _share_of_mean(
     dtype = kwargs.get("dtype")
     if not (x.is_floating_point() or x.is_complex()) and dtype is None:
         raise RuntimeError(f"mean(): a floating point or complex dtype is needed, the tensor is {x.dtype}.")
-    return x.sum(dims, keepdim=keepdim, dtype=dtype) / count if dims else x.clone()
+    if not dims:
+        return x.to(dtype) if dtype else x.clone()
+    own = prod(x.shape[d] for d in dims)
+    if own == 0:
+        return x.sum(dims, keepdim=keepdim, dtype=dtype) / max(count, own)
+    return x.mean(dims, keepdim=keepdim, dtype=dtype) * (own / count)  # not the sum: it may not fit a short dtype
 
 
 def extreme(reduce_op: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out = the largest (smallest, product, …) of x over some dims; an empty shard gives the identity."""
     dims, keepdim = reduced_dims(x, args, kwargs)
-    local = partial(_reduce_or_identity, reduce_op, dims, keepdim)
+    local = local_with(_reduce_or_identity, reduce_op, dims, keepdim)
     p = Partial(reduce_op)
     rows = _rows(x, dims, keepdim, p, local)
     return [*rows, Row((p,), p, f"a {reduce_op} of {reduce_op}s")]
@@ -94,13 +105,20 @@ def _reduce_or_identity(
     dtype = x.dtype
     if reduce_op == "product":
         return empty + 1
-    low = float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-    high = float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
-    return (empty + (low if reduce_op == "max" else high)).to(dtype)
+    return (empty + _identity(reduce_op == "max", dtype)).to(dtype)
+
+
+def _identity(of_maximum: bool, dtype: torch.dtype) -> float:
+    """What every number of the dtype is at least (of_maximum), or at most."""
+    if dtype == torch.bool:
+        return 0 if of_maximum else 1
+    if dtype.is_floating_point:
+        return float("-inf") if of_maximum else float("inf")
+    return torch.iinfo(dtype).min if of_maximum else torch.iinfo(dtype).max
 
 
 def whole_extreme(reduce_op: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """max(x), min(x), prod(x) of all elements; other overloads have rules of their own."""
+    """max(x), min(x), prod(x) of all elements; the product over some dims has no rule."""
     if args or kwargs:
         return []
     return extreme(reduce_op, x)
@@ -116,7 +134,7 @@ def vector_norm(x: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
     """out = (sum |x|^ord)^(1/ord) over all elements; the sums of powers of all shards meet in one exchange."""
     if dim is not None or keepdim or kwargs:
         return []
-    local = partial(_norm_of_shards, float(ord))
+    local = local_with(_norm_of_shards, float(ord))
     rows = [Row((Shard(d),), REPLICATE, "powers are summed over the shards", local) for d in range(x.ndim)]
     if not isinstance(x.placement, Shard | Partial) and x.placement != REPLICATE:
         rows.append(Row((x.placement,), REPLICATE, "the rank that holds the elements sums powers", local))
@@ -125,16 +143,11 @@ def vector_norm(x: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
 
 def _norm_of_shards(ord: float, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     ranks = site.ranks()
-    if ord in (float("inf"), float("-inf")):
-        if x.numel():
-            own = x.abs().amax() if ord > 0 else x.abs().amin()
-        else:
-            own = x.abs().sum() + (0.0 if ord > 0 else float("inf"))
-        every = site.exchange(own.reshape(1).repeat(len(ranks)), [1] * len(ranks), [1] * len(ranks))
-        return every.amax() if ord > 0 else every.amin()
-    powers = (x != 0).sum().to(x.abs().dtype) if ord == 0 else x.abs().pow(ord).sum()
-    every = site.exchange(powers.reshape(1).repeat(len(ranks)), [1] * len(ranks), [1] * len(ranks))
-    return every.sum() if ord == 0 else every.sum().pow(1 / ord)
+    nothing = float("inf") if ord < 0 else 0.0
+    # A sum over nothing keeps the graph the same as the other ranks'.
+    own = torch.linalg.vector_norm(x, ord) if x.numel() else x.abs().sum() + nothing
+    every = site.exchange(own.reshape(1).repeat(len(ranks)), [1] * len(ranks), [1] * len(ranks))
+    return every.sum() if ord == 0 else torch.linalg.vector_norm(every, ord)  # torch knows its gradient at zero
 
 
 def _shape(x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
@@ -151,8 +164,9 @@ _register(total, torch.sum, Tensor.sum, aten.sum.default, aten.sum.dim_IntList)
 _register(mean, torch.mean, Tensor.mean, aten.mean.default, aten.mean.dim)
 _register(partial(extreme, "max"), torch.amax, Tensor.amax, aten.amax.default)
 _register(partial(extreme, "min"), torch.amin, Tensor.amin, aten.amin.default)
-_register(partial(whole_extreme, "max"), torch.max, Tensor.max, aten.max.default)
-_register(partial(whole_extreme, "min"), torch.min, Tensor.min, aten.min.default)
+# torch.max and torch.min are three ops in one; C++ tells which.
+_register(partial(whole_extreme, "max"), aten.max.default)
+_register(partial(whole_extreme, "min"), aten.min.default)
 _register(partial(whole_extreme, "product"), torch.prod, Tensor.prod, aten.prod.default)
 _register(partial(logical, "min"), torch.all, Tensor.all, aten.all.default, aten.all.dim)
 _register(partial(logical, "max"), torch.any, Tensor.any, aten.any.default, aten.any.dim)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -80,6 +81,12 @@ class Site(Protocol):
     def name_of(self, operand: int) -> str:
         """What to call an operand in an error: its parameter name where it has one."""
         ...
+
+
+@lru_cache(maxsize=4096)
+def local_with(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
+    """`function` with its first arguments given; the same object for the same ones, so that axes can share it."""
+    return partial(function, *fixed)
 
 
 Rule = Callable[..., list[Row]]

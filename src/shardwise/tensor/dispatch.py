@@ -89,6 +89,8 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` by its rule."""
     key, mixed = _key(func, rule, args, kwargs)
+    if "out" in kwargs and kwargs["out"] is not None:
+        raise RuleError(f"{_name(func)}: out= is not supported on DTensors. Fix: use the result, or copy_() it.")
     if mixed:
         if rule.in_place and type(args[0]) is not DTensor:
             return _into_plain(func, args, kwargs)
