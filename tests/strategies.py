@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from itertools import product as cartesian
 from math import prod
 
@@ -165,8 +165,3 @@ def _kinds(reduction: Partial, positions: int, ndim: int) -> st.SearchStrategy[K
     # Three times as likely as the others, so that axes often cut the same dim.
     cut = st.one_of(st.integers(-ndim, ndim - 1).map(Shard), st.integers(0, ndim - 1).map(Uneven))
     return st.one_of(cut, cut, cut, *whole)
-
-
-def running_totals(sizes: Sequence[int]) -> list[int]:
-    """Where each of consecutive pieces of these sizes begins."""
-    return [0, *accumulate(sizes)][: len(sizes)]

@@ -12,7 +12,18 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
 from tests.pieces import as_local, cut_out, numbered, pieces_of, where
-from tests.strategies import SMALL_MESHES, SMALL_SHAPES, Written, laws, layouts, small_layouts
+from tests.strategies import (
+    SMALL_MESHES,
+    SMALL_SHAPES,
+    Uneven,
+    Written,
+    divisions,
+    laws,
+    layouts,
+    meshes,
+    small_layouts,
+    write,
+)
 
 
 def copies(mesh: Mesh, placements: tuple[Placement, ...]) -> int:
@@ -86,6 +97,16 @@ def test_the_cuts_of_every_small_layout_agree_with_its_boxes(mesh_shape: tuple[i
 @given(layouts())
 def test_every_rank_holds_what_was_written(written: Written) -> None:
     assert_is_what_was_written(written)
+
+
+@laws
+@given(meshes(), st.integers(0, 20), st.data())
+def test_axes_may_cut_one_dim_into_pieces_of_any_sizes(mesh: Mesh, length: int, data: st.DataObject) -> None:
+    """Up to three axes, in any order: each has a row of sizes for every piece that those before it made."""
+    order = data.draw(st.permutations(range(mesh.ndim)))
+    written = write(mesh, [Uneven(0)] * mesh.ndim, (length,), order, lambda *of: data.draw(divisions(*of)))
+    assert_is_what_was_written(written)
+    assert_cuts_agree_with_boxes(written.layout)
 
 
 @laws
