@@ -15,6 +15,7 @@ all ranks before any row has moved.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
@@ -25,28 +26,14 @@ from shardwise.boxes import Box
 from shardwise.errors import IdError, IdTypeError
 from shardwise.layout import Layout
 from shardwise.placement import Boxes, OnRanks, Shard
+from shardwise.rules.distinct import Bags, Distinct, distinct, spread
 from shardwise.rules.row import Site
 
-HEADER = 3  # int64 words before the ids: how many ids follow, position of the first bad id or -1, that id
-PADDED_LIMIT = 1 << 20  # bytes of ids up to which padding them is cheaper than one more collective for counts
-
-
-@dataclass(frozen=True)
-class Bags:
-    """How ids form bags."""
-
-    mode: str
-    offsets: Tensor | None  # where each bag starts, counted from this rank's first id; None for 2-D ids
-    include_last_offset: bool = False
-
-    def fit(self, num_ids: int) -> bool:
-        """Whether the bags are made of this rank's ids, all of them and no others."""
-        if self.offsets is None:
-            return True
-        if self.offsets.numel() == 0:
-            return num_ids == 0
-        rising = bool((self.offsets.diff() >= 0).all())
-        return rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) <= num_ids
+# int64 words before the ids: how many ids there are for this owner, whether the sender has more ids for some
+# owner than its first message holds, position of the sender's first bad id or FINE, that id.
+HEADER = 4
+SPARE = 1.25  # room in a first message, over the fair share of ids that an owner of rows gets
+FIRST_LIMIT = 1 << 20  # bytes of a rank's first messages; beyond, they are headers alone
 
 
 @dataclass(frozen=True)
@@ -61,9 +48,13 @@ class Request:
     axes: tuple[int, ...]  # the mesh axes on which ids travel
     ranks: tuple[int, ...]  # the ranks that share them
     owners: tuple[Box, ...]  # what each of `ranks` holds of the table; empty boxes for nothing
-    pooled: bool  # whole bags go to the owners and sums come back
-    rows: Tensor  # sorted different ids (pooled: unused)
-    inverse: Tensor  # where each id is among `rows`
+    found: Distinct | None  # the different ids; None: whole bags go to the owners and sums come back
+    spans: tuple[tuple[int, int], ...]  # which of the different ids each owner holds
+
+    @property
+    def pooled(self) -> bool:
+        """Whether whole bags go to the owners and sums come back."""
+        return self.found is None
 
 
 # ---- entry points: the local functions of the rules --------------------------------------------------------
@@ -142,11 +133,11 @@ def _from_own_first_id(site: Site, offsets: Tensor | None) -> Tensor | None:
 
 def travelling_axes(site: Site) -> tuple[int, ...]:
     """The mesh axes on which ids and table are both cut."""
-    ids, table = site.layouts[0].placements, site.layouts[1].placements
+    ids, table = site.layouts[0], site.layouts[1]
     return tuple(
         axis
-        for axis, (a, b) in enumerate(zip(ids, table, strict=True))
-        if isinstance(a, Shard) and isinstance(b, Shard | OnRanks | Boxes)
+        for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
+        if isinstance(a, Shard) and isinstance(b, Shard | OnRanks | Boxes) and ids.mesh.shape[axis] > 1
     )
 
 
@@ -160,57 +151,88 @@ def _request(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse:
     owners = tuple((site.layouts[1].boxes(rank) or (nothing,))[0] for rank in ranks)
     num_rows = site.layouts[1].shape[0]
     holders = [box for box in owners if box.numel]
-    pooled = bags is not None and bool(holders) and all(box.sizes[0] == num_rows for box in holders)
-    rows = inverse = ids
-    if not pooled:
-        rows, inverse = _different(ids.reshape(-1))
-    return Request(site, ids, weight, bags, sparse, axes, ranks, owners, pooled, rows, inverse)
-
-
-def _different(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The different ids in rising order, and the place of each id among them (sorting beats hashing here)."""
-    in_order, order = ids.sort()
-    rows, places = torch.unique_consecutive(in_order, return_inverse=True)
-    return rows, torch.empty_like(places).index_copy_(0, order, places)
+    if bags is not None and holders and all(box.sizes[0] == num_rows for box in holders):
+        return Request(site, ids, weight, bags, sparse, axes, ranks, owners, None, ())
+    found = distinct(ids.reshape(-1))
+    bounds = torch.tensor([(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in owners], device=ids.device)
+    spans = tuple((a, b) for a, b in torch.searchsorted(found.values, bounds).tolist())
+    return Request(site, ids, weight, bags, sparse, axes, ranks, owners, found, spans)
 
 
 def _exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request]) -> list[list[Tensor]]:
-    """For every request, the ids (pooled: ids and offsets) that each rank asks this one for."""
-    messages = [_messages(request) for request in requests]  # [request][owner]
-    me = ranks.index(site.rank)
-    send = [[m[o].numel() for m in messages] for o in range(len(ranks))]
-    capacity = [[_capacity(r, sender, me) for r in requests] for sender in range(len(ranks))]
-    largest = max(sum(_capacity(r, s, o) for r in requests) for s in range(len(ranks)) for o in range(len(ranks)))
-    if largest * len(ranks) * 8 <= PADDED_LIMIT:
-        messages = [
-            [F.pad(m, (0, _capacity(r, me, o) - m.numel())) for o, m in enumerate(row)]
-            for r, row in zip(requests, messages, strict=True)
-        ]
-        lengths = capacity
-    else:
-        counts = site.exchange(
-            torch.tensor(send).reshape(-1), [len(requests)] * len(ranks), [len(requests)] * len(ranks), ranks
-        )
-        lengths = counts.view(len(ranks), len(requests)).tolist()
-    flat = torch.cat([m[o] for o in range(len(ranks)) for m in messages])
-    send_counts = [sum(m[o].numel() for m in messages) for o in range(len(ranks))]
-    received = site.exchange(flat, send_counts, [sum(row) for row in lengths], ranks)
-    pieces = iter(received.split([n for row in lengths for n in row]))
-    by_sender = [[next(pieces) for _ in requests] for _ in ranks]
-    for index, request in enumerate(requests):
-        raise_bad_ids(request.site, _worst([row[index][:HEADER].tolist() for row in by_sender], ranks))
-    return [[_payload(row[index]) for row in by_sender] for index in range(len(requests))]
+    """For every request, the ids (pooled: ids and offsets) that each rank asks this one for.
+
+    The first message holds as many ids as both sides expect from the layouts alone, so no counts travel ahead.
+    Only if it does not hold all ids of some rank for some owner, the rest follows in a second exchange.
+    """
+    me, wire = ranks.index(site.rank), _wire(requests)
+    verdicts = [_first_bad(r.site, r.ids.reshape(-1), r.bags) for r in requests]
+    words = [_words(r, verdict, wire) for r, verdict in zip(requests, verdicts, strict=True)]  # [request][owner]
+    budget = FIRST_LIMIT // (len(ranks) * len(requests) * wire.itemsize)
+    room_out = [[_room(r, me, owner, budget) for r in requests] for owner in range(len(ranks))]
+    room_in = [[_room(r, sender, me, budget) for r in requests] for sender in range(len(ranks))]
+    rest = [[words[i][o][n:] for i, n in enumerate(row)] for o, row in enumerate(room_out)]  # [owner][request]
+    more = any(x.numel() for row in rest for x in row)
+    heads = torch.tensor(
+        [[(words[i][o].numel(), more, *v) for i, v in enumerate(verdicts)] for o in range(len(ranks))],
+        device=requests[0].ids.device,
+    ).view(wire)
+    head_size = heads.shape[-1]
+    first = [
+        piece
+        for o, row in enumerate(room_out)
+        for i, room in enumerate(row)
+        for piece in (heads[o, i], F.pad(words[i][o][:room], (0, max(0, room - words[i][o].numel()))))
+    ]
+    received = site.exchange(
+        torch.cat(first),
+        [sum(row) + head_size * len(row) for row in room_out],
+        [sum(row) + head_size * len(row) for row in room_in],
+        ranks,
+    )
+    pieces = received.split([n for row in room_in for room in row for n in (head_size, room)])
+    told = torch.cat(pieces[::2]).view(torch.int64).view(len(ranks), len(requests), HEADER).tolist()
+    for i, request in enumerate(requests):
+        raise_bad_ids(request.site, _worst([row[i] for row in told], ranks))
+    asked = [
+        [piece[: told[s][i][0]].long() for s, piece in enumerate(pieces[2 * i + 1 :: 2 * len(requests)])]
+        for i in range(len(requests))
+    ]
+    if any(head[1] for row in told for head in row):
+        missing = [[told[s][i][0] - x[s].numel() for i, x in enumerate(asked)] for s in range(len(ranks))]
+        _add_rest(site, ranks, rest, missing, asked)
+    return asked
 
 
-def _capacity(request: Request, sender: int, owner: int) -> int:
-    """The most words that a rank can send an owner, known to both from the layouts alone."""
+def _add_rest(
+    site: Site, ranks: tuple[int, ...], rest: list[list[Tensor]], missing: list[list[int]], asked: list[list[Tensor]]
+) -> None:
+    """Send the ids that the first messages had no room for, and append those that come."""
+    flat = torch.cat([x for row in rest for x in row])
+    received = site.exchange(flat, [sum(x.numel() for x in row) for row in rest], [sum(row) for row in missing], ranks)
+    pieces = iter(received.long().split([n for row in missing for n in row]))
+    for sender in range(len(ranks)):
+        for of_request in asked:
+            of_request[sender] = torch.cat([of_request[sender], next(pieces)])
+
+
+def _wire(requests: Sequence[Request]) -> torch.dtype:
+    """Half as many bytes where every id, and every place where a bag starts, fits in 32 bits."""
+    numbers = (n for r in requests for n in (r.site.layouts[1].shape[0], prod(r.site.layouts[0].shape)))
+    return torch.int32 if max(numbers) < 1 << 31 else torch.int64
+
+
+def _room(request: Request, sender: int, owner: int, budget: int) -> int:
+    """How many words the first message from `sender` to `owner` has room for; known to both."""
     box = request.owners[owner]
     if box.numel == 0:
-        return HEADER
+        return 0
     numel = request.site.layouts[0].local_numel(request.ranks[sender])
-    if not request.pooled:
-        return HEADER + min(numel, box.sizes[0])
-    return HEADER + numel + (_num_offsets(request, sender) if _has_offsets(request) else 0)
+    if request.pooled:
+        return numel + (_num_offsets(request, sender) if _has_offsets(request) else 0)
+    share = box.sizes[0] / request.site.layouts[1].shape[0]
+    room = min(numel, box.sizes[0], int(SPARE * numel * share) + 16)
+    return room if room <= budget else 0
 
 
 def _has_offsets(request: Request) -> bool:
@@ -221,35 +243,21 @@ def _num_offsets(request: Request, sender: int) -> int:
     return request.site.layouts[2].local_numel(request.ranks[sender])
 
 
-def _messages(request: Request) -> list[Tensor]:
-    """One message an owner: header, then row numbers in the owner's own count (pooled: and offsets)."""
-    site, ids = request.site, request.ids.reshape(-1)
-    position, bad = _first_bad(site, ids, request.bags)
-    header = [position, bad]
-    messages = []
-    for box in request.owners:
-        if box.numel == 0 or position != FINE:
-            words = ids.new_empty(0)
-        elif request.pooled:
-            parts = (
-                [ids]
-                if request.bags is None or request.bags.offsets is None
-                else [ids, request.bags.offsets.to(ids.dtype)]
-            )
-            words = torch.cat(parts)
-        else:
-            ends = torch.tensor(
-                [box.offsets[0], box.offsets[0] + box.sizes[0]], dtype=request.rows.dtype, device=ids.device
-            )
-            start, stop = torch.searchsorted(request.rows, ends).tolist()
-            words = request.rows[start:stop] - box.offsets[0]
-        head = torch.tensor([words.numel(), *header], dtype=torch.int64, device=ids.device)
-        messages.append(torch.cat([head, words.long()]))
-    return messages
-
-
-def _payload(message: Tensor) -> Tensor:
-    return message[HEADER : HEADER + int(message[0])]
+def _words(request: Request, verdict: tuple[int, int], wire: torch.dtype) -> list[Tensor]:
+    """What this rank wants of each owner: row numbers in the owner's own count, pooled: ids and offsets."""
+    nothing = torch.empty(0, dtype=wire, device=request.ids.device)
+    if verdict[0] != FINE:
+        return [nothing] * len(request.owners)
+    if request.found is None:
+        words = request.ids.reshape(-1).to(wire)
+        if request.bags is not None and request.bags.offsets is not None:
+            words = torch.cat([words, request.bags.offsets.to(wire)])
+        return [words if box.numel else nothing for box in request.owners]
+    values = request.found.values.to(wire)
+    return [
+        values[start:stop] - box.offsets[0] if box.numel else nothing
+        for box, (start, stop) in zip(request.owners, request.spans, strict=True)
+    ]
 
 
 # ---- serve --------------------------------------------------------------------------------------------------
@@ -329,53 +337,27 @@ def _expected(request: Request, owner: int) -> tuple[int, int]:
         return 0, 0
     if request.pooled:
         return _num_bags(request, me), box.sizes[1]
-    start, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
-    return int(((request.rows >= start) & (request.rows < stop)).sum()), box.sizes[1]
+    start, stop = request.spans[owner]
+    return stop - start, box.sizes[1]
 
 
 def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
-    held = [(box, block) for box, block in zip(request.owners, blocks, strict=True) if box.numel]
-    held.sort(key=lambda item: item[0].offsets)
-    bands = []  # by rows, then by columns
-    for _, band in groupby(held, key=lambda item: (item[0].offsets[0], item[0].sizes[0])):
-        columns = [block for _, block in band]
-        bands.append(columns[0] if len(columns) == 1 else torch.cat(columns, 1))
-    if request.pooled:
+    held = [o for o, box in enumerate(request.owners) if box.numel]
+    held.sort(key=lambda o: request.owners[o].offsets)
+    bands, spans = [], []  # by rows, then by columns
+    for _, band in groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0])):
+        owners = list(band)
+        bands.append(blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1))
+        spans.append(request.spans[owners[0]] if request.spans else (0, 0))
+    if request.found is None:
         (sums,) = bands
         return sums
-    found = torch.cat(bands) if bands else _nothing_from(request.weight, request.sparse)
-    places = _places(request, [box for box, _ in held])
-    if places is not None:
-        found, inverse = torch.cat([found, found.new_zeros(1, found.shape[1])]), places[request.inverse]
-    else:
-        inverse = request.inverse
-    return _combine(inverse.view(request.ids.shape), found, request.bags)
-
-
-def _places(request: Request, boxes: Sequence[Box]) -> Tensor | None:
-    """Where the answer for each of `rows` stands, the last place being zeros; None if each has its own."""
-    covered = torch.zeros_like(request.rows, dtype=torch.bool)
-    for box in boxes:
-        covered |= (request.rows >= box.offsets[0]) & (request.rows < box.offsets[0] + box.sizes[0])
-    if bool(covered.all()):
-        return None
-    return torch.where(covered, covered.cumsum(0) - 1, covered.sum())
-
-
-def _combine(ids: Tensor, rows: Tensor, bags: Bags | None) -> Tensor:
-    if bags is None:
-        return _rows_at(ids, rows)
-    if rows.shape[0] == 0:
-        offsets = bags.offsets
-        count = ids.shape[0] if offsets is None else offsets.numel() - bags.include_last_offset
-        return rows.new_zeros(count, rows.shape[1]) + rows.sum()
-    return F.embedding_bag(ids, rows, bags.offsets, mode=bags.mode, include_last_offset=bags.include_last_offset)
-
-
-def _rows_at(ids: Tensor, rows: Tensor) -> Tensor:
-    if rows.shape[0] == 0:
-        return rows.new_zeros(*ids.shape, rows.shape[1]) + rows.sum()
-    return F.embedding(ids, rows)
+    rows = torch.cat(bands) if bands else _nothing_from(request.weight, request.sparse)
+    count = request.found.values.numel()
+    if rows.shape[0] < count:  # nobody here holds the others: they are zeros
+        held_rows = torch.cat([torch.arange(a, b, device=rows.device) for a, b in [(0, 0), *spans]])
+        rows = rows.new_zeros(count, rows.shape[1]).index_copy(0, held_rows, rows)
+    return spread(rows, request.found, request.ids, request.bags)
 
 
 # ---- lookups that need nobody ------------------------------------------------------------------------------
@@ -387,7 +369,7 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
     num_rows = site.layouts[1].shape[0]
     box = boxes[0] if boxes else Box((0, 0), (0, site.layouts[1].shape[1]))
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
-        shape = ids.shape if bags is None else _bag_lengths(ids, bags).shape
+        shape = ids.shape if bags is None else bags.lengths(ids).shape
         return weight.new_zeros(*shape, weight.shape[1]) + _nothing_from(weight, sparse).sum()
     if box.sizes[0] == num_rows:
         if bags is None:
@@ -407,20 +389,11 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
         rows = F.embedding(own, weight, sparse=sparse)
         out = rows.new_zeros(flat.numel(), weight.shape[1]).index_copy(0, mine.nonzero().squeeze(1), rows)
         return out.view(*ids.shape, weight.shape[1])
-    lengths = _bag_lengths(ids, bags)
-    bag_of = torch.repeat_interleave(torch.arange(lengths.numel(), device=ids.device), lengths)
-    kept = torch.bincount(bag_of[mine], minlength=lengths.numel())
+    lengths, bag_of = bags.lengths(ids), bags.bag_of(ids)[mine]
+    own, bag_of = own[bag_of < lengths.numel()], bag_of[bag_of < lengths.numel()]
+    kept = torch.bincount(bag_of, minlength=lengths.numel())
     sums = F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse)
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
-
-
-def _bag_lengths(ids: Tensor, bags: Bags) -> Tensor:
-    if bags.offsets is None:
-        return torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
-    ends = bags.offsets.long()
-    if not bags.include_last_offset:
-        ends = torch.cat([ends, ends.new_tensor([ids.numel()])])
-    return ends.diff()
 
 
 # ---- ids that no table has -----------------------------------------------------------------------------------
@@ -464,7 +437,8 @@ def _worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
 def _verdict_everywhere(site: Site, ids: Tensor, bags: Bags | None) -> Verdict:
     """The first bad id of all ranks; asks the others only where they have ids that this rank has not."""
     position, bad = _first_bad(site, ids.reshape(-1), bags)
-    axes = tuple(a for a, p in enumerate(site.layouts[0].placements) if isinstance(p, Shard))
+    shape = site.layouts[0].mesh.shape
+    axes = tuple(a for a, p in enumerate(site.layouts[0].placements) if isinstance(p, Shard) and shape[a] > 1)
     if not axes:
         return position, bad, site.rank
     ranks = site.ranks(axes)

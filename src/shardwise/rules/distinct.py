@@ -1,0 +1,121 @@
+"""The different ids among many, and rows that were fetched once spread over all the places that want them.
+
+Sorting the ids is paid once: it gives the different ids, and it is also what the backward needs, which sums
+the gradients of all places of a row. As segments of the sorted ids those sums are one more pooled lookup,
+an order of magnitude cheaper on CPUs than torch's own backward of a lookup, which sorts again or scatters.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bags:
+    """How ids form bags."""
+
+    mode: str
+    offsets: Tensor | None  # where each bag starts, counted from this rank's first id; None for 2-D ids
+    include_last_offset: bool = False
+
+    def fit(self, num_ids: int) -> bool:
+        """Whether the bags are made of this rank's ids, all of them and no others."""
+        if self.offsets is None:
+            return True
+        if self.offsets.numel() == 0:
+            return num_ids == 0
+        rising = bool((self.offsets.diff() >= 0).all())
+        return rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) <= num_ids
+
+    def ends(self, ids: Tensor) -> Tensor:
+        """Where each bag ends, counted from the first id."""
+        if self.offsets is None:
+            return torch.arange(1, ids.shape[0] + 1, device=ids.device) * ids.shape[1]
+        ends = self.offsets.long()
+        return ends[1:] if self.include_last_offset else F.pad(ends, (0, 1), value=ids.numel())[1:]
+
+    def lengths(self, ids: Tensor) -> Tensor:
+        """How many ids each bag has."""
+        ends = self.ends(ids)
+        return ends.diff(prepend=ends.new_zeros(1))
+
+    def bag_of(self, ids: Tensor) -> Tensor:
+        """The bag of each id; ids after the last bag get the number of bags."""
+        places = torch.arange(ids.numel(), device=ids.device)
+        if self.offsets is None:
+            return places.div(max(ids.shape[1], 1), rounding_mode="floor")
+        return torch.searchsorted(self.ends(ids), places, right=True)
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """The different values of a 1-D tensor of ids."""
+
+    values: Tensor  # rising
+    places: Tensor  # of each id, where it is among `values`
+    order: Tensor  # positions of the ids, sorted by id
+    starts: Tensor  # where the positions of each of `values` start in `order`
+
+
+def distinct(ids: Tensor) -> Distinct:
+    """The different ids in rising order (sorting beats hashing here)."""
+    in_order, order = _sorted(ids)
+    values, runs, counts = torch.unique_consecutive(in_order, return_inverse=True, return_counts=True)
+    places = torch.empty_like(runs).index_copy_(0, order, runs)
+    return Distinct(values, places, order, counts.cumsum(0) - counts)
+
+
+def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted ids and their positions. On CPUs numpy sorts ids and positions packed in one word, which is faster."""
+    bits = ids.numel().bit_length()
+    if ids.device.type != "cpu" or bits > 31 or ids.numel() == 0:
+        in_order, order = ids.long().sort(stable=True)
+        return in_order, order
+    low, high = torch.aminmax(ids)
+    if int(low) < -(1 << 31) or int(high) >= 1 << 31:
+        in_order, order = ids.long().sort(stable=True)
+        return in_order, order
+    packed = ids.long().bitwise_left_shift(bits).bitwise_or_(torch.arange(ids.numel()))
+    keys = torch.from_numpy(np.sort(packed.numpy()))
+    return keys.bitwise_right_shift(bits), keys.bitwise_and((1 << bits) - 1)
+
+
+def spread(rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
+    """Row `found.places[i]` of `rows` for every id i of `ids`; with bags, their sums or means.
+
+    Args:
+        rows: one row for each of `found.values`.
+        ids: for their shape: any without bags, else as `F.embedding_bag` takes them.
+    """
+    if rows.shape[0] == 0:
+        shape = ids.shape if bags is None else bags.lengths(ids).shape
+        return rows.new_zeros(*shape, rows.shape[1]) + rows.sum()
+    return _Spread.apply(rows, found, ids, bags)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
+        ctx.args = found, ids, bags
+        places = found.places.view(ids.shape)
+        if bags is None:
+            return F.embedding(places, rows)
+        offsets = None if bags.offsets is None else bags.offsets.long()
+        return F.embedding_bag(places, rows, offsets, mode=bags.mode, include_last_offset=bags.include_last_offset)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        found, ids, bags = ctx.args
+        (grad,) = grads
+        if bags is None:
+            summed = F.embedding_bag(found.order, grad.reshape(-1, grad.shape[-1]), found.starts, mode="sum")
+            return summed, None, None, None
+        if bags.mode == "mean":
+            grad = grad / bags.lengths(ids).clamp(min=1).unsqueeze(1).to(grad.dtype)
+        if bags.include_last_offset:
+            grad = F.pad(grad, (0, 0, 0, 1))  # ids after the last bag
+        return F.embedding_bag(bags.bag_of(ids)[found.order], grad, found.starts, mode="sum"), None, None, None
