@@ -186,10 +186,20 @@ def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
         return
     texts = [data.decode() for data in gather_bytes(text.encode(), ranks)]
     by_text: dict[str, list[int]] = {}
-    for member, said in zip(ranks, texts, strict=True):
+    for member, said in zip(ranks, _differences(texts), strict=True):
         by_text.setdefault(said, []).append(member)
     lines = [f"  rank {', '.join(map(str, who))}: {said}" for said, who in by_text.items()]
     raise MismatchError(f"Ranks disagree on {what}:\n" + "\n".join(lines) + f"\n  Fix: {fix}")
+
+
+def _differences(texts: list[str]) -> list[str]:
+    """JSON texts without what all of them say, where all are objects."""
+    values = [json.loads(text) for text in texts]
+    if not all(isinstance(value, dict) for value in values):
+        return texts
+    keys = sorted({key for value in values for key in value})
+    differ = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
+    return [json.dumps({key: value.get(key) for key in differ}) for value in values]
 
 
 # ---- torch.distributed ------------------------------------------------------------------------------------

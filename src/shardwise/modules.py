@@ -40,9 +40,8 @@ def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: i
     named = dict(module.named_parameters(remove_duplicate=False))
     device = next((p.device.type for p in named.values() if p.device.type != "meta"), "cpu")
     where = default_mesh(device) if mesh is None else collectives.as_mesh(mesh)
+    _agree(named, plan, where)
     layouts = layouts_of(module, plan, where)
-    said = {name: [list(layouts[name].shape), str(named[name].dtype), repr(layouts[name])] for name in named}
-    collectives.agree("the sharding plan", said, where_ranks(where), "build the same module and plan on every rank.")
     done: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for name, parameter in named.items():
@@ -55,8 +54,16 @@ def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: i
     return module
 
 
-def where_ranks(mesh: Mesh) -> tuple[int, ...]:
-    return tuple(sorted(mesh.ranks))
+def _agree(named: Mapping[str, Tensor], plan: Plan, mesh: Mesh) -> None:
+    """Before anything else, so that a plan that is wrong on one rank only is the same error on all."""
+    if collectives.rank() not in mesh.ranks:
+        return
+    said: dict[str, object] = {f"parameter {name}": f"{p.dtype} {tuple(p.shape)}" for name, p in named.items()}
+    said |= {f"plan for {key}": repr(entry) for key, entry in plan.items()}
+    said |= {"mesh": str(mesh), "order of the plan": list(plan)}  # of two globs, the later one wins
+    collectives.agree(
+        "the sharding plan", said, tuple(sorted(mesh.ranks)), "build the same module and plan on every rank."
+    )
 
 
 def layouts_of(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Layout]:

@@ -22,7 +22,7 @@ hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf isreal l
 less_equal lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor
 logit logsigmoid lt masked_fill maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal pow rad2deg
 reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
-softshrink softsign sqrt square tan tanh tanhshrink threshold trunc where xlogy
+softshrink softsign sqrt square tan tanh tanhshrink threshold trunc xlogy
 """.split()  # fmt: skip
 HOMOGENEOUS = "neg negative positive conj real_if_close".split()  # one operand; f(a + b) = f(a) + f(b)
 ADDITIVE = ("add", "sub", "subtract", "rsub")  # f(a + b, c + d) = f(a, c) + f(b, d)
@@ -67,6 +67,13 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Meta]:
 def nonlinear(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = f(a[i], b[i], …), any f."""
     return list(shard_rows(tensors_of(args, kwargs)))
+
+
+def selected(condition: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = a[i] if condition[i] else b[i]."""
+    if not args and not kwargs:
+        raise NotImplementedError("with a condition alone it gives indices; use nonzero()")
+    return nonlinear(condition, *args, **kwargs)
 
 
 def homogeneous(*args: Any, **kwargs: Any) -> list[Row]:
@@ -178,6 +185,7 @@ def register(
 
 
 register(NONLINEAR, nonlinear)
+register(["where"], selected)
 register(HOMOGENEOUS, homogeneous)
 register(ADDITIVE, additive)
 register(BILINEAR, bilinear)

@@ -101,12 +101,13 @@ def _agreed_layout(local: Tensor, mesh: Mesh, placements: Sequence[Placement], s
     said: dict[str, Any] = {
         "shape": list(local.shape),
         "dtype": str(local.dtype),
+        "mesh": str(mesh),
         "placements": [str(p) for p in placements],
         "global shape": None if shape is None else list(shape),
     }
     ranks = tuple(sorted(mesh.ranks))
     every = dict(zip(ranks, collectives.gather_json(said, ranks), strict=True))
-    for field in ("dtype", "placements", "global shape"):
+    for field in ("dtype", "mesh", "placements", "global shape"):
         _all_alike(field, {rank: answer[field] for rank, answer in every.items()})
     shapes = {rank: tuple(answer["shape"]) for rank, answer in every.items()}
     layout = _fitted(mesh, placements, shapes, shape)
@@ -231,9 +232,9 @@ def distribute_tensor(
     rank = collectives.rank()
     if rank not in ranks:
         return tag(tensor.new_empty(layout.local_shape(rank)), layout)
-    said = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "placements": [str(p) for p in wanted]}
+    said = {"layout": repr(layout), "dtype": str(tensor.dtype), "src_data_rank": src_data_rank}
     collectives.agree(
-        "the tensor to distribute", said, ranks, "pass the same shape, dtype and placements on every rank."
+        "the tensor to distribute", said, ranks, "pass the same shape, dtype, mesh and placements on every rank."
     )
     with torch.no_grad():
         local = scattered(tensor.detach(), layout, src_data_rank)
@@ -250,5 +251,7 @@ def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tens
     if src_data_rank is None or mesh.size() == 1:
         local = move(tensor, layout.replace(whole), layout)
         return local.clone() if local is tensor else local
+    if not 0 <= src_data_rank < mesh.size():
+        raise LayoutError(f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}.")
     source = Mesh((1,), (mesh.ranks[src_data_rank],), None, mesh.device_type)
     return move(tensor, Layout(source, [REPLICATE], tensor.shape), layout)

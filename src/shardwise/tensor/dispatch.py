@@ -25,7 +25,7 @@ from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.tensor import gradients, lists, resolve
 from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.dtensor import DTensor, passing, plain, tag
 from shardwise.tensor.site import LocalSite
 from shardwise.tensor.wrapper import through_the_dispatcher
 
@@ -97,6 +97,8 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return run(func, rule, *_promoted(func, args, kwargs))
     found = _found(key, func, rule, args, kwargs)
     recipe, op, unwrap = found
+    if rule.in_place:
+        _refuse_view_of_copy(func, args[0])
     with DisableTorchFunctionSubclass():
         if recipe.moves or unwrap:
             return _run_laid_out(func, found, args, kwargs)
@@ -106,6 +108,16 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         out.__class__ = DTensor
         out._layout = recipe.output
         return out
+
+
+def _refuse_view_of_copy(func: Any, x: DTensor) -> None:
+    with DisableTorchFunctionSubclass():
+        root = x._base if x._is_view() else x
+    if getattr(root, "_passing", False):
+        raise RuleError(
+            f"{_name(func)} works in place on a view of {x._layout} that had to be moved to be made, so the original "
+            f"would not change. Fix: change the original, or clone() the view if only that is to change."
+        )
 
 
 def prepared(
@@ -183,7 +195,7 @@ def _laid_out(
         operands.append(x)
         if index in moves:
             collectives.note_implicit(lambda: f"{_name(func)}: {x._layout} -> {moves[index]}")
-            return move(plain(x), x._layout, moves[index])
+            return passing(move(plain(x), x._layout, moves[index]))
         return plain(x) if unwrap else x  # Python code would see the global shape of a DTensor
 
     locals_ = [operand(a) for a in args]
@@ -350,4 +362,14 @@ def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise RuleError(
+        f"{_name(func)}() would reach this rank's part of a DTensor as if it were the whole. "
+        f"Fix: call it on to_local() or full_tensor()."
+    )
+
+
+DTensor._specials |= dict.fromkeys(
+    (Tensor.as_subclass, Tensor.set_, Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage), _refuse
+)
 DTensor._enter = staticmethod(enter)

@@ -31,6 +31,7 @@ class DTensor(torch.Tensor):
     _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
     _watched: bool = False  # of a leaf: whether its accumulated gradients join a batch
     _name: str | None = None  # of a parameter: what errors call it
+    _passing: bool = False  # moved for one op only: a view of it does not reach the tensor it was moved from
 
     # Set by the modules that know them; the class itself imports nothing from above.
     _enter: Handler
@@ -293,6 +294,13 @@ def plain(x: Tensor) -> Tensor:
     """The local tensor as a plain one that shares storage and, unless it is sparse, autograd history."""
     with DisableTorchFunctionSubclass():
         return x.detach() if x.is_sparse else x.as_subclass(torch.Tensor)
+
+
+def passing(local: Tensor) -> Tensor:
+    """Mark what was moved for one op, so that nobody changes it in place and believes to have changed the original."""
+    root = local._base if local._is_view() else local
+    root._passing = True  # type: ignore[union-attr]
+    return local
 
 
 def moved(x: DTensor, layout: Layout) -> DTensor:

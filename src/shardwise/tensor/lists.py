@@ -9,9 +9,11 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
+from shardwise.movement import move
 from shardwise.placement import REPLICATE, Partial
 from shardwise.tensor.dtensor import DTensor, moved, tag
 
+REDUCTIONS = ("_foreach_max", "_foreach_powsum")
 LINEAR = ("_foreach_neg", "_foreach_zero")  # what summands allow as well
 
 
@@ -19,6 +21,8 @@ def run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Run a list op. The tensors at one position of the lists are brought to the layout of the first list's."""
     if name.startswith("_foreach_norm"):
         return _norms(args, kwargs)
+    if name in REDUCTIONS:
+        raise RuleError(f"{name} is not supported on DTensors. Fix: reduce the tensors of the list one by one.")
     lead = next(a for a in args if _is_tensor_list(a))
     layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
     in_place = name.endswith("_")
@@ -26,9 +30,18 @@ def run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     new_kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
     with DisableTorchFunctionSubclass():
         out = func(*new_args, **new_kwargs)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            _found_anywhere(args[1], lead)
     if in_place or out is None:
         return out
     return type(out)(tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True))
+
+
+def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
+    """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
+    for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
+        src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
+        found_inf.copy_(move(found_inf, src, src.replace([REPLICATE] * mesh.ndim)))
 
 
 def _is_tensor_list(a: Any) -> bool:

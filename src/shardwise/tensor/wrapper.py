@@ -17,7 +17,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES
-from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.tensor.dtensor import DTensor, moved, passing, tag
 
 
 class Wrapper(torch.Tensor):
@@ -73,17 +73,18 @@ def _run_replicated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """An op without a rule runs on whole copies: right for every layout, and noted as an implicit move."""
     mesh = next(x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
 
-    def whole(x: Any) -> Any:
+    def gathered(x: Any) -> Any:
         if type(x) is not DTensor:
             return x
         target = x._layout.replace([REPLICATE] * mesh.ndim)
         if x._layout != target:
             collectives.note_implicit(lambda: f"{func} has no rule: {x._layout} -> {target}")
-        x = moved(x, target)
+        whole = moved(x, target)
         with DisableTorchFunctionSubclass():
-            return x.as_subclass(torch.Tensor)
+            local = whole.as_subclass(torch.Tensor)
+            return local if whole is x else passing(local)
 
-    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    args, kwargs = pytree.tree_map(gathered, (args, kwargs))
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
     return pytree.tree_map(
