@@ -2,8 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
-from itertools import product as cartesian
 from math import prod
 from typing import NamedTuple
 
@@ -101,15 +99,24 @@ def _describe_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> str:
 
 
 def _first_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> Box:
-    """The first cell, between neighbouring box edges, that no box covers."""
-    edges = []
-    for dim, size in enumerate(shape):
-        marks = {0, size}
-        for _, box in full:
-            marks |= {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}
-        edges.append(list(pairwise(sorted(marks))))
-    for cell in cartesian(*edges):
-        candidate = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-        if all(box.intersect(candidate) is None for _, box in full):
-            return candidate
-    raise AssertionError("boxes that do not overlap and miss elements leave a gap")
+    """The first of the boxes that are left when all are taken away from the whole."""
+    left = [Box((0,) * len(shape), shape)]
+    for _, box in sorted(full, key=lambda item: item[1].offsets):
+        left = [part for rest in left for part in _without(rest, box)]
+    return min(left)
+
+
+def _without(outer: Box, hole: Box) -> list[Box]:
+    """What is left of `outer` without `hole`: along each dim in turn, the part before and the part behind."""
+    common = outer.intersect(hole)
+    if common is None:
+        return [outer]
+    parts = []
+    offsets, sizes = list(outer.offsets), list(outer.sizes)
+    for dim, (start, size) in enumerate(zip(*common, strict=True)):
+        for first, last in ((offsets[dim], start), (start + size, offsets[dim] + sizes[dim])):
+            if first < last:
+                part_offsets = (*offsets[:dim], first, *offsets[dim + 1 :])
+                parts.append(Box(part_offsets, (*sizes[:dim], last - first, *sizes[dim + 1 :])))
+        offsets[dim], sizes[dim] = start, size
+    return parts
