@@ -143,6 +143,11 @@ def test_a_scalar_is_one_element() -> None:
 
 def test_thousands_of_boxes_side_by_side_are_checked_along_any_dim() -> None:
     count = 4096
-    check_cover([("row", Box((i, 0), (1, 3))) for i in range(count)], (count, 3))
-    check_cover([("column", Box((0, i), (3, 1))) for i in range(count)], (3, count))
-    check_cover([("cell", Box((i // 64, i % 64), (1, 1))) for i in range(count)], (64, 64))
+    rows = [Box((i, 0), (1, 3)) for i in range(count)]
+    columns = [Box((0, i), (3, 1)) for i in range(count)]
+    cells = [Box((i // 64, i % 64), (1, 1)) for i in range(count)]
+    for boxes, shape in [(rows, (count, 3)), (columns, (3, count)), (cells, (64, 64))]:
+        check_cover(labelled(boxes), shape)
+        assert complaint(labelled(boxes[:-1]), shape) == (
+            f"Boxes leave a gap: nobody holds {boxes[-1]}; the boxes around it are {boxes[-2]} (rank {count - 2})."
+        )

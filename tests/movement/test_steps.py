@@ -6,7 +6,6 @@ from itertools import product
 from math import prod
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -301,4 +300,3 @@ def test_the_exchange_of_a_layout_is_a_value_that_hashes_fast() -> None:
     assert isinstance(step, Exchange)
     assert hash(step) == hash(Exchange(step.src, step.dst, ()))
     assert step != Exchange(step.src, step.dst, ())
-    assert torch.equal(numbered(()), torch.tensor(0))
