@@ -1,6 +1,7 @@
 """What a rank holds, cut with plain torch: the reference that layouts and moves are compared with."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import product
 
 import torch
@@ -31,10 +32,11 @@ def cut_out(full: Tensor, box: Box) -> Tensor:
     return full[tuple(slice(start, start + size) for start, size in zip(*box, strict=True))]
 
 
-def where(mesh: Mesh, rank: int) -> list[int] | None:
+@cache
+def where(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
     """The position of `rank` on each axis; None outside the mesh."""
     found: list[list[int]] = (torch.tensor(mesh.ranks).view(mesh.shape) == rank).nonzero().tolist()
-    return found[0] if found else None
+    return tuple(found[0]) if found else None
 
 
 def pieces_of(
@@ -93,7 +95,7 @@ def partial_axes(layout: Layout) -> list[int]:
 
 def contribution(layout: Layout, rank: int) -> tuple[int, ...]:
     """Which contribution `rank` holds a part of; ranks outside the mesh get the first, to hold nothing of."""
-    here = where(layout.mesh, rank) or [0] * layout.mesh.ndim
+    here = where(layout.mesh, rank) or (0,) * layout.mesh.ndim
     return tuple(here[axis] for axis in partial_axes(layout))
 
 
