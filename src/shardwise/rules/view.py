@@ -30,7 +30,7 @@ def permute(x: Meta, *dims: Any, **kwargs: Any) -> list[Row]:
 
 def transpose(x: Meta, dim0: int, dim1: int) -> list[Row]:
     """Two dims change places."""
-    a, b = dim0 % x.ndim, dim1 % x.ndim
+    a, b = dim0 % max(x.ndim, 1), dim1 % max(x.ndim, 1)
     return _kept(x, {d: b if d == a else a if d == b else d for d in range(x.ndim)}, "two dims change places")
 
 
@@ -53,7 +53,7 @@ def unsqueeze(x: Meta, dim: int) -> list[Row]:
 def squeeze(x: Meta, dim: Any = None) -> list[Row]:
     """Dims of length 1 go."""
     named = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = [d % x.ndim for d in named if x.shape[d] == 1]
+    gone = [d % x.ndim for d in named if x.ndim and x.shape[d] == 1]
     where = {d: d - sum(g < d for g in gone) for d in range(x.ndim) if d not in gone}
     return _kept(x, where, "dims of length 1 go", _local_view)
 

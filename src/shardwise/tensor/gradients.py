@@ -89,7 +89,7 @@ def write(x: DTensor, value: Tensor | None) -> None:
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
         if x._layout.dual().partial_axes:
-            x._reduced_grad = moved(value, x._layout)
+            x._reduced_grad = moved(value, _readable(x._layout))
         else:
             _raw_grad.__set__(x, moved(value, x._layout.dual()))
 
@@ -130,9 +130,9 @@ def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
 
 def _add_reduced(leaf: DTensor, total: Tensor) -> None:
     if leaf._reduced_grad is None:
-        leaf._reduced_grad = tag(total.clone() if total._base is not None else total, leaf._layout)
+        leaf._reduced_grad = tag(total.clone() if total._base is not None else total, _readable(leaf._layout))
     elif torch.is_grad_enabled() and total.requires_grad:
-        leaf._reduced_grad = tag(leaf._reduced_grad.as_subclass(torch.Tensor) + total, leaf._layout)
+        leaf._reduced_grad = tag(leaf._reduced_grad.as_subclass(torch.Tensor) + total, _readable(leaf._layout))
     else:
         with torch.no_grad():
             leaf._reduced_grad.add_(total)
@@ -209,7 +209,8 @@ def _outputs_and_seeds(tensors: Any, grad_tensors: Any) -> tuple[list[Any], list
     given = given if len(given) == len(outputs) else given * len(outputs)
     outputs = [_linear_output(x) for x in outputs]
     seeds = [_seed(x, g) if type(x) is DTensor else g for x, g in zip(outputs, given, strict=True)]
-    return outputs, seeds
+    with torch.enable_grad():  # torch compares the shapes of seeds and outputs: it must see the local ones
+        return [plain(x) if type(x) is DTensor else x for x in outputs], seeds
 
 
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,6 +245,9 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def _readable(layout: Layout) -> Layout:
+    """The layout of the gradient that users see: that of the tensor, and whole where the tensor is in summands."""
+    if not layout.partial_axes:
+        return layout
     return layout.replace([REPLICATE if p.is_partial() else p for p in layout.placements])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import RuleError
+from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard, chunk
 from shardwise.rules import Meta, OpRule, Row
@@ -70,7 +70,14 @@ def recipe(
     output_shape: Callable[[], tuple[int, ...]],
 ) -> Recipe:
     """Lay the operands and the result out for the chosen rows."""
-    wanted = _aligned(layouts, chosen)
+    whole = _replicated(len(layouts))
+    try:
+        wanted = _aligned(layouts, chosen)
+        output = None if rule.in_place else _output_layout(wanted, chosen, output_shape())
+    except LayoutError:  # rows that are right one by one may ask together for a sum of maxima
+        if all(row == whole for row in chosen):
+            raise
+        return recipe(name, rule, layouts, [whole] * len(chosen), output_shape)
     moves = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
     if rule.in_place and moves and moves[0][0] == 0:
         raise RuleError(
@@ -79,7 +86,6 @@ def recipe(
         )
     local = next((row.local for row in chosen if row.local is not None), None)
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local is not None) if local is not None else ()
-    output = None if rule.in_place else _output_layout(wanted, chosen, output_shape())
     return Recipe(moves, tuple(wanted), local, axes, output)
 
 
@@ -173,7 +179,10 @@ def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
     price = 0.0
     for layout, placement in zip(layouts, row.inputs, strict=True):
         if _kind(layout.placements[axis]) != placement:
-            target = layout.with_axis(axis, placement)
+            try:
+                target = layout.with_axis(axis, placement)
+            except LayoutError:  # such as a sum on this axis of maxima on another
+                return float("inf")
             growth = max(target.local_numel(r) - layout.local_numel(r) for r in layout.mesh.ranks)
             price += plan_move(layout, target).cost + 4 * max(growth, 0)
     return price
