@@ -138,7 +138,8 @@ class _Program:
 
     group: tuple[int, ...]
     sends: tuple[_Piece, ...]
-    recvs: tuple[_Piece, ...]
+    recvs: tuple[_Piece, ...]  # as they arrive
+    order: tuple[int, ...]  # in which they are added: by contribution, so that all replicas have the same bits
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     shape: tuple[int, ...]
@@ -153,11 +154,12 @@ def _program(step: Exchange, rank: int) -> _Program:
     sends = [t for t in mine if t.sender == rank]
     recvs = [t for t in mine if t.receiver == rank]
     group = step.group(rank)
+    order = sorted(range(len(recvs)), key=lambda i: recvs[i].contribution)
     seen: set[Box] = set()
-    incoming = []
-    for t in recvs:
-        incoming.append(_piece(dst_boxes, t.box, t.box not in seen))
-        seen.add(t.box)
+    incoming = {}
+    for i in order:
+        incoming[i] = _piece(dst_boxes, recvs[i].box, recvs[i].box not in seen)
+        seen.add(recvs[i].box)
     shape = step.dst.local_shape(rank)
     members = group or (rank,)
     fill = None
@@ -167,7 +169,8 @@ def _program(step: Exchange, rank: int) -> _Program:
     return _Program(
         group,
         tuple(_piece(src_boxes, t.box, True) for t in sends),
-        tuple(incoming),
+        tuple(incoming[i] for i in range(len(recvs))),
+        tuple(order),
         tuple(sum(t.box.numel for t in sends if t.receiver == r) for r in members),
         tuple(sum(t.box.numel for t in recvs if t.sender == r) for r in members),
         shape,
@@ -225,7 +228,8 @@ def _unpack(pieces: Sequence[Tensor], program: _Program, step: Exchange, local: 
     else:
         out = local.new_full(program.shape, identity(program.fill, local.dtype))
     targets = _views(out, step.dst, rank)
-    for piece, recipe in zip(pieces, program.recvs, strict=True):
+    for index in program.order:
+        piece, recipe = pieces[index], program.recvs[index]
         target = targets[recipe.box][recipe.region]
         if recipe.first:
             target.copy_(piece.view(recipe.sizes) if piece.ndim != len(recipe.sizes) else piece)

@@ -449,3 +449,15 @@ def test_an_exchange_sends_pieces_by_rank_and_gradients_back() -> None:
     received, grads = zip(*world(3).run(body), strict=True)
     assert received == ([0.0, 20.0, 21.0], [1.0, 2.0, 10.0, 11.0, 12.0], [13.0])
     assert grads == ([0.0, 4.0, 8.0], [40.0, 44.0, 48.0, 78.0], [40.0, 42.0])
+
+
+@world(6)
+def test_replicas_have_the_same_bits_whatever_the_order_of_the_ranks() -> None:
+    mesh = Mesh((2, 3), (0, 5, 2, 3, 4, 1))
+    here = mesh.coordinate(collectives.rank())
+    assert here is not None
+    summand = torch.randn(6, generator=torch.Generator().manual_seed(here[1]))
+    partial = Layout(mesh, [Replicate(), Partial()], (6,))
+    total = move(summand, partial, Layout(mesh, [Replicate()] * 2, (6,)))
+    first = [collectives.all_to_all(total.repeat(6), [6] * 6, [6] * 6, tuple(range(6)))[:6]]
+    assert torch.equal(total, first[0])
