@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from shardwise.cli import doctor
+from shardwise.cli import doctor, train
 from shardwise.cli.exits import Exit, exit_code
 from shardwise.cli.versions import installed
 from shardwise.errors import ShardwiseError
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (doctor,)
+COMMANDS = (train, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(build_parser(), argv)
         sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # the reader left, as `head` does; the interpreter would flush once more at its end
+    except BrokenPipeError:  # the reader left, as `head` does; the interpreter would flush once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.BROKEN_PIPE
     return code

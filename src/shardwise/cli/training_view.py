@@ -1,0 +1,165 @@
+"""What `shardwise train` shows: rich on a terminal, plain lines elsewhere."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.data import PyIdent, Quality
+from shardwise.train.config import TrainConfig
+from shardwise.train.ledger import Progress
+from shardwise.train.loop import Outcome
+from shardwise.train.plans import NAMED, Placed
+
+SHOWN_RANKS = 4  # with more, the plan shows the fullest and the emptiest rank
+
+
+def _console() -> Console:
+    """Standard output; rich reads NO_COLOR and TERM itself."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+def _is_plain(console: Console) -> bool:
+    return not console.is_terminal or console.is_dumb_terminal
+
+
+def _print_table(rows: Sequence[Sequence[str]], left: int) -> None:
+    """A table with a heading; the first `left` columns are words and the others numbers."""
+    console = _console()
+    if _is_plain(console):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [
+                cell.ljust(width) if i < left else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            print("  ".join(cells).rstrip())
+        return
+    table = Table(box=box.SIMPLE)
+    for i, name in enumerate(rows[0]):
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+# ---- before -------------------------------------------------------------------------------------------------
+
+
+def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], resumed_step: int | None) -> None:
+    """The data, and what every rank will hold of each table."""
+    num_ranks = len(placed[0].rank_bytes)
+    print(data)
+    print(f"Plan {config.plan} for {_count(num_ranks, 'rank')}: {NAMED.get(config.plan, 'read from this file')}.")
+    _print_table(_plan_rows(placed, num_ranks), left=3)
+    print("The gradients and the state of Adagrad take as much again, each.")
+    if resumed_step is not None:
+        print(f"Going on from step {resumed_step:,} in {config.checkpoint}.")
+    sys.stdout.flush()
+
+
+def _plan_rows(placed: Sequence[Placed], num_ranks: int) -> list[list[str]]:
+    sums = tuple(sum(column) for column in zip(*(one.rank_bytes for one in placed), strict=True))
+    if num_ranks <= SHOWN_RANKS:
+        heading = [f"rank {rank}" for rank in range(num_ranks)]
+    else:
+        heading = ["fullest rank", "emptiest rank"]
+
+    def shown(rank_bytes: Sequence[int]) -> list[str]:
+        return [_bytes(n) for n in (rank_bytes if num_ranks <= SHOWN_RANKS else (max(rank_bytes), min(rank_bytes)))]
+
+    return [
+        ["parameter", "shape", "placement", *heading],
+        *(
+            [one.name, " x ".join(f"{n:,}" for n in one.shape), str(one.placement), *shown(one.rank_bytes)]
+            for one in placed
+        ),
+        ["all", "", "", *shown(sums)],
+    ]
+
+
+# ---- meanwhile ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def live() -> Iterator[Callable[[Progress], None]]:
+    """Something to call with progress: it redraws one line, or prints a new one where that cannot be."""
+    console = _console()
+    if _is_plain(console):
+        yield lambda progress: print(_line(progress), flush=True)
+        return
+    with Live(Text("starting …"), console=console, auto_refresh=False) as screen:
+        yield lambda progress: screen.update(_drawn(progress), refresh=True)
+
+
+def _line(progress: Progress) -> str:
+    return (
+        f"step {progress.step:,}/{progress.last_step:,}  epoch {progress.epoch}  loss {progress.loss:.3f}  "
+        f"{progress.examples_per_second:,.0f} examples/s"
+    )
+
+
+def _drawn(progress: Progress) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(ProgressBar(progress.last_step, progress.step, width=24), _line(progress))
+    return grid
+
+
+def show_interruption(config: TrainConfig) -> None:
+    """Where to go on; the line that was live may have hidden the cursor."""
+    console = _console()
+    if not _is_plain(console):
+        console.show_cursor()
+    from shardwise.checkpoint import latest
+
+    found = latest(config.checkpoint)
+    print(f"Last checkpoint: {found}; go on with --resume." if found else "No checkpoint was saved.", file=sys.stderr)
+
+
+# ---- afterwards ---------------------------------------------------------------------------------------------
+
+
+def show_outcome(outcome: Outcome, baseline: Quality) -> None:
+    """Quality beside the baseline, some neighbours, communication, the checkpoint."""
+    if outcome.steps_done:
+        pace = outcome.seconds / outcome.steps_done * 1e3
+        print(f"{_count(outcome.steps_done, 'step')} in {outcome.seconds:.1f} s, {pace:.1f} ms each.")
+    else:
+        print(f"Nothing left to do: step {outcome.step:,} was the last one.")
+    print(f"\nOf {outcome.quality.num_examples:,} functions in files never seen, the hidden identifier:\n")
+    rows = [["", "HR@10", "MRR"]]
+    for name, quality in (("popularity", baseline), ("this model", outcome.quality)):
+        rows.append([name, f"{quality.hit_rate_10:.3f}", f"{quality.mrr:.3f}"])
+    _print_table(rows, left=1)
+    print("\nWhat it expects beside …")
+    for word, others in outcome.neighbours.items():
+        print(f"  {word:<8} {', '.join(others)}")
+    _show_communication(outcome)
+    print(f"Checkpoint: {outcome.checkpoint}")
+
+
+def _show_communication(outcome: Outcome) -> None:
+    calls, sent = outcome.communication.calls, outcome.communication.rank_bytes
+    if not calls:
+        return
+    kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in calls.items())
+    span = _bytes(max(sent)) if min(sent) == max(sent) else f"{_bytes(min(sent))} to {_bytes(max(sent))}"
+    print(f"\nCommunication of a step: {kinds}; each rank sends {span}.")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _bytes(number: float) -> str:
+    """In the largest unit that leaves at least one before the point."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"

@@ -1,0 +1,175 @@
+"""`shardwise train` as a user runs it: real ranks, the bundled data."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.checkpoint import read_manifest
+from shardwise.data import load_pyident
+from shardwise.train.config import TrainConfig
+from shardwise.train.loop import Training
+
+COMMAND = [sys.executable, "-m", "shardwise", "train"]
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "FORCE_COLOR")}
+
+
+def shell(*args: str, cwd: Path, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *args], capture_output=True, text=True, cwd=cwd, env=PLAIN, timeout=120, check=False
+    )
+
+
+def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
+    """Both also from one process, which shows that the command does nothing else."""
+    first = shell("--steps", "4", "--set", "log_every=2", "--set", "dim=16", cwd=tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    said = first.stdout.splitlines()
+    assert said[0] == repr(load_pyident())
+    assert said[1] == "Plan row for 2 ranks: every table is cut by rows."
+    table = said[2:7]
+    assert table[0].split() == ["parameter", "shape", "placement", "rank", "0", "rank", "1"]
+    assert table[1].split() == ["context.weight", "3,530", "x", "16", "Shard(0)", *["110.3", "KiB"] * 2]
+    assert [line.split("  loss")[0] for line in said if line.startswith("step")] == [
+        "step 2/4  epoch 1",
+        "step 4/4  epoch 1",
+    ]
+    assert [line.split()[:-2] for line in said if line.startswith(("popularity", "this model"))] == [
+        ["popularity"],
+        ["this", "model"],
+    ]
+    assert "popularity  0.250  0.184" in said
+    assert "10." in next(line for line in said if line.startswith("Communication of a step:"))
+    assert "Checkpoint: runs/pyident/step-00000004" in said
+    assert said[-1] == "Next: shardwise train --resume --nproc 3 --set log_every=2 --set dim=16"
+    assert "\x1b" not in first.stdout
+
+    second = shell("--resume", "--nproc", "3", "--steps", "6", "--set", "dim=16", "--plan", "table", cwd=tmp_path)
+    assert (second.returncode, second.stderr) == (0, "")
+    assert "Going on from step 4 in runs/pyident." in second.stdout
+    loss = float(next(line for line in second.stdout.splitlines() if line.startswith("step 6/6")).split()[5])
+
+    alone = Training(TrainConfig(dim=16), load_pyident(), {})
+    losses = [alone.take_step(batch).item() for batch, _ in zip(alone.batches(), range(6), strict=False)]
+    assert loss == pytest.approx(sum(losses[4:]) / 2, abs=1e-3)
+    manifest = read_manifest(tmp_path / "runs" / "pyident" / "step-00000006")
+    assert manifest.metadata["config"]["plan"] == "table"
+
+
+def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise", "train"]
+    done = shell("--steps", "2", "--set", "dim=8", "--plan", "auto-simple", cwd=tmp_path, command=torchrun)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (
+        sum(line.startswith("Plan auto-simple for 2 ranks: tables up to 64 KiB are replicated") for line in lines) == 1
+    )
+    assert sum(line.startswith("step 2/2") for line in lines) == 1
+    assert (tmp_path / "runs" / "pyident" / "step-00000002" / "manifest.json").is_file()
+
+
+def test_ctrl_c_ends_all_ranks_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    command = [*COMMAND, "--set", "save_every=3", "--set", "log_every=4", "--set", "dim=8"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+        env=PLAIN,
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("step 4/") for line in process.stdout)  # so step 3 was saved
+    os.killpg(process.pid, signal.SIGINT)
+    pressed = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - pressed < 10  # two seconds, and room for a busy machine
+    assert process.returncode == 130
+    assert said.startswith("Last checkpoint: runs/pyident/step-0000")
+    assert "Traceback" not in said
+    assert all_have_left(process.pid)
+    resumed = Training(TrainConfig(dim=8, checkpoint=str(tmp_path / "runs/pyident")), load_pyident(), {})
+    resumed.restore()
+    assert resumed.step >= 3
+    assert resumed.step % 3 == 0
+
+
+def all_have_left(group: int) -> bool:
+    """Whether no process of the group is left; multiprocessing's own helper takes a moment to notice."""
+    for _ in range(200):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# ---- what is wrong is said before any rank starts -------------------------------------------------------------
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def launch(*args: object, **kwargs: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(import_module("shardwise.launch"), "launch", launch)  # `shardwise.launch` is the function
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--plan", "rows"], 3, "PlanError: 'rows' is neither a file nor a known plan. Did you mean 'row'?"),
+        (["--plan", "bad.toml"], 3, "PlanError: bad.toml: is not TOML"),
+        (["--plan", "other.toml"], 3, "'tables.weight' matches no parameter"),
+        (["--plan", "far.toml"], 3, "items.weight: "),
+        (["--set", "batchsize=3"], 2, "--set batchsize: unknown key; did you mean batch_size?"),
+        (["--set", "batch_size=x"], 2, '--set batch_size: expected an integer, got "x"'),
+        (["--set", "nproc"], 2, "expected key=value"),
+        (["--nproc", "0"], 2, "nproc is 0, expected 1 or more"),
+        (["--steps", "0"], 2, "steps is 0, expected 1 or more"),
+        (["--set", "learning_rate=nan"], 2, "learning_rate is nan, expected a number above 0"),
+        (["--checkpoint", ""], 2, "checkpoint is empty"),
+        (["--config", "missing.toml"], 2, "missing.toml: cannot be read"),
+        (["--config", "other.toml"], 2, "other.toml: tables: unknown key"),
+        (["--resume"], 4, "there is no complete checkpoint in runs/pyident to resume from. Fix: leave out --resume"),
+    ],
+)
+def test_bad_input_is_one_message_and_no_rank_is_started(
+    argv: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.toml").write_text("context.weight")
+    (tmp_path / "other.toml").write_text('tables.weight = "Shard(0)"')
+    (tmp_path / "far.toml").write_text('items.weight = "OnRanks(2)"')
+    assert cli.main(["train", *argv]) == code
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_a_printed_configuration_is_one_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["train", "--print-config", "--plan", "table", "--nproc", "3", "--set", "seed=9", "--epochs", "1"]
+    assert cli.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert 'plan = "table"' in printed
+    assert "nproc = 3" in printed
+    (tmp_path / "run.toml").write_text(printed)
+    assert cli.main(["train", "--print-config", "--config", "run.toml"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_a_run_of_another_kind_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Training(TrainConfig(dim=4, checkpoint=str(tmp_path / "run")), load_pyident(), {}).save()
+    assert cli.main(["train", "--resume", "--checkpoint", "run", "--set", "dim=5"]) == 2
+    assert "is of another run: dim was 4, now 5. Fix: set the same values" in capsys.readouterr().err
