@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.mesh import Mesh
 from shardwise.placement import Shard
-from shardwise.rules.distinct import Bags, distinct, spread
+from shardwise.rules.distinct import Bags, distinct, looked_up, spread
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 
@@ -50,6 +50,33 @@ def test_spread_rows_and_their_gradients_are_those_of_a_plain_lookup(case: str, 
     factor = torch.randn_like(out)
     grads = [torch.autograd.grad(x, table, factor)[0] for x in (out, expected)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_of_a_lookup_is_torchs_and_names_each_row_once(case: str, mode: str, sparse: bool) -> None:
+    ids, offsets, last = CASES[case]
+    tables = [torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    ours, plain = (table.requires_grad_() for table in tables)
+    out = looked_up(ours, ids, Bags(mode, offsets, last), sparse)
+    expected = F.embedding_bag(ids, plain, offsets, mode=mode, include_last_offset=last)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    for x in (out, expected):
+        (x * torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos()).sum().backward()
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad.to_dense(), plain.grad)
+    if sparse:
+        assert ours.grad._indices().tolist() == [sorted(set(ids.flatten().tolist()))]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_lookup_of_no_ids_has_a_gradient_of_zeros(sparse: bool) -> None:
+    table = torch.randn(3, 2, requires_grad=True)
+    looked_up(table, torch.empty(0, dtype=torch.int64), None, sparse).sum().backward()
+    assert table.grad is not None
+    assert not table.grad.to_dense().any()
 
 
 def test_ids_after_the_last_offset_get_no_gradient() -> None:

@@ -101,21 +101,53 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
         ctx.args = found, ids, bags
-        places = found.places.view(ids.shape)
-        if bags is None:
-            return F.embedding(places, rows)
-        offsets = None if bags.offsets is None else bags.offsets.long()
-        return F.embedding_bag(places, rows, offsets, mode=bags.mode, include_last_offset=bags.include_last_offset)
+        return _plain_lookup(found.places.view(ids.shape), rows, bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        found, ids, bags = ctx.args
-        (grad,) = grads
-        if bags is None:
-            summed = F.embedding_bag(found.order, grad.reshape(-1, grad.shape[-1]), found.starts, mode="sum")
-            return summed, None, None, None
+        return _summed(grads[0], *ctx.args), None, None, None
+
+
+def looked_up(table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    """`F.embedding` of `ids` (with bags: `F.embedding_bag`) whose gradient, sparse or not, has every row once."""
+    return _Lookup.apply(table, ids, bags, sparse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+        ctx.args = ids, bags, sparse, table.shape
+        return _plain_lookup(ids, table, bags)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ids, bags, sparse, shape = ctx.args
+        found = distinct(ids.reshape(-1))
+        rows = _summed(grads[0], found, ids, bags)
+        if sparse:
+            grad = torch.sparse_coo_tensor(found.values[None], rows, shape, check_invariants=False, is_coalesced=True)
+        else:
+            grad = rows.new_zeros(shape).index_copy(0, found.values, rows)
+        return grad, None, None, None
+
+
+def _plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None) -> Tensor:
+    if bags is None:
+        return F.embedding(ids, rows)
+    offsets = None if bags.offsets is None else bags.offsets.to(ids.dtype)
+    return F.embedding_bag(ids, rows, offsets, mode=bags.mode, include_last_offset=bags.include_last_offset)
+
+
+def _summed(grad: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
+    """The gradient of each of `found.values`: the sum of what the places that hold it got."""
+    if bags is None:
+        grad, place_of = grad.reshape(-1, grad.shape[-1]), found.order
+    else:
         if bags.mode == "mean":
             grad = grad / bags.lengths(ids).clamp(min=1).unsqueeze(1).to(grad.dtype)
         if bags.include_last_offset:
             grad = F.pad(grad, (0, 0, 0, 1))  # ids after the last bag
-        return F.embedding_bag(bags.bag_of(ids)[found.order], grad, found.starts, mode="sum"), None, None, None
+        place_of = bags.bag_of(ids)[found.order]
+    if not place_of.numel():
+        return grad[:0]
+    return F.embedding_bag(place_of, grad, found.starts, mode="sum")

@@ -26,7 +26,7 @@ from shardwise.boxes import Box
 from shardwise.errors import IdError, IdTypeError
 from shardwise.layout import Layout
 from shardwise.placement import Boxes, OnRanks, Shard
-from shardwise.rules.distinct import Bags, Distinct, distinct, spread
+from shardwise.rules.distinct import Bags, Distinct, distinct, looked_up, spread
 from shardwise.rules.row import Site
 
 # int64 words before the ids: how many ids there are for this owner, whether the sender has more ids for some
@@ -270,7 +270,7 @@ def _serve(request: Request, asked: Sequence[Tensor]) -> list[Tensor]:
         nothing = _nothing_from(weight, request.sparse)
         return [nothing for _ in asked]
     if not request.pooled:
-        found = F.embedding(torch.cat(list(asked)), weight, sparse=request.sparse)
+        found = looked_up(weight, torch.cat(list(asked)), None, request.sparse)
         return list(found.split([ids.numel() for ids in asked]))
     assert request.bags is not None
     sums = _pool(request, asked)
@@ -291,7 +291,7 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
         if width == 0:
             nothing = _nothing_from(request.weight, request.sparse).sum()
             return request.weight.new_zeros(bag_rows.shape[0], request.weight.shape[1]) + nothing
-        return F.embedding_bag(bag_rows, request.weight, mode=bags.mode, sparse=request.sparse)
+        return looked_up(request.weight, bag_rows, Bags(bags.mode, None), request.sparse)
     ids: list[Tensor] = []
     offsets: list[Tensor] = []
     before = 0
@@ -301,7 +301,7 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
         ids.append(own)
         offsets.append(starts[: count - bags.include_last_offset] + before)
         before += own.numel()
-    return F.embedding_bag(torch.cat(ids), request.weight, torch.cat(offsets), mode=bags.mode, sparse=request.sparse)
+    return looked_up(request.weight, torch.cat(ids), Bags(bags.mode, torch.cat(offsets)), request.sparse)
 
 
 def _num_bags(request: Request, sender: int) -> int:
