@@ -1,0 +1,18 @@
+"""Checkpoints: complete and verified or not there, for any number of ranks and any layout; never pickle.
+
+    path = save("runs/1", state_of(module, optimizer) | {"epoch": 3}, step=1200, keep=2)
+
+    progress = {"epoch": 0}
+    manifest = restore("runs/1", module, optimizer, extra=progress)
+
+A checkpoint is a folder of safetensors files, which any tool can read, and a `manifest.json` that says which
+box of which tensor is where, with checksums.
+"""
+
+from shardwise.checkpoint.folders import latest
+from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest
+from shardwise.checkpoint.saving import save
+from shardwise.checkpoint.training import restore, state_of
+
+__all__ = ["Chunk", "Manifest", "StoredTensor", "latest", "load", "read_manifest", "restore", "save", "state_of"]

@@ -1,0 +1,228 @@
+"""One file of a checkpoint: safetensors, written and read piece by piece with plain reads and writes.
+
+The header of a file follows from the chunks in it, so reading never parses one: it is compared with the
+header that the manifest implies. Nothing is mapped into memory: a file that shrinks meanwhile is an error and
+not a signal, and a full disk is reported as one.
+"""
+
+import errno
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from shardwise.boxes import Box
+from shardwise.errors import CheckpointError
+
+BLOCK_BYTES = 1 << 24  # how much is copied, summed, read or written at a time
+HEADER_LIMIT = 100_000_000  # of the format; longer ones are refused by its readers
+METADATA_KEY = "__metadata__"  # of the format; no tensor can have this name
+
+# Names of the format, https://github.com/huggingface/safetensors.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The bytes of one file: a header, and where the data of each key begins."""
+
+    header: bytes
+    starts: Mapping[str, int]
+    size: int
+
+
+def plan_file(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Plan:
+    """The file that holds these keys; widest dtypes first, so that every tensor is aligned."""
+    ordered = sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0]))
+    ends = [0, *accumulate(dtype.itemsize * prod(sizes) for _, dtype, sizes in ordered)]
+    table: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
+    for (key, dtype, sizes), start, end in zip(ordered, ends, ends[1:], strict=False):
+        table[key] = {"dtype": DTYPES[dtype], "shape": sizes, "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_LIMIT:
+        raise CheckpointError(f"one file cannot name {len(ordered)} tensors: its header has {len(text)} bytes")
+    header = len(text).to_bytes(8, "little") + text
+    starts = {key: len(header) + start for (key, _, _), start in zip(ordered, ends, strict=False)}
+    return Plan(header, starts, len(header) + ends[-1])
+
+
+# ---- writing ----------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Write a new file and wait until it is on disk; the crc32 of each tensor's bytes.
+
+    Raises:
+        CheckpointError: the disk is full.
+        OSError: anything else that keeps the file from being written.
+    """
+    plan = plan_file((key, x.dtype, tuple(x.shape)) for key, x in tensors.items())
+    sums = {}
+    try:
+        with path.open("xb") as file:
+            file.write(plan.header)
+            for key in plan.starts:
+                sums[key] = 0
+                for block in byte_blocks(tensors[key]):
+                    file.write(block)
+                    sums[key] = crc32(block, sums[key])
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path.parent).free
+            raise CheckpointError(
+                f"no space left writing {path}: the file needs {plan.size:,} bytes, {free:,} are free"
+            ) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return sums
+
+
+def checksum(x: Tensor) -> int:
+    """The crc32 of the bytes of `x` in row-major order."""
+    total = 0
+    for block in byte_blocks(x):
+        total = crc32(block, total)
+    return total
+
+
+def byte_blocks(x: Tensor) -> Iterator[memoryview]:
+    """The bytes of `x` in row-major order, a few rows at a time: `x` itself may be strided or on a device."""
+    x = x.detach() if x.ndim else x.detach().reshape(1)
+    for start, stop in _row_blocks(tuple(x.shape), x.element_size(), 0, len(x)):
+        rows = x[start:stop].resolve_conj().resolve_neg().cpu().contiguous()
+        yield rows.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _row_blocks(shape: tuple[int, ...], itemsize: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Rows `first` to `last` in runs of about BLOCK_BYTES, one row at least."""
+    step = max(1, BLOCK_BYTES // max(1, itemsize * prod(shape[1:])))
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read `path`, which must be a regular file: no link is followed, no pipe waited for.
+
+    Raises:
+        CheckpointError: it is missing or something else.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+        raise CheckpointError(f"{path}: cannot be read: {why}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: is not a regular file")
+    return descriptor
+
+
+def read_into(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` with the bytes at `offset`; CheckpointError if the file ends before."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{path}: ends at byte {offset + done}, expected {len(buffer) - done} more")
+        done += count
+
+
+class ChunkFile:
+    """An open file of a checkpoint, known to have the size and header that its chunks imply."""
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.path = path
+        self.starts = plan.starts
+        self.descriptor = open_regular(path)
+        try:
+            self._check(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, plan: Plan) -> None:
+        size = os.fstat(self.descriptor).st_size
+        if size != plan.size:
+            raise CheckpointError(f"{self.path}: has {size:,} bytes, the manifest says {plan.size:,}")
+        header = bytearray(len(plan.header))
+        read_into(self.descriptor, memoryview(header), 0, self.path)
+        if header != plan.header:
+            raise CheckpointError(f"{self.path}: its header is damaged: it is not the one the manifest implies")
+
+    def verify(self, key: str, num_bytes: int, expected: int) -> None:
+        """Raise CheckpointError unless the bytes of `key` have the crc32 `expected`."""
+        buffer, start, total = bytearray(min(num_bytes, BLOCK_BYTES)), self.starts[key], 0
+        for done in range(0, num_bytes, BLOCK_BYTES):
+            block = memoryview(buffer)[: num_bytes - done]
+            read_into(self.descriptor, block, start + done, self.path)
+            total = crc32(block, total)
+        if total != expected:
+            raise CheckpointError(
+                f"{self.path}: the data of {key!r} is damaged: its crc32 is {total:08x}, "
+                f"the manifest says {expected:08x}"
+            )
+
+    def copy(self, key: str, chunk: Box, target: Tensor, box: Box) -> None:
+        """Copy the common part of `chunk`, stored under `key`, and `box`, held by `target`, into `target`."""
+        if not chunk.sizes:
+            chunk, box, target = Box((0,), (1,)), Box((0,), (1,)), target.view(1)
+        common = chunk.intersect(box)
+        assert common is not None, f"{chunk} of {key} and {box} share nothing"
+        inner = common.relative_to(chunk)
+        destination = target[common.relative_to(box)]
+        row_bytes = target.element_size() * prod(chunk.sizes[1:])
+        for first, last in _row_blocks(chunk.sizes, target.element_size(), inner[0].start, inner[0].stop):
+            raw = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
+            read_into(self.descriptor, raw.numpy().data, self.starts[key] + first * row_bytes, self.path)
+            rows = raw.view(target.dtype).view(last - first, *chunk.sizes[1:])
+            at = first - inner[0].start
+            destination[at : at + last - first].copy_(rows[(slice(None), *inner[1:])])
+
+    def close(self) -> None:
+        """Release the file."""
+        os.close(self.descriptor)

@@ -1,0 +1,172 @@
+"""Loading: every rank reads its own boxes from wherever they were stored."""
+
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.boxes import Box
+from shardwise.checkpoint.files import ChunkFile
+from shardwise.checkpoint.folders import resolve
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest
+from shardwise.checkpoint.state import Leaf, Part, flatten, part_of
+from shardwise.checkpoint.together import listed, together
+from shardwise.errors import CheckpointError
+
+
+def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset: bool = False) -> Manifest:
+    """Fill `state` in place from a checkpoint; all ranks of the world call it.
+
+    The world and the layouts may be others than when it was saved. A rank reads the chunks that its own boxes
+    meet, some MiB at a time. First all ranks verify everything they need, to the last bit; if anything is
+    wrong on any of them, all raise and `state` is as it was.
+
+    Args:
+        folder: a checkpoint, or the folder that it was saved to, which stands for its latest one.
+        state: nested mappings as they were given to `save`: tensors receive the stored values, JSON values
+            are replaced.
+        subset: whether the checkpoint may hold more than `state` names.
+
+    Returns:
+        What the checkpoint says of itself: the step, the caller's metadata.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it does not fit `state` in names, shapes or dtypes;
+            the same text on every rank.
+    """
+    return load_into(folder, lambda manifest: state, subset)
+
+
+def load_into(
+    folder: str | PathLike[str], make_state: Callable[[Manifest], Mapping[str, Any]], subset: bool
+) -> Manifest:
+    """`load` for a state that depends on what the checkpoint holds."""
+    what = f"Loading {folder}"
+    found = together(what, lambda: resolve(Path(folder)) if collectives.rank() == 0 else "")[0]
+    with ExitStack() as stack:
+        reading = _Reading(Path(folder) / found, stack)
+        sums = together(what, lambda: reading.verify(make_state, subset))
+        if len(set(sums)) > 1:
+            raise CheckpointError(
+                "Loading a checkpoint failed: ranks see different manifests. Fix: use a folder that all ranks share"
+            )
+        together(f"{what}, when all was verified and the state was being filled,", reading.copy)
+    return reading.manifest
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The common part of a chunk and a box of this rank."""
+
+    chunk: Chunk
+    box: Box
+    view: Tensor
+
+
+class _Reading:
+    """One rank's part in loading. `stack` closes the files, which stay open from verifying to copying."""
+
+    manifest: Manifest
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self.stack = stack
+        self.leaves: dict[str, Leaf] = {}
+        self.copies: list[tuple[ChunkFile, list[_Copy]]] = []
+
+    def verify(self, make_state: Callable[[Manifest], Mapping[str, Any]], subset: bool) -> str:
+        """Check everything that this rank needs; the checksum of the manifest."""
+        manifest = self.manifest = read_manifest(self.path)
+        self.leaves = flatten(make_state(manifest))
+        problems = _misfits(manifest, self.leaves, subset)
+        if problems:
+            raise CheckpointError("the checkpoint does not fit the state:\n" + listed(problems))
+        wanted: dict[str, list[_Copy]] = {}
+        for name, leaf in self.leaves.items():
+            if name in manifest.tensors:
+                for copy in _copies(part_of(name, leaf.value), manifest.tensors[name]):
+                    wanted.setdefault(copy.chunk.file, []).append(copy)
+        plans = manifest.plans()
+        for file, copies in wanted.items():
+            opened = ChunkFile(self.path / file, plans[file])
+            self.stack.callback(opened.close)
+            for chunk, itemsize in {copy.chunk: copy.view.element_size() for copy in copies}.items():
+                opened.verify(chunk.key, chunk.box.numel * itemsize, chunk.crc32)
+            self.copies.append((opened, copies))
+        return manifest.sha256
+
+    def copy(self) -> None:
+        """Fill the state."""
+        with torch.no_grad():
+            for file, copies in self.copies:
+                for copy in copies:
+                    file.copy(copy.chunk.key, copy.chunk.box, copy.view, copy.box)
+        for name, leaf in self.leaves.items():
+            if name in self.manifest.values:
+                assert isinstance(leaf.holder, MutableMapping)
+                leaf.holder[leaf.key] = self.manifest.values[name]
+
+
+def _copies(part: Part, stored: StoredTensor) -> list[_Copy]:
+    return [
+        _Copy(chunk, box, view)
+        for box, view in part.views
+        for chunk in stored.chunks
+        if chunk.box.intersect(box) is not None
+    ]
+
+
+# ---- whether a checkpoint fits ----------------------------------------------------------------------------
+
+
+def _misfits(manifest: Manifest, leaves: Mapping[str, Leaf], subset: bool) -> list[str]:
+    stored = manifest.tensors.keys() | manifest.values.keys()
+    missing = [
+        f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}"
+        for name in leaves
+        if name not in stored
+    ]
+    unexpected = [
+        f"  only in the checkpoint: {name!r}{_did_you_mean(name, leaves.keys() - stored)}"
+        for name in sorted(stored - leaves.keys())
+        if not subset
+    ]
+    if unexpected and not missing:
+        unexpected.append("  Fix: subset=True passes over what the state does not name")
+    different = [
+        f"  {name!r}: {problem}"
+        for name, leaf in leaves.items()
+        if name in stored and (problem := _misfit(leaf, manifest.tensors.get(name)))
+    ]
+    return missing + unexpected + different
+
+
+def _did_you_mean(name: str, others: set[str]) -> str:
+    close = get_close_matches(name, sorted(others), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _misfit(leaf: Leaf, stored: StoredTensor | None) -> str | None:
+    x = leaf.value
+    if stored is None:
+        if isinstance(x, Tensor):
+            return "a tensor in the state, a JSON value in the checkpoint"
+        if not isinstance(leaf.holder, MutableMapping):
+            return f"its mapping, a {type(leaf.holder).__name__}, cannot be changed"
+        return None
+    if not isinstance(x, Tensor):
+        return f"a tensor in the checkpoint, a {type(x).__name__} in the state"
+    if tuple(x.shape) != stored.shape:
+        return f"shape {stored.shape} in the checkpoint, {tuple(x.shape)} in the state"
+    if x.dtype != stored.dtype:
+        return f"{stored.dtype} in the checkpoint, {x.dtype} in the state. Fix: load into {stored.dtype}, then convert"
+    if any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True)):
+        return "its elements share memory, so it cannot be filled. Fix: load into a clone of it"
+    return None

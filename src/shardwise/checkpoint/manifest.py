@@ -1,0 +1,329 @@
+"""What a checkpoint says of itself: `manifest.json`, checked to the last bit before anything trusts it.
+
+The first line is `{"sha256":"<of all bytes that follow it>",`; with the rest it makes one JSON object.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.boxes import Box, check_cover
+from shardwise.checkpoint.files import DTYPES, METADATA_KEY, Plan, open_regular, plan_file, read_into
+from shardwise.errors import CheckpointError, LayoutError
+
+FORMAT, VERSION = "shardwise checkpoint", 1
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 1 << 28  # bytes; a million chunks take about 200 each
+LARGEST = 2**63 - 1
+
+_SEAL = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n')
+_FILE = re.compile(r"rank-(\d{4,9})\.safetensors", re.ASCII)
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+def file_name(rank: int) -> str:
+    """The file that `rank` writes."""
+    return f"rank-{rank:04d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stored box of a tensor: the tensor `key` of the safetensors file `file`."""
+
+    file: str
+    key: str
+    box: Box
+    crc32: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint. Its chunks cover `shape` exactly once; none is empty."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: the training step it was saved at.
+        world_size: how many ranks saved it; any number can load it.
+        tensors: by global name.
+        values: the JSON values of the state, by global name.
+        metadata: what the caller of `save` wanted to keep with it.
+        versions: of the packages that wrote it.
+        sha256: of the manifest itself; known once it is written or read.
+    """
+
+    step: int
+    world_size: int
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    versions: Mapping[str, str]
+    sha256: str = field(default="", compare=False)
+
+    def plans(self) -> dict[str, Plan]:
+        """The files of the checkpoint, byte for byte but for the data."""
+        entries: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                entries.setdefault(chunk.file, []).append((chunk.key, tensor.dtype, chunk.box.sizes))
+        return {file: plan_file(content) for file, content in entries.items()}
+
+
+def as_bytes(manifest: Manifest) -> bytes:
+    """The content of `manifest.json`.
+
+    Raises:
+        CheckpointError: it could not be read back.
+    """
+    tensors = {
+        name: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": tensor.shape,
+            "chunks": [
+                {"file": c.file, "key": c.key, "offsets": c.box.offsets, "sizes": c.box.sizes, "crc32": c.crc32}
+                for c in tensor.chunks
+            ],
+        }
+        for name, tensor in manifest.tensors.items()
+    }
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "versions": manifest.versions,
+        "metadata": manifest.metadata,
+        "values": manifest.values,
+        "tensors": tensors,
+    }
+    # Without the brace that the first line opens.
+    data = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode()[1:] + b"\n")
+    _check_length("the manifest", len(data))
+    parse(data)
+    return data
+
+
+def sealed(rest: bytes) -> bytes:
+    """`rest` under the line that holds its checksum."""
+    return b'{"sha256":"' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint folder `path`, fully validated.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another version, or says something that cannot be.
+    """
+    file = Path(path) / MANIFEST
+    descriptor = open_regular(file)
+    try:
+        size = os.fstat(descriptor).st_size
+        _check_length(f"{file}:", size)
+        data = bytearray(size)
+        read_into(descriptor, memoryview(data), 0, file)
+    finally:
+        os.close(descriptor)
+    try:
+        return parse(bytes(data))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _check_length(what: str, num_bytes: int) -> None:
+    if num_bytes > MANIFEST_LIMIT:
+        raise CheckpointError(f"{what} has {num_bytes:,} bytes, more than the {MANIFEST_LIMIT:,} allowed")
+
+
+def parse(data: bytes) -> Manifest:
+    """A manifest from the bytes of its file."""
+    seal = _SEAL.match(data)
+    if seal is None:
+        raise CheckpointError("does not begin with its checksum, so it is damaged or not a manifest")
+    sha256, rest = seal[1].decode(), data[seal.end() :]
+    if hashlib.sha256(rest).hexdigest() != sha256:
+        raise CheckpointError("is damaged: its content does not match its checksum")
+    content = _parse_json(data)
+    version = content.get("version")
+    if content.get("format") != FORMAT or version != VERSION:
+        raise CheckpointError(
+            f"is {content.get('format')!r} version {version!r}, expected {FORMAT!r} version {VERSION}. "
+            f"Fix: read it with what wrote it: {_short(content.get('versions'))}"
+        )
+    manifest = _manifest(content, sha256)
+    _check_keys(manifest)
+    return manifest
+
+
+# ---- validation -------------------------------------------------------------------------------------------
+
+
+def _parse_json(data: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, too deep, numbers too long
+        raise CheckpointError(f"is not valid JSON: {error}") from error
+    assert isinstance(content, dict)  # it begins with a brace
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    counts = Counter(key for key, _ in pairs)
+    if len(counts) < len(pairs):
+        key = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"the key {key!r} is there twice")
+    return dict(pairs)
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if abs(value) == float("inf"):
+        raise ValueError(f"the number {text} is out of range")
+    return value
+
+
+def _manifest(content: dict[str, Any], sha256: str) -> Manifest:
+    kinds = {
+        "sha256": str,
+        "format": str,
+        "version": int,
+        "step": int,
+        "world_size": int,
+        "versions": dict,
+        "metadata": dict,
+        "values": dict,
+        "tensors": dict,
+    }
+    _fields("", content, kinds)
+    tensors = {name: _tensor(_text(name, "a name"), said) for name, said in content["tensors"].items()}
+    both = sorted(tensors.keys() & content["values"].keys())
+    if both:
+        raise CheckpointError(f"says that {both[0]!r} is both a tensor and a value")
+    manifest = Manifest(
+        _count(content["step"], "step"),
+        _count(content["world_size"], "world_size", least=1),
+        tensors,
+        content["values"],
+        content["metadata"],
+        content["versions"],
+        sha256,
+    )
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            if _rank_of(chunk.file) >= manifest.world_size:
+                raise CheckpointError(
+                    f"tensor {name!r}: {chunk.file} is of no rank of the {manifest.world_size} that saved"
+                )
+    return manifest
+
+
+def _tensor(name: str, said: Any) -> StoredTensor:
+    where = f"tensor {name!r}: "
+    _fields(where, said, {"dtype": str, "shape": list, "chunks": list})
+    dtype = _NAMES.get(said["dtype"])
+    if dtype is None:
+        raise CheckpointError(f"{where}unknown dtype {said['dtype']!r}")
+    shape = _counts(said["shape"], f"{where}shape")
+    if dtype.itemsize * prod(max(n, 1) for n in shape) > LARGEST:
+        raise CheckpointError(f"{where}a tensor of shape {shape} is too large to exist")
+    tensor = StoredTensor(dtype, shape, tuple(_chunk(where, chunk) for chunk in said["chunks"]))
+    check_chunks(name, tensor)
+    return tensor
+
+
+def check_chunks(name: str, tensor: StoredTensor) -> None:
+    """Raise CheckpointError unless the chunks cover the tensor exactly once."""
+    stored, needed = sum(chunk.box.numel for chunk in tensor.chunks), prod(tensor.shape)
+    if stored < needed:  # asked first: to name the gap takes long where there are many chunks
+        raise CheckpointError(f"tensor {name!r}: its chunks hold {stored:,} of {needed:,} elements")
+    try:
+        check_cover([(f"{chunk.file}, {chunk.key!r}", chunk.box) for chunk in tensor.chunks], tensor.shape)
+    except LayoutError as error:
+        raise CheckpointError(f"tensor {name!r}: {error}") from error
+
+
+def _chunk(where: str, said: Any) -> Chunk:
+    where += "chunk: "
+    kinds = {"file": str, "key": str, "offsets": list, "sizes": list, "crc32": int}
+    _fields(where, said, kinds)
+    _rank_of(said["file"])
+    if said["key"] == METADATA_KEY:
+        raise CheckpointError(f"{where}{METADATA_KEY} cannot be the key of a tensor")
+    box = Box(_counts(said["offsets"], f"{where}offsets"), _counts(said["sizes"], f"{where}sizes"))
+    if not box.numel:
+        raise CheckpointError(f"{where}{said['key']!r} is empty")
+    crc = _count(said["crc32"], f"{where}crc32")
+    if crc > 0xFFFFFFFF:
+        raise CheckpointError(f"{where}crc32 has more than 32 bits: {crc}")
+    return Chunk(said["file"], _text(said["key"], "a key"), box, crc)
+
+
+def _rank_of(file: str) -> int:
+    match = _FILE.fullmatch(file)
+    if match is None or file != file_name(int(match[1])):
+        raise CheckpointError(f"{file!r} is not the name of a file of a checkpoint, such as {file_name(0)}")
+    return int(match[1])
+
+
+def _check_keys(manifest: Manifest) -> None:
+    """Raise CheckpointError if two chunks have the same place."""
+    places = Counter((chunk.file, chunk.key) for tensor in manifest.tensors.values() for chunk in tensor.chunks)
+    for (file, key), count in places.items():
+        if count > 1:
+            raise CheckpointError(f"{file}: {count} chunks have the key {key!r}")
+
+
+def _fields(where: str, said: Any, kinds: Mapping[str, type]) -> None:
+    """Exactly these fields, each of its type."""
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{where}expected an object, got {_short(said)}")
+    wrong = sorted(said.keys() ^ kinds.keys())
+    if wrong:
+        what = "lacks" if wrong[0] in kinds else "has an unknown"
+        raise CheckpointError(f"{where}{what} field {wrong[0]!r}")
+    for name, kind in kinds.items():
+        if type(said[name]) is not kind:
+            raise CheckpointError(f"{where}{name} must be of type {kind.__name__}, got {_short(said[name])}")
+
+
+def _counts(values: list[Any], where: str) -> tuple[int, ...]:
+    if len(values) > 64:  # as many dims as torch allows
+        raise CheckpointError(f"{where}: {len(values)} dims are too many")
+    return tuple(_count(value, where) for value in values)
+
+
+def _count(value: Any, where: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= LARGEST:
+        raise CheckpointError(f"{where}: expected an integer from {least} to {LARGEST}, got {_short(value)}")
+    return value
+
+
+def _text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{where} must be valid Unicode, got {value!r}") from None
+    return value
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,151 @@
+"""A nested state as flat names, and what a rank holds of each tensor in it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product as cartesian
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.boxes import Box
+from shardwise.checkpoint.files import DTYPES
+from shardwise.errors import CheckpointError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.placement import REPLICATE
+from shardwise.tensor import DTensor, plain
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor or JSON value, and the mapping that holds it under `key`."""
+
+    value: Any
+    holder: Mapping[str, Any]
+    key: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of a tensor: a view of its memory for each of its boxes that is not empty."""
+
+    layout: Layout
+    dtype: torch.dtype
+    views: tuple[tuple[Box, Tensor], ...]
+
+
+def flatten(state: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The leaves of nested mappings, sorted by name: the keys on the way there, joined by dots.
+
+    Raises:
+        CheckpointError: a key that is not a string, or two leaves of one name.
+    """
+    leaves: dict[str, Leaf] = {}
+    for name, leaf in _leaves(state, ""):
+        if name in leaves:
+            raise CheckpointError(f"two entries of the state are called {name!r}. Fix: rename one of them")
+        leaves[name] = leaf
+    return dict(sorted(leaves.items()))
+
+
+def _leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Leaf]]:
+    for key, value in mapping.items():
+        if not isinstance(key, str) or not key or not _is_unicode(key):
+            raise CheckpointError(
+                f"the keys of the state must be strings that are not empty, got {key!r} under {prefix!r}. "
+                f"Fix: for the state of an optimizer, use shardwise.checkpoint.state_of"
+            )
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", Leaf(value, mapping, key)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def as_json(value: Any, where: str) -> Any:
+    """`value` as JSON gives it back: tuples become lists, subclasses of numbers and strings the plain kind.
+
+    Raises:
+        CheckpointError: something in it is no JSON value.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, str) and _is_unicode(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [as_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) and _is_unicode(key) for key in value):
+        return {str(key): as_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    shown = value if isinstance(value, float) else type(value).__name__
+    raise CheckpointError(
+        f"{where}: cannot be saved: {shown} is neither a tensor of the state nor a JSON value. "
+        f"Fix: make it a tensor, a finite number, a string or a list of those"
+    )
+
+
+def part_of(name: str, x: Tensor) -> Part:
+    """What this rank holds of `x`; a plain tensor counts as replicated on all ranks.
+
+    Raises:
+        CheckpointError: `x` has no values to store or to fill: sums not reduced yet, sparse, on no device.
+    """
+    layout = x._layout if isinstance(x, DTensor) else _replicated(tuple(x.shape), collectives.world_size())
+    local = plain(x).detach() if isinstance(x, DTensor) else x.detach()
+    reason = _not_storable(local, layout)
+    if reason is not None:
+        raise CheckpointError(f"tensor {name!r}: {reason}")
+    boxes = layout.boxes(collectives.rank())
+    views = (local,) if len(boxes) == 1 else _split(local, boxes)
+    return Part(layout, x.dtype, tuple((b, v) for b, v in zip(boxes, views, strict=True) if b.numel))
+
+
+def _not_storable(local: Tensor, layout: Layout) -> str | None:
+    if layout.partial_axes:
+        return (
+            f"it is a sum that is not reduced yet, {list(layout.placements)}. "
+            f"Fix: redistribute it to Replicate() or Shard(...) first"
+        )
+    if local.layout != torch.strided:
+        return f"{local.layout} tensors cannot be stored. Fix: make it dense"
+    if local.is_meta:
+        return "it is on the meta device and has no values"
+    if local.dtype not in DTYPES:
+        return f"{local.dtype} has no place in a safetensors file. Fix: convert it, or store a view of it"
+    return None
+
+
+def _split(local: Tensor, boxes: tuple[Box, ...]) -> list[Tensor]:
+    pieces = local.split([box.numel for box in boxes]) if boxes else ()
+    return [piece.view(box.sizes) for piece, box in zip(pieces, boxes, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _replicated(shape: tuple[int, ...], world_size: int) -> Layout:
+    return Layout(Mesh((world_size,)), [REPLICATE], shape)
+
+
+@lru_cache(maxsize=4096)
+def holders(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same boxes as `rank`, itself among them: they differ on Replicate axes only."""
+    here = layout.mesh.coordinate(rank)
+    assert here is not None, f"rank {rank} is outside {layout.mesh}"
+    choices = [
+        range(size) if placement == REPLICATE else (position,)
+        for size, placement, position in zip(layout.mesh.shape, layout.placements, here, strict=True)
+    ]
+    return tuple(sorted(layout.mesh.rank_at(coordinate) for coordinate in cartesian(*choices)))

@@ -1,0 +1,85 @@
+"""Work that all ranks do, and that fails on all of them alike if it fails on one."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from shardwise import collectives
+from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+
+T = TypeVar("T")
+
+SHOWN = 5  # of a long list, how many an error names
+
+
+def all_ranks() -> tuple[int, ...]:
+    """Every rank of the world."""
+    return tuple(range(collectives.world_size()))
+
+
+def together(what: str, work: Callable[[], T]) -> list[T]:
+    """Do `work` on every rank; its JSON results in rank order.
+
+    Args:
+        what: begins the text of the error; that of rank 0 counts.
+
+    Raises:
+        CheckpointError: the work failed somewhere; the same text on every rank says where and why.
+    """
+    cause: Exception | None = None
+    said: dict[str, Any]
+    try:
+        said = {"done": work()}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it and not wait
+        cause, said = error, {"failed": _text(error)}
+    answers = collectives.gather_json({"what": what} | said, all_ranks())
+    failed = {rank: str(answer["failed"]) for rank, answer in enumerate(answers) if "failed" in answer}
+    if failed:
+        raise CheckpointError(f"{answers[0]['what']} failed{_by_rank(failed, len(answers))}") from cause
+    return [answer["done"] for answer in answers]
+
+
+def digest(facts: Mapping[str, str]) -> str:
+    """A short text that is equal where `facts` are."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def require_same(what: str, facts: Mapping[str, str], digests: list[str]) -> None:
+    """Raise the same MismatchError on every rank unless all have the same `facts`, whose digests are known."""
+    if len(set(digests)) == 1:
+        return
+    every = collectives.gather_json(dict(facts), all_ranks())
+    lines = []
+    for name in sorted(set().union(*every)):
+        answers = {rank: one.get(name, "nothing") for rank, one in enumerate(every)}
+        if len(set(answers.values())) > 1:
+            lines.append(f"  {name!r}{_by_rank(answers, len(every), indent='    ')}")
+    raise MismatchError(
+        f"{what}: ranks disagree on\n{listed(lines)}\n  Fix: pass the same state and arguments on every rank."
+    )
+
+
+def listed(lines: list[str]) -> str:
+    """The first few of `lines`, and how many more there are."""
+    more = [f"  … and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n".join(lines[:SHOWN] + more)
+
+
+def _by_rank(said: Mapping[int, str], world_size: int, indent: str = "  ") -> str:
+    """ ": text" if all ranks say the same, else a line for each text with the ranks that say it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        ranks.setdefault(text, []).append(rank)
+    if len(ranks) == 1 and len(said) == world_size:
+        return f": {next(iter(ranks))}"
+    lines = [f"{indent}rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()]
+    return ":\n" + "\n".join(lines)
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, ShardwiseError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,96 @@
+"""States to save, in every kind of layout, and what ranks of any world must find after loading."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.boxes import Box
+from shardwise.errors import ShardwiseError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.placement import Boxes, OnRanks, Replicate, Shard
+from shardwise.tensor import DTensor, plain, tag
+from shardwise.testing import world
+from tests.pieces import local_of
+from tests.strategies import small_layouts
+
+SHAPES: list[tuple[int, ...]] = [(5, 3), (2, 4), (3,), (), (0, 2)]
+
+
+def values(shape: Sequence[int], seed: int = 0) -> Tensor:
+    """Any bits at all, NaNs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, tuple(shape), generator=generator).to(torch.int32).view(torch.float32)
+
+
+@cache
+def layouts(size: int, shape: tuple[int, ...]) -> list[Layout]:
+    """Every small layout without Partial on all ranks of a world, and some on a part of it."""
+    meshes = [Mesh((size,)), Mesh((size,), tuple(reversed(range(size))))]
+    if size == 4:
+        meshes.append(Mesh((2, 2)))
+    found = [written.layout for mesh in meshes for written in small_layouts(mesh, shape)]
+    found += [Layout(Mesh((1,), (size - 1,)), [Replicate()], shape), Layout(Mesh((size,)), [OnRanks(0)], shape)]
+    if size > 2:
+        found.append(Layout(Mesh((2,), (size - 1, 0)), [Replicate()], shape))
+    if len(shape) == 2:
+        found.append(Layout(Mesh((size,)), [_dealt_out(shape, size)], shape))
+    if shape:
+        found.append(Layout(Mesh((1,), (size - 1,)), [Shard(0)], shape))
+    return [layout for layout in found if not layout.partial_axes]
+
+
+def _dealt_out(shape: tuple[int, ...], size: int) -> Boxes:
+    """Boxes of two rows and two columns, handed out from the last rank to the first; the first may get none."""
+    rows, columns = shape
+    hands: list[list[Box]] = [[] for _ in range(size)]
+    corners = [(i, j) for i in range(0, rows, 2) for j in range(0, columns, 2)]
+    for number, (i, j) in enumerate(corners):
+        hands[-1 - number % size].append(Box((i, j), (min(2, rows - i), min(2, columns - j))))
+    return Boxes(hands)
+
+
+def distributed(full: Tensor, layout: Layout) -> DTensor:
+    """This rank's part of `full`, cut out by plain torch."""
+    return tag(local_of(full, layout, collectives.rank()), layout)
+
+
+def blank(layout: Layout, dtype: torch.dtype = torch.float32) -> DTensor:
+    """A DTensor that holds sevens."""
+    return tag(torch.full(layout.local_shape(collectives.rank()), 7, dtype=dtype), layout)
+
+
+def bits(x: Tensor) -> list[int]:
+    """The bytes of what this rank holds of `x`."""
+    local = plain(x).detach() if isinstance(x, DTensor) else x.detach()
+    return local.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def error_on_every_rank(size: int, kind: type[ShardwiseError], body: Callable[[], Any]) -> str:
+    """The text of the error that all ranks raise; fails if one raises none, another kind or another text."""
+
+    def caught() -> str:
+        try:
+            body()
+        except kind as error:
+            return str(error)
+        raise AssertionError(f"rank {collectives.rank()} raised nothing")
+
+    (text,) = set(world(size).run(caught))
+    return text
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    """All files below `folder`, folders as None."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(_below(folder))
+    }
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    return folder.rglob("*") if folder.exists() else iter(())

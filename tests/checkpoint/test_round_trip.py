@@ -1,0 +1,247 @@
+"""What is saved by any ranks in any layout is loaded by any others, to the bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.checkpoint import Manifest, files, load, read_manifest, save
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.placement import REPLICATE, Replicate, Shard
+from shardwise.tensor import DTensor, plain
+from shardwise.testing import world
+from tests.checkpoint.states import SHAPES, bits, blank, distributed, layouts, values
+from tests.pieces import local_of
+from tests.strategies import laws
+from tests.strategies import layouts as any_layout
+
+GOLDEN = Path(__file__).parent / "golden" / "step-00000042"
+
+
+def all_tensors(size: int) -> dict[str, Layout]:
+    """One tensor for every layout of a world."""
+    return {
+        f"{'x'.join(map(str, shape)) or 'scalar'}.{number}": layout
+        for shape in SHAPES
+        for number, layout in enumerate(layouts(size, shape))
+    }
+
+
+def other_layouts(names: dict[str, Layout], size: int, shift: int) -> dict[str, Layout]:
+    """For each name a layout of another world; all of them are used, and each shift pairs them differently."""
+    result = {}
+    for number, (name, layout) in enumerate(names.items()):
+        choice = layouts(size, layout.shape)
+        result[name] = choice[(number + shift) % len(choice)]
+    return result
+
+
+def save_all(folder: Path, named: dict[str, Layout]) -> Path:
+    state = {
+        name: distributed(values(layout.shape, crc32(name.encode()) % 97), layout) for name, layout in named.items()
+    }
+    return save(folder, state, step=collectives.world_size())
+
+
+def load_all(folder: Path, named: dict[str, Layout]) -> None:
+    state = {name: blank(layout) for name, layout in named.items()}
+    load(folder, state)
+    for name, layout in named.items():
+        expected = local_of(values(layout.shape, crc32(name.encode()) % 97), layout, collectives.rank())
+        assert bits(state[name]) == bits(expected), f"{name} as {layout}"
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
+def test_any_number_of_ranks_loads_what_any_other_saved_in_any_layout(tmp_path: Path, saved_by: int) -> None:
+    named = all_tensors(saved_by)
+    world(saved_by).run(save_all, tmp_path, named)
+    for loaded_by in (1, 2, 3, 4):
+        for shift in (0, 1, 4):
+            world(loaded_by).run(load_all, tmp_path, other_layouts(named, loaded_by, shift))
+
+
+without_partial = any_layout(shape=(5, 3)).map(lambda w: w.layout).filter(lambda layout: not layout.partial_axes)
+
+
+@settings(laws, max_examples=30)
+@given(source=without_partial, target=without_partial)
+def test_any_layout_is_loaded_as_any_other(
+    tmp_path_factory: pytest.TempPathFactory, source: Layout, target: Layout
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    full = values((5, 3))
+
+    def body() -> None:
+        save(folder, {"x": distributed(full, source)}, step=0)
+        found = blank(target)
+        load(folder, {"x": found})
+        assert bits(found) == bits(local_of(full, target, collectives.rank()))
+
+    world(14).run(body)
+
+
+@pytest.mark.parametrize("dtype", files.DTYPES, ids=str)
+def test_every_dtype_keeps_its_bits_and_is_read_by_other_tools(tmp_path: Path, dtype: torch.dtype) -> None:
+    raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
+    full = (raw % 2 if dtype == torch.bool else raw * 41).view(dtype).view(2, 3)
+    layout = Layout(Mesh((2,)), [Shard(0)], (2, 3))
+
+    def body() -> None:
+        save(tmp_path, {"x": distributed(full, layout), "y": full.clone()}, step=1)
+        found, whole = blank(layout, dtype), torch.zeros_like(full)
+        load(tmp_path, {"x": found, "y": whole})
+        assert bits(found) == bits(local_of(full, layout, collectives.rank()))
+        assert bits(whole) == bits(full)
+
+    world(2).run(body)
+    first, second = (load_file(tmp_path / "step-00000001" / f"rank-000{rank}.safetensors") for rank in (0, 1))
+    assert bits(torch.cat([first["x[0:1, 0:3]"], second["x[1:2, 0:3]"]])) == bits(full)
+    assert bits({**first, **second}["y"]) == bits(full)
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(12.0)[::5],
+        torch.tensor(3.5).expand(4, 2),
+        torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
+        torch.complex(torch.arange(3.0), torch.ones(3)).conj().imag,
+    ],
+    ids=["transposed", "every fifth", "expanded", "conjugated", "negated"],
+)
+def test_views_are_saved_by_value(tmp_path: Path, strided: Tensor) -> None:
+    save(tmp_path, {"x": strided}, step=1)
+    found = torch.zeros(strided.shape, dtype=strided.dtype)
+    load(tmp_path, {"x": found})
+    assert torch.equal(found, strided)
+
+
+def test_a_view_is_filled_where_it_is(tmp_path: Path) -> None:
+    save(tmp_path, {"x": torch.arange(6.0).view(2, 3)}, step=1)
+    storage = torch.zeros(3, 4)
+    load(tmp_path, {"x": storage[:, 1:3].t()})
+    assert storage.tolist() == [[0, 0, 3, 0], [0, 1, 4, 0], [0, 2, 5, 0]]
+
+
+@pytest.mark.parametrize("block", [1, 20, 64])
+def test_tensors_larger_than_a_block_are_handled_in_pieces(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", block)
+    named = {f"{i}": layout for i, layout in enumerate(layouts(3, (5, 3)))}
+    world(3).run(save_all, tmp_path, named)
+    for shift in (0, 2):
+        world(2).run(load_all, tmp_path, other_layouts(named, 2, shift))
+
+
+def test_json_values_and_nested_states_come_back_in_place(tmp_path: Path) -> None:
+    inner: dict[str, Any] = {"lr": 0.1, "best": None, "history": [1, 2.5, "é\n", True, {"a": [None]}]}
+    save(tmp_path, {"epoch": 3, "inner": inner, "sizes": (1, 2)}, step=1)
+    target: dict[str, Any] = {"best": 0, "history": [], "lr": 7}
+    state: dict[str, Any] = {"epoch": 0, "inner": target, "sizes": None}
+    load(tmp_path, state)
+    assert state == {"epoch": 3, "inner": inner, "sizes": [1, 2]}
+    assert state["inner"] is target
+
+
+def test_the_manifest_gives_back_step_world_size_and_metadata(tmp_path: Path) -> None:
+    metadata = {"config": {"rows": 10, "names": ["a", "b"]}}
+    (path, _) = world(2).run(lambda: save(tmp_path, {"x": torch.ones(2)}, step=7, metadata=metadata))
+    assert path == tmp_path / "step-00000007"
+    found: Manifest = load(tmp_path, {"x": torch.zeros(2)})
+    assert found == read_manifest(path)
+    assert (found.step, found.world_size, found.metadata) == (7, 2, metadata)
+    assert found.versions["torch"] == torch.__version__
+
+
+def test_no_byte_of_a_tensor_is_stored_twice_and_copies_are_shared_out(tmp_path: Path) -> None:
+    mesh = Mesh((4,))
+
+    def body() -> Path:
+        copies = {f"w{i}": distributed(values((8, 4), i), Layout(mesh, [Replicate()], (8, 4))) for i in range(16)}
+        cut = {"cut": distributed(values((8, 4)), Layout(Mesh((2, 2)), [REPLICATE, Shard(0)], (8, 4)))}
+        return save(tmp_path, copies | cut, step=1)
+
+    path = world(4).run(body)[0]
+    manifest = read_manifest(path)
+    assert sum(c.box.numel for t in manifest.tensors.values() for c in t.chunks) == 17 * 32
+    writers = [c.file for t in manifest.tensors.values() for c in t.chunks]
+    assert {f"rank-000{rank}.safetensors" for rank in range(4)} == set(writers)
+    sizes = [(path / f"rank-000{rank}.safetensors").stat().st_size for rank in range(4)]
+    assert sum(sizes) < 17 * 128 + 4 * 1000
+
+
+def test_the_data_of_every_tensor_is_aligned_for_its_dtype(tmp_path: Path) -> None:
+    dtypes = [torch.int8, torch.float64, torch.bool, torch.float16, torch.complex64, torch.float32]
+    path = save(tmp_path, {f"x{n}": torch.ones(3, dtype=dtype) for n, dtype in enumerate(dtypes)}, step=1)
+    data = (path / "rank-0000.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    starts = [8 + length + header[f"x{n}"]["data_offsets"][0] for n in range(len(dtypes))]
+    assert [start % dtype.itemsize for start, dtype in zip(starts, dtypes, strict=True)] == [0] * len(dtypes)
+
+
+def test_a_rank_that_holds_nothing_writes_no_file(tmp_path: Path) -> None:
+    layout = Layout(Mesh((3,)), [Shard(0)], (2, 2))
+    path = world(3).run(lambda: save(tmp_path, {"x": distributed(values((2, 2)), layout)}, step=1))[0]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "manifest.json",
+        "rank-0000.safetensors",
+        "rank-0001.safetensors",
+    ]
+
+
+def test_parameters_that_require_grad_are_filled(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.arange(3.0)}, step=1)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    layout = Layout(Mesh((1,)), [Replicate()], (3,))
+    sharded = torch.nn.Parameter(blank(layout))
+    load(tmp_path, {"w": parameter})
+    load(tmp_path, {"w": sharded})
+    assert isinstance(sharded, DTensor)
+    assert parameter.tolist() == plain(sharded).tolist() == [0, 1, 2]
+    assert parameter.is_leaf
+    assert parameter.requires_grad
+
+
+def real_round_trip(folder: str) -> bool:
+    size = collectives.world_size()
+    full = values((5, 3))
+    save(folder, {"x": distributed(full, Layout(Mesh((size,)), [Shard(0)], (5, 3))), "epoch": 2}, step=1)
+    layout = Layout(Mesh((size,)), [Shard(1, sizes=(3, 0))], (5, 3))
+    state: dict[str, Any] = {"x": blank(layout), "epoch": 0}
+    load(folder, state)
+    return bits(state["x"]) == bits(local_of(full, layout, collectives.rank())) and state["epoch"] == 2
+
+
+def test_real_processes_save_and_load(tmp_path: Path) -> None:
+    assert world(2, real=True).run(real_round_trip, str(tmp_path)) == [True, True]
+
+
+def test_a_checkpoint_of_the_first_format_is_still_read() -> None:
+    layout = Layout(Mesh((3,)), [Shard(1)], (5, 3))
+
+    def body() -> None:
+        state: dict[str, Any] = {
+            "table": {"weight": blank(layout)},
+            "scale": torch.zeros((), dtype=torch.float64),
+            "epoch": 0,
+        }
+        manifest = load(GOLDEN, state)
+        assert manifest.metadata == {"note": "written by version 1 of the format"}
+        assert manifest.step == 42
+        expected = (torch.arange(15.0) * 0.5 - 3).view(5, 3)
+        assert bits(state["table"]["weight"]) == bits(local_of(expected, layout, collectives.rank()))
+        assert state["scale"].item() == 0.1
+        assert state["epoch"] == 7
+
+    world(3).run(body)

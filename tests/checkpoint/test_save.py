@@ -1,0 +1,378 @@
+"""A checkpoint appears at once and complete, or not at all; earlier ones stay as they are."""
+
+import os
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise import collectives
+from shardwise.checkpoint import latest, load, read_manifest, save
+from shardwise.errors import CheckpointError, MismatchError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.placement import Partial, Replicate, Shard
+from shardwise.tensor import tag
+from shardwise.testing import world
+from tests.checkpoint.faults import failing_at, killed_at
+from tests.checkpoint.states import bits, blank, content, distributed, error_on_every_rank
+
+LAYOUT = Layout(Mesh((2,)), [Shard(0)], (3, 2))
+
+
+def save_sevens(folder: Path, seed: int, **options: Any) -> None:
+    """Save tensors that all hold `seed`, and the number itself."""
+    options = {"step": seed} | options
+    full = torch.full((3, 2), float(seed))
+    save(folder, {"cut": distributed(full, LAYOUT), "whole": full, "seed": seed}, **options)
+
+
+def loaded_seed(folder: Path) -> int:
+    """The number that all tensors of the latest checkpoint hold; fails if they are a mixture."""
+    state = {"cut": torch.zeros(3, 2), "whole": torch.zeros(3, 2), "seed": -1}
+    load(folder, state)
+    assert {*state["cut"].unique().tolist(), *state["whole"].unique().tolist()} == {state["seed"]}  # type: ignore[attr-defined]
+    return int(state["seed"])  # type: ignore[call-overload, no-any-return]
+
+
+def fails(folder: Path, seed: int, **options: Any) -> str:
+    return error_on_every_rank(2, CheckpointError, lambda: save_sevens(folder, seed, **options))
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+# ---- interrupted ------------------------------------------------------------------------------------------
+
+INTERRUPTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "a new step": ({}, {"step": 2}),
+    "the first one": (None, {"step": 2}),
+    "an old step replaced": ({}, {"step": 1, "overwrite": True}),
+    "an old step removed": ({}, {"step": 2, "keep": 1}),
+}
+
+
+@pytest.mark.parametrize(("before", "options"), INTERRUPTED.values(), ids=list(INTERRUPTED))
+def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_never_a_mixture(
+    tmp_path: Path, before: dict[str, Any] | None, options: dict[str, Any]
+) -> None:
+    outcomes = []
+    for moment in count(1):
+        folder = tmp_path / str(moment)
+        if before is not None:
+            world(2).run(save_sevens, folder, 1, **before)
+        killed = killed_at(moment, folder, lambda: world(2).run(save_sevens, folder, 2, **options))  # noqa: B023
+        outcomes.append(loaded_seed(folder) if latest(folder) else None)
+        for complete in folder.glob("step-*"):
+            assert loaded_seed(complete) in (1, 2)
+        if not killed:
+            break
+        world(2).run(save_sevens, folder, 3)
+        assert loaded_seed(folder) == 3
+        assert leftovers(folder) == []
+    old = None if before is None else 1
+    assert len(outcomes) > 8, "the sweep met hardly any operation"
+    assert outcomes == sorted(outcomes, key=lambda seed: seed == 2)
+    assert {*outcomes} == {old, 2}
+
+
+@pytest.mark.parametrize(("before", "options"), INTERRUPTED.values(), ids=list(INTERRUPTED))
+def test_an_operation_that_fails_is_the_same_error_on_all_ranks_and_changes_nothing(
+    tmp_path: Path, before: dict[str, Any] | None, options: dict[str, Any]
+) -> None:
+    failures, complaints = 0, []
+    for moment in count(1):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        if before is not None:
+            world(2).run(save_sevens, folder, 1, **before)
+        found = content(folder)
+
+        def attempt() -> str:
+            try:
+                save_sevens(folder, 2, **options)  # noqa: B023
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        with failing_at(moment, folder) as failed, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            (text,) = set(world(2).run(attempt))
+            came_to_it = failed()
+        complaints += [str(warning.message) for warning in warned]
+        if text:
+            failures += 1
+            assert came_to_it
+            assert "No space left" in text or "no space left" in text
+            assert content(folder) == found
+            world(2).run(save_sevens, folder, 2, **options)
+        assert loaded_seed(folder) == 2
+        if not came_to_it:
+            break
+    assert failures > 5, "the sweep met hardly any operation"
+    assert bool(complaints) == ("keep" in options)
+    assert all("an old checkpoint cannot be removed: No space left" in complaint for complaint in complaints)
+
+
+def test_what_an_interrupted_save_left_behind_is_ignored_and_then_removed(tmp_path: Path) -> None:
+    world(2).run(save_sevens, tmp_path, 1)
+    for name in (".tmp-step-00000009-01234567", ".old-step-00000001-01234567"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0000.safetensors").write_bytes(b"half of it")
+    (tmp_path / ".tmp-latest-01234567").write_text("step-00000009")
+    (tmp_path / ".tmp-mine").mkdir()
+    assert loaded_seed(tmp_path) == 1
+    world(2).run(save_sevens, tmp_path, 2)
+    assert leftovers(tmp_path) == [".tmp-mine"]
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [0, 8, 100, 4000, 40_000, 399_999])
+def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(tmp_path: Path, limit: int) -> None:
+    world(2).run(save_sevens, tmp_path, 1)
+    before = content(tmp_path)
+    layout = Layout(Mesh((2,)), [Shard(0, sizes=(0, 100_000))], (100_000,))
+    with largest_file(limit):
+        text = error_on_every_rank(
+            2, CheckpointError, lambda: save(tmp_path, {"x": distributed(torch.ones(100_000), layout)}, step=2)
+        )
+    assert text.startswith(f"Saving step 2 to {tmp_path} failed:\n  rank 1: File too large: ")
+    assert text.endswith("rank-0001.safetensors")
+    assert content(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_made_is_reported_by_the_system_s_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert fails(tmp_path / "file" / "run", 1) == (
+        f"Saving step 1 to {tmp_path}/file/run failed:\n  rank 0: Not a directory: {tmp_path}/file/run"
+    )
+    assert fails(tmp_path / "file", 1) == (
+        f"Saving step 1 to {tmp_path}/file failed:\n  rank 0: File exists: {tmp_path}/file"
+    )
+    assert "rank 0: File name too long" in fails(tmp_path / ("x" * 300), 1)
+    (tmp_path / "loop").symlink_to("loop")
+    assert "rank 0: " in fails(tmp_path / "loop", 1)
+
+
+# ---- steps, latest, keep ----------------------------------------------------------------------------------
+
+
+def test_a_step_that_exists_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    world(2).run(save_sevens, tmp_path, 1)
+    before = content(tmp_path)
+    assert fails(tmp_path, 2, step=1) == (
+        f"Saving step 1 to {tmp_path} failed:\n  rank 0: {tmp_path}/step-00000001 exists already. "
+        f"Fix: save with overwrite=True, or to another folder"
+    )
+    assert content(tmp_path) == before
+    world(2).run(save_sevens, tmp_path, 2, step=1, overwrite=True)
+    assert loaded_seed(tmp_path) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_keep_removes_the_oldest_and_never_the_one_just_saved(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10, 100_000_000):
+        save_sevens_alone(tmp_path, step, keep=3)
+    assert steps(tmp_path) == [3, 10, 100_000_000]
+    save_sevens_alone(tmp_path, 4, keep=3)  # the run was taken back: what came after is the first to go
+    assert steps(tmp_path) == [3, 4, 100_000_000]
+    save_sevens_alone(tmp_path, 5, keep=1)
+    assert steps(tmp_path) == [5]
+    assert leftovers(tmp_path) == []
+
+
+def save_sevens_alone(folder: Path, step: int, **options: Any) -> None:
+    world(1).run(lambda: save(folder, {"x": torch.tensor(step)}, step=step, **options))
+
+
+def test_keep_does_not_count_or_touch_what_is_not_a_complete_checkpoint(tmp_path: Path) -> None:
+    save_sevens_alone(tmp_path, 1)
+    for name in ("step-00000050", "step-7", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000060").write_text("a file")
+    save_sevens_alone(tmp_path, 2, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step-00000001", "step-00000002", "latest"),
+        *("step-00000050", "step-7", "notes", "step-00000060"),
+    }
+
+
+def test_latest_is_the_one_saved_last_and_else_the_highest_complete_one(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    for step in (9, 10, 3):
+        save_sevens_alone(tmp_path, step)
+    pointer = tmp_path / "latest"
+    assert pointer.read_text() == "step-00000003\n"
+    assert latest(tmp_path) == tmp_path / "step-00000003"
+    for nonsense in (b"", b"step-00000099", b"../step-00000010", b"\xff\xfe", b"step-3"):
+        pointer.write_bytes(nonsense)
+        assert latest(tmp_path) == tmp_path / "step-00000010"
+    pointer.unlink()
+    os.truncate(tmp_path / "step-00000010" / "rank-0000.safetensors", 100)
+    assert latest(tmp_path) == tmp_path / "step-00000009"
+
+
+def test_a_failed_save_can_be_repeated_by_the_same_run(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    assert fails(tmp_path / "run", 1)
+    (tmp_path / "run").unlink()
+    world(2).run(save_sevens, tmp_path / "run", 1)
+    assert loaded_seed(tmp_path / "run") == 1
+
+
+# ---- what cannot be saved ---------------------------------------------------------------------------------
+
+REFUSED = {
+    "a sum not reduced": (lambda: {"x": blank(LAYOUT.replace([Partial()]))}, "tensor 'x': it is a sum that is not"),
+    "a sparse tensor": (lambda: {"x": torch.eye(2).to_sparse()}, "tensor 'x': torch.sparse_coo tensors cannot be"),
+    "a meta tensor": (lambda: {"x": torch.ones(2, device="meta")}, "tensor 'x': it is on the meta device"),
+    "complex doubles": (lambda: {"x": torch.ones(2, dtype=torch.complex128)}, "tensor 'x': torch.complex128 has no"),
+    "not a number": (lambda: {"x": {"y": [1.0, float("nan")]}}, "x.y[1]: cannot be saved: nan is neither"),
+    "infinity": (lambda: {"x": float("inf")}, "x: cannot be saved: inf is neither"),
+    "a tensor in a list": (lambda: {"x": [torch.ones(1)]}, "x[0]: cannot be saved: Tensor is neither"),
+    "an array": (lambda: {"x": np.ones(2)}, "x: cannot be saved: ndarray is neither"),
+    "a function": (lambda: {"x": print}, "x: cannot be saved: builtin_function_or_method is neither"),
+    "bytes": (lambda: {"x": b"y"}, "x: cannot be saved: bytes is neither"),
+    "a lone surrogate": (lambda: {"x": "\ud800"}, "x: cannot be saved: str is neither"),
+    "number keys": (lambda: {"state": {0: {"step": 1}}}, "the keys of the state must be strings that are not empty"),
+    "an empty key": (lambda: {"": 1}, "the keys of the state must be strings that are not empty"),
+    "a surrogate key": (lambda: {"\ud800": 1}, "the keys of the state must be strings that are not empty"),
+    "one name twice": (lambda: {"a": {"b": 1}, "a.b": 2}, "two entries of the state are called 'a.b'"),
+    "a reserved name": (lambda: {"__metadata__": torch.ones(1)}, "no tensor can be called '__metadata__'"),
+    "a number too long": (lambda: {"x": 10**5000}, "ValueError: Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize(("state", "text"), REFUSED.values(), ids=list(REFUSED))
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, state: Any, text: str) -> None:
+    found = error_on_every_rank(2, CheckpointError, lambda: save(tmp_path / "run", state(), step=1))
+    assert found.startswith(f"Saving step 1 to {tmp_path}/run failed: {text}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"step": -1}, "step must be an integer from 0, got -1"),
+        ({"step": 1.0}, "step must be an integer from 0, got 1.0"),
+        ({"step": True}, "step must be an integer from 0, got True"),
+        ({"step": 1, "keep": 0}, "keep must be a positive integer or None, got 0"),
+        ({"step": 1, "metadata": {"rate": float("nan")}}, "metadata['rate']: cannot be saved: nan"),
+        ({"step": 1, "metadata": {1: 2}}, "metadata: cannot be saved: dict"),
+        ({"step": 1, "metadata": [1]}, "state and metadata must be mappings with string keys"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    assert text in error_on_every_rank(2, CheckpointError, lambda: save(tmp_path, {"x": 1}, **options))
+
+
+def test_a_name_that_looks_like_a_piece_of_another_is_refused(tmp_path: Path) -> None:
+    layout = Layout(Mesh((2,)), [Shard(0)], (2,))
+    state = {"a[0:1]": torch.ones(3), "a": torch.ones(2)}
+    with pytest.raises(CheckpointError, match=r"two pieces of the state are called 'a\[0:1\]'"):
+        world(2).run(
+            lambda: save(tmp_path, {n: distributed(state[n], layout) for n in ["a"]} | {"a[0:1]": tied()}, step=1)
+        )
+
+
+def tied() -> torch.Tensor:
+    """Held by rank 0 alone, so that it is written beside the piece of the other tensor."""
+    return distributed(torch.ones(3), Layout(Mesh((1,)), [Replicate()], (3,)))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x00", "\x1b[31mred", "<script>", "é/../..", "x" * 5000, " "])
+def test_any_other_name_is_kept(tmp_path: Path, name: str) -> None:
+    world(2).run(lambda: save(tmp_path, {name: distributed(torch.ones(3, 2), LAYOUT), f"{name}2": 1}, step=1))
+    state = {name: torch.zeros(3, 2), f"{name}2": 0}
+    load(tmp_path, state)
+    assert bits(state[name]) == bits(torch.ones(3, 2))  # type: ignore[arg-type]
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(("step-", "latest"))] == []
+
+
+# ---- ranks that differ ------------------------------------------------------------------------------------
+
+
+def test_copies_that_are_not_equal_are_refused_and_named(tmp_path: Path) -> None:
+    def body() -> None:
+        drifted = torch.ones(3, 2)
+        drifted[2, 1] += 1e-7 * (collectives.rank() == 2)
+        layout = Layout(Mesh((3,)), [Replicate()], (3, 2))
+        save(tmp_path, {"same": torch.ones(1), "w": tag(drifted, layout)}, step=1)
+
+    text = error_on_every_rank(3, CheckpointError, body)
+    assert text.startswith(
+        f"Saving step 1 to {tmp_path} failed: ranks that should hold the same do not:\n"
+        f"  'w' [0:3, 0:2]: rank 0, 1 against rank 2\n  Fix: "
+    )
+    assert content(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("differing", "text"),
+    [
+        (lambda rank: {"state": {"epoch": rank}}, "  'state epoch':\n    rank 0: 0\n    rank 1: 1\n"),
+        (lambda rank: {"state": {"x" * rank or "y": 1}}, "  'state x':\n    rank 0: nothing\n    rank 1: 1\n"),
+        (lambda rank: {"state": {"x": torch.ones(2 + rank)}}, "rank 1: torch.float32 Layout((3,) as [Replicate()]"),
+        (lambda rank: {"step": rank}, "  'step':\n    rank 0: 0\n    rank 1: 1\n"),
+        (lambda rank: {"metadata": {"a": rank}}, '  \'metadata\':\n    rank 0: {"a": 0}\n    rank 1: {"a": 1}\n'),
+        (lambda rank: {"overwrite": bool(rank)}, "  'overwrite':\n    rank 0: False\n    rank 1: True\n"),
+    ],
+    ids=["value", "name", "shape", "step", "metadata", "argument"],
+)
+def test_ranks_that_disagree_are_told_on_what(tmp_path: Path, differing: Any, text: str) -> None:
+    def body() -> None:
+        given = {"state": {}, "step": 1} | differing(collectives.rank())
+        save(tmp_path, given.pop("state"), **given)
+
+    found = error_on_every_rank(2, MismatchError, body)
+    assert text in found
+    assert found.endswith("  Fix: pass the same state and arguments on every rank.")
+    assert content(tmp_path) == {}
+
+
+def test_one_rank_that_cannot_take_part_fails_all(tmp_path: Path) -> None:
+    def body() -> None:
+        state = {"x": 1} if collectives.rank() != 1 else {"x": object()}
+        save(tmp_path, state, step=1)
+
+    text = error_on_every_rank(3, CheckpointError, body)
+    assert text.startswith(f"Saving step 1 to {tmp_path} failed:\n  rank 1: x: cannot be saved: object is neither")
+
+
+def test_ranks_that_do_not_share_a_folder_are_told_so(tmp_path: Path) -> None:
+    def body() -> None:
+        save(tmp_path / str(collectives.rank()), {"x": torch.ones(2)}, step=1)
+
+    text = error_on_every_rank(2, CheckpointError, body)
+    assert text.startswith(f"Saving step 1 to {tmp_path}/0 failed:\n  rank 1: {tmp_path}/1/.tmp-step-00000001-")
+    assert text.endswith("is not there. Fix: save to a folder that all ranks share")
+    assert content(tmp_path) == {"0": None}
+
+
+def test_saving_changes_no_random_state(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    save(tmp_path, {"x": torch.ones(2)}, step=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert read_manifest(tmp_path / "step-00000001").step == 1
