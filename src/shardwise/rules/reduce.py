@@ -143,9 +143,13 @@ def vector_norm(x: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
 
 def _norm_of_shards(ord: float, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     ranks = site.ranks()
-    nothing = float("inf") if ord < 0 else 0.0
-    # A sum over nothing keeps the graph the same as the other ranks'.
-    own = torch.linalg.vector_norm(x, ord) if x.numel() else x.abs().sum() + nothing
+    # Every rank builds the same graph: a sum over nothing where there is nothing, gradients of zero for a count.
+    if ord == 0:
+        own = (x != 0).sum() + x.abs().masked_fill(torch.ones_like(x, dtype=torch.bool), 0).sum()
+    elif x.numel():
+        own = torch.linalg.vector_norm(x, ord)
+    else:
+        own = x.abs().sum() + (float("inf") if ord < 0 else 0.0)
     every = site.exchange(own.reshape(1).repeat(len(ranks)), [1] * len(ranks), [1] * len(ranks))
     return every.sum() if ord == 0 else torch.linalg.vector_norm(every, ord)  # torch knows its gradient at zero
 

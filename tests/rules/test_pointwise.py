@@ -1,0 +1,298 @@
+"""Elementwise ops on sharded operands equal one process: every name of the tables, and the awkward calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise.errors import RuleError
+from shardwise.rules import RULES, OpRule, Row, pointwise
+from shardwise.tensor import dispatch
+from shardwise.testing import world
+from tests.rules.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(0)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def fraction(*shape: int) -> Tensor:
+    """Between 0.1 and 0.9, where nearly every function is smooth."""
+    return torch.rand(shape, dtype=torch.float64, generator=GENERATOR) * 0.8 + 0.1
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.randint(1, 6, shape, generator=GENERATOR)
+
+
+def truths(*shape: int) -> Tensor:
+    return integers(*shape) > 2
+
+
+X, ROW, COLUMN = fraction(5, 3), fraction(3), fraction(5, 1)
+TWO = """
+    add atan2 copysign div divide eq float_power floor_divide fmax fmin fmod ge greater greater_equal gt heaviside hypot
+    isclose le less less_equal logaddexp logaddexp2 lt maximum minimum mul multiply ne nextafter not_equal pow remainder
+    rsub sub subtract true_divide xlogy
+""".split()
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(TWO, (X, ROW)),
+    **{f"bitwise_{name}": (integers(5, 3), integers(3)) for name in ("and", "or", "xor")},
+    **{f"logical_{name}": (truths(5, 3), truths(3)) for name in ("and", "or", "xor")},
+    "bitwise_not": (integers(5, 3),),
+    "clamp": (X, 0.3, 0.6),
+    "clip": (X, 0.3, 0.6),
+    "clamp_min": (X, ROW),
+    "clamp_max": (X, 0.5),
+    "ldexp": (X, integers(3)),
+    "lerp": (X, ROW, COLUMN),
+    "full_like": (X, 3.0),
+    "masked_fill": (X, truths(3), 2.0),
+    "mvlgamma": (X + 2, 2),
+    "threshold": (X, 0.5, 2.0),
+    "to": (X, torch.float32),
+    "type_as": (integers(5), X),
+    "where": (truths(5, 1), X, ROW),
+}
+NAMES = sorted(
+    {
+        *pointwise.NONLINEAR,
+        *pointwise.HOMOGENEOUS,
+        *pointwise.ADDITIVE,
+        *pointwise.BILINEAR,
+        *pointwise.NUMERATOR,
+        *pointwise.COPIES,
+        *pointwise.CONVERSIONS,
+        *pointwise.FILLED,
+        "where",
+        "zeros_like",
+    }
+)
+
+
+def spelled(name: str) -> Callable[..., Any] | None:
+    for home in (torch, Tensor, F, torch.special):
+        found = getattr(home, name, None)
+        if callable(found) and found in RULES:
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+KNOWN = [name for name in NAMES if spelled(name) is not None]
+
+
+def test_hardly_a_name_of_the_tables_means_nothing_to_torch() -> None:
+    assert {name for name in NAMES if name not in KNOWN} == {"alias", "real_if_close"}  # those are spelled in aten only
+
+
+def sample_of(name: str) -> Sample:
+    op = spelled(name)
+    assert op is not None
+    arguments = ARGUMENTS.get(name, (X,))
+    tolerance = {"half": 1e-2, "bfloat16": 1e-1, "float": 1e-5, "to": 1e-5}.get(name)
+    return Sample(op, arguments, gradients=name not in {"nextafter", "heaviside", "floor_divide"}, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_name_equals_one_process(name: str) -> None:
+    tally = assert_equals_one_process([sample_of(name)], (Mesh((3,)), Mesh((2, 2))), limit=8)
+    assert tally.cases >= 8
+    assert not tally.refused
+
+
+WRONG = [
+    (lambda x: [Row((Partial(),), Partial(), "sums pass through a square")], "not close"),
+    (lambda x: [Row((S0,), Shard(1), "the cut changes dims")], "Tensor-likes|shape|[Dd]im|Layout"),
+    (lambda x: [Row((S0,), Partial(), "pieces are summands")], "rank"),
+    (lambda x: [Row((S0,), S0, "the gradient is lost", lambda site, x: torch.special.entr(x.detach()))], "grad"),
+]
+
+
+@pytest.mark.parametrize(("rule", "what"), WRONG)
+def test_the_check_finds_rows_that_are_wrong(rule: Callable[..., list[Row]], what: str) -> None:
+    op = torch.special.entr  # any function without a rule
+    assert op not in RULES
+    RULES[op] = OpRule(rule, shape=pointwise.broadcast)
+    try:
+        with pytest.raises(Exception, match=what):
+            assert_equals_one_process([Sample(op, (fraction(4, 4),))], (Mesh((2,)),), limit=20)
+    finally:
+        del RULES[op]
+        dispatch._cache.clear()
+
+
+IN_PLACE = ["abs", "add", "clamp_min", "copy", "div", "exp", "fmod", "lerp", "mul", "neg", "pow", "relu", "sub", "zero"]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_ops_equal_one_process_or_are_refused(name: str) -> None:
+    more: tuple[Any, ...] = {"lerp": (ROW, 0.3), "pow": (2.0,)}.get(
+        name, (ROW,) if name in (*TWO, "copy", "clamp_min") else ()
+    )
+    samples = [
+        Sample(getattr(Tensor, f"{name}_"), (normal(5, 3), *more)),
+        Sample(getattr(Tensor, f"{name}_"), (normal(1, 3), *more)),  # one row: some rank holds nothing
+    ]
+    tally = assert_equals_one_process(samples, (Mesh((2,)), Mesh((3,)), Mesh((2, 2))), limit=10)
+    assert tally.cases - tally.refused > tally.cases // 3
+
+
+AWKWARD = [
+    Sample(torch.add, (X, ROW), {"alpha": 2}),
+    Sample(torch.add, (X, 2)),
+    Sample(torch.add, (normal(), normal())),
+    Sample(torch.sub, (normal(), X), {"alpha": 3}),
+    Sample(torch.mul, (normal(1, 4), normal(3, 1))),
+    Sample(torch.mul, (normal(2, 1, 3), normal(5, 1))),
+    Sample(torch.mul, (integers(5, 3), normal(3))),
+    Sample(torch.mul, (normal(5).float(), normal(5))),
+    Sample(torch.mul, (normal(5).float(), normal()), tolerance=1e-5),
+    Sample(torch.div, (integers(5, 3), integers(3))),
+    Sample(torch.div, (X, ROW), {"rounding_mode": "floor"}),
+    Sample(torch.maximum, (normal(0, 3), normal(3))),
+    Sample(torch.maximum, (normal(5, 3), normal(5, 3))),
+    Sample(torch.max, (normal(5), normal(3, 1))),
+    Sample(torch.addcmul, (X, ROW, COLUMN), {"value": 2.0}),
+    Sample(torch.addcdiv, (X, ROW, COLUMN)),
+    Sample(torch.exp, (normal(1, 1),)),
+    Sample(torch.exp, (normal(2, 0),)),
+    Sample(Tensor.long, (normal(5) * 3,)),
+    Sample(Tensor.int, (normal(5) * 3,)),
+    Sample(Tensor.bool, (integers(5) - 2,)),
+    Sample(Tensor.to, (integers(5), torch.float64)),
+    Sample(Tensor.to, (normal(5), torch.int32)),
+    Sample(Tensor.to, (integers(5), normal(2))),
+    Sample(torch.where, (truths(5), 1.0, normal(5))),
+    Sample(Tensor.__rsub__, (X, 3)),
+    Sample(Tensor.__rpow__, (X, 2)),
+    Sample(Tensor.__rtruediv__, (X, 2.0)),
+    Sample(Tensor.__radd__, (X, 1)),
+    Sample(F.relu, (normal(5, 3),)),
+    Sample(F.gelu, (X,), {"approximate": "tanh"}),
+    Sample(F.leaky_relu, (normal(5, 3), 0.2)),
+    Sample(F.dropout, (normal(5), 0.5, False)),
+    Sample(F.dropout, (normal(5), 0.0, True)),
+]
+
+
+@pytest.mark.parametrize("sample", AWKWARD, ids=str)
+def test_awkward_calls_equal_one_process(sample: Sample) -> None:
+    assert_equals_one_process([sample], MESHES, limit=8)
+
+
+@world(2)
+def test_what_a_number_or_a_dtype_changes_is_not_taken_from_a_cache() -> None:
+    x = distribute_tensor(torch.tensor([-1.5, 0.5, 1.5]), Mesh((2,)), [S0])
+    assert as_dtensor(torch.pow(x, 2.0)).full_tensor().tolist() == [2.25, 0.25, 2.25]
+    assert as_dtensor(torch.pow(x, 3.0)).full_tensor().tolist() == [-3.375, 0.125, 3.375]
+    assert as_dtensor(torch.div(x, 1.0, rounding_mode="floor")).full_tensor().tolist() == [-2.0, 0.0, 1.0]
+    assert as_dtensor(torch.div(x, 1.0, rounding_mode="trunc")).full_tensor().tolist() == [-1.0, 0.0, 1.0]
+    assert as_dtensor(torch.full_like(x, 1)).full_tensor().tolist() == [1.0, 1.0, 1.0]
+    assert as_dtensor(torch.full_like(x, 2.5)).full_tensor().tolist() == [2.5, 2.5, 2.5]
+    whole = distribute_tensor(torch.tensor([4, 5, 6]), Mesh((2,)), [S0])
+    assert as_dtensor(whole.to(torch.float64)).dtype == torch.float64
+    assert as_dtensor(whole.to(torch.int32)).dtype == torch.int32
+
+
+@world(2)
+def test_dropout_in_training_is_refused_even_after_a_call_that_dropped_nothing() -> None:
+    x = distribute_tensor(torch.ones(4), Mesh((2,)), [S0])
+    assert as_dtensor(F.dropout(x, 0.0, True)).full_tensor().sum() == 4
+    with pytest.raises(RuleError, match="dropout in training mode"):
+        F.dropout(x, 0.5, True)
+
+
+RANDOM: dict[str, Callable[[Tensor], object]] = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 5),
+    "bernoulli": torch.bernoulli,
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "poisson": torch.poisson,
+    "dropout": lambda x: torch.dropout(x, 0.5, True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "dropout1d": lambda x: F.dropout1d(x.view(2, 2)),
+    "nn.Dropout": torch.nn.Dropout(0.5),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=0),
+    "bernoulli_": lambda x: x.bernoulli_(0.5),
+    "exponential_": lambda x: x.exponential_(),
+    "geometric_": lambda x: x.geometric_(0.5),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "random_": lambda x: x.random_(),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@world(2)
+def test_random_ops_without_a_rule_are_refused(name: str) -> None:
+    """They would draw the same numbers in every shard, or different ones in every replica."""
+    for placement in (S0, R):
+        with pytest.raises(RuleError):
+            RANDOM[name](distribute_tensor(torch.full((4,), 0.5), Mesh((2,)), [placement]))
+
+
+@world(2)
+def test_out_arguments_are_refused() -> None:
+    """A moved copy would be written to, and the tensor itself left as it was."""
+    x = distribute_tensor(torch.ones(4), Mesh((2,)), [S0])
+    for out in (torch.zeros(4), distribute_tensor(torch.zeros(4), Mesh((2,)), [R])):
+        with pytest.raises(RuleError, match="add: out= is not supported"):
+            torch.add(x, x, out=out)
+    with pytest.raises(RuleError):
+        torch.cumsum(x, 0, out=distribute_tensor(torch.zeros(4), Mesh((2,)), [R]))
+
+
+@world(2)
+def test_in_place_ops_that_summands_do_not_allow_are_refused_and_change_nothing() -> None:
+    x = DTensor.from_local(torch.full((3,), -1.0), Mesh((2,)), [Partial()])
+    changes: list[Callable[[], object]] = [
+        lambda: x.add_(1),
+        lambda: x.pow_(2),
+        lambda: F.relu(x, inplace=True),
+        x.abs_,
+        x.zero_,
+    ]
+    for change in changes:
+        with pytest.raises(RuleError, match="Fix: "):
+            change()
+    assert as_dtensor(x.mul_(3)).placements == (Partial(),)
+    assert x.full_tensor().tolist() == [-6.0] * 3
+
+
+@world(2)
+def test_in_place_into_a_plain_tensor_adds_the_whole() -> None:
+    plain = torch.zeros(4)
+    plain.add_(distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0]))
+    plain += distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0])
+    assert plain.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_operands_of_different_meshes_are_refused_alike_on_every_rank() -> None:
+    def body() -> str:
+        x = distribute_tensor(torch.ones(4), Mesh((4,)), [S0])
+        y = distribute_tensor(torch.ones(4), Mesh((2, 2)), [S0, R])
+        with pytest.raises(RuleError) as caught:
+            torch.add(x, y)
+        return str(caught.value)
+
+    (text,) = set(world(4).run(body))
+    assert text == (
+        "add: operands live on different meshes, Mesh(0=4) and Mesh(0=2, 1=2). "
+        "Fix: redistribute one of them to the other's device_mesh."
+    )
+
+
+@world(2)
+def test_where_with_a_condition_alone_says_what_to_use() -> None:
+    with pytest.raises(RuleError, match="use nonzero"):
+        torch.where(distribute_tensor(torch.ones(4) > 0, Mesh((2,)), [S0]))
