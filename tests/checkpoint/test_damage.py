@@ -141,11 +141,11 @@ def test_a_file_that_grew_or_shrank_since_it_was_found_is_refused(saved: Path) -
 
 
 def test_no_file_stays_open(saved: Path) -> None:
-    before = os.listdir("/proc/self/fd")
+    before = sorted(Path("/proc/self/fd").iterdir())
     load(saved, {"cut": torch.zeros(5, 3), "whole": torch.zeros(4), "epoch": 0})
     (saved / "rank-0001.safetensors").write_bytes((saved / "rank-0001.safetensors").read_bytes()[:-1] + b"?")
     refused(saved)
-    assert os.listdir("/proc/self/fd") == before
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_an_extra_file_does_no_harm(saved: Path) -> None:
