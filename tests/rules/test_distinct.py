@@ -92,6 +92,7 @@ def test_spread_can_be_differentiated_twice() -> None:
     found, rows = distinct(ids.reshape(-1)), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda r: spread(r, found, ids, Bags("mean", None)), (rows,))
     assert torch.autograd.gradgradcheck(lambda r: spread(r, found, ids, None), (rows,))
+    assert torch.autograd.gradgradcheck(lambda r: looked_up(r, ids % 2, Bags("sum", None), False), (rows,))
 
 
 EVEN = torch.arange(300).view(100, 3).T  # every rank asks every owner for as much

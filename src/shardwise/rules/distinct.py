@@ -127,7 +127,7 @@ class _Lookup(torch.autograd.Function):
         if sparse:
             grad = torch.sparse_coo_tensor(found.values[None], rows, shape, check_invariants=False, is_coalesced=True)
         else:
-            grad = rows.new_zeros(shape).index_copy(0, found.values, rows)
+            grad = rows.new_zeros(shape).index_copy_(0, found.values, rows)
         return grad, None, None, None
 
 
