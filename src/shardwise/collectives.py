@@ -163,7 +163,7 @@ def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     lengths = all_to_all(torch.tensor([len(data)] * count), [1] * count, [1] * count, ranks).tolist()
     buffer = torch.frombuffer(bytearray(data) * count, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     received = all_to_all(buffer, [len(data)] * count, lengths, ranks)
-    return [bytes(piece.tolist()) for piece in received.split(lengths)]
+    return [piece.numpy().tobytes() for piece in received.split(lengths)]
 
 
 def gather_json(value: T, ranks: Ranks) -> list[T]:

@@ -29,13 +29,14 @@ class Layout:
         LayoutError: placements that do not describe a tensor of this shape on this mesh.
     """
 
-    __slots__ = ("_boxes", "_dual", "_hash", "kind", "mesh", "placements", "shape", "shard_order")
+    __slots__ = ("_boxes", "_dual", "_hash", "kind", "mesh", "partial_axes", "placements", "shape", "shard_order")
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     shard_order: tuple[int, ...]
-    kind: tuple[object, ...]
+    kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
+    partial_axes: tuple[int, ...]  # whose positions hold contributions to the value
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Layout:
         put(self, "shard_order", order)
         put(self, "kind", (mesh, tuple(map(_without_sizes, canonical)), len(shape), order))
         put(self, "_hash", hash((mesh, canonical, shape, order)))
+        put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
         put(self, "_boxes", {})
         put(self, "_dual", None)
 
@@ -176,11 +178,6 @@ class Layout:
     def is_replicated(self) -> bool:
         """Whether every rank of the mesh holds the whole value."""
         return all(p == REPLICATE for p in self.placements)
-
-    @property
-    def partial_axes(self) -> tuple[int, ...]:
-        """The axes whose positions hold contributions to the value."""
-        return tuple(axis for axis, p in enumerate(self.placements) if isinstance(p, Partial))
 
     def contribution(self, rank: int) -> tuple[int, ...]:
         """Where `rank` stands on the Partial axes: ranks with different answers hold different summands."""

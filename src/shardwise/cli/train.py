@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     from shardwise.cli import training_view as view
     from shardwise.data import load_pyident, popularity_baseline
+    from shardwise.errors import RankFailedError
     from shardwise.launch import launch, under_torchrun
     from shardwise.train import loop, plans
 
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         view.show_start(config, data, placed, resumed_step)
     try:
         outcome = launch(on_rank, config, plan, args.resume, nproc=num_ranks)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RankFailedError):
         if speaks:
             view.show_interruption(config)
         raise

@@ -17,6 +17,7 @@ from shardwise.train.ledger import Progress
 from shardwise.train.loop import Outcome
 from shardwise.train.plans import NAMED, Placed
 
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 SHOWN_RANKS = 4  # with more, the plan shows the fullest and the emptiest rank
 
 
@@ -41,7 +42,7 @@ def _print_table(rows: Sequence[Sequence[str]], left: int) -> None:
             ]
             print("  ".join(cells).rstrip())
         return
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for i, name in enumerate(rows[0]):
         table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
     for row in rows[1:]:
@@ -158,8 +159,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _bytes(number: float) -> str:
-    """In the largest unit that leaves at least one before the point."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"
+    """In the largest unit of which there is one or more, to a tenth below a hundred."""
+    unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
+    digits = 1 if 1 < size and number < 99.95 * size else 0
+    return f"{number / size:.{digits}f} {unit}"

@@ -55,10 +55,12 @@ class Row:
 class Site(Protocol):
     """Where a row's local function runs, and the exchanges it may make itself (all differentiable)."""
 
-    rank: int
     layouts: tuple[Layout, ...]  # of the tensor operands, as the row wants them
     output: Layout  # of the (first) result
     axes: tuple[int, ...]  # the mesh axes for which this local function was chosen
+
+    @property
+    def rank(self) -> int: ...
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself."""

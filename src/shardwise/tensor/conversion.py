@@ -135,9 +135,6 @@ def _fitted(
     shape: Sequence[int] | None,
 ) -> Layout:
     """Give every Shard without sizes the sizes that the parts have."""
-    ndims = {len(s) for s in shapes.values()}
-    if len(ndims) > 1:
-        raise MismatchError(f"from_local: parts have different numbers of dims: {shapes}.")
     fixed = any(isinstance(p, Boxes | OnRanks) for p in placements)
     if fixed and shape is None:
         owners = [s for r, s in shapes.items() if not _holds_nothing(mesh, placements, r)]
@@ -150,6 +147,8 @@ def _fitted(
             raise LayoutError(f"from_local: {list(placements)} needs the global shape. Fix: pass shape=.")
     if fixed:
         return Layout(mesh, placements, shape or ())
+    if len({len(s) for s in shapes.values()}) > 1:
+        raise MismatchError(f"from_local: parts have different numbers of dims: {shapes}.")
     whole = list(next(iter(shapes.values())))
     dims: dict[int, list[int]] = {}
     for axis, p in enumerate(placements):

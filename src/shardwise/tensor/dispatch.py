@@ -83,7 +83,7 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _attribute(func, name, attribute, args)
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return lists.run(func, name, args, kwargs)
-    return through_the_dispatcher(func, args, kwargs)
+    return through_the_dispatcher(func, args, kwargs, promoted)
 
 
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -369,7 +369,5 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-DTensor._specials |= dict.fromkeys(
-    (Tensor.as_subclass, Tensor.set_, Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage), _refuse
-)
+DTensor._specials |= dict.fromkeys((Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage), _refuse)
 DTensor._enter = staticmethod(enter)

@@ -36,6 +36,8 @@ class DTensor(torch.Tensor):
     # Set by the modules that know them; the class itself imports nothing from above.
     _enter: Handler
     _specials: dict[Any, Handler]
+    _read_grad: Callable[["DTensor"], "DTensor | None"]
+    _write_grad: Callable[["DTensor", Tensor | None], None]
 
     @classmethod
     def __torch_function__(
@@ -232,21 +234,15 @@ class DTensor(torch.Tensor):
         Gradients of Replicate axes wait as summands until they are read; then all that wait are reduced
         together.
         """
-        from shardwise.tensor import gradients
-
-        return gradients.read(self)
+        return self._read_grad(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        from shardwise.tensor import gradients
-
-        gradients.write(self, value)
+        self._write_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        from shardwise.tensor import gradients
-
-        gradients.write(self, None)
+        self._write_grad(self, None)
 
     def backward(
         self,
@@ -271,6 +267,9 @@ class DTensor(torch.Tensor):
 
     def data_ptr(self) -> NoReturn:
         raise RuleError(_local_only("data_ptr()"))
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuleError(_local_only("set_()"))
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise RuleError(

@@ -6,6 +6,7 @@ gradient accumulation without communication and bucketed reduction are this one 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
 from shardwise.movement import move
-from shardwise.placement import REPLICATE, Partial
+from shardwise.placement import PARTIAL, REPLICATE, Partial
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
 _raw_grad: Any = torch._C.TensorBase.grad
@@ -38,7 +39,7 @@ _collecting: "WeakKeyDictionary[Any, Batch]" = WeakKeyDictionary()
 def watch(leaf: DTensor) -> None:
     """Let a leaf with a Replicate axis join the batch of the backward that reaches it."""
     with DisableTorchFunctionSubclass():
-        if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not leaf._layout.dual().partial_axes:
+        if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not _axes_to_reduce(leaf._layout):
             return
         leaf._watched = True
         leaf.register_post_accumulate_grad_hook(_joined)  # type: ignore[no-untyped-call]
@@ -60,25 +61,25 @@ def read(x: DTensor) -> DTensor | None:
     with DisableTorchFunctionSubclass():
         if x._grad_batch is not None:
             _reduce(x._grad_batch)
-        if x._layout.dual().partial_axes:
-            raw = _raw_grad.__get__(x)
+        raw = _raw_grad.__get__(x)
+        if _axes_to_reduce(x._layout):
             if raw is not None:  # a leaf that was not watched, or a non-leaf that retains its gradient
                 _keep_reduced([(x, raw)])
             return x._reduced_grad
-        raw = _raw_grad.__get__(x)
         if raw is not None and type(raw) is not DTensor:
-            tag(raw, x._layout.dual())
+            tag(raw, _readable(x._layout))
         return raw  # type: ignore[no-any-return]
 
 
 def write(x: DTensor, value: Tensor | None) -> None:
     """Set or clear the gradient; a plain tensor is taken for the whole gradient."""
-    with DisableTorchFunctionSubclass():
-        if x._grad_batch is not None:
-            x._grad_batch.leaves.pop(id(x), None)
-            x._grad_batch = None
-        _raw_grad.__set__(x, None)
+    if x._grad_batch is not None:
+        x._grad_batch.leaves.pop(id(x), None)
+        x._grad_batch = None
+    if x._reduced_grad is not None:
         x._reduced_grad = None
+    with DisableTorchFunctionSubclass():
+        _raw_grad.__set__(x, None)
         if value is None:
             return
         if tuple(value.shape) != x._layout.shape:
@@ -88,10 +89,10 @@ def write(x: DTensor, value: Tensor | None) -> None:
         replicated = x._layout.replace([REPLICATE] * x._layout.mesh.ndim)
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
-        if x._layout.dual().partial_axes:
+        if _axes_to_reduce(x._layout):
             x._reduced_grad = moved(value, _readable(x._layout))
         else:
-            _raw_grad.__set__(x, moved(value, x._layout.dual()))
+            _raw_grad.__set__(x, moved(value, _readable(x._layout)))
 
 
 def _reduce(batch: Batch) -> None:
@@ -113,12 +114,11 @@ def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
     buckets: dict[Any, list[tuple[DTensor, Tensor]]] = {}
     for leaf, raw in waiting:
         _raw_grad.__set__(leaf, None)
-        raw = plain(raw)
+        mesh, axes = leaf._layout.mesh, _axes_to_reduce(leaf._layout)
         if raw.is_sparse:
-            _add_reduced(leaf, _sum_sparse(raw, leaf._layout))
-            continue
-        key = (leaf._layout.mesh, leaf._layout.dual().partial_axes, raw.dtype, raw.device)
-        buckets.setdefault(key, []).append((leaf, raw))
+            _add_reduced(leaf, _sum_sparse(plain(raw), leaf._layout))
+        else:
+            buckets.setdefault((mesh, axes, raw.dtype, raw.device), []).append((leaf, plain(raw)))
     for (mesh, axes, _, _), members in buckets.items():
         flat = torch.cat([raw.reshape(-1) for _, raw in members]) if len(members) > 1 else members[0][1].reshape(-1)
         line = mesh.submesh(axes, collectives.rank())
@@ -141,7 +141,7 @@ def _add_reduced(leaf: DTensor, total: Tensor) -> None:
 def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     """Row-sparse summands of all ranks as one sparse tensor: indices and values travel, never the dense table."""
     own = raw.coalesce()
-    line = layout.mesh.submesh(layout.dual().partial_axes, collectives.rank())
+    line = layout.mesh.submesh(_axes_to_reduce(layout), collectives.rank())
     ranks = tuple(sorted(line.ranks))
     count = own.indices().shape[1]
     counts = collectives.all_to_all(
@@ -181,12 +181,17 @@ def as_cotangent(value: Tensor, layout: Layout, of: Layout) -> Tensor:
 def _seed(output: DTensor, gradient: Any) -> Tensor:
     """The cotangent that backward starts with at `output`."""
     layout = output._layout
-    whole = layout.replace([REPLICATE] * layout.mesh.ndim)
     if gradient is None:
         if output.numel() != 1:
             raise RuntimeError(
                 f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}."
             )
+        if all(p == REPLICATE or p == PARTIAL for p in layout.placements):
+            shares = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == REPLICATE)
+            with DisableTorchFunctionSubclass():
+                return torch.full(layout.shape, 1 / shares, dtype=output.dtype, device=output.device)
+    whole = layout.replace([REPLICATE] * layout.mesh.ndim)
+    if gradient is None:
         return as_cotangent(torch.ones(layout.shape, dtype=output.dtype, device=output.device), whole, layout)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout)
@@ -244,6 +249,13 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         )
 
 
+@lru_cache(maxsize=4096)
+def _axes_to_reduce(layout: Layout) -> tuple[int, ...]:
+    """The axes whose ranks hold different summands of the gradient of a tensor laid out so."""
+    return tuple(axis for axis in layout.dual().partial_axes if layout.mesh.shape[axis] > 1)
+
+
+@lru_cache(maxsize=4096)
 def _readable(layout: Layout) -> Layout:
     """The layout of the gradient that users see: that of the tensor, and whole where the tensor is in summands."""
     if not layout.partial_axes:
@@ -277,4 +289,5 @@ class FromPlain(torch.autograd.Function):
         return move(grads[0], ctx.layout.dual(), ctx.border), None, None
 
 
+DTensor._read_grad, DTensor._write_grad = staticmethod(read), staticmethod(write)
 DTensor._specials = {torch.autograd.backward: backward, torch.autograd.grad: grad}

@@ -79,6 +79,8 @@ def recipe(
             raise
         return recipe(name, rule, layouts, [whole] * len(chosen), output_shape)
     moves = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
+    if moves and layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
+        moves = tuple((i, b) for i, b in moves if not _same_on_one_rank(layouts[i], b))
     if rule.in_place and moves and moves[0][0] == 0:
         raise RuleError(
             f"{name} works in place, but would have to move its operand from {layouts[0]} to {wanted[0]}. "
@@ -87,6 +89,11 @@ def recipe(
     local = next((row.local for row in chosen if row.local is not None), None)
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local is not None) if local is not None else ()
     return Recipe(moves, tuple(wanted), local, axes, output)
+
+
+def _same_on_one_rank(a: Layout, b: Layout) -> bool:
+    rank = a.mesh.ranks[0]
+    return len(a.boxes(rank)) == len(b.boxes(rank)) == 1
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,11 @@ def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
     if x._layout.partial_axes:
         raise RuleError(f"coalesce: {x._layout} has rows on several ranks that add up. Fix: redistribute it first.")
     with DisableTorchFunctionSubclass():
-        return tag(func(plain(x)), x._layout)
+        local = plain(x)
+        rows = local._indices()
+        if rows.shape[0] == 1 and bool((rows.diff() > 0).all()):  # as lookups make them; sorting costs more than a look
+            local._coalesced_(True)
+        return tag(func(local), x._layout)
 
 
 def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -4,6 +4,7 @@ The function runs once on wrappers that carry the global shape. Autograd records
 locals, because the wrappers themselves never require grad.
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -15,9 +16,12 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, contiguous_strides
+from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES
 from shardwise.tensor.dtensor import DTensor, moved, passing, tag
+
+Promote = Callable[[Tensor, Mesh, str], DTensor]
 
 
 class Wrapper(torch.Tensor):
@@ -92,12 +96,14 @@ def _run_replicated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
 
-def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on wrappers and unwrap what comes back."""
+def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], promote: Promote) -> Any:
+    """Run `func` on wrappers and unwrap what comes back; `promote` makes DTensors of plain tensors on a mesh."""
     entered: dict[int, tuple[DTensor, Wrapper]] = {}
     mesh = next((x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor), None)
 
     def enter(x: Any) -> Any:
+        if mesh is not None and isinstance(x, Tensor) and type(x) is not DTensor and not x.is_sparse:
+            x = promote(x, mesh, str(getattr(func, "__name__", func)))
         if type(x) is DTensor:
             if id(x) not in entered:
                 entered[id(x)] = (x, Wrapper(x))

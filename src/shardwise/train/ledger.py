@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from time import perf_counter
 
 from torch import Tensor
@@ -45,13 +47,11 @@ class Ledger:
         self._start = perf_counter()
         self._calls: Counter[str] = Counter()
         self._sent_bytes = 0
-        self._loss: Tensor | float = 0.0  # the sum over examples since the last report; adding it sends nothing
-        self._loss_examples = 0
+        self._losses: list[tuple[Tensor, int]] = []  # since the last report, with the examples of each
 
     def add(self, loss: Tensor, num_examples: int, meter: collectives.CommMeter) -> None:
         """A step with this mean loss."""
-        self._loss = self._loss + loss * num_examples
-        self._loss_examples += num_examples
+        self._losses.append((loss, num_examples))
         self.num_steps += 1
         self.num_examples += num_examples
         self._calls.update(meter.calls)
@@ -74,8 +74,10 @@ class Ledger:
         Raises:
             DivergedError: the loss is not finite.
         """
-        loss = float(self._loss) / self._loss_examples
-        self._loss, self._loss_examples = 0.0, 0
+        # Added up before it is read: what is a sum over ranks is then reduced once.
+        total = reduce(add, (loss * count for loss, count in self._losses))
+        loss = total.item() / sum(count for _, count in self._losses)
+        self._losses.clear()
         if not math.isfinite(loss):
             raise DivergedError(f"the loss before step {step} is {loss}. Fix: try a smaller learning_rate.")
         return Progress(step, last_step, epoch, loss, self.num_examples / self.seconds)
