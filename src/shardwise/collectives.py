@@ -17,6 +17,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the world of the moment of their import as a default argument. Where a world exists by then
+# (torch.optim imports it by way of torch._dynamo), that world is never freed, and gloo's threads abort the process
+# at its end, once in some dozens of times.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh

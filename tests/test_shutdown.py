@@ -1,0 +1,26 @@
+"""A world that was left is gone, whatever torch imported meanwhile."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import os, sys
+from pathlib import Path
+from shardwise import collectives
+collectives.init_processes(0, 1, sys.argv[1])
+import torch._dynamo, torch.distributed.fsdp
+def gloo():
+    return [t for t in Path("/proc/self/task").iterdir() if "gloo" in (t / "comm").read_text()]
+assert gloo(), "no thread of gloo has that name any more, so this test sees nothing"
+collectives.shutdown()
+assert not gloo(), "gloo's threads are alive after the shutdown"
+"""
+
+
+def test_no_thread_of_gloo_survives_the_shutdown(tmp_path: Path) -> None:
+    """They would abort the process at its end, now and then, after all its work was done."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path / "store")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
