@@ -35,7 +35,7 @@ def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
     assert said[1] == "Plan row for 2 ranks: every table is cut by rows."
     table = said[2:7]
     assert table[0].split() == ["parameter", "shape", "placement", "rank", "0", "rank", "1"]
-    assert table[1].split() == ["context.weight", "3,530", "x", "16", "Shard(0)", *["110.3", "KiB"] * 2]
+    assert table[1].split() == ["context.weight", "3,530", "x", "16", "Shard(0)", *["110", "KiB"] * 2]
     assert [line.split("  loss")[0] for line in said if line.startswith("step")] == [
         "step 2/4  epoch 1",
         "step 4/4  epoch 1",

@@ -161,5 +161,5 @@ def _count(number: int, noun: str) -> str:
 def _bytes(number: float) -> str:
     """In the largest unit of which there is one or more, to a tenth below a hundred."""
     unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
-    digits = 1 if 1 < size and number < 99.95 * size else 0
+    digits = 1 if size > 1 and number < 99.95 * size else 0
     return f"{number / size:.{digits}f} {unit}"
