@@ -242,12 +242,20 @@ def test_random_ops_without_a_rule_are_refused(name: str) -> None:
 
 
 @world(2)
-def test_out_arguments_are_refused() -> None:
-    """A moved copy would be written to, and the tensor itself left as it was."""
-    x = distribute_tensor(torch.ones(4), Mesh((2,)), [S0])
-    for out in (torch.zeros(4), distribute_tensor(torch.zeros(4), Mesh((2,)), [R])):
-        with pytest.raises(RuleError, match="add: out= is not supported"):
-            torch.add(x, x, out=out)
+def test_out_arguments_receive_the_whole_result_in_their_own_layout() -> None:
+    """A moved copy was written to, and the tensor itself left as it was."""
+    x = distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0])
+    for placement in (S0, R, Shard(0, [1, 3])):
+        out = distribute_tensor(torch.zeros(4), Mesh((2,)), [placement])
+        assert torch.add(x, x, out=out) is out
+        assert out.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert out.placements == distribute_tensor(torch.zeros(4), Mesh((2,)), [placement]).placements
+    plain = torch.zeros(4)
+    torch.mul(x, 3, out=plain)
+    assert plain.tolist() == [0.0, 3.0, 6.0, 9.0]
+    for bad in (torch.zeros(3), torch.zeros(4, dtype=torch.int64)):
+        with pytest.raises(RuleError, match="out= must be a tensor of the shape and dtype"):
+            torch.add(x, x, out=bad)
     with pytest.raises(RuleError):
         torch.cumsum(x, 0, out=distribute_tensor(torch.zeros(4), Mesh((2,)), [R]))
 

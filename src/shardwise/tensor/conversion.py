@@ -21,8 +21,10 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     layout = x._layout
     with DisableTorchFunctionSubclass():
         local = plain(x)
-        if not (torch.is_grad_enabled() and local.requires_grad):
+        if not local.requires_grad:
             return local
+        if not torch.is_grad_enabled():
+            return local.detach()
         border = layout.replace(without_partial(layout.placements) if grad_placements is None else grad_placements)
         return ToPlain.apply(local, layout, border)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -88,9 +88,9 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` by its rule."""
+    if kwargs and kwargs.get("out") is not None:
+        return _into_out(func, args, kwargs)
     key, mixed = _key(func, rule, args, kwargs)
-    if "out" in kwargs and kwargs["out"] is not None:
-        raise RuleError(f"{_name(func)}: out= is not supported on DTensors. Fix: use the result, or copy_() it.")
     if mixed:
         if rule.in_place and type(args[0]) is not DTensor:
             return _into_plain(func, args, kwargs)
@@ -108,6 +108,16 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         out.__class__ = DTensor
         out._layout = recipe.output
         return out
+
+
+def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`out=` keeps its layout: the result is moved there."""
+    out = kwargs["out"]
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    fits = isinstance(out, Tensor) and isinstance(result, Tensor) and out.shape == result.shape
+    if not fits or not torch.can_cast(result.dtype, out.dtype):
+        raise RuleError(f"{_name(func)}: out= must be a tensor of the shape and dtype of the result.")
+    return out.copy_(result)
 
 
 def _refuse_view_of_copy(func: Any, x: DTensor) -> None:
@@ -314,6 +324,9 @@ def _same(func: Any, attribute: str, args: tuple[Any, ...], kwargs: dict[str, An
     x = args[0]
     if attribute == "register_hook":
         return _register_hook(x, *args[1:], **kwargs)
+    if attribute == "register_post_accumulate_grad_hook":
+        args = (x, _as_user_code(*args[1:], **kwargs))
+        kwargs = {}
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
     turned_on = attribute == "requires_grad_" or (attribute == "requires_grad" and len(args) > 1)
@@ -322,12 +335,24 @@ def _same(func: Any, attribute: str, args: tuple[Any, ...], kwargs: dict[str, An
     return out
 
 
+def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine may run where DTensors count as their local parts; in a hook they are what users know."""
+
+    def run_hook(*args: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return hook(*args)
+
+    return run_hook
+
+
 def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
     """The hook sees the gradient as a DTensor, and may return another one of any placements."""
     layout = x._layout
 
     def on_local(grad: Tensor) -> Tensor | None:
-        returned = hook(tag(grad.detach() if not torch.is_grad_enabled() else grad.view_as(grad), layout.dual()))
+        returned = _as_user_code(hook)(
+            tag(grad.detach() if not torch.is_grad_enabled() else grad.view_as(grad), layout.dual())
+        )
         if returned is None:
             return None
         if type(returned) is DTensor:

@@ -20,6 +20,7 @@ from shardwise.mesh import Mesh
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Partial, Placement
 
+_local_shape: Any = torch._C.TensorBase.shape
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -137,6 +138,8 @@ class DTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
+        if not torch._C._is_torch_function_enabled():  # among local tensors, such as what autograd saves
+            return _local_shape.__get__(self)  # type: ignore[no-any-return]
         return torch.Size(self._layout.shape)
 
     @property

@@ -82,10 +82,9 @@ def write(x: DTensor, value: Tensor | None) -> None:
         _raw_grad.__set__(x, None)
         if value is None:
             return
-        if tuple(value.shape) != x._layout.shape:
-            raise LayoutError(
-                f"A gradient must have the shape of its tensor: {x._layout.shape}, got {tuple(value.shape)}."
-            )
+        shape = value._layout.shape if type(value) is DTensor else tuple(value.shape)
+        if shape != x._layout.shape:
+            raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}.")
         replicated = x._layout.replace([REPLICATE] * x._layout.mesh.ndim)
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
@@ -186,7 +185,7 @@ def _seed(output: DTensor, gradient: Any) -> Tensor:
             raise RuntimeError(
                 f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}."
             )
-        if all(p == REPLICATE or p == PARTIAL for p in layout.placements):
+        if all(p in (REPLICATE, PARTIAL) for p in layout.placements):
             shares = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == REPLICATE)
             with DisableTorchFunctionSubclass():
                 return torch.full(layout.shape, 1 / shares, dtype=output.dtype, device=output.device)

@@ -63,7 +63,7 @@ def _run_aten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in RULES:
         return DTensor._enter(func, args, kwargs)
     if func.name() == "aten::is_same_size":
-        return args[0].shape == args[1].shape
+        return args[0]._layout.shape == args[1]._layout.shape
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         what = "works in place" if func._schema.is_mutable else "is random"
         raise RuleError(

@@ -1,0 +1,478 @@
+"""Local tensors become distributed ones and come back: every layout, every disagreement, every leak."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import (
+    Boxes,
+    DTensor,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    distribute_tensor,
+    init_device_mesh,
+    strict,
+)
+from shardwise.errors import LayoutError, MeshError, MismatchError, RuleError
+from shardwise.layout import Layout
+from shardwise.testing import world
+from tests.pieces import local_of
+from tests.rules.truth import as_dtensor
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+FULL = torch.arange(35.0).view(7, 5)
+BOXES = Boxes([[((0, 0), (2, 5)), ((5, 3), (2, 2))], [], [((2, 0), (5, 3)), ((2, 3), (3, 2))]])
+ON_THREE: list[Placement] = [R, S0, S1, Shard(-1), Shard(0, [5, 0, 2]), Shard(1, [0, 0, 5]), OnRanks(1), BOXES]
+GRID = Mesh((2, 2))
+ON_GRID: list[tuple[list[Placement], tuple[int, ...] | None]] = [
+    ([S0, S1], None),
+    ([S0, S0], None),
+    ([S0, S0], (1, 0)),
+    ([R, Shard(0, [1, 6])], None),
+    ([OnRanks(1), S0], None),
+    ([Shard(0, [3, 4]), Shard(0, [[3, 0], [1, 3]])], None),
+]
+
+
+def rank() -> int:
+    return collectives.rank()
+
+
+def same_error(size: int, kind: type[Exception], body: Callable[[], object]) -> str:
+    """The text of the error that every rank must raise alike."""
+
+    def caught() -> str:
+        with pytest.raises(kind) as error:
+            body()
+        return str(error.value)
+
+    (text,) = set(world(size).run(caught))
+    return text
+
+
+# ---- distribute_tensor, to_local, full_tensor, redistribute ----------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [0, 2, None])
+@pytest.mark.parametrize("placement", ON_THREE, ids=str)
+@world(3)
+def test_each_rank_gets_its_boxes_of_the_source_ranks_values(placement: Placement, source: int | None) -> None:
+    mesh = Mesh((3,), (2, 0, 1))
+    mine = FULL if source is None or rank() == mesh.ranks[source] else FULL * 0 - 1
+    x = distribute_tensor(mine, mesh, [placement], src_data_rank=source)
+    assert x.shape == (7, 5)
+    assert torch.equal(x.to_local(), local_of(FULL, x.layout_, rank()))
+    assert torch.equal(x.full_tensor(), FULL)
+    assert torch.equal(x.full_tensor(), FULL)
+
+
+@pytest.mark.parametrize(("placements", "order"), ON_GRID, ids=str)
+@world(4)
+def test_grids_hold_what_nested_cuts_say(placements: list[Placement], order: tuple[int, ...] | None) -> None:
+    x = distribute_tensor(FULL, GRID, placements, shard_order=order)
+    assert torch.equal(x.to_local(), local_of(FULL, Layout(GRID, placements, (7, 5), order), rank()))
+    assert torch.equal(x.full_tensor(), FULL)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 1, 3, 2), (5, 0)], ids=str)
+@world(3)
+def test_any_number_of_dims_and_any_emptiness(shape: tuple[int, ...]) -> None:
+    full = torch.arange(torch.Size(shape).numel()).view(shape)
+    for placement in [R, OnRanks(2), *(Shard(dim) for dim in range(len(shape)))]:
+        x = distribute_tensor(full, Mesh((3,)), [placement])
+        assert x.shape == full.shape
+        assert x.numel() == full.numel()
+        assert x.stride() == full.stride()
+        assert torch.equal(x.full_tensor(), full)
+        assert x.tolist() == full.tolist()
+
+
+@world(3)
+def test_redistribute_goes_from_any_layout_to_any_other() -> None:
+    mesh = Mesh((3,))
+    for src, dst in product(ON_THREE, ON_THREE):
+        x = distribute_tensor(FULL, mesh, [src], src_data_rank=None).redistribute(placements=[dst])
+        assert torch.equal(x.to_local(), local_of(FULL, Layout(mesh, [dst], (7, 5)), rank())), (src, dst)
+
+
+@world(4)
+def test_redistribute_goes_to_other_meshes_and_back() -> None:
+    pair, line, grid = Mesh((2,), (3, 1)), Mesh((4,)), Mesh((2, 2))
+    x = distribute_tensor(FULL, line, [S0])
+    y = x.redistribute(pair, [S1])
+    assert y.to_local().shape == {3: (7, 3), 1: (7, 2)}.get(rank(), (0, 5))
+    z = y.redistribute(grid, [S0, S0], shard_order=(1, 0))
+    assert z.layout_.shard_order == (1, 0)
+    for moved in (z, y.redistribute(line, [S0]), x.redistribute(grid, [S0, R])):
+        assert torch.equal(moved.full_tensor(), FULL)
+
+
+@world(4)
+def test_the_order_of_cutting_stays_unless_asked() -> None:
+    x = distribute_tensor(FULL, GRID, [S0, S0], shard_order=(1, 0))
+    assert x.redistribute(placements=[S0, S0]).layout_ == x.layout_
+    y = x.redistribute(shard_order=(0, 1))
+    assert y.layout_.shard_order == (0, 1)
+    assert torch.equal(y.full_tensor(), FULL)
+
+
+@world(3)
+def test_distributing_a_distributed_tensor_moves_it() -> None:
+    x = distribute_tensor(FULL, Mesh((3,)), [S0])
+    assert torch.equal(distribute_tensor(x, Mesh((3,)), [S1]).full_tensor(), FULL)
+
+
+def test_ranks_that_distribute_different_things_get_one_error() -> None:
+    texts = {
+        "shape": same_error(3, MismatchError, lambda: distribute_tensor(torch.ones(3 + rank()), None, [S0])),
+        "dtype": same_error(
+            3, MismatchError, lambda: distribute_tensor(torch.ones(3).to([torch.int32, torch.int64][rank() % 2]))
+        ),
+        "placement": same_error(3, MismatchError, lambda: distribute_tensor(FULL, None, [Shard(rank() % 2)])),
+        "mesh": same_error(
+            3, MismatchError, lambda: distribute_tensor(FULL, Mesh((3,), [(0, 1, 2), (2, 1, 0)][rank() % 2]), [S0])
+        ),
+        "source": same_error(3, MismatchError, lambda: distribute_tensor(FULL, None, [S0], src_data_rank=rank())),
+    }
+    assert texts["placement"] == (
+        "Ranks disagree on the tensor to distribute:\n"
+        '  rank 0, 2: {"layout": "Layout((7, 5) as [Shard(0)] on Mesh(0=3))"}\n'
+        '  rank 1: {"layout": "Layout((7, 5) as [Shard(1)] on Mesh(0=3))"}\n'
+        "  Fix: pass the same shape, dtype, mesh and placements on every rank."
+    )
+    for text in texts.values():
+        assert text.startswith("Ranks disagree on the tensor to distribute:\n  rank 0")
+
+
+def test_cutting_orders_that_differ_are_refused() -> None:
+    def body() -> None:
+        distribute_tensor(FULL, GRID, [S0, S0], shard_order=[(0, 1), (1, 0)][rank() % 2])
+
+    assert "shard_order=(1, 0)" in same_error(4, MismatchError, body)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_alike() -> None:
+    assert "has no dim 2" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [Shard(2)]))
+    assert "add up to 6" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [Shard(0, [3, 3])]))
+    assert "One placement an axis" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [S0, S0]))
+    assert "got 2" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [S0], src_data_rank=2))
+    assert "needs rank 2" in same_error(2, MeshError, lambda: distribute_tensor(FULL, Mesh((3,)), [S0]))
+    assert "positions are 0 to 1" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [OnRanks(2)]))
+
+
+@world(2)
+def test_a_leaf_gives_a_leaf_that_is_not_connected_to_it() -> None:
+    leaf = FULL.clone().requires_grad_()
+    x = distribute_tensor(leaf, Mesh((2,)), [S0])
+    assert x.requires_grad
+    assert x.is_leaf
+    x.sum().backward()
+    assert leaf.grad is None
+    parameter = distribute_tensor(nn.Parameter(FULL.clone(), requires_grad=False), Mesh((2,)), [S0])
+    assert isinstance(parameter, nn.Parameter)
+    assert not parameter.requires_grad
+    assert not distribute_tensor(FULL, Mesh((2,)), [S0]).requires_grad
+
+
+# ---- from_local --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ON_THREE, ids=str)
+@pytest.mark.parametrize("checked", [True, False])
+@world(3)
+def test_parts_make_the_tensor_they_were_cut_from(placement: Placement, checked: bool) -> None:
+    layout = Layout(Mesh((3,)), [placement], (7, 5))
+    part = local_of(FULL, layout, rank())
+    x = DTensor.from_local(part, layout.mesh, [placement], shape=(7, 5), run_check=checked)
+    assert x.layout_ == layout
+    assert torch.equal(x.full_tensor(), FULL)
+    x.add_(1)
+    assert torch.equal(part, local_of(FULL + 1, layout, rank())), "the storage is shared"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (0, 7, 0), (3, 3, 1), (0, 0, 7)], ids=str)
+@world(3)
+def test_the_sizes_of_uneven_parts_are_found_and_not_guessed(sizes: tuple[int, ...]) -> None:
+    x = DTensor.from_local(FULL.split(sizes)[rank()], Mesh((3,)), [S0])
+    assert x.layout_ == Layout(Mesh((3,)), [Shard(0, sizes)], (7, 5))
+    assert torch.equal(x.full_tensor(), FULL)
+
+
+@pytest.mark.parametrize(("placements", "order"), ON_GRID, ids=str)
+@world(4)
+def test_the_sizes_of_nested_uneven_parts_are_found(placements: list[Placement], order: tuple[int, ...] | None) -> None:
+    if order is not None or any(isinstance(p, OnRanks) for p in placements):
+        return  # from_local takes no order; a tensor on some ranks needs its shape
+    layout = Layout(GRID, placements, (7, 5))
+    bare = [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
+    x = DTensor.from_local(local_of(FULL, layout, rank()), GRID, bare)
+    assert x.layout_ == layout
+    assert torch.equal(x.full_tensor(), FULL)
+
+
+@world(3)
+def test_summands_averages_and_extremes_are_reduced_when_read() -> None:
+    part = torch.tensor([1.0, 2.0, 4.0])[rank()].expand(2)
+    for reduce_op, value in {"sum": 7.0, "avg": 7 / 3, "max": 4.0, "min": 1.0, "product": 8.0}.items():
+        x = DTensor.from_local(part.clone(), Mesh((3,)), [Partial(reduce_op)])
+        assert_close(x.full_tensor(), torch.full((2,), value))
+
+
+def test_parts_that_do_not_fit_together_get_one_error_with_all_ranks() -> None:
+    mesh = Mesh((3,))
+
+    def parts(*shapes: tuple[int, ...], placement: Placement = S0, **kwargs: Any) -> str:
+        return same_error(
+            3, MismatchError, lambda: DTensor.from_local(torch.ones(shapes[rank()]), mesh, [placement], **kwargs)
+        )
+
+    assert parts((2, 3), (2, 4), (2, 3)) == (
+        "from_local: the parts do not make a tensor of shape (6, 3) under [Shard(0)]:\n"
+        "  rank 1: expected (2, 3), got (2, 4)\n"
+        "  Fix: pass parts of the expected shapes, or other placements."
+    )
+    assert "different numbers of dims" in parts((2, 3), (2,), (2, 3))
+    assert "rank 1: expected (2,), got (3,)" in parts((2,), (3,), (2,), placement=R)
+    assert "the global shape was given as (7, 3)" in parts((2, 3), (2, 3), (2, 3), shape=(7, 3))
+    assert "rank 0: expected (1,), got (2,)" in parts((2,), (2,), (2,), placement=Shard(0, [1, 3, 2]))
+    assert "rank 0: expected (0, 3)" in parts((2, 3), (2, 3), (0, 3), placement=OnRanks(1))
+
+
+def test_ranks_that_disagree_in_from_local_get_one_error() -> None:
+    dtypes = (torch.float32, torch.float64)
+    assert same_error(2, MismatchError, lambda: DTensor.from_local(torch.ones(2, dtype=dtypes[rank()]))) == (
+        "from_local: ranks disagree on the dtype:\n  rank 0: torch.float32\n  rank 1: torch.float64\n"
+        "  Fix: pass the same on every rank."
+    )
+    text = same_error(2, MismatchError, lambda: DTensor.from_local(torch.ones(2, 2), None, [Shard(rank())]))
+    assert "disagree on the placements:\n  rank 0: ['Shard(0)']" in text
+    text = same_error(2, MismatchError, lambda: DTensor.from_local(torch.ones(2), None, [S0], shape=(4 + rank(),)))
+    assert "disagree on the global shape" in text
+    ranks = ((0, 1), (1, 0))
+    text = same_error(2, MismatchError, lambda: DTensor.from_local(torch.ones(2), Mesh((2,), ranks[rank()]), [S0]))
+    assert "disagree on the mesh:\n  rank 0: Mesh(0=2)\n  rank 1: Mesh(0=2, ranks=(1, 0))" in text
+
+
+def test_from_local_refuses_nonsense_alike() -> None:
+    assert "got a DTensor" in same_error(
+        2, LayoutError, lambda: DTensor.from_local(distribute_tensor(FULL, None, [S0]))
+    )
+    assert "One placement an axis" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, None, [S0, S0]))
+    assert "needs the global shape too" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, stride=(5, 1)))
+    assert "only row-major" in same_error(
+        2, LayoutError, lambda: DTensor.from_local(FULL, None, [R], shape=(7, 5), stride=(1, 7))
+    )
+    assert "cuts dim 2, but the parts have 2 dims" in same_error(
+        2, LayoutError, lambda: DTensor.from_local(FULL, None, [Shard(2)])
+    )
+    assert "Fix: pass shape=" in same_error(
+        2, LayoutError, lambda: DTensor.from_local(FULL, None, [Shard(0, [7, 7])], run_check=False)
+    )
+    boxes = Boxes([[((0, 0), (7, 5))], []])
+    assert "needs the global shape" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, None, [boxes]))
+
+
+@world(2)
+def test_without_a_check_a_part_of_the_wrong_shape_is_still_refused() -> None:
+    mesh = Mesh((2,))
+    with pytest.raises(LayoutError, match=r"Fix: give the sizes, Shard\(dim, sizes=...\), or leave run_check on"):
+        DTensor.from_local(torch.ones(5), mesh, [S0], run_check=False, shape=(5,))
+    assert DTensor.from_local(torch.ones(2), mesh, [S0], run_check=False).shape == (4,)
+
+
+@world(4)
+def test_ranks_outside_a_mesh_hold_nothing() -> None:
+    mesh = Mesh((2,), (3, 1))
+    part = FULL.split([3, 4])[{3: 0, 1: 1}.get(rank(), 0)]
+    x = DTensor.from_local(part, mesh, [S0], shape=(7, 5), run_check=rank() in mesh.ranks)
+    assert x.shape == (7, 5)
+    if rank() not in mesh.ranks:
+        assert x.to_local().shape == (0, 5)
+        assert "holds nothing" in repr(x)
+        with pytest.raises(LayoutError, match=r"outside .* must be told the global shape"):
+            DTensor.from_local(part, mesh, [S0])
+    else:
+        assert torch.equal(x.full_tensor(), FULL)
+
+
+# ---- borders to plain tensors -------------------------------------------------------------------------------------
+
+
+@world(2)
+def test_from_local_carries_gradients_to_the_part() -> None:
+    part = torch.ones(2).requires_grad_()
+    (DTensor.from_local(part, Mesh((2,)), [S0]) * torch.arange(4.0)).sum().backward()
+    assert part.grad is not None
+    assert part.grad.tolist() == [[0.0, 1.0], [2.0, 3.0]][rank()]
+
+
+@pytest.mark.parametrize(
+    ("placements", "expected"),
+    [(None, [2.0, 2.0]), ([R], [2.0, 2.0]), ([P], [1.0, 1.0])],
+    ids=["default", "whole", "summand"],
+)
+@world(2)
+def test_the_gradient_of_a_replicated_part_is_whole_or_a_summand_as_asked(
+    placements: list[Placement] | None, expected: list[float]
+) -> None:
+    part = torch.ones(2).requires_grad_()
+    x = DTensor.from_local(part, Mesh((2,)), [R], grad_placements=placements)
+    (2 * x).sum().backward()
+    assert part.grad is not None
+    total = collectives.all_reduce(part.grad, "sum", (0, 1))
+    assert part.grad.tolist() == expected
+    assert total.tolist() == ([2.0, 2.0] if placements == [P] else [4.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("placements", "expected"),
+    [(None, 1.0), ([R], 1.0), ([P], 2.0)],
+    ids=["default", "the same loss everywhere", "losses that add up"],
+)
+@world(2)
+def test_to_local_reads_what_comes_back_as_asked(placements: list[Placement] | None, expected: float) -> None:
+    x = as_dtensor(distribute_tensor(torch.ones(3), Mesh((2,)), [R]).requires_grad_())
+    x.to_local(grad_placements=placements).sum().backward()
+    assert as_dtensor(x.grad).full_tensor().tolist() == [expected] * 3
+
+
+@world(2)
+def test_the_gradient_of_a_cut_tensor_comes_back_cut() -> None:
+    x = as_dtensor(distribute_tensor(torch.ones(3), Mesh((2,)), [S0]).requires_grad_())
+    (x.to_local() * (1 + rank())).sum().backward()
+    assert as_dtensor(x.grad).full_tensor().tolist() == [1.0, 1.0, 2.0]
+    x.grad = None
+    (x.full_tensor() * torch.arange(3.0)).sum().backward()
+    assert as_dtensor(x.grad).full_tensor().tolist() == [0.0, 1.0, 2.0]
+
+
+@world(3)
+def test_a_plain_tensor_in_an_op_receives_its_whole_gradient() -> None:
+    bias = torch.zeros(5).requires_grad_()
+    x = distribute_tensor(FULL, Mesh((3,)), [S0])
+    (as_dtensor(x + bias) * x).sum().backward()
+    assert bias.grad is not None
+    assert type(bias.grad) is Tensor
+    assert_close(bias.grad, FULL.sum(0))
+
+
+@world(2)
+def test_strict_mode_refuses_plain_tensors_but_not_numbers() -> None:
+    x = distribute_tensor(FULL, Mesh((2,)), [S0])
+    with strict():
+        with pytest.raises(RuleError, match=r"add: a plain tensor of shape \(5,\) .* refused in strict mode"):
+            x + torch.ones(5)
+        with pytest.raises(RuleError, match="strict mode"):
+            torch.stack([x, FULL])
+        assert torch.equal(as_dtensor(x + 1 + torch.tensor(2.0)).full_tensor(), FULL + 3)
+    x + torch.ones(5)
+
+
+# ---- what it says of itself, and what it keeps to itself ------------------------------------------------------------
+
+
+@world(2)
+def test_repr_shows_the_whole_the_layout_and_this_ranks_box() -> None:
+    x = distribute_tensor(torch.arange(3), Mesh((2,)), [S0])
+    text = "DTensor(shape=(3,), placements=[Shard(0)], mesh=Mesh(0=2), rank {} holds {}: {})"
+    assert repr(x) == text.format(rank(), ["[0:2]", "[2:3]"][rank()], ["tensor([0, 1])", "tensor([2])"][rank()])
+    assert f"{distribute_tensor(torch.tensor(1.25), Mesh((2,)), [R]):.1f}" == "1.2"
+
+
+@world(2)
+def test_questions_are_answered_for_the_whole() -> None:
+    x = distribute_tensor(FULL, Mesh((2,)), [S0])
+    assert (x.size(), x.size(-1), x.dim(), x.ndim, x.numel(), len(x)) == (FULL.shape, 5, 2, 2, 35, 7)
+    assert (x.nbytes, x.element_size(), x.dtype, x.device.type) == (140, 4, torch.float32, "cpu")
+    assert [float(row.sum()) for row in x] == FULL.sum(1).tolist()
+    assert 34.0 in x
+    assert bool(x.equal(x.clone()))
+    assert [tuple(part.shape) for part in x.chunk(3)] == [(3, 5), (3, 5), (1, 5)]
+    assert isinstance(x.device_mesh, Mesh)
+
+
+@world(3)
+def test_item_reads_the_one_value_wherever_it_lies() -> None:
+    for placement in (R, OnRanks(2), Boxes([[], [((), ())], []])):
+        assert distribute_tensor(torch.tensor(3.5), Mesh((3,)), [placement]).item() == 3.5
+    one = distribute_tensor(torch.tensor([[4]]), Mesh((3,)), [S1])
+    assert (one.item(), int(one), float(one), bool(one)) == (4, 4, 4.0, True)
+    assert DTensor.from_local(torch.tensor(2.0), Mesh((3,)), [P]).item() == 6.0
+    with pytest.raises(RuntimeError, match="no single value"):
+        distribute_tensor(FULL, Mesh((3,)), [S0]).item()
+
+
+@world(2)
+def test_deepcopy_copies_values_gradient_and_kind() -> None:
+    p = nn.Parameter(distribute_tensor(FULL, Mesh((2,)), [S0]))
+    (p * p).sum().backward()
+    twin = copy.deepcopy(p)
+    assert isinstance(twin, nn.Parameter)
+    assert isinstance(twin, DTensor)
+    assert twin.layout_ == as_dtensor(p).layout_
+    with torch.no_grad():
+        p.zero_()
+        as_dtensor(p.grad).zero_()
+    assert torch.equal(twin.detach().full_tensor(), FULL)  # type: ignore[attr-defined]
+    assert torch.equal(as_dtensor(twin.grad).full_tensor(), 2 * FULL)
+    with pytest.raises(RuntimeError, match="Only leaf tensors"):
+        copy.deepcopy(twin * 2)
+
+
+LEAKS: dict[str, Callable[[Any], object]] = {
+    "pickle": pickle.dumps,
+    "torch.save": lambda x: torch.save(x, io.BytesIO()),
+    "copy": copy.copy,
+    "numpy": lambda x: x.numpy(),
+    "asarray": np.asarray,
+    "np.array": np.array,
+    "data_ptr": lambda x: x.data_ptr(),
+    "from_dlpack": torch.utils.dlpack.from_dlpack,
+    "storage": lambda x: x.untyped_storage(),
+    "share_memory_": lambda x: x.share_memory_(),
+    "set_": lambda x: x.set_(torch.ones(2)),
+    "real": lambda x: x.real,
+    "resize_": lambda x: x.resize_(8),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+@world(2)
+def test_what_would_show_a_part_for_the_whole_is_refused(leak: str) -> None:
+    with pytest.raises(RuleError, match=r"to_local|full_tensor"):
+        LEAKS[leak](distribute_tensor(FULL, Mesh((2,)), [S0]))
+
+
+# ---- real processes ---------------------------------------------------------------------------------------------
+
+
+@world(4, real=True)
+def test_real_grids_convert_and_move() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placements, order in ON_GRID:
+        x = distribute_tensor(FULL, mesh, placements, shard_order=order)
+        assert torch.equal(x.full_tensor(), FULL)
+        assert x.device_mesh is mesh
+    pair = Mesh((2,), (3, 1))
+    y = distribute_tensor(FULL, mesh, [S0, S1]).redistribute(pair, [Shard(0, [6, 1])])
+    assert torch.equal(y.to_local(), {3: FULL[:6], 1: FULL[6:]}.get(rank(), FULL[:0]))
+    assert torch.equal(y.redistribute(mesh, [S1, S1]).full_tensor(), FULL)
+    z = DTensor.from_local(FULL[: rank()], Mesh((4,)), [S0])
+    assert z.shape == (6, 5)
+    assert z.placements == (Shard(0, (0, 1, 2, 3)),)
+    with pytest.raises(MismatchError, match="ranks disagree on the dtype"):
+        DTensor.from_local(torch.ones(2, dtype=[torch.int32, torch.int64][rank() % 2]), mesh, [R, R])

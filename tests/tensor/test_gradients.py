@@ -1,0 +1,430 @@
+"""Gradients follow one duality: each case equals one process, and says what was communicated."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import (
+    DTensor,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_tensor,
+    init_device_mesh,
+    shard_module,
+)
+from shardwise.errors import LayoutError, RuleError
+from shardwise.testing import world
+from tests.rules.truth import as_dtensor
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+PLACES: list[Placement] = [R, S0, S1, Shard(0, [4, 0, 1]), OnRanks(2)]
+HOOKED: Callable[..., Any] = Tensor.register_hook
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+X, W, V = normal(5, 3), normal(4, 3), normal(3)
+LINE = Mesh((3,))
+
+
+def leaf(full: Tensor, placement: Placement = S0, mesh: Any = LINE) -> DTensor:
+    return as_dtensor(distribute_tensor(full, mesh, [placement]).requires_grad_())
+
+
+def grad_of(x: Tensor) -> Tensor:
+    return as_dtensor(x.grad).full_tensor()
+
+
+def plain_grads(loss: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    return list(torch.autograd.grad(loss(*leaves), leaves))
+
+
+def squares(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).square().sum()
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("x_at", "w_at"), list(product(PLACES, PLACES)), ids=str)
+@world(3)
+def test_the_gradients_of_a_loss_equal_one_process_and_lie_as_their_tensors(x_at: Placement, w_at: Placement) -> None:
+    x, w = leaf(X, x_at), leaf(W, S0 if isinstance(w_at, Shard) and w_at.sizes else w_at)
+    squares(x, w).backward()
+    for tensor, expected in zip((x, w), plain_grads(squares, X, W), strict=True):
+        assert_close(grad_of(tensor), expected)
+        grad = as_dtensor(tensor.grad)
+        assert grad.layout_ == tensor.layout_
+        assert grad.to_local().shape == tensor.to_local().shape
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "summands": lambda x: x.sum(0),
+    "copies": lambda x: as_dtensor(x.sum(0)).redistribute(placements=[R]),
+    "cut": lambda x: x * x,
+    "a maximum": lambda x: x.amax(0),
+    "a mean": lambda x: x.mean(0),
+    "a product": lambda x: x.reshape(-1).prod(),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@world(3)
+def test_backward_starts_at_an_output_of_any_placement(name: str) -> None:
+    plain = X.clone().requires_grad_()
+    expected = plain.sum(0) if name == "copies" else OUTPUTS[name](plain)
+    seed = torch.arange(1, expected.numel() + 1, dtype=torch.float64).view(expected.shape)
+    expected.backward(seed)
+    assert plain.grad is not None
+    for gradient in (seed, distribute_tensor(seed, LINE, [R]), distribute_tensor(seed, LINE, [OnRanks(1)])):
+        x = leaf(X)
+        OUTPUTS[name](x).backward(gradient)
+        assert_close(grad_of(x), plain.grad)
+
+
+@world(3)
+def test_autograd_grad_and_backward_take_lists_with_plain_tensors_among_them() -> None:
+    x, w, plain = leaf(X), leaf(W, R), V.clone().requires_grad_()
+    out, other = F.linear(x, w), x * plain
+    grads = torch.autograd.grad([out.sum(), other], [x, w, plain], [None, torch.ones_like(X)], retain_graph=True)
+    leaves = [t.clone().requires_grad_() for t in (X, W, V)]
+    expected = torch.autograd.grad(F.linear(leaves[0], leaves[1]).sum() + (leaves[0] * leaves[2]).sum(), leaves)
+    assert_close(as_dtensor(grads[0]).full_tensor(), expected[0])
+    assert_close(as_dtensor(grads[1]).full_tensor(), expected[1])
+    assert_close(grads[2], expected[2])
+    assert as_dtensor(grads[0]).layout_ == x.layout_
+    assert as_dtensor(grads[1]).layout_ == w.layout_
+    torch.autograd.backward([out.sum(), other], [None, torch.ones_like(X)], retain_graph=True)
+    torch.autograd.backward(out.sum(), None, True)
+    out.sum().backward()
+    assert_close(grad_of(w), 3 * expected[1])
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        (x * 2).backward()
+    with pytest.raises(RuleError, match="is_grads_batched"):
+        torch.autograd.grad(x.sum(), [x], is_grads_batched=True)
+
+
+@world(3)
+def test_an_unused_parameter_has_no_gradient() -> None:
+    x, unused = leaf(X), leaf(V, R)
+    x.sum().backward()
+    assert unused.grad is None
+    assert torch.autograd.grad(x.sum(), [x, unused], allow_unused=True)[1] is None
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(x.sum(), [unused])
+
+
+@pytest.mark.parametrize("op", [torch.stack, torch.cat], ids=["stack", "cat"])
+@world(2)
+def test_a_plain_tensor_in_an_op_without_a_rule_receives_its_whole_gradient(op: Callable[..., Tensor]) -> None:
+    plain = torch.ones(4, requires_grad=True)
+    op([distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0]), plain]).mul(2).sum().backward()
+    assert plain.grad is not None
+    assert plain.grad.tolist() == [2.0] * 4
+    norm = F.layer_norm(distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0]), (4,), plain)
+    (gradient,) = torch.autograd.grad(norm.square().sum(), [plain])
+    (expected,) = torch.autograd.grad(F.layer_norm(torch.arange(4.0), (4,), plain).square().sum(), [plain])
+    assert_close(gradient, expected)
+
+
+@world(3)
+def test_second_derivatives_equal_one_process() -> None:
+    def cubes(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w).pow(3).sum()
+
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    first = torch.autograd.grad(cubes(x, w), [x, w], create_graph=True)
+    expected = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), [x, w])
+    for x_at, w_at in product([R, S0, S1], [R, S0, S1]):
+        dx, dw = leaf(X, x_at), leaf(W, w_at)
+        first = torch.autograd.grad(cubes(dx, dw), [dx, dw], create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), [dx, dw])
+        for got, want in zip(second, expected, strict=True):
+            assert_close(as_dtensor(got).full_tensor(), want)
+
+
+@world(2)
+def test_ranks_without_rows_take_part_in_backward() -> None:
+    """One rank holds nothing of x; its graph must have the same collectives."""
+    mesh = Mesh((2,))
+    one = X[:1]
+    for op in (torch.amax, torch.mean, torch.sum, torch.linalg.vector_norm):
+        x = leaf(one, S0, mesh)
+        op(x * 2).backward()
+        (expected,) = plain_grads(lambda t, op=op: op(t * 2), one)
+        assert_close(grad_of(x), expected)
+
+
+@world(3)
+def test_a_share_of_a_seed_and_not_one_and_zeros_meets_an_infinite_slope() -> None:
+    x = leaf(torch.tensor([0.0, 4.0]), R)
+    x.sqrt().sum().backward()
+    assert grad_of(x).tolist() == [float("inf"), 0.25]
+
+
+# ---- what accumulates, and what is sent ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read_between", [False, True])
+@pytest.mark.parametrize("placement", [R, S0], ids=str)
+@world(3)
+def test_gradients_accumulate_whether_read_in_between_or_not(placement: Placement, read_between: bool) -> None:
+    w = leaf(W, placement)
+    for step in range(1, 4):
+        (squares(distribute_tensor(X, LINE, [S0]), w) * step).backward()
+        if read_between:
+            assert w.grad is not None
+    assert_close(grad_of(w), 6 * plain_grads(squares, X, W)[1])
+
+
+@world(3)
+def test_waiting_gradients_are_reduced_together_in_one_collective_when_one_is_read() -> None:
+    weights = [leaf(W, R), leaf(W, R), leaf(V, R), leaf(W.float(), R), leaf(W, S0)]
+    x = distribute_tensor(X, LINE, [S0])
+    x32 = distribute_tensor(X.float(), LINE, [S0])
+    with count_comms() as backward:
+        for _ in range(2):
+            total = squares(x, weights[0]) + squares(x, weights[1]) + (x * weights[2]).sum()
+            total.backward()
+            squares(x32, weights[3]).backward()
+    assert backward.total_calls == 0
+    with count_comms() as read:
+        assert weights[2].grad is not None
+    assert read.total_calls == 2  # doubles and floats
+    with count_comms() as again:
+        assert [w.grad is None for w in weights] == [False] * 4 + [True]
+    assert again.total_calls == 0
+    assert_close(grad_of(weights[0]), 2 * plain_grads(squares, X, W)[1])
+    assert_close(grad_of(weights[3]), 2 * plain_grads(squares, X, W)[1].float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("placement", [R, S0], ids=str)
+@world(3)
+def test_zero_grad_starts_again(placement: Placement, to_none: bool) -> None:
+    module = nn.Linear(3, 4).double()
+    shard_module(module, {"*": placement})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = distribute_tensor(X, LINE, [S0])
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=to_none)
+        module(x).sum().backward()
+    assert_close(grad_of(module.bias), torch.full((4,), 5.0, dtype=torch.float64))
+    module.zero_grad(set_to_none=to_none)
+    assert module.bias.grad is None if to_none else not grad_of(module.bias).any()
+
+
+@world(3)
+def test_a_gradient_may_be_set_and_changed() -> None:
+    w = leaf(W, R)
+    w.grad = torch.ones_like(W)
+    squares(distribute_tensor(X, LINE, [S0]), w).backward()
+    assert_close(grad_of(w), 1 + plain_grads(squares, X, W)[1])
+    as_dtensor(w.grad).mul_(0)
+    squares(distribute_tensor(X, LINE, [S0]), w).backward()
+    assert_close(grad_of(w), plain_grads(squares, X, W)[1])
+    w.grad = distribute_tensor(W, LINE, [S0])
+    assert torch.equal(grad_of(w), W)
+    del w.grad
+    assert w.grad is None
+    with pytest.raises(LayoutError, match=r"\(4, 3\), got \(3,\)"):
+        w.grad = torch.ones(3)
+
+
+@world(3)
+def test_a_leaf_in_summands_has_a_whole_gradient() -> None:
+    x = as_dtensor(DTensor.from_local(V / 3, LINE, [P]).requires_grad_())
+    (x * x).sum().backward()
+    assert as_dtensor(x.grad).placements == (R,)
+    assert_close(grad_of(x), 2 * V)
+
+
+@world(4)
+def test_a_leaf_with_copies_on_one_axis_and_summands_on_another_has_a_whole_gradient() -> None:
+    """It was reduced over the axis of copies, and then read as summands once more."""
+    mesh = Mesh((2, 2))
+    x = as_dtensor(DTensor.from_local(V / 2, mesh, [R, P]).requires_grad_())
+    x.square().sum().backward()
+    assert as_dtensor(x.grad).placements == (R, R)
+    assert_close(grad_of(x), 2 * V)
+
+
+# ---- hooks, graphs, modes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [R, S0, P], ids=str)
+@world(3)
+def test_hooks_see_the_gradient_and_may_return_any_placement(placement: Placement) -> None:
+    seen: list[Tensor] = []
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(as_dtensor(grad).full_tensor())
+        return as_dtensor(grad * 2).redistribute(placements=[R if placement == P else placement])
+
+    w = leaf(W, R)
+    HOOKED(w, hook)
+    squares(distribute_tensor(X, LINE, [S0]), w).backward()
+    expected = plain_grads(squares, X, W)[1]
+    assert_close(seen[0], expected)
+    assert_close(grad_of(w), 2 * expected)
+
+
+@pytest.mark.parametrize("plain_loss", [False, True])
+@world(3)
+def test_hooks_on_leaves_and_on_results_compute_with_whole_gradients(plain_loss: bool) -> None:
+    w, x = leaf(W, R), leaf(X, S0)
+    hidden = F.linear(x, w)
+    for tensor in (w, x, hidden):
+        HOOKED(tensor, lambda grad: grad / grad.norm())
+    loss = hidden.square().sum()
+    (as_dtensor(loss).full_tensor() if plain_loss else loss).backward()
+    leaves = [t.clone().requires_grad_() for t in (X, W)]
+    hidden = F.linear(*leaves)
+    for tensor in (*leaves, hidden):
+        HOOKED(tensor, lambda grad: grad / grad.norm())
+    hidden.square().sum().backward()
+    assert_close(grad_of(x), leaves[0].grad)
+    assert_close(grad_of(w), leaves[1].grad)
+
+
+@pytest.mark.parametrize("placement", [R, S0], ids=str)
+@world(3)
+def test_a_step_may_be_taken_in_a_hook_of_the_parameter(placement: Placement) -> None:
+    w = nn.Parameter(leaf(W, placement))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def step(p: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    w.register_post_accumulate_grad_hook(step)
+    squares(distribute_tensor(X, LINE, [S0]), w).backward()
+    assert w.grad is None
+    assert_close(as_dtensor(w.detach()).full_tensor(), W - 0.1 * plain_grads(squares, X, W)[1])
+
+
+@world(3)
+def test_a_hook_may_return_a_plain_whole_gradient_and_be_removed() -> None:
+    x = leaf(X)
+    handle = HOOKED(x, lambda grad: torch.full_like(X, 7.0))
+    x.sum().backward()
+    assert grad_of(x).unique().tolist() == [7.0]
+    handle.remove()
+    x.grad = None
+    x.sum().backward()
+    assert grad_of(x).unique().tolist() == [1.0]
+
+
+@world(3)
+def test_intermediate_gradients_are_retained_when_asked() -> None:
+    x, w = leaf(X), leaf(W, R)
+    hidden = as_dtensor(F.linear(x, w))
+    hidden.retain_grad()
+    hidden.square().sum().backward()
+    assert_close(grad_of(hidden), 2 * F.linear(X, W))
+
+
+@world(3)
+def test_no_grad_and_detach_cut_the_graph() -> None:
+    w = leaf(W, R)
+    x = distribute_tensor(X, LINE, [S0])
+    with torch.no_grad():
+        assert not squares(x, w).requires_grad
+        assert not w.full_tensor().requires_grad
+        assert not w.to_local().requires_grad
+    assert not w.detach().requires_grad
+    (squares(x, w) + squares(x, w.detach())).backward()
+    assert_close(grad_of(w), plain_grads(squares, X, W)[1])
+
+
+@world(3)
+def test_activation_checkpointing_recomputes_the_same() -> None:
+    for reentrant in (True, False):
+        x, w = leaf(X), leaf(W, R)
+        checkpoint(squares, x, w, use_reentrant=reentrant).backward()
+        for tensor, expected in zip((x, w), plain_grads(squares, X, W), strict=True):
+            assert_close(grad_of(tensor), expected)
+
+
+@world(2)
+def test_autocast_computes_in_its_dtype_and_gradients_keep_theirs() -> None:
+    w = leaf(torch.arange(6.0).view(3, 2), S0, Mesh((2,)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = F.linear(distribute_tensor(torch.ones(4, 2), Mesh((2,)), [R]), w)
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert as_dtensor(w.grad).dtype == torch.float32
+    assert grad_of(w).unique().tolist() == [4.0]
+
+
+@world(2)
+def test_an_overflow_in_one_shard_stops_the_step_on_every_rank() -> None:
+    p = nn.Parameter(distribute_tensor(torch.ones(4), Mesh((2,)), [S0]))
+    optimizer, scaler = torch.optim.SGD([p], lr=0.1), torch.amp.GradScaler("cpu")
+    factor = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, float("inf")]), Mesh((2,)), [S0])
+    scaler.scale((p * factor).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert as_dtensor(p.detach()).full_tensor().tolist() == [1.0] * 4
+    assert scaler.get_scale() == 2.0**15
+
+
+@world(2)
+def test_graphs_are_freed() -> None:
+    x = leaf(X, S0, Mesh((2,)))
+    hidden = x * 2
+    alive = weakref.ref(hidden)
+    hidden.square().sum().backward()
+    del hidden
+    gc.collect()
+    assert alive() is None
+
+
+# ---- real processes ------------------------------------------------------------------------------------------------
+
+
+@world(4, real=True)
+def test_gradients_on_a_real_grid_equal_one_process() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for places in ([R, S0], [R, S1], [S0, S1], [R, R], [Shard(0, [1, 3]), S1]):
+        w = as_dtensor(distribute_tensor(W, mesh, places).requires_grad_())
+        x = as_dtensor(distribute_tensor(X, mesh, [S0, R]).requires_grad_())
+        hidden = as_dtensor(F.linear(x, w)).redistribute(Mesh((4,), (1, 0, 3, 2)), [Shard(0, [0, 2, 3, 0])])
+        hidden.square().mean().backward()
+        expected = plain_grads(lambda a, b: F.linear(a, b).square().mean(), X, W)
+        assert_close(grad_of(x), expected[0])
+        assert_close(grad_of(w), expected[1])
+
+
+@world(2, real=True)
+def test_real_data_parallel_gradients_take_one_collective() -> None:
+    mesh = Mesh((2,))
+    ws = [leaf(W, R, mesh), leaf(W, R, mesh)]
+    x = distribute_tensor(X, mesh, [Shard(0, [5, 0])])
+    with count_comms() as meter:
+        (squares(x, ws[0]) + squares(x, ws[1])).backward()
+        assert meter.total_calls == 0
+        grads = [as_dtensor(w.grad) for w in ws]
+    assert meter.total_calls == 1
+    for grad in grads:
+        assert_close(grad.to_local(), plain_grads(squares, X, W)[1])
+    assert collectives.world_size() == 2
