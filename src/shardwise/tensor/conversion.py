@@ -256,3 +256,6 @@ def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tens
         raise LayoutError(f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}.")
     source = Mesh((1,), (mesh.ranks[src_data_rank],), None, mesh.device_type)
     return move(tensor, Layout(source, [REPLICATE], tensor.shape), layout)
+
+
+DTensor._from_local, DTensor._to_local = staticmethod(from_local), staticmethod(to_local)

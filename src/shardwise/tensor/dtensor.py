@@ -37,6 +37,8 @@ class DTensor(torch.Tensor):
     # Set by the modules that know them; the class itself imports nothing from above.
     _enter: Handler
     _specials: dict[Any, Handler]
+    _from_local: Callable[..., "DTensor"]
+    _to_local: Callable[["DTensor", Sequence[Placement] | None], Tensor]
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
 
@@ -78,9 +80,7 @@ class DTensor(torch.Tensor):
             MismatchError: parts that do not fit together; the same error on every rank.
             LayoutError: parts that do not fit `placements` or `shape`.
         """
-        from shardwise.tensor.conversion import from_local
-
-        return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
+        return DTensor._from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part as a plain tensor that shares the storage; the whole on a Replicate axis.
@@ -90,9 +90,7 @@ class DTensor(torch.Tensor):
                 every rank computes the same loss from what it holds: Shard stays Shard, and Replicate and
                 Partial get a Replicate gradient.
         """
-        from shardwise.tensor.conversion import to_local
-
-        return to_local(self, grad_placements)
+        return DTensor._to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, on every rank of the mesh. May be called again and again."""
