@@ -49,8 +49,7 @@ def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: i
                 done[id(parameter)] = _sharded(name, parameter, layouts[name], src_rank)
             _replace(module, name, done[id(parameter)])
         fresh = {name for name, parameter in named.items() if parameter.is_meta}
-        if fresh:
-            _initialise(module, fresh)
+        _initialise(module, fresh)
     return module
 
 
@@ -78,7 +77,7 @@ def layouts_of(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Layout]:
     for name, parameter in named.items():
         key = name if name in plan else next((k for k in reversed(list(plan)) if _matches(k, name)), None)
         try:
-            layouts[name] = _layout(parameter, REPLICATE if key is None else plan[key], mesh)
+            layouts[name] = _layout(parameter, [REPLICATE] * mesh.ndim if key is None else plan[key], mesh)
         except (LayoutError, PlanError) as error:
             problems.append(f"  {name}: {error}")
     problems += _torn_ties(named, layouts)
@@ -137,19 +136,31 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _initialise(module: nn.Module, fresh: set[str]) -> None:
-    """Let every submodule that was on the meta device fill its new parameters itself."""
+    """Let every submodule that was on the meta device fill its new parameters and buffers itself."""
     for path, child in module.named_modules():
-        own = {f"{path}.{name}" if path else name for name, _ in child.named_parameters(recurse=False)}
-        if not own & fresh:
+        prefix = f"{path}." if path else ""
+        buffers = {f"{prefix}{name}": name for name, b in child.named_buffers(recurse=False) if b.is_meta}
+        own = {f"{prefix}{name}" for name, _ in child.named_parameters(recurse=False)} & fresh | set(buffers)
+        if not own:
             continue
         reset = getattr(child, "reset_parameters", None)
         if reset is None:
             raise PlanError(
                 f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and has no "
-                f"reset_parameters() to fill {', '.join(sorted(own & fresh))}. "
-                f"Fix: give it one, or build it on a device."
+                f"reset_parameters() to fill {', '.join(sorted(own))}. Fix: give it one, or build it on a device."
             )
-        for name, buffer in child.named_buffers(recurse=False):
-            if buffer.is_meta:
-                child._buffers[name] = torch.empty_like(buffer, device="cpu")
+        for name in buffers.values():
+            child._buffers[name] = _unfilled(child.get_buffer(name))
         reset()
+        left = [full for full, name in buffers.items() if bool(torch.isnan(child.get_buffer(name)).any())]
+        if left:
+            raise PlanError(
+                f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and its "
+                f"reset_parameters() does not fill {', '.join(left)}. Fix: let it do so, or build it on a device."
+            )
+
+
+def _unfilled(buffer: Tensor) -> Tensor:
+    """In place of a buffer on the meta device: not a number wherever reset_parameters() forgets it."""
+    found = torch.zeros_like(buffer, device="cpu")
+    return found.fill_(float("nan")) if buffer.is_floating_point() else found
