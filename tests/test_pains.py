@@ -8,6 +8,7 @@ from torch import nn
 from shardwise import DTensor, Mesh, OnRanks, Replicate, Shard, collectives, distribute_tensor, shard_module
 from shardwise.errors import IdError
 from shardwise.testing import world
+from tests.rules.truth import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -72,9 +73,10 @@ def test_a_row_cut_lookup_works_where_some_ranks_hold_no_row() -> None:
     full, ids = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(5)
     mesh = Mesh((4,))
     table = distribute_tensor(full, mesh, [S0])
-    torch.testing.assert_close(F.embedding(distribute_tensor(ids, mesh, [R]), table).full_tensor(), full)
-    bags = F.embedding_bag(distribute_tensor(ids.view(1, 5), mesh, [R]), table, mode="sum").full_tensor()
-    torch.testing.assert_close(bags, full.sum(0, keepdim=True))
+    rows = as_dtensor(F.embedding(distribute_tensor(ids, mesh, [R]), table))
+    torch.testing.assert_close(rows.full_tensor(), full)
+    bags = as_dtensor(F.embedding_bag(distribute_tensor(ids.view(1, 5), mesh, [R]), table, mode="sum"))
+    torch.testing.assert_close(bags.full_tensor(), full.sum(0, keepdim=True))
 
 
 @world(2)
@@ -82,7 +84,7 @@ def test_a_pending_lookup_can_be_read_again_and_again() -> None:
     """E1: the second read raised, because the mask was gone."""
     mesh = Mesh((2,))
     table = distribute_tensor(torch.eye(4), mesh, [S0])
-    out = F.embedding(distribute_tensor(torch.tensor([3, 0]), mesh, [R]), table)
+    out = as_dtensor(F.embedding(distribute_tensor(torch.tensor([3, 0]), mesh, [R]), table))
     assert torch.equal(out.full_tensor(), torch.eye(4)[[3, 0]])
     assert torch.equal(out.full_tensor(), torch.eye(4)[[3, 0]])
 
@@ -94,7 +96,7 @@ def test_two_pending_lookups_do_not_disturb_each_other() -> None:
     table = distribute_tensor(torch.eye(4), mesh, [S0])
     a = F.embedding(distribute_tensor(torch.tensor([3]), mesh, [R]), table)
     b = F.embedding(distribute_tensor(torch.tensor([1]), mesh, [R]), table)
-    assert torch.equal((a + b).full_tensor(), torch.tensor([[0.0, 1.0, 0.0, 1.0]]))
+    assert torch.equal(as_dtensor(a + b).full_tensor(), torch.tensor([[0.0, 1.0, 0.0, 1.0]]))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
@@ -114,7 +116,8 @@ def test_gradients_of_distributed_and_plain_parameters_are_clipped_together(norm
         norm = nn.utils.clip_grad_norm_(mine, 0.5, norm_type)
         torch.testing.assert_close(torch.as_tensor(float(norm)), expected)
         for p, e in zip(mine, reference, strict=True):
-            assert p.grad is not None and e.grad is not None
+            assert p.grad is not None
+            assert e.grad is not None
             grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             torch.testing.assert_close(grad, e.grad)
 

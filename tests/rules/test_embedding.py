@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.errors import IdError, IdTypeError, RuleError
-from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.movement import move
 from shardwise.placement import OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
+from tests.rules.truth import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WEIGHTS: list[Placement] = [R, S0, S1, Shard(0, [1, 6, 0]), Shard(1, [0, 4, 1]), OnRanks(1)]
@@ -125,7 +125,7 @@ def test_ragged_bags_of_every_rank_equal_one_process(weight: Placement, mode: st
         ids = DTensor.from_local(torch.tensor([i for bag in mine for i in bag], dtype=torch.int64), mesh, [S0])
         param = weight_of(full, mesh, [weight])
         out = F.embedding_bag(ids, param, distribute_tensor(starts, mesh, [Shard(0, [3, 0, 2])]), mode=mode)
-        local = out.to_local()
+        local = as_dtensor(out).to_local()
         before = sum(len(bags[r]) for r in range(collectives.rank()))
         factor = torch.arange(25, dtype=out.dtype).view(5, 5).cos()[before : before + len(mine)]
         DTensor.from_local(local * factor, mesh, [Shard(0, [3, 0, 2])]).sum().backward()
@@ -177,6 +177,15 @@ def test_ids_of_the_wrong_kind_are_refused() -> None:
     world(2).run(body)
 
 
+@world(2)
+def test_float_ids_are_refused_even_after_ids_of_the_same_layout() -> None:
+    """The choice of how to look up is kept under layouts, which have no dtype."""
+    param = weight_of(table(), Mesh((2,)), [S0])
+    F.embedding(distribute_tensor(torch.tensor([1, 2]), Mesh((2,)), [S0]), param)
+    with pytest.raises(IdTypeError, match=r"int32 or int64, got torch.float32"):
+        F.embedding(distribute_tensor(torch.tensor([1.0, 2.0]), Mesh((2,)), [S0]), param)
+
+
 def test_bags_that_straddle_ranks_are_the_same_error_on_every_rank() -> None:
     flat, starts = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3])
 
@@ -215,8 +224,7 @@ def test_two_pending_lookups_in_one_table_are_independent_and_can_be_read_twice(
     def body() -> None:
         mesh = Mesh((3,))
         param = weight_of(full, mesh, [S0])
-        a = F.embedding(distribute_tensor(first, mesh, [R]), param)
-        b = F.embedding(distribute_tensor(second, mesh, [R]), param)
+        a, b = (as_dtensor(F.embedding(distribute_tensor(ids, mesh, [R]), param)) for ids in (first, second))
         assert a.placements[0].is_partial()
         for _ in range(2):
             torch.testing.assert_close(b.full_tensor(), full[second])

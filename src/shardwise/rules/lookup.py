@@ -471,6 +471,8 @@ def raise_bad_ids(site: Site, verdict: Verdict) -> None:
 
 
 def _check_devices(site: Site, ids: Tensor, weight: Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):  # the rule says so too, but is not asked at every call
+        raise IdTypeError(f"A lookup takes ids of dtype int32 or int64, got {ids.dtype}. Fix: ids.long().")
     if ids.device != weight.device:
         raise IdTypeError(
             f"{site.name_of(1)} is on {weight.device}, but its ids are on {ids.device}. "
