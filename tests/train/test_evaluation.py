@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise import collectives
-from shardwise.data import PyIdent, examples
+from shardwise.data import PyIdent, Quality, examples, popularity_baseline
 from shardwise.data import places as places_in_one_process
 from shardwise.mesh import Mesh
 from shardwise.modules import shard_module
@@ -13,8 +13,8 @@ from shardwise.tensor import DTensor
 from shardwise.testing import world
 from shardwise.train.batches import Inputs, shared_out, whole
 from shardwise.train.config import TrainConfig
-from shardwise.train.evaluation import places
-from shardwise.train.loop import build
+from shardwise.train.evaluation import evaluate, neighbours, places
+from shardwise.train.loop import Training, build
 
 TINY = TrainConfig(dim=6, init_std=1.0)
 
@@ -61,3 +61,31 @@ def test_the_shares_of_a_batch_make_the_batch_and_cost_nothing(num_rows: int, ti
 
     for shared in world(3).run(body):
         torch.testing.assert_close(vars(shared), vars(whole(batch)), rtol=0, atol=0)
+
+
+def test_initial_values_depend_on_the_seed_only(tiny: PyIdent) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = build(TINY, tiny).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(6)
+    torch.testing.assert_close(build(TINY, tiny).state_dict(), first, rtol=0, atol=0)
+    other = build(TrainConfig(dim=6, init_std=1.0, seed=1), tiny)
+    assert not torch.equal(other.context.weight, first["context.weight"])
+
+
+def test_a_model_that_has_learnt_nothing_is_the_baseline(tiny: PyIdent) -> None:
+    assert evaluate_alone(TrainConfig(dim=6, init_std=0.0), tiny) == popularity_baseline(tiny)
+
+
+def evaluate_alone(config: TrainConfig, data: PyIdent) -> Quality:
+    run = Training(config, data, {})
+    return evaluate(run.model, data, run.mesh)
+
+
+def test_no_word_is_its_own_neighbour(tiny: PyIdent) -> None:
+    run = Training(TINY, tiny, {})
+    with torch.no_grad():
+        run.model.items.weight.copy_(run.model.context.weight).mul_(10)  # now every word expects itself most
+    found = neighbours(run.model, tiny, ("re",), count=len(tiny.vocab))
+    assert sorted(["re", *found["re"]]) == sorted(tiny.vocab)

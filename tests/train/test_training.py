@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import collectives
-from shardwise.data import PyIdent, examples, load_pyident, places, quality
+from shardwise.data import PyIdent, Quality, examples, load_pyident, places, popularity_baseline, quality
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.placement import OnRanks, Placement, Shard
 from shardwise.tensor import DTensor
@@ -101,6 +101,23 @@ def test_the_demo_starts_as_it_does_in_one_process(
         assert take(run, 10) == pytest.approx(plain_losses, rel=1e-5)
 
     world(num_ranks).run(body)
+
+
+def test_one_pass_finds_as_much_as_one_process_does_and_far_more_than_popularity(pyident: PyIdent) -> None:
+    config = TrainConfig(epochs=1)
+    baseline = popularity_baseline(pyident)
+
+    def trained(plan: dict[str, Placement]) -> Quality:
+        run = Training(config, pyident, plan)
+        take(run, run.last_step)
+        return evaluate(run.model, pyident, run.mesh)
+
+    (alone,) = world(1).run(trained, {})
+    here, there = world(2).run(trained, {"*": Shard(0)})
+    assert here == there
+    assert here.hit_rate_10 == pytest.approx(alone.hit_rate_10, abs=0.005)
+    assert here.hit_rate_10 >= 0.42 > baseline.hit_rate_10 + 0.15
+    assert here.mrr >= 0.28 > baseline.mrr + 0.09
 
 
 def test_no_rank_holds_or_updates_more_than_its_part(tiny: PyIdent) -> None:

@@ -110,8 +110,10 @@ def _overrides(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _next_command(args: argparse.Namespace, config: "TrainConfig") -> str:
-    """Go on with this run, on another number of ranks: one epoch more, or what `steps` left."""
-    words = ["shardwise", "train", "--resume", "--nproc", str(config.nproc + 1)]
+    """Go on with this run: one epoch more, or what `steps` left, on one rank more if the plan allows any number."""
+    from shardwise.train.plans import NAMED
+
+    words = ["shardwise", "train", "--resume", "--nproc", str(config.nproc + (config.plan in NAMED))]
     if config.steps is None:
         words += ["--epochs", str(config.epochs + 1)]
     if args.config:
