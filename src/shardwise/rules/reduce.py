@@ -168,7 +168,7 @@ _register(total, torch.sum, Tensor.sum, aten.sum.default, aten.sum.dim_IntList)
 _register(mean, torch.mean, Tensor.mean, aten.mean.default, aten.mean.dim)
 _register(partial(extreme, "max"), torch.amax, Tensor.amax, aten.amax.default)
 _register(partial(extreme, "min"), torch.amin, Tensor.amin, aten.amin.default)
-# torch.max and torch.min are three ops in one; C++ tells which.
+# torch.max and torch.min are three ops in one: the tensor tells which.
 _register(partial(whole_extreme, "max"), aten.max.default)
 _register(partial(whole_extreme, "min"), aten.min.default)
 _register(partial(whole_extreme, "product"), torch.prod, Tensor.prod, aten.prod.default)

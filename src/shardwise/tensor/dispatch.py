@@ -387,6 +387,21 @@ def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
+def _extreme(of_all: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """torch.max and torch.min are three ops in one: of all elements, along a dim, of two tensors."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs:
+            return run(of_all, RULES[of_all], args, kwargs)
+        return through_the_dispatcher(func, args, kwargs, promoted)
+
+    return handler
+
+
+_largest, _smallest = _extreme(torch.ops.aten.max.default), _extreme(torch.ops.aten.min.default)
+DTensor._specials |= {torch.max: _largest, Tensor.max: _largest, torch.min: _smallest, Tensor.min: _smallest}
+
+
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise RuleError(
         f"{_name(func)}() would reach this rank's part of a DTensor as if it were the whole. "
