@@ -202,9 +202,7 @@ def test_the_dump_is_toml_a_person_would_write() -> None:
     )
 
 
-optimizers = st.builds(
-    Optimizer, lr=st.floats(min_value=0, allow_nan=False), warmup=st.none() | st.integers()
-)
+optimizers = st.builds(Optimizer, lr=st.floats(min_value=0, allow_nan=False), warmup=st.none() | st.integers())
 tables = st.builds(
     Table,
     rows=st.integers(),
@@ -226,9 +224,7 @@ runs = st.builds(
 
 @settings(max_examples=50)
 @given(config=runs)
-def test_what_was_dumped_loads_to_an_equal_value(
-    config: Run, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_what_was_dumped_loads_to_an_equal_value(config: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert load(Run, write(tmp_path_factory.mktemp("config"), dump_toml(config))) == config
 
 

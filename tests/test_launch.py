@@ -61,9 +61,7 @@ def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.
         ("kill", "rank 1 was killed by SIGKILL", -signal.SIGKILL),
     ],
 )
-def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(
-    how: str, message: str, exitcode: int
-) -> None:
+def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how: str, message: str, exitcode: int) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(fail_on, 1, how, nproc=2)
     assert str(caught.value) == message
@@ -86,9 +84,7 @@ def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
 
 
 def test_a_result_that_cannot_travel_is_refused() -> None:
-    with pytest.raises(
-        RankFailedError, match="rank 0 failed: LaunchError: launch cannot bring back 'function'"
-    ):
+    with pytest.raises(RankFailedError, match="rank 0 failed: LaunchError: launch cannot bring back 'function'"):
         launch(unpicklable, nproc=1)
 
 
@@ -101,9 +97,7 @@ def nested() -> Callable[[], None]:
     return inner
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda: None, nested(), partial(nested())], ids=["lambda", "nested", "partial"]
-)
+@pytest.mark.parametrize("fn", [lambda: None, nested(), partial(nested())], ids=["lambda", "nested", "partial"])
 def test_a_function_that_processes_cannot_import_is_refused(fn: Callable[[], None]) -> None:
     with pytest.raises(LaunchError, match="Fix: define it at the top level of a module"):
         launch(fn, nproc=2)

@@ -32,9 +32,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
 # Higher number, higher layer.
 LEVEL = {
-    unit.strip(): level
-    for level, line in enumerate(reversed(LAYERS.strip().splitlines()))
-    for unit in line.split("|")
+    unit.strip(): level for level, line in enumerate(reversed(LAYERS.strip().splitlines())) for unit in line.split("|")
 }
 
 
@@ -197,7 +195,5 @@ def test_a_unit_without_a_layer_is_named_with_the_fix(tmp_path: Path) -> None:
 
 
 def test_layers_are_ordered_and_name_each_unit_once() -> None:
-    assert (
-        LEVEL["cli"] > LEVEL["train"] == LEVEL["report"] > LEVEL["data"] > LEVEL["tensor"] > LEVEL["errors"]
-    )
+    assert LEVEL["cli"] > LEVEL["train"] == LEVEL["report"] > LEVEL["data"] > LEVEL["tensor"] > LEVEL["errors"]
     assert len(LEVEL) == len(LAYERS.replace("|", " ").split())

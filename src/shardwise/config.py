@@ -137,9 +137,7 @@ def _merge(at: _Place, table: Mapping[str, Any], values: dict[str, Any]) -> None
         elif isinstance(value, dict):
             _merge(at.inside(key, hints[key]), value, values.setdefault(key, {}))
         else:
-            at.complain(
-                key, f"is a table; set its keys: {', '.join(_keys(hints[key], f'{at.prefix}{key}.'))}"
-            )
+            at.complain(key, f"is a table; set its keys: {', '.join(_keys(hints[key], f'{at.prefix}{key}.'))}")
 
 
 def _suggestion(at: _Place, key: str) -> str:

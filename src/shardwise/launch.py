@@ -32,12 +32,8 @@ from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-POLL_SECONDS = (
-    0.2  # between looks at the exit codes: a rank's own child can hold its pipes open after its death
-)
-SETTLE_SECONDS = (
-    0.2  # after the first failure, so that its cause and its echoes on other ranks can be told apart
-)
+POLL_SECONDS = 0.2  # between looks at the exit codes: a rank's own child can hold its pipes open after its death
+SETTLE_SECONDS = 0.2  # after the first failure, so that its cause and its echoes on other ranks can be told apart
 PR_SET_PDEATHSIG = 1
 
 

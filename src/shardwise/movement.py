@@ -280,8 +280,6 @@ class _AllToAll(torch.autograd.Function):
         return sent, None, None, None
 
 
-def exchange(
-    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...]
-) -> Tensor:
+def exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...]) -> Tensor:
     """All-to-all of a 1-D tensor with split sizes; gradients travel the way back."""
     return _AllToAll.apply(send, send_counts, recv_counts, ranks)  # type: ignore[no-any-return, no-untyped-call]

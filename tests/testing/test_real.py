@@ -84,9 +84,7 @@ def lock() -> object:
     return threading.Lock()
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda: 1, functools.partial(pid), REAL.run], ids=["lambda", "partial", "method"]
-)
+@pytest.mark.parametrize("fn", [lambda: 1, functools.partial(pid), REAL.run], ids=["lambda", "partial", "method"])
 def test_functions_without_a_name_in_a_module_are_refused(fn: Callable[[], object]) -> None:
     with pytest.raises(SendError, match="Fix: define it with `def` at module level"):
         REAL.run(fn)
@@ -239,9 +237,7 @@ def test_a_rank_that_died_between_runs_is_replaced() -> None:
     assert not set(before) & set(REAL.run(pid))
 
 
-def test_modules_that_came_onto_the_path_later_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_came_onto_the_path_later_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     REAL.run(pid)
     (tmp_path / "came_later.py").write_text("def answer():\n    return 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))

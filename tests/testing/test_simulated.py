@@ -88,10 +88,7 @@ def test_no_result_shares_memory_with_a_sender_or_another_rank() -> None:
 def test_results_of_the_collectives_are_outside_autograd() -> None:
     def body() -> bool:
         x = torch.ones(2, requires_grad=True)
-        return (
-            all_reduce(x * 2, "sum", (0, 1)).requires_grad
-            or all_to_all(x, [1, 1], [1, 1], (0, 1)).requires_grad
-        )
+        return all_reduce(x * 2, "sum", (0, 1)).requires_grad or all_to_all(x, [1, 1], [1, 1], (0, 1)).requires_grad
 
     assert world(2).run(body) == [False, False]
 

@@ -75,9 +75,7 @@ def exchange(elements: int) -> float:
     counts = [elements] * len(world)
     # What rank a sends to rank b says so; hence a wrong sender or receiver shows.
     sent = torch.tensor([[rank, to] for to in world], dtype=torch.int32).repeat(1, elements // 2).flatten()
-    expected = (
-        torch.tensor([[of, rank] for of in world], dtype=torch.int32).repeat(1, elements // 2).flatten()
-    )
+    expected = torch.tensor([[of, rank] for of in world], dtype=torch.int32).repeat(1, elements // 2).flatten()
     times = []
     for _ in range(REPEATS):
         collectives.barrier(world)

@@ -35,8 +35,7 @@ class Call:
 def disagreement(ranks: Ranks, calls: Mapping[int, Call]) -> str | None:
     """What keeps the calls of `ranks` from being one collective; None if nothing does."""
     signatures = {
-        (call.reduce_op, call.tensor.dtype, call.tensor.shape if call.reduce_op else ())
-        for call in calls.values()
+        (call.reduce_op, call.tensor.dtype, call.tensor.shape if call.reduce_op else ()) for call in calls.values()
     }
     if len(signatures) > 1:
         return "all ranks must make the same call"

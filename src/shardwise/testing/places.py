@@ -11,9 +11,7 @@ import torch
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = sysconfig.get_path("purelib") + os.sep  # lies inside _STDLIB and may hold the user's code
-_MACHINERY = tuple(
-    str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
-)
+_MACHINERY = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ def places_of(frame: FrameType | None) -> Iterator[Place]:
 def called_at(stack: Sequence[Place], limit: int = 3) -> str:
     """The innermost lines of the user's code, one a line, indented to stand under `  rank 0: …`."""
     users = [place for place in stack if place.is_users] or list(stack)
-    return "".join(
-        f"\n      {'called at' if i == 0 else '     from'} {place}" for i, place in enumerate(users[:limit])
-    )
+    return "".join(f"\n      {'called at' if i == 0 else '     from'} {place}" for i, place in enumerate(users[:limit]))
 
 
 def running_at(stack: Sequence[Place]) -> str:

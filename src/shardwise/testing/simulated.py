@@ -59,9 +59,7 @@ class _Rank:
             daemon=True,  # a rank that hangs must not keep the interpreter from ending
         )
 
-    def all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-    ) -> Tensor:
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         return self.simulation.meet(self, Call(send, "", tuple(send_counts), tuple(recv_counts)), ranks)
 
     def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
