@@ -125,7 +125,7 @@ def test_the_check_finds_rows_that_are_wrong(rule: Callable[..., list[Row]], wha
             assert_equals_one_process([Sample(op, (fraction(4, 4),))], (Mesh((2,)),), limit=20)
     finally:
         del RULES[op]
-        dispatch._cache.clear()
+        dispatch.forget()
 
 
 IN_PLACE = ["abs", "add", "clamp_min", "copy", "div", "exp", "fmod", "lerp", "mul", "neg", "pow", "relu", "sub", "zero"]

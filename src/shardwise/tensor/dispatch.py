@@ -33,6 +33,8 @@ CACHE_LIMIT = 1 << 16
 Found = tuple[resolve.Recipe, Callable[..., Any], bool]  # recipe, what computes, whether it needs plain tensors
 _cache: dict[Any, Found] = {}
 _choices: dict[Any, tuple[Row, ...]] = {}
+_at_once: dict[Any, tuple[Callable[..., Any], Layout]] = {}  # what ran on the locals as they were, and its layout
+PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
 
 # C functions that stand in for Python ones, which would look at shapes on their way.
@@ -55,6 +57,12 @@ SAME = frozenset(
     _post_accumulate_grad_hooks __hash__ is_contiguous type _is_zerotensor
     """.split()
 )
+
+
+def forget() -> None:
+    """Drop what was worked out so far; needed after a rule in `RULES` was replaced."""
+    for known in (_cache, _choices, _at_once):
+        known.clear()
 
 
 @contextmanager
@@ -87,7 +95,31 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` by its rule."""
+    """Run `func` by its rule: at once where these very arguments ran before and nothing had to be done to them."""
+    if kwargs:
+        return _run(func, rule, args, kwargs)
+    key = [func]
+    for a in args:
+        kind = type(a)
+        if kind is DTensor:
+            key.append(a._layout)
+        elif kind in PLAIN_VALUES:
+            key.append(float if kind is float and rule.sizeless else a)
+        else:
+            return _run(func, rule, args, kwargs)
+    at_once = _at_once.get(tuple(key))
+    if at_once is None:
+        return _run(func, rule, args, kwargs)
+    op, layout = at_once
+    with DisableTorchFunctionSubclass():
+        out = op(*args)
+        if type(out) is not DTensor:
+            out.__class__ = DTensor
+            out._layout = layout
+        return out
+
+
+def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs and kwargs.get("out") is not None:
         return _into_out(func, args, kwargs)
     key, mixed = _key(func, rule, args, kwargs)
@@ -105,9 +137,11 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         out = op(*args, **kwargs)
         if recipe.output is None or type(out) is DTensor:
             return out
-        out.__class__ = DTensor
-        out._layout = recipe.output
-        return out
+        if not kwargs and all(type(a) is DTensor or type(a) in PLAIN_VALUES for a in args):
+            if len(_at_once) >= CACHE_LIMIT:
+                _at_once.clear()
+            _at_once[tuple(key)] = op, recipe.output
+        return tag(out, recipe.output)
 
 
 def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -39,6 +39,7 @@ class DTensor(torch.Tensor):
     _specials: dict[Any, Handler]
     _from_local: Callable[..., "DTensor"]
     _to_local: Callable[["DTensor", Sequence[Placement] | None], Tensor]
+    _backward: Callable[..., None]
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
 
@@ -253,7 +254,7 @@ class DTensor(torch.Tensor):
         inputs: Any = None,
     ) -> None:
         """Gradients of this tensor, a scalar unless `gradient` is given, into the leaves it was made from."""
-        torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+        self._backward(self, gradient, retain_graph, create_graph, inputs)
 
     # ---- what would leak the local shard ---------------------------------------------------------------------
 

@@ -217,19 +217,21 @@ def _outputs_and_seeds(tensors: Any, grad_tensors: Any) -> tuple[list[Any], list
         return [plain(x) if type(x) is DTensor else x for x in outputs], seeds
 
 
-def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
     """`torch.autograd.backward` with DTensors among the outputs or inputs."""
-    tensors, *rest = args
-    grad_tensors = rest[0] if rest else kwargs.get("grad_tensors")
     outputs, seeds = _outputs_and_seeds(tensors, grad_tensors)
     with DisableTorchFunctionSubclass():
-        torch.autograd.backward(
-            outputs,
-            seeds,
-            retain_graph=kwargs.get("retain_graph"),
-            create_graph=kwargs.get("create_graph", False),
-            inputs=kwargs.get("inputs"),
-        )
+        torch.autograd.backward(outputs, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+
+
+def _backward_of_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    backward(*args, **kwargs)
 
 
 def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -289,4 +291,5 @@ class FromPlain(torch.autograd.Function):
 
 
 DTensor._read_grad, DTensor._write_grad = staticmethod(read), staticmethod(write)
-DTensor._specials = {torch.autograd.backward: backward, torch.autograd.grad: grad}
+DTensor._backward = staticmethod(backward)
+DTensor._specials = {torch.autograd.backward: _backward_of_torch, torch.autograd.grad: grad}
