@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,12 @@ def test_the_outcome_stands_beside_the_baseline(capsys: pytest.CaptureFixture[st
         "Communication of a step: 0.5 all_reduce, 10.0 all_to_all; each rank sends 2.0 KiB to 3.0 MiB.\n"
         "Checkpoint: runs/x/step-00001200\n"
     )
+
+
+def test_a_span_that_reads_the_same_at_both_ends_is_one_number(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = Communication({"all_to_all": 10.0}, (2048.0, 2050.0))
+    view.show_outcome(replace(OUTCOME, communication=sent), Quality(hit_rate_10=0.25, mrr=0.184, num_examples=1652))
+    assert "each rank sends 2.0 KiB.\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

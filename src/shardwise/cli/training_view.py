@@ -150,7 +150,8 @@ def _show_communication(outcome: Outcome) -> None:
     if not calls:
         return
     kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in calls.items())
-    span = _bytes(max(sent)) if min(sent) == max(sent) else f"{_bytes(min(sent))} to {_bytes(max(sent))}"
+    least, most = _bytes(min(sent)), _bytes(max(sent))
+    span = most if least == most else f"{least} to {most}"
     print(f"\nCommunication of a step: {kinds}; each rank sends {span}.")
 
 

@@ -173,5 +173,5 @@ def train(run: Training, report: Callable[[Progress], None]) -> Outcome:
         quality=evaluate(run.model, run.data, run.mesh),
         neighbours=neighbours(run.model, run.data, SHOWN_WORDS, count=4),
         communication=ledger.communication(),
-        checkpoint=path or Path(config.checkpoint),
+        checkpoint=path or latest(config.checkpoint) or Path(config.checkpoint),
     )
