@@ -236,3 +236,12 @@ def test_torchrun_is_known_by_its_run_id(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not under_torchrun()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert under_torchrun()
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("from shardwise import launch\ndef hello():\n    pass\nlaunch(hello, nproc=1)\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert 'Fix: put the call under `if __name__ == "__main__":`' in done.stderr

@@ -345,3 +345,18 @@ def test_real_processes_on_a_grid_equal_one() -> None:
     for p, want in zip(module.parameters(), plain.parameters(), strict=True):
         assert want.grad is not None
         assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
+
+
+@world(3)
+def test_a_sharded_module_can_be_sharded_again() -> None:
+    """What the second plan names is moved; what it omits stays as it is."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5))
+    before = [p.detach().clone() for p in module.parameters()]
+    shard_module(module, {"*.weight": Shard(0)})
+    shard_module(module, {"0.weight": Shard(1)})
+    parameters = [as_dtensor(p) for p in module.parameters()]
+    assert [p.placements for p in parameters] == [(Shard(1),), (Shard(0),), (Replicate(),)]
+    for parameter, want in zip(parameters, before, strict=True):
+        assert isinstance(parameter, nn.Parameter)
+        assert torch.equal(as_dtensor(parameter.detach()).full_tensor(), want)

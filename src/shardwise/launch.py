@@ -24,6 +24,7 @@ from math import inf
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import current_process
 from time import monotonic
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
@@ -66,6 +67,11 @@ def launch(
         RankFailedError: a rank raised, left or was killed; all others have been ended.
         KeyboardInterrupt: after all ranks have been ended.
     """
+    if getattr(current_process(), "_inheriting", False):
+        raise LaunchError(
+            "launch was called while a new rank was importing this script, so every rank would start ranks. "
+            'Fix: put the call under `if __name__ == "__main__":`.'
+        )
     if nproc < 1:
         raise LaunchError(f"launch needs at least one rank, got nproc={nproc}.")
     if under_torchrun():

@@ -14,13 +14,16 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATE, Placement
 from shardwise.tensor.conversion import scattered
-from shardwise.tensor.dtensor import default_mesh, tag
+from shardwise.tensor.dtensor import DTensor, default_mesh, moved, plain, tag
 
 Plan = Mapping[str, "Placement | Sequence[Placement] | Layout"]
 
 
 def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: int | None = 0) -> nn.Module:
     """Turn the parameters of `module` into DTensors laid out as `plan` says; parameters it omits are replicated.
+
+    The parameters become new objects: make the optimizer afterwards. Parameters that are DTensors already are
+    moved to their new layout, or stay as they are where the plan omits them.
 
     Args:
         module: any module, in place. One on the meta device is materialised part by part: no rank ever holds
@@ -76,6 +79,9 @@ def layouts_of(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Layout]:
     layouts: dict[str, Layout] = {}
     for name, parameter in named.items():
         key = name if name in plan else next((k for k in reversed(list(plan)) if _matches(k, name)), None)
+        if key is None and isinstance(parameter, DTensor):
+            layouts[name] = parameter._layout
+            continue
         try:
             layouts[name] = _layout(parameter, [REPLICATE] * mesh.ndim if key is None else plan[key], mesh)
         except (LayoutError, PlanError) as error:
@@ -121,7 +127,9 @@ def _torn_ties(named: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> li
 
 def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int | None) -> nn.Parameter:
     rank = collectives.rank()
-    if parameter.is_meta or rank not in layout.mesh.ranks:
+    if isinstance(parameter, DTensor):  # of a module that was sharded before
+        local = plain(moved(parameter, layout)).detach()
+    elif parameter.is_meta or rank not in layout.mesh.ranks:
         local = torch.empty(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
     else:
         local = scattered(parameter.detach(), layout, src_rank)

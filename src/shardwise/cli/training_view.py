@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.checkpoint import latest
 from shardwise.data import PyIdent, Quality
 from shardwise.train.config import TrainConfig
 from shardwise.train.ledger import Progress
@@ -62,6 +63,8 @@ def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], res
     print("The gradients and the state of Adagrad take as much again, each.")
     if resumed_step is not None:
         print(f"Going on from step {resumed_step:,} in {config.checkpoint}.")
+    elif (earlier := latest(config.checkpoint)) is not None:
+        print(f"{earlier} is of an earlier run, whose checkpoints this one replaces; --resume would go on with it.")
     sys.stdout.flush()
 
 
@@ -117,8 +120,6 @@ def show_interruption(config: TrainConfig) -> None:
     console = _console()
     if not _is_plain(console):
         console.show_cursor()
-    from shardwise.checkpoint import latest
-
     found = latest(config.checkpoint)
     print(f"Last checkpoint: {found}; go on with --resume." if found else "No checkpoint was saved.", file=sys.stderr)
 

@@ -41,7 +41,7 @@ def embedding(
     _check_ids(input, (), "embedding")
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
         raise NotImplementedError(
-            "embedding: padding_idx, max_norm and scale_grad_by_freq are not supported on sharded tables yet"
+            "padding_idx, max_norm and scale_grad_by_freq are not supported on sharded tables yet"
         )
     return _lookup_rows(weight, range(input.ndim), input.ndim, lookup.embedding)
 
@@ -77,7 +77,7 @@ def embedding_bag(
     )
     if unsupported or mode not in ("sum", "mean"):
         raise NotImplementedError(
-            "embedding_bag: only modes sum and mean, without max_norm, scale_grad_by_freq, per_sample_weights and "
+            "only modes sum and mean, without max_norm, scale_grad_by_freq, per_sample_weights and "
             "padding_idx, are supported on sharded tables yet"
         )
     if input.ndim == 1 and offsets is None:

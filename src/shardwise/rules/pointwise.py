@@ -150,7 +150,7 @@ def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 def dropout_off(x: Meta, p: float = 0.5, training: bool = True, inplace: bool = False) -> list[Row]:
     """out = x when not training."""
     if training and p > 0:
-        raise NotImplementedError("dropout in training mode is not supported on distributed tensors yet")
+        raise NotImplementedError("training mode is not supported on distributed tensors yet. Fix: eval(), or p=0")
     return copies(x)
 
 
