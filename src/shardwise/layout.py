@@ -179,6 +179,14 @@ class Layout:
         """Whether every rank of the mesh holds the whole value."""
         return all(p == REPLICATE for p in self.placements)
 
+    def replicated(self) -> "Layout":
+        """The whole tensor on every rank of the mesh."""
+        return self.replace([REPLICATE] * self.mesh.ndim)
+
+    def reduced(self) -> "Layout":
+        """The same without anything Partial: reduced values on every rank that held contributions."""
+        return self.replace([REPLICATE if isinstance(p, Partial) else p for p in self.placements])
+
     def contribution(self, rank: int) -> tuple[int, ...]:
         """Where `rank` stands on the Partial axes: ranks with different answers hold different summands."""
         here = self.mesh.coordinate(rank)

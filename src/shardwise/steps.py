@@ -185,14 +185,14 @@ def plan_move(src: Layout, dst: Layout) -> Plan:
         return Plan(src, dst, ())
     same_mesh = src.mesh == dst.mesh
     if len(_reductions(src) | _reductions(dst)) > 1:
-        return _via(src, src.replace([REPLICATE if p.is_partial() else p for p in src.placements]), dst)
+        return _via(src, src.reduced(), dst)
     if not same_mesh and _nonlinear(dst):
         # Only position 0 would get the value, and the gradients of the identities beside it are not its own:
         # give it to every rank, so that each takes its gradient from itself.
-        return _via(src, dst.replace([REPLICATE if p.is_partial() else p for p in dst.placements]), dst)
+        return _via(src, dst.reduced(), dst)
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
         # Several boxes share one flat local tensor, which has no stack dim to reduce: go through whole tensors.
-        return _via(src, src.replace([REPLICATE] * src.mesh.ndim), dst)
+        return _via(src, src.replicated(), dst)
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
     return Plan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
@@ -276,7 +276,7 @@ def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
         return ()
     whole: tuple[Step, ...] = (_exchange(src, dst),)
     if src.mesh != dst.mesh:
-        reduced = src.replace([REPLICATE if p.is_partial() else p for p in src.placements])
+        reduced = src.reduced()
         if reduced == src:
             return whole
         return _cheapest(src, dst, [whole, (*_all_reduces(src, reduced), _exchange(reduced, dst))])

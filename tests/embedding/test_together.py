@@ -65,3 +65,19 @@ def test_a_bad_id_in_one_table_names_it_on_every_rank() -> None:
 def test_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(LayoutError, match="1 inputs, 2 weights"):
         embedding_bags([torch.zeros(1, 1, dtype=torch.long)], tables()[:2])
+
+
+def test_grids_and_tables_smaller_than_a_mesh_of_two_axes_equal_one_process() -> None:
+    full, ids = tables()[:3], torch.randint(0, 9, (5, 2), generator=torch.Generator().manual_seed(2))
+    placements: list[list[Placement]] = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [OnRanks(1), Shard(1)]]
+    expected = [F.embedding_bag(ids % 3, t[:3], mode="sum") for t in full]  # 3 rows on 2 x 2 ranks
+
+    def body() -> None:
+        mesh = Mesh((2, 2))
+        weights = [distribute_tensor(t[:3], mesh, p) for t, p in zip(full, placements, strict=True)]
+        here = distribute_tensor(ids % 3, mesh, [Shard(0), Shard(0)])
+        for out, want in zip(embedding_bags([here] * 3, weights, mode="sum"), expected, strict=True):
+            assert isinstance(out, DTensor)
+            torch.testing.assert_close(out.full_tensor(), want)
+
+    world(4).run(body)

@@ -13,7 +13,7 @@ from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
-from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag, without_partial
+from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
 from shardwise.tensor.gradients import FromPlain, ToPlain
 
 
@@ -25,7 +25,7 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
             return local
         if not torch.is_grad_enabled():
             return local.detach()
-        border = layout.replace(without_partial(layout.placements) if grad_placements is None else grad_placements)
+        border = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
         return ToPlain.apply(local, layout, border)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -34,7 +34,7 @@ def wrap(local: Tensor, layout: Layout, grad_placements: Sequence[Placement] | N
     with DisableTorchFunctionSubclass():
         if not (torch.is_grad_enabled() and local.requires_grad):
             return tag(local.detach(), layout)
-        border = layout.replace(without_partial(layout.placements) if grad_placements is None else grad_placements)
+        border = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
         return tag(FromPlain.apply(local, layout, border), layout)  # type: ignore[no-untyped-call]
 
 

@@ -391,7 +391,7 @@ def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
             return None
         if type(returned) is DTensor:
             return gradients.as_cotangent(plain(returned), returned._layout, layout)
-        return gradients.as_cotangent(returned, layout.replace([REPLICATE] * layout.mesh.ndim), layout)
+        return gradients.as_cotangent(returned, layout.replicated(), layout)
 
     with DisableTorchFunctionSubclass():
         return x.register_hook(on_local)  # type: ignore[no-untyped-call]

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
-from shardwise.errors import LayoutError, RuleError
+from shardwise.errors import RuleError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
 from shardwise.movement import move
-from shardwise.placement import REPLICATE, Partial, Placement
+from shardwise.placement import Placement
 
 _local_shape: Any = torch._C.TensorBase.shape
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -95,7 +95,7 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, on every rank of the mesh. May be called again and again."""
-        whole = self.redistribute(placements=[REPLICATE] * self._layout.mesh.ndim)
+        whole = moved(self, self._layout.replicated())
         return whole.to_local(grad_placements=grad_placements)
 
     def redistribute(
@@ -310,17 +310,6 @@ def moved(x: DTensor, layout: Layout) -> DTensor:
         return x
     with DisableTorchFunctionSubclass():
         return tag(move(x.as_subclass(torch.Tensor), x._layout, layout), layout)
-
-
-def require_layout(x: Any, what: str) -> Layout:
-    """The layout of a DTensor argument."""
-    if not isinstance(x, DTensor):
-        raise LayoutError(f"{what} must be a DTensor, got {type(x).__name__}.")
-    return x._layout
-
-
-def without_partial(placements: Sequence[Placement]) -> list[Placement]:
-    return [REPLICATE if isinstance(p, Partial) else p for p in placements]
 
 
 def default_mesh(device_type: str = "cpu") -> Mesh:

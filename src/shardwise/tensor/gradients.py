@@ -85,7 +85,7 @@ def write(x: DTensor, value: Tensor | None) -> None:
         shape = value._layout.shape if type(value) is DTensor else tuple(value.shape)
         if shape != x._layout.shape:
             raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}.")
-        replicated = x._layout.replace([REPLICATE] * x._layout.mesh.ndim)
+        replicated = x._layout.replicated()
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
         if _axes_to_reduce(x._layout):
@@ -122,7 +122,7 @@ def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
         flat = torch.cat([raw.reshape(-1) for _, raw in members]) if len(members) > 1 else members[0][1].reshape(-1)
         line = mesh.submesh(axes, collectives.rank())
         src = Layout(line, [Partial()] * line.ndim, flat.shape)
-        flat = move(flat, src, src.replace([REPLICATE] * line.ndim))
+        flat = move(flat, src, src.replicated())
         for (leaf, _), piece in zip(members, flat.split([raw.numel() for _, raw in members]), strict=True):
             _add_reduced(leaf, piece.view(leaf._layout.local_shape(collectives.rank())))
 
@@ -189,7 +189,7 @@ def _seed(output: DTensor, gradient: Any) -> Tensor:
             shares = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == REPLICATE)
             with DisableTorchFunctionSubclass():
                 return torch.full(layout.shape, 1 / shares, dtype=output.dtype, device=output.device)
-    whole = layout.replace([REPLICATE] * layout.mesh.ndim)
+    whole = layout.replicated()
     if gradient is None:
         return as_cotangent(torch.ones(layout.shape, dtype=output.dtype, device=output.device), whole, layout)
     if type(gradient) is DTensor:
@@ -203,7 +203,7 @@ def _linear_output(output: Any) -> Any:
         return output
     parts = output._layout.placements
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in parts):
-        return moved(output, output._layout.replace([REPLICATE if p.is_partial() else p for p in parts]))
+        return moved(output, output._layout.reduced())
     return output
 
 
@@ -261,29 +261,28 @@ def _readable(layout: Layout) -> Layout:
     """The layout of the gradient that users see: that of the tensor, and whole where the tensor is in summands."""
     if not layout.partial_axes:
         return layout
-    return layout.replace([REPLICATE if p.is_partial() else p for p in layout.placements])
+    return layout.reduced()
 
 
-class ToPlain(torch.autograd.Function):
-    """The border from a DTensor to a plain tensor; the gradient that comes back is laid out as `border`."""
+class _Border(torch.autograd.Function):
+    """Between a DTensor laid out as `layout` and a plain tensor whose gradient is laid out as `border`."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, border: Layout) -> Tensor:
         ctx.layout, ctx.border = layout, border
         return local.view_as(local)
+
+
+class ToPlain(_Border):
+    """From a DTensor to a plain tensor: the gradient that comes back is laid out as `border`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return as_cotangent(grads[0], ctx.border, ctx.layout), None, None
 
 
-class FromPlain(torch.autograd.Function):
-    """The border from a plain tensor to a DTensor; the gradient leaves laid out as `border`."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, border: Layout) -> Tensor:
-        ctx.layout, ctx.border = layout, border
-        return local.view_as(local)
+class FromPlain(_Border):
+    """From a plain tensor to a DTensor: the gradient leaves laid out as `border`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -41,7 +41,7 @@ def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
     """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
     for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
         src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
-        found_inf.copy_(move(found_inf, src, src.replace([REPLICATE] * mesh.ndim)))
+        found_inf.copy_(move(found_inf, src, src.replicated()))
 
 
 def _is_tensor_list(a: Any) -> bool:
@@ -58,7 +58,7 @@ def _layout_at(name: str, args: Sequence[Any], kwargs: dict[str, Any], index: in
                     f"{name}: item {index} is {layout}, whose summands cannot be changed one by one. "
                     f"Fix: redistribute it."
                 )
-            return layout.replace([REPLICATE if isinstance(p, Partial) else p for p in layout.placements])
+            return layout.reduced()
         return layout
     for a in (*args, *kwargs.values()):
         if _is_tensor_list(a) and index < len(a) and type(a[index]) is DTensor:
@@ -100,7 +100,7 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
 def _scalar(name: str, x: DTensor) -> Tensor:
     if x._layout.shape:
         raise RuleError(f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}.")
-    whole = moved(x, x._layout.replace([REPLICATE] * x._layout.mesh.ndim))
+    whole = moved(x, x._layout.replicated())
     with DisableTorchFunctionSubclass():
         return whole.as_subclass(torch.Tensor)
 

@@ -80,7 +80,7 @@ def _run_replicated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def gathered(x: Any) -> Any:
         if type(x) is not DTensor:
             return x
-        target = x._layout.replace([REPLICATE] * mesh.ndim)
+        target = x._layout.replicated()
         if x._layout != target:
             collectives.note_implicit(lambda: f"{func} has no rule: {x._layout} -> {target}")
         whole = moved(x, target)
