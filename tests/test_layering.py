@@ -18,6 +18,7 @@ LAYERS = """
     tensor
     movement | random
     rules | steps | collectives
+    meter
     layout
     mesh | placement
     boxes

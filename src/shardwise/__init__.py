@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.launch import launch
 
 if TYPE_CHECKING:
-    from shardwise.collectives import CommMeter, count_comms, init_device_mesh, rank, world_size
+    from shardwise.collectives import init_device_mesh, rank, world_size
     from shardwise.embedding import embedding_bags
     from shardwise.errors import ShardwiseError
     from shardwise.layout import Layout
     from shardwise.mesh import Mesh
+    from shardwise.meter import CommMeter, count_comms
     from shardwise.modules import shard_module
     from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
     from shardwise.report import picture
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
-    "shardwise.collectives": ("CommMeter", "count_comms", "init_device_mesh", "rank", "world_size"),
+    "shardwise.collectives": ("init_device_mesh", "rank", "world_size"),
     "shardwise.embedding": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
     "shardwise.layout": ("Layout",),
     "shardwise.mesh": ("Mesh",),
+    "shardwise.meter": ("CommMeter", "count_comms"),
     "shardwise.modules": ("shard_module",),
     "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
     "shardwise.report": ("picture",),

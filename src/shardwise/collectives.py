@@ -2,15 +2,14 @@
 
 Everything above speaks to a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
 process (`shardwise.testing`). Two collectives carry all data: an all-to-all with split sizes, and an
-all-reduce. What is sent is counted here, so plans can be checked against it.
+all-reduce. What is sent is told to `shardwise.meter`, so plans can be checked against it.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -26,11 +25,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
+from shardwise import meter
 from shardwise.errors import MeshError, MismatchError
 from shardwise.mesh import Mesh, ring_elements
 
 Ranks = tuple[int, ...]
 T = TypeVar("T")
+
+# Counted where it happens, kept in `shardwise.meter`; these names are reached from here as well.
+CommMeter = meter.CommMeter
+count_comms = meter.count_comms
+note_implicit = meter.note_implicit
 
 
 class Transport(Protocol):
@@ -60,7 +65,6 @@ class Transport(Protocol):
 
 class _Here(threading.local):
     transport: Transport | None = None
-    meters: tuple["CommMeter", ...] = ()
 
 
 _here = _Here()
@@ -91,47 +95,6 @@ def world_size() -> int:
     return transport().world_size
 
 
-# ---- counting ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class CommMeter:
-    """Collectives and bytes that one rank sent to others while the meter ran."""
-
-    calls: dict[str, int] = field(default_factory=dict)
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    implicit: list[str] = field(default_factory=list)
-
-    @property
-    def total_calls(self) -> int:
-        return sum(self.calls.values())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sent_bytes.values())
-
-    def _add(self, kind: str, sent_bytes: int) -> None:
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent_bytes
-
-
-@contextmanager
-def count_comms() -> Iterator[CommMeter]:
-    """Count this rank's collectives and the bytes it sends, forward and backward, inside the block."""
-    meter = CommMeter()
-    before, _here.meters = _here.meters, (*_here.meters, meter)
-    try:
-        yield meter
-    finally:
-        _here.meters = before
-
-
-def note_implicit(describe: Callable[[], str]) -> None:
-    """Tell the running meters that an op moved an operand by itself."""
-    for meter in _here.meters:
-        meter.implicit.append(describe())
-
-
 # ---- the two collectives ----------------------------------------------------------------------------------
 
 
@@ -140,10 +103,9 @@ def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[i
     here = transport()
     if len(ranks) == 1:
         return send.clone()
-    if _here.meters:
+    if meter.running():
         own = send_counts[ranks.index(here.rank)]
-        for meter in _here.meters:
-            meter._add("all_to_all", (sum(send_counts) - own) * send.element_size())
+        meter.note_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
     return here.all_to_all(send, send_counts, recv_counts, ranks)
 
 
@@ -152,10 +114,9 @@ def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     here = transport()
     if len(ranks) == 1:
         return local.clone()
-    if _here.meters:
+    if meter.running():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
-        for meter in _here.meters:
-            meter._add("all_reduce", sent)
+        meter.note_collective("all_reduce", sent)
     return here.all_reduce(local, reduce_op, ranks)
 
 
