@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.errors import RuleError
 from shardwise.testing import world
 from tests.rules.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
@@ -93,19 +92,14 @@ def test_loss_modules_work(module: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.cross_entropy], ids=lambda f: f.__name__)
-@world(2)
-def test_the_old_names_of_reduction_are_refused(loss: Callable[..., Tensor]) -> None:
-    x = distribute_tensor(torch.ones(4, 4), Mesh((2,)), [S0])
-    with pytest.raises(RuleError, match="size_average and reduce are not supported, reduction is"):
-        loss(x, x.detach(), size_average=False)
-
-
-@world(2)
-def test_a_weighted_square_error_is_refused() -> None:
-    x = distribute_tensor(torch.ones(4), Mesh((2,)), [S0])
-    square: Callable[..., Tensor] = F.mse_loss
-    with pytest.raises(RuleError, match="sum of the weights"):
-        square(x, x, weight=x)
+@world(3)
+def test_the_old_names_of_reduction_mean_what_they_mean_to_torch(loss: Callable[..., Tensor]) -> None:
+    full = torch.arange(16.0).view(4, 4)
+    x = distribute_tensor(full, Mesh((3,)), [S0])
+    with pytest.warns(UserWarning, match="deprecated"):
+        want = loss(full, full, size_average=False)
+    with pytest.warns(UserWarning, match="deprecated"):
+        torch.testing.assert_close(as_dtensor(loss(x, x.detach(), size_average=False)).full_tensor(), want)
 
 
 @world(2)

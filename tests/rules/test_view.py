@@ -102,16 +102,6 @@ def test_changing_a_view_that_had_to_be_moved_is_refused() -> None:
 
 
 @world(2)
-def test_item_assignment_is_refused() -> None:
-    x = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S0])
-    with pytest.raises(RuleError, match="works in place"):
-        x[0] = 1.0
-    with pytest.raises(RuleError):
-        x[x > 1] = 1.0
-    assert not x.full_tensor().any()
-
-
-@world(2)
 def test_sizes_that_do_not_fit_are_refused_as_torch_does() -> None:
     x = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S0])
     with pytest.raises(RuntimeError, match="invalid for input of size 8"):

@@ -164,25 +164,33 @@ def parts_of(x: Tensor, layout: Layout, generator: torch.Generator) -> Parts:
 
 @dataclass
 class Outcome:
-    value: Tensor
+    values: list[Tensor]  # one a result; numbers as tensors
     grads: list[Tensor | None]
+
+
+def results_of(out: Any) -> list[Tensor]:
+    """The results of an op that are tensors, in order."""
+    if isinstance(out, Tensor):
+        return [out]
+    return [x for part in out for x in results_of(part)] if isinstance(out, list | tuple) else []
 
 
 def one_process(sample: Sample) -> Outcome:
     leaves = [_leaf(x.clone(), sample, i) for i, x in enumerate(sample.tensors())]
     inputs = [leaves[0].clone(), *leaves[1:]] if sample.in_place else leaves
-    out = sample.call(inputs)
-    if _differentiable(out, sample):
-        out.backward(cotangent(out))
-    return Outcome(out.detach(), [leaf.grad for leaf in leaves])
+    values = results_of(sample.call(inputs))
+    _backward(values, sample)
+    return Outcome([x.detach() for x in values], [leaf.grad for leaf in leaves])
 
 
 def _leaf(x: Tensor, sample: Sample, number: int) -> Tensor:
     return x.requires_grad_(sample.gradients and x.is_floating_point() and number not in sample.constant)
 
 
-def _differentiable(out: Tensor, sample: Sample) -> bool:
-    return sample.gradients and out.requires_grad
+def _backward(values: Sequence[Tensor], sample: Sample) -> None:
+    graded = [x for x in values if x.requires_grad] if sample.gradients else []
+    if graded:
+        torch.autograd.backward(graded, [cotangent(torch.empty(x.shape, dtype=x.dtype)) for x in graded])
 
 
 def cotangent(out: Tensor) -> Tensor:
@@ -230,18 +238,19 @@ def sharded(sample: Sample, operands: Operands) -> Outcome | None:
         leaves.append(as_dtensor(_leaf(tag(local, layout), sample, number)))
     inputs = [as_dtensor(leaves[0].clone()), *leaves[1:]] if sample.in_place else leaves
     try:
-        out = as_dtensor(sample.call(inputs))
+        out = sample.call(inputs)
     except RuleError:
         if sample.in_place:
             return None
         raise
-    assert tuple(out.to_local().shape) == out.layout_.local_shape(rank), f"{out.layout_} on rank {rank}"
+    values = [as_dtensor(x) for x in results_of(out)]
+    for x in values:
+        assert tuple(x.to_local().shape) == x.layout_.local_shape(rank), f"{x.layout_} on rank {rank}"
     if sample.in_place:
         assert out is inputs[0]
-    if _differentiable(out, sample):
-        out.backward(cotangent(torch.empty(out.shape, dtype=out.dtype)))
+    _backward(values, sample)
     grads = [None if leaf.grad is None else leaf.grad.full_tensor() for leaf in leaves]
-    return Outcome(as_dtensor(out.detach()).full_tensor(), grads)
+    return Outcome([as_dtensor(x.detach()).full_tensor() for x in values], grads)
 
 
 @dataclass
@@ -292,8 +301,10 @@ def _described(sample: Sample, operands: Operands) -> str:
 def _compare(sample: Sample, operands: Operands, outcome: Outcome, expected: Outcome, rank: int) -> None:
     limit = sample.tolerance
     try:
-        assert outcome.value.dtype == expected.value.dtype
-        assert_close(outcome.value, expected.value, rtol=limit, atol=limit, equal_nan=True)
+        assert len(outcome.values) == len(expected.values)
+        for value, wanted in zip(outcome.values, expected.values, strict=True):
+            assert value.dtype == wanted.dtype
+            assert_close(value, wanted, rtol=limit, atol=limit, equal_nan=True)
         for number, ((layout, _), got, want) in enumerate(zip(operands, outcome.grads, expected.grads, strict=True)):
             if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layout.placements):
                 continue  # what a maximum or an average hands on to its contributions is not the gradient

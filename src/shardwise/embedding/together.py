@@ -58,7 +58,7 @@ def embedding_bags(
             else:
                 assert recipe.local is not None
                 assert recipe.output is not None
-                results[index] = tag(recipe.local(site, *args, **named), recipe.output)
+                results[index] = tag(recipe.local(site, *args, **named), site.output)
     with DisableTorchFunctionSubclass():
         for members in shared.values():
             for (index, call), out in zip(members, lookup.lookup_together([c for _, c in members]), strict=True):

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import Placement
 
 LocalFunction = Callable[..., Any]
-ONE = Fraction(1)
+Boundary = Callable[[int], int]
+NOBODY = -1  # as `follow`: the result is cut as torch.chunk cuts
 
 
 class Meta(NamedTuple):
@@ -34,13 +35,15 @@ class Row:
 
     Args:
         inputs: a placement for every tensor operand, in the order of the arguments.
-        output: the placement of the result (a tuple for several results).
+        output: the placement of the result; a tuple for several results.
         why: the reason in one line; also the name of the row in tests, errors and reports.
         local: what each rank computes, called as `local(site, *args, **kwargs)` with local tensors; None is
             the op itself. It must build the same autograd graph on every rank, empty shards included.
         aligned: all Shards of the row cut the same index range, so they must be cut alike.
-        follow: the operand whose cut a cut result has; None is the first one that is cut.
-        scale: length of the result's pieces over that of the operands', where a view merges or splits dims.
+        follow: the operand whose cut a cut result has; None is the first one that is cut, NOBODY none.
+        boundary: where a cut of that operand falls in the result, if not at the same index; rises from 0 to
+            the length of the result's dim. A tuple of them for several results.
+        granule: the operands may be cut at multiples of this only; other cuts move to the nearest one.
     """
 
     inputs: tuple[Placement, ...]
@@ -49,15 +52,21 @@ class Row:
     local: LocalFunction | None = None
     aligned: bool = True
     follow: int | None = None
-    scale: Fraction = ONE
+    boundary: Boundary | tuple[Boundary, ...] | None = None
+    granule: int = 1
 
 
 class Site(Protocol):
     """Where a row's local function runs, and the exchanges it may make itself (all differentiable)."""
 
     layouts: tuple[Layout, ...]  # of the tensor operands, as the row wants them
-    output: Layout  # of the (first) result
+    outputs: tuple[Layout, ...]  # of all results
     axes: tuple[int, ...]  # the mesh axes for which this local function was chosen
+
+    @property
+    def output(self) -> Layout:
+        """Of the (first) result; of the first operand where the rule is ragged."""
+        ...
 
     @property
     def rank(self) -> int: ...
@@ -80,6 +89,22 @@ class Site(Protocol):
         """All-to-all among `ranks` (None: `ranks()`) of a 1-D tensor; gradients travel the way back."""
         ...
 
+    def stack(self, x: Tensor) -> Tensor:
+        """The `x` of each of `ranks()`, all of one shape, along a new first dim; differentiable."""
+        ...
+
+    def boxes(self, operand: int) -> list[Box]:
+        """The one box of `operand` that each of `ranks()` holds."""
+        ...
+
+    def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
+        """Box `wanted(rank)` of the global `operand`, of which `x` is this rank's part.
+
+        Every piece travels once, from a rank of `ranks()` that holds it; where no rank wants what another one
+        holds, nothing is sent. Differentiable. A box must lie in what `ranks()` hold together.
+        """
+        ...
+
     def name_of(self, operand: int) -> str:
         """What to call an operand in an error: its parameter name where it has one."""
         ...
@@ -92,6 +117,7 @@ def local_with(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
 
 
 Rule = Callable[..., list[Row]]
+Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all results
 
 
 @dataclass(frozen=True)
@@ -101,15 +127,21 @@ class OpRule:
     Args:
         rows: from the op's arguments, tensors given as `Meta`, to rows.
         in_place: the op changes its first operand, whose layout therefore must not change.
-        shape: the result's global shape from the same arguments as `rows`; None asks torch's meta device.
+        shape: the result's global shape from the same arguments as `rows`, a list of shapes for several results;
+            None asks torch's meta device.
         sizeless: the rows depend on the numbers of dims and on which dims are 1 long, on no other size and on no
             float argument, so a choice made for one shape and number serves them all.
+        everywhere: what each rank computes when all operands are whole on all ranks; None is the op itself.
+        ragged: only running the op tells how long its results are; the ranks tell each other the lengths of the
+            pieces of a cut one.
     """
 
     rows: Rule
     in_place: bool = False
-    shape: Callable[..., tuple[int, ...]] | None = None
+    shape: Callable[..., Shapes] | None = None
     sizeless: bool = False
+    everywhere: LocalFunction | None = None
+    ragged: bool = False
 
 
 RULES: dict[Any, OpRule] = {}
@@ -118,15 +150,17 @@ RULES: dict[Any, OpRule] = {}
 def op_rule(
     *ops: Any,
     in_place: bool = False,
-    shape: Callable[..., tuple[int, ...]] | None = None,
+    shape: Callable[..., Shapes] | None = None,
     sizeless: bool = False,
+    everywhere: LocalFunction | None = None,
+    ragged: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register a rule for ops. Two rules for one op are an error."""
 
     def add(rule: Rule) -> Rule:
         for op in ops:
             assert op not in RULES, f"two rules for {op}"
-            RULES[op] = OpRule(rule, in_place, shape, sizeless)
+            RULES[op] = OpRule(rule, in_place, shape, sizeless, everywhere, ragged)
         return rule
 
     return add

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.placement import Shard
 from shardwise.rules.pointwise import PARTIALS
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site
+from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
 
 aten = torch.ops.aten
 _T: Any = Tensor.T
@@ -77,7 +77,11 @@ def reshape(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
         first, into = old[0], new[0]
         if x.shape[first] and after[into]:
             scale = Fraction(after[into], x.shape[first])
-            rows.append(Row((Shard(first),), Shard(into), "pieces stay in one piece", _local_view, scale=scale))
+            boundary = local_with(_scaled, scale)
+            why = "pieces stay in one piece"
+            rows.append(
+                Row((Shard(first),), Shard(into), why, _local_view, boundary=boundary, granule=scale.denominator)
+            )
     return rows + [Row((p,), p, "a view of summands is a summand of the view", _local_view) for p in PARTIALS]
 
 
@@ -95,6 +99,10 @@ def expand(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
     shift = len(wanted) - x.ndim
     where = {d: d + shift for d in range(x.ndim) if wanted[d + shift] in (-1, x.shape[d])}
     return _kept(x, where, "dims of length 1 are repeated", _local_expand)
+
+
+def _scaled(scale: Fraction, boundary: int) -> int:
+    return int(boundary * scale)
 
 
 def _inferred(wanted: tuple[int, ...], numel: int) -> tuple[int, ...]:

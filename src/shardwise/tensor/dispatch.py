@@ -21,13 +21,14 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.movement import move
-from shardwise.placement import REPLICATE
+from shardwise.placement import REPLICATE, Shard
 from shardwise.rules import RULES, Meta, OpRule, Row
-from shardwise.tensor import gradients, lists, resolve
+from shardwise.rules.row import Shapes
+from shardwise.tensor import cuts, gradients, lists, resolve
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import DTensor, passing, plain, tag
 from shardwise.tensor.site import LocalSite
-from shardwise.tensor.wrapper import through_the_dispatcher
+from shardwise.tensor.wrapper import refuse_view_of_copy, run_on_whole, through_the_dispatcher
 
 CACHE_LIMIT = 1 << 16
 Found = tuple[resolve.Recipe, Callable[..., Any], bool]  # recipe, what computes, whether it needs plain tensors
@@ -127,21 +128,33 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
         if rule.in_place and type(args[0]) is not DTensor:
             return _into_plain(func, args, kwargs)
         return run(func, rule, *_promoted(func, args, kwargs))
-    found = _found(key, func, rule, args, kwargs)
+    try:
+        found = _found(key, func, rule, args, kwargs)
+    except resolve.NoRowError as error:
+        return _without_row(func, args, kwargs, error)
     recipe, op, unwrap = found
     if rule.in_place:
-        _refuse_view_of_copy(func, args[0])
+        refuse_view_of_copy(_name(func), args[0])
     with DisableTorchFunctionSubclass():
         if recipe.moves or unwrap:
             return _run_laid_out(func, found, args, kwargs)
         out = op(*args, **kwargs)
         if recipe.output is None or type(out) is DTensor:
             return out
+        if type(recipe.output) is not Layout:
+            return labelled(out, recipe.output)
         if not kwargs and all(type(a) is DTensor or type(a) in PLAIN_VALUES for a in args):
             if len(_at_once) >= CACHE_LIMIT:
                 _at_once.clear()
             _at_once[tuple(key)] = op, recipe.output
         return tag(out, recipe.output)
+
+
+def _without_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuleError) -> Any:
+    """Taken apart into aten ops; an aten op that has no row either runs on whole copies."""
+    if isinstance(func, torch._ops.OpOverload):
+        return run_on_whole(func, args, kwargs, str(error))
+    return through_the_dispatcher(func, args, kwargs, promoted)
 
 
 def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,16 +165,6 @@ def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not fits or not torch.can_cast(result.dtype, out.dtype):
         raise RuleError(f"{_name(func)}: out= must be a tensor of the shape and dtype of the result.")
     return out.copy_(result)
-
-
-def _refuse_view_of_copy(func: Any, x: DTensor) -> None:
-    with DisableTorchFunctionSubclass():
-        root = x._base if x._is_view() else x
-    if getattr(root, "_passing", False):
-        raise RuleError(
-            f"{_name(func)} works in place on a view of {x._layout} that had to be moved to be made, so the original "
-            f"would not change. Fix: change the original, or clone() the view if only that is to change."
-        )
 
 
 def prepared(
@@ -219,9 +222,43 @@ def _found(key: list[Any], func: Any, rule: OpRule, args: tuple[Any, ...], kwarg
 def _run_laid_out(func: Any, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recipe, site, locals_, named = _laid_out(func, found, args, kwargs)
     out = site.op(*locals_, **named) if recipe.local is None else recipe.local(site, *locals_, **named)
-    if recipe.output is None:
-        return args[0]
-    return out if type(out) is DTensor else tag(out, recipe.output)
+    if recipe.rows:
+        return labelled(out, _measured(recipe, site, out))
+    return args[0] if recipe.output is None else labelled(out, recipe.output)
+
+
+def labelled(out: Any, layouts: Layout | tuple[Layout | None, ...]) -> Any:
+    """The result, or the results in what they came in, as DTensors."""
+    if isinstance(layouts, Layout):
+        return out if type(out) is DTensor else tag(out, layouts)
+    for x, layout in zip(out, layouts, strict=True):
+        if layout is not None and isinstance(x, Tensor) and type(x) is not DTensor:
+            tag(x, layout)
+    return out
+
+
+def _measured(recipe: resolve.Recipe, site: LocalSite, out: Any) -> Any:
+    """Layouts of results whose pieces are as long as they came out: the ranks tell each other."""
+    if isinstance(out, Tensor):
+        return _measured_layout(recipe, site, out, None)
+    return tuple(_measured_layout(recipe, site, x, i) if isinstance(x, Tensor) else None for i, x in enumerate(out))
+
+
+def _measured_layout(recipe: resolve.Recipe, site: LocalSite, x: Tensor, index: int | None) -> Layout:
+    mesh = recipe.layouts[0].mesh
+    outputs = [cuts.output_at(row, index) for row in recipe.rows]
+    dims = {p.dim for p in outputs if isinstance(p, Shard)}
+    if not dims:
+        return Layout(mesh, outputs, x.shape)
+    assert len(dims) == 1, "a ragged result is cut along one dim"
+    (dim,) = dims
+    own = torch.tensor([x.shape[dim]])
+    axes = tuple(axis for axis, p in enumerate(outputs) if isinstance(p, Shard))
+    ranks = site.ranks(axes)
+    ones = [1] * len(ranks)
+    lengths = collectives.all_to_all(own.repeat(len(ranks)), ones, ones, ranks).tolist()
+    order = cuts.leader(recipe.layouts, recipe.rows).shard_order
+    return cuts.ragged_layout(mesh, outputs, order, dim, dict(zip(ranks, lengths, strict=True)), tuple(x.shape))
 
 
 def _laid_out(
@@ -244,8 +281,9 @@ def _laid_out(
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
-    output = recipe.output or recipe.layouts[0]
-    return recipe, LocalSite(op, recipe.layouts, output, recipe.local_axes, operands), locals_, named
+    outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output or recipe.layouts[0],)
+    known = tuple(layout for layout in outputs if layout is not None)
+    return recipe, LocalSite(op, recipe.layouts, known, recipe.local_axes, operands), locals_, named
 
 
 def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -266,7 +304,7 @@ def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, 
         rule = _in_place_rule(func, name)
     chosen = _chosen(func, name, rule, operands, slotted, named)
 
-    def shape() -> tuple[int, ...]:
+    def shape() -> Shapes:
         if rule.shape is None:
             return resolve.meta_shape(func, slotted, named, operands)
         metas = [Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
@@ -274,7 +312,11 @@ def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, 
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    return recipe, op, recipe.local is not None or (isinstance(op, FunctionType) and func not in NATIVE)
+    return (
+        recipe,
+        op,
+        recipe.local is not None or bool(recipe.rows) or (isinstance(op, FunctionType) and func not in NATIVE),
+    )
 
 
 def _chosen(
@@ -443,5 +485,7 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-DTensor._specials |= dict.fromkeys((Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage), _refuse)
+DTensor._specials |= dict.fromkeys(
+    (Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_), _refuse
+)
 DTensor._enter = staticmethod(enter)

@@ -7,28 +7,34 @@ from typing import Any
 from torch import Tensor
 
 from shardwise import collectives, movement
+from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
+from shardwise.tensor.fetch import fetch
 
 
 class LocalSite:
     """The `Site` that rules are promised."""
 
-    __slots__ = ("axes", "layouts", "op", "operands", "output")
+    __slots__ = ("axes", "layouts", "op", "operands", "outputs")
 
     def __init__(
         self,
         op: Callable[..., Any],
         layouts: tuple[Layout, ...],
-        output: Layout,
+        outputs: tuple[Layout, ...],
         axes: tuple[int, ...],
         operands: Sequence[Any],
     ) -> None:
         self.op = op
         self.layouts = layouts
-        self.output = output
+        self.outputs = outputs
         self.axes = axes
         self.operands = operands
+
+    @property
+    def output(self) -> Layout:
+        return self.outputs[0]
 
     @property
     def rank(self) -> int:
@@ -48,6 +54,20 @@ class LocalSite:
         ranks: tuple[int, ...] | None = None,
     ) -> Tensor:
         return movement.exchange(send, send_counts, recv_counts, self.ranks() if ranks is None else ranks)
+
+    def stack(self, x: Tensor) -> Tensor:
+        ranks = self.ranks()
+        if len(ranks) == 1:
+            return x.unsqueeze(0)
+        counts = [x.numel()] * len(ranks)
+        return self.exchange(x.reshape(-1).repeat(len(ranks)), counts, counts).view(len(ranks), *x.shape)
+
+    def boxes(self, operand: int) -> list[Box]:
+        return [self.layouts[operand].boxes(rank)[0] for rank in self.ranks()]
+
+    def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
+        ranks = self.ranks()
+        return fetch(x, ranks, self.rank, tuple(self.boxes(operand)), tuple(map(wanted, ranks)))
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"

@@ -4,7 +4,8 @@ The function runs once on wrappers that carry the global shape. Autograd records
 locals, because the wrappers themselves never require grad.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -13,13 +14,14 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
+from shardwise import collectives, random
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
+from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES
-from shardwise.tensor.dtensor import DTensor, moved, passing, tag
+from shardwise.tensor.dtensor import DTensor, moved, passing, plain, tag
 
 Promote = Callable[[Tensor, Mesh, str], DTensor]
 
@@ -64,36 +66,97 @@ def _run_aten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return DTensor._enter(func, args, kwargs)
     if func.name() == "aten::is_same_size":
         return args[0]._layout.shape == args[1]._layout.shape
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-        what = "works in place" if func._schema.is_mutable else "is random"
-        raise RuleError(
-            f"{func} has no rule for distributed tensors and {what}, so it cannot run on gathered copies. "
-            f"Fix: use an op that has a rule, or run it on to_local() or full_tensor()."
-        )
-    return _run_replicated(func, args, kwargs)
+    return run_on_whole(func, args, kwargs, "it has no rule")
 
 
-def _run_replicated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op without a rule runs on whole copies: right for every layout, and noted as an implicit move."""
+def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
+    """An aten op without a row runs on whole copies: right for every layout, and noted as an implicit move.
+
+    What it changes in place is changed in the copy and brought back into the layout it has. Random numbers are
+    the same on every rank, and depend on no layout.
+    """
     mesh = next(x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
+    changed = _changed_operands(func, args, kwargs)
+    for x in changed:
+        refuse_view_of_copy(str(func), x)
+    back: list[tuple[DTensor, Tensor]] = []
 
-    def gathered(x: Any) -> Any:
+    def whole(x: Any) -> Any:
         if type(x) is not DTensor:
             return x
-        target = x._layout.replicated()
-        if x._layout != target:
-            collectives.note_implicit(lambda: f"{func} has no rule: {x._layout} -> {target}")
-        whole = moved(x, target)
-        with DisableTorchFunctionSubclass():
-            local = whole.as_subclass(torch.Tensor)
-            return local if whole is x else passing(local)
+        copy = _whole(x, lambda target: f"{func}, because {why}: {x._layout} -> {target}")
+        if any(x is y for y in changed):
+            if not x._layout.is_replicated:
+                copy = copy.clone()  # autograd may have kept what the move gave
+            back.append((x, copy))
+        return copy
 
-    args, kwargs = pytree.tree_map(gathered, (args, kwargs))
-    with DisableTorchFunctionSubclass():
+    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    with DisableTorchFunctionSubclass(), _same_numbers(mesh) if seeded else nullcontext():
         out = func(*args, **kwargs)
-    return pytree.tree_map(
-        lambda x: tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)) if isinstance(x, Tensor) else x, out
-    )
+        for x, copy in back:
+            _bring_back(func, x, copy)
+    originals = {id(copy): x for x, copy in back}
+
+    def labelled(x: Any) -> Any:
+        if not isinstance(x, Tensor) or type(x) is DTensor:
+            return x
+        original = originals.get(id(x))
+        return original if original is not None else tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
+
+    return pytree.tree_map(labelled, out)
+
+
+def _changed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """The operands that the op's schema says it writes to."""
+    if not func._schema.is_mutable:
+        return []
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    leaves = pytree.tree_leaves([named.get(name) for name in written])
+    return [x for x in leaves if type(x) is DTensor]
+
+
+def _whole(x: DTensor, describe: Callable[[Layout], str]) -> Tensor:
+    target = x._layout.replicated()
+    if x._layout != target:
+        collectives.note_implicit(lambda: describe(target))
+    copy = moved(x, target)
+    with DisableTorchFunctionSubclass():
+        local = copy.as_subclass(torch.Tensor)
+        return local if copy is x else passing(local)
+
+
+def refuse_view_of_copy(name: str, x: DTensor) -> None:
+    """In place on such a view nothing of the original would change."""
+    with DisableTorchFunctionSubclass():
+        root = x._base if x._is_view() else x
+    if getattr(root, "_passing", False):
+        raise RuleError(
+            f"{name} works in place on a view of {x._layout} that had to be moved to be made, so the original "
+            f"would not change. Fix: change the original, or clone() the view if only that is to change."
+        )
+
+
+def _bring_back(func: Any, x: DTensor, copy: Tensor) -> None:
+    """Give `x` the value of the whole copy, in the layout it has."""
+    if tuple(copy.shape) != x._layout.shape:
+        raise RuleError(
+            f"{func} would change the shape of a distributed tensor from {x._layout.shape} to {tuple(copy.shape)} "
+            f"in place. Fix: use the op that returns a new tensor."
+        )
+    if not x._layout.is_replicated:
+        plain(x).copy_(move(copy, x._layout.replicated(), x._layout))
+
+
+@contextmanager
+def _same_numbers(mesh: Mesh) -> Iterator[None]:
+    """Torch's generator in one state on all ranks, and advanced by the one number that the state comes from."""
+    seed = random.draw_seed(Layout(mesh, [REPLICATE] * mesh.ndim, ()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], promote: Promote) -> Any:

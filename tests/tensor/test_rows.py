@@ -1,0 +1,109 @@
+"""What rows may ask of the tensor: several results, recut operands, fetched boxes, lengths known afterwards."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise.boxes import Box
+from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site
+from shardwise.tensor import dispatch
+from shardwise.testing import world
+from tests.rules.truth import Sample, as_dtensor, assert_equals_one_process
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The even and the odd rows."""
+    return x[::2], x[1::2] * 2
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Each row plus the one before it."""
+    return x + x.roll(1, 0)
+
+
+def positive(x: Tensor) -> Tensor:
+    """The rows whose sum is positive."""
+    return x[x.sum(1) > 0]
+
+
+def _rows_of_halves(x: Meta) -> list[Row]:
+    rest = [Row((Shard(d),), (Shard(d), Shard(d)), "other dims are kept") for d in range(1, x.ndim)]
+    even, odd = (lambda b: (b + 1) // 2), (lambda b: b // 2)
+    cut = Row((S0,), (S0, S0), "pieces of even length", boundary=(even, odd), granule=2)
+    return [cut, *rest, Row((Partial(),), (Partial(), Partial()), "linear")]
+
+
+def _rows_of_shifted(x: Meta) -> list[Row]:
+    return [Row((S0,), S0, "fetches the row before its own", _shift_local, follow=NOBODY)]
+
+
+def _shift_local(site: Site, x: Tensor) -> Tensor:
+    out = {rank: site.output.boxes(rank)[0] for rank in site.ranks()}
+    (length, width), here = site.layouts[0].shape, out[site.rank]
+
+    def before(rank: int) -> Box:
+        box = out[rank]
+        return Box(((box.offsets[0] - 1) % max(length, 1), 0), (1 if box.sizes[0] else 0, width))
+
+    own = site.fetch(x, 0, lambda rank: Box(out[rank].offsets, out[rank].sizes))
+    first = site.fetch(x, 0, before)
+    assert own.shape == here.sizes
+    return own + torch.cat([first, own])[: own.shape[0]]
+
+
+def _rows_of_positive(x: Meta) -> list[Row]:
+    return [Row((S0,), S0, "each rank looks at its own rows", _own_rows)]
+
+
+def _own_rows(site: Site, x: Tensor) -> Tensor:
+    return positive(x)
+
+
+@pytest.fixture(autouse=True)
+def with_new_ops() -> Iterator[None]:
+    RULES[halves] = OpRule(_rows_of_halves)
+    RULES[shifted] = OpRule(_rows_of_shifted)
+    RULES[positive] = OpRule(_rows_of_positive, ragged=True)
+    yield
+    for op in (halves, shifted, positive):
+        del RULES[op]
+    dispatch.forget()
+
+
+X = torch.randn(11, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def run(op: Any, x: Any) -> Any:
+    """As a torch function would arrive."""
+    return dispatch.enter(op, (x,), {}) if type(x) is not Tensor else op(x)
+
+
+@pytest.mark.parametrize("op", [halves, shifted, positive], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 11])
+def test_ops_with_such_rows_equal_one_process(op: Any, length: int) -> None:
+    def call(x: Any) -> Any:
+        return run(op, x)
+
+    assert_equals_one_process([Sample(call, (X[:length].clone(),))], limit=10)
+
+
+@world(4)
+def test_several_results_are_cut_where_the_row_says() -> None:
+    even, odd = run(halves, distribute_tensor(X, Mesh((4,)), [Shard(0, [3, 0, 5, 3])]))
+    assert as_dtensor(even).placements == (Shard(0, [2, 0, 2, 2]),)
+    assert as_dtensor(odd).placements == (Shard(0, [2, 0, 2, 1]),)
+
+
+@world(4)
+def test_lengths_known_afterwards_are_told_to_all() -> None:
+    x = torch.tensor([1.0, -1, -1, -1, 1, 1, -1, 1]).view(8, 1)
+    out = as_dtensor(run(positive, distribute_tensor(x, Mesh((2, 2)), [S0, S0])))
+    assert out.shape == (4, 1)
+    assert out.layout_.cut(0) == (1, 3)
+    assert out.layout_.cut(1) == ((1, 0), (2, 1))
