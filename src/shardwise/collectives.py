@@ -35,7 +35,6 @@ T = TypeVar("T")
 # Counted where it happens, kept in `shardwise.meter`; these names are reached from here as well.
 CommMeter = meter.CommMeter
 count_comms = meter.count_comms
-note_implicit = meter.note_implicit
 
 
 class Transport(Protocol):
@@ -82,7 +81,8 @@ def using(transport: Transport) -> Iterator[None]:
     """Let this thread be one rank of another transport."""
     before, _here.transport = _here.transport, transport
     try:
-        yield
+        with meter.apart():
+            yield
     finally:
         _here.transport = before
 
@@ -103,7 +103,7 @@ def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[i
     here = transport()
     if len(ranks) == 1:
         return send.clone()
-    if meter.running():
+    if meter.listening():
         own = send_counts[ranks.index(here.rank)]
         meter.note_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
     return here.all_to_all(send, send_counts, recv_counts, ranks)
@@ -114,7 +114,7 @@ def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     here = transport()
     if len(ranks) == 1:
         return local.clone()
-    if meter.running():
+    if meter.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
         meter.note_collective("all_reduce", sent)
     return here.all_reduce(local, reduce_op, ranks)

@@ -1,16 +1,236 @@
-"""Who listens to what this thread communicates: the meters of `count_comms`, and the ops that move by themselves.
+"""Who listens to what a rank sends: every move with its cause, every collective with its bytes.
 
-Low in the layers, because collectives report here; what listens is known here by shape only.
+Low in the layers, because movement and collectives report here. Nothing is worked out, and no stack is looked at,
+unless somebody listens. The threads of a process are one rank, so that the threads in which autograd runs the
+backward of an accelerator are heard as well; a thread that is a simulated rank has ears of its own.
 """
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from shardwise.layout import Layout
+
+# asked: the user asked for it (redistribute, full_tensor, item, …). operand: a row wants an operand elsewhere. no row:
+# an op that has no row runs on whole copies. gradient: a gradient is brought to where it is read. inside: an exchange
+# that the op itself consists of, such as ids that travel to the rows of their table.
+Kind = Literal["asked", "operand", "no row", "gradient", "inside"]
+
+
+class Place(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
+
+
+class Cause(NamedTuple):
+    """Why something moves. Kept by the move's node in the autograd graph, so that its backward can tell as well.
+
+    Args:
+        op: what the user called.
+        operand: what moves, by name or number.
+        why: the reason of the rows, or why there is none.
+        wanted: the layout that the op wants the operand in; in backward still that of forward.
+        backward: a gradient moves, because the tensor moved in forward.
+        place: where the user called the op, if anybody listened then; else where backward was called.
+        together: where lines of a mesh do the same side by side: all its ranks, and the bytes that they send together.
+    """
+
+    kind: Kind
+    op: str = ""
+    operand: str = ""
+    why: str = ""
+    wanted: Layout | None = None
+    backward: bool = False
+    place: Place | None = None
+    together: tuple[tuple[int, ...], int] | None = None
+
+    @property
+    def implicit(self) -> bool:
+        """Whether a tensor moves though nobody asked for it."""
+        return self.kind in ("operand", "no row", "gradient")
+
+    @property
+    def avoid(self) -> str:
+        """What to write so that it does not happen at every call; empty where there is nothing to avoid."""
+        if self.kind == "gradient":
+            return "read gradients once, after the last backward: what waits is reduced together"
+        if not self.implicit or self.wanted is None:
+            return ""
+        placements, order = list(self.wanted.placements), self.wanted.shard_order
+        how = f"placements={placements}" + ("" if order == tuple(sorted(order)) else f", shard_order={order}")
+        if self.operand.replace(".", "").isidentifier():
+            return f"{self.operand}.redistribute({how}) before the loop, or {placements} in the plan"
+        return f".redistribute({how}) of {self.operand} before the loop"
+
+    def turned(self) -> "Cause":
+        """The cause of the dual move, in backward."""
+        return self if self.backward else self._replace(backward=True, together=None)
+
+    def __str__(self) -> str:
+        where = " in backward" if self.backward else ""
+        return f"{self.op or 'a move that was asked for'}{where}{f', {self.operand}' if self.operand else ''}"
+
+
+ASKED = Cause("asked")
+INSIDE = Cause("inside", "an op")
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move of a tensor, or one exchange inside an op, as known before anything is sent.
+
+    Args:
+        src, dst: of the tensor that moves, in backward its gradient; None for an exchange inside an op.
+        ranks: those that make the same decision about it, in rising order.
+        sent_bytes: what this rank sends to others.
+        total_bytes: what all of `ranks` send together; None where a rank knows its own part only.
+    """
+
+    cause: Cause
+    src: Layout | None
+    dst: Layout | None
+    ranks: tuple[int, ...]
+    sent_bytes: int
+    total_bytes: int | None
+
+    def __str__(self) -> str:
+        return f"{self.cause}" if self.src is None else f"{self.cause}: {self.src} -> {self.dst}"
+
+
+# ---- listening ----------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Told of everything that a rank sends while it listens; a subclass says what it cares for."""
+
+    wants_places = False  # a walk up the stack for every move
+
+    def check(self, move: Move) -> None:
+        """Called before anything is sent; may raise, the same on all of `move.ranks`."""
+
+    def record(self, move: Move) -> None:
+        """Called before anything is sent, after nobody objected."""
+
+    def collective(self, kind: str, sent_bytes: int, move: Move | None) -> None:
+        """A collective, what this rank sends in it, and the move it is part of, if any."""
+
+
+class _Ears:
+    """The listeners of one rank, and the move that it makes at the moment."""
+
+    listeners: tuple[Listener, ...] = ()
+    moving: Move | None = None
+
+
+class _Here(threading.local):
+    ears = _Ears()  # one for all threads but those that are simulated ranks
+
+
+_here = _Here()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Let this thread be a rank of its own."""
+    before, _here.ears = _here.ears, _Ears()
+    try:
+        yield
+    finally:
+        _here.ears = before
+
+
+def listening() -> bool:
+    """Whether anybody listens to this rank."""
+    return bool(_here.ears.listeners)
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Let `listener` listen to this rank, forward and backward."""
+    ears = _here.ears
+    ears.listeners = (*ears.listeners, listener)
+    try:
+        yield
+    finally:
+        ears.listeners = tuple(other for other in ears.listeners if other is not listener)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Nobody listens to this rank inside: for what a debugging tool sends itself."""
+    ears = _here.ears
+    before, ears.listeners = ears.listeners, ()
+    try:
+        yield
+    finally:
+        ears.listeners = before
+
+
+def placed(cause: Cause) -> Cause:
+    """`cause` with the line of the user's code, if anybody wants to know it."""
+    if cause.place is not None or not any(listener.wants_places for listener in _here.ears.listeners):
+        return cause
+    return cause._replace(place=user_place())
+
+
+@contextmanager
+def moving(move: Move) -> Iterator[None]:
+    """Announce a move; the collectives made inside are part of it.
+
+    Raises:
+        Exception: what a listener that objects raises; then nobody has recorded the move.
+    """
+    ears = _here.ears
+    for listener in ears.listeners:
+        listener.check(move)
+    for listener in ears.listeners:
+        listener.record(move)
+    before, ears.moving = ears.moving, move
+    try:
+        yield
+    finally:
+        ears.moving = before
+
+
+def note_collective(kind: str, sent_bytes: int) -> None:
+    """Tell the listeners of one collective and what this rank sends in it."""
+    ears = _here.ears
+    for listener in ears.listeners:
+        listener.collective(kind, sent_bytes, ears.moving)
+
+
+_LIBRARIES = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file__) if file)
+
+
+def user_place() -> Place | None:
+    """The innermost line of the calling stack that belongs neither to this package nor to torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_LIBRARIES, "<")):
+            return Place(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+# ---- counting -----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class CommMeter:
+class CommMeter(Listener):
     """Collectives and bytes that one rank sent to others while the meter ran."""
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -25,41 +245,18 @@ class CommMeter:
     def total_bytes(self) -> int:
         return sum(self.sent_bytes.values())
 
-    def _add(self, kind: str, sent_bytes: int) -> None:
+    def record(self, move: Move) -> None:
+        if move.cause.kind in ("operand", "no row"):
+            self.implicit.append(str(move))
+
+    def collective(self, kind: str, sent_bytes: int, move: Move | None) -> None:
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent_bytes
-
-
-class _Here(threading.local):
-    meters: tuple[CommMeter, ...] = ()
-
-
-_here = _Here()
 
 
 @contextmanager
 def count_comms() -> Iterator[CommMeter]:
     """Count this rank's collectives and the bytes it sends, forward and backward, inside the block."""
     meter = CommMeter()
-    before, _here.meters = _here.meters, (*_here.meters, meter)
-    try:
+    with heard_by(meter):
         yield meter
-    finally:
-        _here.meters = before
-
-
-def running() -> bool:
-    """Whether anybody in this thread counts."""
-    return bool(_here.meters)
-
-
-def note_collective(kind: str, sent_bytes: int) -> None:
-    """Tell the running meters of one collective and what this rank sends in it."""
-    for meter in _here.meters:
-        meter._add(kind, sent_bytes)
-
-
-def note_implicit(describe: Callable[[], str]) -> None:
-    """Tell the running meters that an op moved an operand by itself."""
-    for meter in _here.meters:
-        meter.implicit.append(describe())

@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import collectives
+from shardwise import collectives, meter
 from shardwise.boxes import Box
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
+from shardwise.meter import ASKED, INSIDE, Cause, Move
 from shardwise.placement import Partial
 from shardwise.steps import AllReduce, Exchange, Plan, ReduceStack, Restack, Scale, Step, plan_move
 
 
-def move(local: Tensor, src: Layout, dst: Layout) -> Tensor:
+def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) -> Tensor:
     """This rank's part of a tensor laid out as `dst`, given its part laid out as `src`.
 
     Args:
         local: shape `src.local_shape(rank)`; ignored on ranks outside the mesh of `src`.
+        cause: what those who listen are told, here and in backward.
 
     Returns:
         A new tensor of shape `dst.local_shape(rank)`; `local` itself where the layouts are equal. Never an
@@ -47,17 +49,32 @@ def move(local: Tensor, src: Layout, dst: Layout) -> Tensor:
     with DisableTorchFunctionSubclass():
         if not plan.steps:  # a sum of one is an average of one
             return local.clone()
-        for step in plan.steps:
-            local = _run(step, local)
+        if not meter.listening():
+            return _run_steps(plan, local, cause)
+        cause = meter.placed(cause)
+        with meter.moving(announced(plan, local.element_size(), cause)):
+            return _run_steps(plan, local, cause)
+
+
+def announced(plan: Plan, itemsize: int, cause: Cause) -> Move:
+    """What is known of a planned move before anything is sent."""
+    sent = plan.sent_bytes(collectives.rank(), itemsize)
+    ranks, total = cause.together or (plan.ranks, plan.total_elements * itemsize)
+    return Move(cause, plan.src, plan.dst, ranks, sent, total)
+
+
+def _run_steps(plan: Plan, local: Tensor, cause: Cause) -> Tensor:
+    for step in plan.steps:
+        local = _run(step, local, cause)
     return local
 
 
-def _run(step: Step, local: Tensor) -> Tensor:
+def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
     match step:
         case Exchange():
-            return _Exchange.apply(local, step)  # type: ignore[no-any-return, no-untyped-call]
+            return _Exchange.apply(local, step, cause)  # type: ignore[no-any-return, no-untyped-call]
         case AllReduce():
-            return _AllReduce.apply(local, step)  # type: ignore[no-any-return, no-untyped-call]
+            return _AllReduce.apply(local, step, cause)  # type: ignore[no-any-return, no-untyped-call]
         case Scale(factor):
             return local * factor
         case Restack(dst):
@@ -94,25 +111,25 @@ def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, step: Exchange) -> Tensor:
-        ctx.step = step
+    def forward(ctx: Any, local: Tensor, step: Exchange, cause: Cause) -> Tensor:
+        ctx.step, ctx.cause = step, cause
         return run_exchange(local, step)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual()), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.turned()), None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, step: AllReduce) -> Tensor:
-        ctx.step = step
+    def forward(ctx: Any, local: Tensor, step: AllReduce, cause: Cause) -> Tensor:
+        ctx.step, ctx.cause = step, cause
         group = step.group(collectives.rank())
         return collectives.all_reduce(local, "sum", group) if group else local.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual()), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.turned()), None, None
 
 
 # ---- the exchange -------------------------------------------------------------------------------------------
@@ -269,17 +286,41 @@ def identity(reduce_op: str, dtype: torch.dtype) -> Any:
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...]
+        ctx: Any,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: tuple[int, ...],
+        cause: Cause,
     ) -> Tensor:
-        ctx.args = (recv_counts, send_counts, ranks)
-        return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+        if meter.listening():
+            cause = meter.placed(cause)
+        ctx.args = (recv_counts, send_counts, ranks, cause.turned())
+        return exchange_now(send, send_counts, recv_counts, ranks, cause)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)  # type: ignore[no-untyped-call]
-        return sent, None, None, None
+        return sent, None, None, None, None
 
 
-def exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...]) -> Tensor:
+def exchange(
+    send: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    ranks: tuple[int, ...],
+    cause: Cause = INSIDE,
+) -> Tensor:
     """All-to-all of a 1-D tensor with split sizes; gradients travel the way back."""
-    return _AllToAll.apply(send, send_counts, recv_counts, ranks)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def exchange_now(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
+) -> Tensor:
+    """The same without a gradient."""
+    if not meter.listening() or len(ranks) == 1:
+        return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+    sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
+    with meter.moving(Move(meter.placed(cause), None, None, ranks, sent, None)):
+        return collectives.all_to_all(send, send_counts, recv_counts, ranks)

@@ -20,13 +20,14 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
+from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Shard
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.row import Shapes
 from shardwise.tensor import cuts, gradients, lists, resolve
 from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dtensor import DTensor, passing, plain, tag
+from shardwise.tensor.dtensor import DTensor, moved, passing, plain, tag
 from shardwise.tensor.site import LocalSite
 from shardwise.tensor.wrapper import refuse_view_of_copy, run_on_whole, through_the_dispatcher
 
@@ -275,15 +276,16 @@ def _laid_out(
         index = len(operands)
         operands.append(x)
         if index in moves:
-            collectives.note_implicit(lambda: f"{_name(func)}: {x._layout} -> {moves[index]}")
-            return passing(move(plain(x), x._layout, moves[index]))
+            name = x._name or f"operand {index}"
+            cause = recipe.cause._replace(kind="operand", operand=name, wanted=moves[index])
+            return passing(move(plain(x), x._layout, moves[index], cause))
         return plain(x) if unwrap else x  # Python code would see the global shape of a DTensor
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
     outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output or recipe.layouts[0],)
     known = tuple(layout for layout in outputs if layout is not None)
-    return recipe, LocalSite(op, recipe.layouts, known, recipe.local_axes, operands), locals_, named
+    return recipe, LocalSite(op, recipe.layouts, known, recipe.local_axes, operands, recipe.cause), locals_, named
 
 
 def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -381,7 +383,11 @@ def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """A plain tensor changes in place, on every rank alike, by whole copies of the DTensor operands."""
 
     def whole(x: Any) -> Any:
-        return x.full_tensor() if type(x) is DTensor else x
+        if type(x) is not DTensor:
+            return x
+        target = x._layout.replicated()
+        why = "a plain tensor changes in place by whole copies of the operands"
+        return moved(x, target, Cause("operand", _name(func), x._name or "the operand", why, target)).to_local()
 
     return func(*(whole(a) for a in args), **{k: whole(a) for k, a in kwargs.items()})
 

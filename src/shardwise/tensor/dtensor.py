@@ -17,6 +17,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
+from shardwise.meter import ASKED, Cause
 from shardwise.movement import move
 from shardwise.placement import Placement
 
@@ -304,12 +305,12 @@ def passing(local: Tensor) -> Tensor:
     return local
 
 
-def moved(x: DTensor, layout: Layout) -> DTensor:
+def moved(x: DTensor, layout: Layout, cause: Cause = ASKED) -> DTensor:
     """`x` in another layout; itself if it already is."""
     if x._layout == layout:
         return x
     with DisableTorchFunctionSubclass():
-        return tag(move(x.as_subclass(torch.Tensor), x._layout, layout), layout)
+        return tag(move(x.as_subclass(torch.Tensor), x._layout, layout, cause), layout)
 
 
 def default_mesh(device_type: str = "cpu") -> Mesh:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardwise import movement
 from shardwise.boxes import Box
+from shardwise.meter import Cause
 
 Ranks = tuple[int, ...]
 
@@ -21,7 +22,7 @@ class _Program:
     travels: bool  # whether any rank of the group needs what another one holds
 
 
-def fetch(x: Tensor, ranks: Ranks, rank: int, held: tuple[Box, ...], wanted: tuple[Box, ...]) -> Tensor:
+def fetch(x: Tensor, ranks: Ranks, rank: int, held: tuple[Box, ...], wanted: tuple[Box, ...], cause: Cause) -> Tensor:
     """The box that `rank` wants of a tensor of which each of `ranks` holds one box.
 
     Args:
@@ -39,7 +40,7 @@ def fetch(x: Tensor, ranks: Ranks, rank: int, held: tuple[Box, ...], wanted: tup
     send = torch.cat(pieces) if pieces else x.reshape(-1)[:0]
     send_counts = [sum(box.numel for box in boxes) for boxes in program.sends]
     recv_counts = [sum(box.numel for box in boxes) for boxes in program.recvs]
-    received = movement.exchange(send, send_counts, recv_counts, ranks)
+    received = movement.exchange(send, send_counts, recv_counts, ranks, cause)
     boxes = [box for row in program.recvs for box in row]
     return _assembled(received.split([box.numel for box in boxes]) if boxes else (), boxes, goal, received)
 

@@ -15,14 +15,24 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import collectives
+from shardwise import collectives, meter
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
-from shardwise.movement import move
+from shardwise.mesh import Mesh
+from shardwise.meter import Cause
+from shardwise.movement import exchange_now, move
 from shardwise.placement import PARTIAL, REPLICATE, Partial
+from shardwise.steps import plan_move
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
 _raw_grad: Any = torch._C.TensorBase.grad
+
+_READ = Cause("gradient", ".grad", "gradients", "the summands of Replicate axes are added when a gradient is read")
+_SET = Cause("gradient", ".grad =", "the gradient", "it is kept in the layout of its tensor")
+_GRAD = Cause("gradient", "torch.autograd.grad", "a gradient", "it is returned in the layout of its input")
+_SEED = Cause("gradient", "backward", "the gradient it starts with", "it is laid out for the tensor it belongs to")
+_BORDER = Cause("gradient", "backward", "a gradient", "it crosses between a DTensor and a plain tensor", backward=True)
+_OUTPUT = Cause("operand", "backward", "its output", "a maximum, minimum or product has no gradient until reduced")
 
 
 class Batch:
@@ -89,9 +99,9 @@ def write(x: DTensor, value: Tensor | None) -> None:
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
         if _axes_to_reduce(x._layout):
-            x._reduced_grad = moved(value, _readable(x._layout))
+            x._reduced_grad = moved(value, _readable(x._layout), _SET)
         else:
-            _raw_grad.__set__(x, moved(value, _readable(x._layout)))
+            _raw_grad.__set__(x, moved(value, _readable(x._layout), _SET))
 
 
 def _reduce(batch: Batch) -> None:
@@ -122,9 +132,22 @@ def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
         flat = torch.cat([raw.reshape(-1) for _, raw in members]) if len(members) > 1 else members[0][1].reshape(-1)
         line = mesh.submesh(axes, collectives.rank())
         src = Layout(line, [Partial()] * line.ndim, flat.shape)
-        flat = move(flat, src, src.replicated())
+        cause = _told(mesh, axes, [leaf for leaf, _ in members], flat) if meter.listening() else _READ
+        flat = move(flat, src, src.replicated(), cause)
         for (leaf, _), piece in zip(members, flat.split([raw.numel() for _, raw in members]), strict=True):
             _add_reduced(leaf, piece.view(leaf._layout.local_shape(collectives.rank())))
+
+
+def _told(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
+    """The reduction for those who listen: whose gradients, and what the other lines of the mesh send as well."""
+    elements = 0
+    for line in {mesh.submesh(axes, rank) for rank in mesh.ranks}:
+        src = Layout(line, [Partial()] * line.ndim, (sum(leaf._layout.local_numel(line.ranks[0]) for leaf in leaves),))
+        elements += plan_move(src, src.replicated()).total_elements
+    names = [leaf._name or "a leaf" for leaf in leaves]
+    short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    together = tuple(sorted(mesh.ranks)), elements * flat.element_size()
+    return _READ._replace(operand=f"the gradient of {short}", together=together)
 
 
 def _add_reduced(leaf: DTensor, total: Tensor) -> None:
@@ -143,14 +166,13 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     line = layout.mesh.submesh(_axes_to_reduce(layout), collectives.rank())
     ranks = tuple(sorted(line.ranks))
     count = own.indices().shape[1]
-    counts = collectives.all_to_all(
-        torch.tensor([count] * len(ranks)), [1] * len(ranks), [1] * len(ranks), ranks
-    ).tolist()
+    ones = [1] * len(ranks)
+    counts = exchange_now(torch.tensor([count] * len(ranks)), ones, ones, ranks, _READ).tolist()
 
     def gathered(x: Tensor) -> list[Tensor]:
         width = prod(x.shape[1:])
         flat = x.reshape(-1).repeat(len(ranks))
-        every = collectives.all_to_all(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks)
+        every = exchange_now(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, _READ)
         return [piece.view(-1, *x.shape[1:]) for piece in every.split([n * width for n in counts])]
 
     indices = torch.cat(gathered(own.indices().t().contiguous())).t()
@@ -161,7 +183,7 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
 # ---- seeds and borders --------------------------------------------------------------------------------------
 
 
-def as_cotangent(value: Tensor, layout: Layout, of: Layout) -> Tensor:
+def as_cotangent(value: Tensor, layout: Layout, of: Layout, cause: Cause = _BORDER) -> Tensor:
     """A local gradient laid out as `layout` for a tensor laid out as `of`, in the dual layout of `of`.
 
     A replicated gradient of a replicated value becomes equal shares and not one share and zeros, because
@@ -174,7 +196,7 @@ def as_cotangent(value: Tensor, layout: Layout, of: Layout) -> Tensor:
             placements[axis] = want
             shares *= layout.mesh.shape[axis]
     value = value / shares if shares > 1 else value
-    return move(value, layout.replace(placements), dual)
+    return move(value, layout.replace(placements), dual, cause)
 
 
 def _seed(output: DTensor, gradient: Any) -> Tensor:
@@ -191,10 +213,10 @@ def _seed(output: DTensor, gradient: Any) -> Tensor:
                 return torch.full(layout.shape, 1 / shares, dtype=output.dtype, device=output.device)
     whole = layout.replicated()
     if gradient is None:
-        return as_cotangent(torch.ones(layout.shape, dtype=output.dtype, device=output.device), whole, layout)
+        return as_cotangent(torch.ones(layout.shape, dtype=output.dtype, device=output.device), whole, layout, _SEED)
     if type(gradient) is DTensor:
-        return as_cotangent(plain(gradient), gradient._layout, layout)
-    return as_cotangent(gradient, whole, layout)
+        return as_cotangent(plain(gradient), gradient._layout, layout, _SEED)
+    return as_cotangent(gradient, whole, layout, _SEED)
 
 
 def _linear_output(output: Any) -> Any:
@@ -203,7 +225,7 @@ def _linear_output(output: Any) -> Any:
         return output
     parts = output._layout.placements
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in parts):
-        return moved(output, output._layout.reduced())
+        return moved(output, output._layout.reduced(), _OUTPUT)
     return output
 
 
@@ -245,7 +267,7 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     with DisableTorchFunctionSubclass():
         found = torch.autograd.grad(outputs, inputs, seeds, **kwargs)
         return tuple(
-            moved(tag(g, x._layout.dual()), _readable(x._layout)) if type(x) is DTensor and g is not None else g
+            moved(tag(g, x._layout.dual()), _readable(x._layout), _GRAD) if type(x) is DTensor and g is not None else g
             for x, g in zip(inputs, found, strict=True)
         )
 
@@ -286,7 +308,7 @@ class FromPlain(_Border):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return move(grads[0], ctx.layout.dual(), ctx.border), None, None
+        return move(grads[0], ctx.layout.dual(), ctx.border, _BORDER), None, None
 
 
 DTensor._read_grad, DTensor._write_grad = staticmethod(read), staticmethod(write)

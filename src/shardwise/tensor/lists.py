@@ -9,6 +9,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
+from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Partial
 from shardwise.tensor.dtensor import DTensor, moved, tag
@@ -41,7 +42,7 @@ def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
     """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
     for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
         src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
-        found_inf.copy_(move(found_inf, src, src.replicated()))
+        found_inf.copy_(move(found_inf, src, src.replicated(), Cause("inside", "_amp_foreach_non_finite_check")))
 
 
 def _is_tensor_list(a: Any) -> bool:
@@ -94,13 +95,18 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
         raise RuleError(
             f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists."
         )
-    return moved(x, layout)
+    if x._layout == layout:
+        return x
+    why = "what stands at one position of the lists is laid out like that of the first list"
+    return moved(x, layout, Cause("operand", name, x._name or "an item of a list", why, layout))
 
 
 def _scalar(name: str, x: DTensor) -> Tensor:
     if x._layout.shape:
         raise RuleError(f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}.")
-    whole = moved(x, x._layout.replicated())
+    target = x._layout.replicated()
+    why = "a number beside lists is needed whole"
+    whole = moved(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
     with DisableTorchFunctionSubclass():
         return whole.as_subclass(torch.Tensor)
 

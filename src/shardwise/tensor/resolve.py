@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
+from shardwise.meter import INSIDE, Cause
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.row import Shapes
@@ -35,6 +36,7 @@ class Recipe:
     local_axes: tuple[int, ...]
     output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
     rows: tuple[Row, ...] = ()  # where only running the op tells how long its results are: the rows to lay them out by
+    cause: Cause = INSIDE  # of what the op moves
 
 
 class NoRowError(RuleError):
@@ -102,7 +104,15 @@ def recipe(
         )
     local = _local_of(chosen, rule)
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local is local) if local is not None else ()
-    return Recipe(moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.ragged else ())
+    cause = Cause("inside", name, "", _why(chosen))
+    return Recipe(moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.ragged else (), cause)
+
+
+def _why(chosen: Sequence[Row]) -> str:
+    """The reasons of the rows, one an axis where they differ."""
+    if len({row.why for row in chosen}) == 1:
+        return chosen[0].why
+    return "; ".join(f"axis {axis}: {row.why}" for axis, row in enumerate(chosen))
 
 
 def _same_on_one_rank(a: Layout, b: Layout) -> bool:

@@ -10,13 +10,14 @@ from shardwise import collectives, movement
 from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
+from shardwise.meter import Cause
 from shardwise.tensor.fetch import fetch
 
 
 class LocalSite:
     """The `Site` that rules are promised."""
 
-    __slots__ = ("axes", "layouts", "op", "operands", "outputs")
+    __slots__ = ("axes", "cause", "layouts", "op", "operands", "outputs")
 
     def __init__(
         self,
@@ -25,12 +26,14 @@ class LocalSite:
         outputs: tuple[Layout, ...],
         axes: tuple[int, ...],
         operands: Sequence[Any],
+        cause: Cause,
     ) -> None:
         self.op = op
         self.layouts = layouts
         self.outputs = outputs
         self.axes = axes
         self.operands = operands
+        self.cause = cause
 
     @property
     def output(self) -> Layout:
@@ -53,7 +56,8 @@ class LocalSite:
         recv_counts: Sequence[int],
         ranks: tuple[int, ...] | None = None,
     ) -> Tensor:
-        return movement.exchange(send, send_counts, recv_counts, self.ranks() if ranks is None else ranks)
+        ranks = self.ranks() if ranks is None else ranks
+        return movement.exchange(send, send_counts, recv_counts, ranks, self.cause)
 
     def stack(self, x: Tensor) -> Tensor:
         ranks = self.ranks()
@@ -67,7 +71,7 @@ class LocalSite:
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
         ranks = self.ranks()
-        return fetch(x, ranks, self.rank, tuple(self.boxes(operand)), tuple(map(wanted, ranks)))
+        return fetch(x, ranks, self.rank, tuple(self.boxes(operand)), tuple(map(wanted, ranks)), self.cause)
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"

@@ -14,10 +14,11 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives, random
+from shardwise import random
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
+from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES
@@ -84,7 +85,7 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     def whole(x: Any) -> Any:
         if type(x) is not DTensor:
             return x
-        copy = _whole(x, lambda target: f"{func}, because {why}: {x._layout} -> {target}")
+        copy = _whole(x, Cause("no row", str(func), x._name or "an operand", why))
         if any(x is y for y in changed):
             if not x._layout.is_replicated:
                 copy = copy.clone()  # autograd may have kept what the move gave
@@ -118,11 +119,9 @@ def _changed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return [x for x in leaves if type(x) is DTensor]
 
 
-def _whole(x: DTensor, describe: Callable[[Layout], str]) -> Tensor:
+def _whole(x: DTensor, cause: Cause) -> Tensor:
     target = x._layout.replicated()
-    if x._layout != target:
-        collectives.note_implicit(lambda: describe(target))
-    copy = moved(x, target)
+    copy = moved(x, target, cause._replace(wanted=target))
     with DisableTorchFunctionSubclass():
         local = copy.as_subclass(torch.Tensor)
         return local if copy is x else passing(local)
@@ -147,7 +146,8 @@ def _bring_back(func: Any, x: DTensor, copy: Tensor) -> None:
             f"in place. Fix: use the op that returns a new tensor."
         )
     if not x._layout.is_replicated:
-        plain(x).copy_(move(copy, x._layout.replicated(), x._layout))
+        cause = Cause("no row", str(func), x._name or "the result", "what was changed in a whole copy goes back")
+        plain(x).copy_(move(copy, x._layout.replicated(), x._layout, cause))
 
 
 @contextmanager
