@@ -14,7 +14,7 @@ import pytest
 LAYERS = """
     cli
     train | report
-    embedding | checkpoint | modules | launch | data | config
+    embedding | checkpoint | modules | experimental | launch | data | config
     tensor
     movement | random
     rules | steps | collectives

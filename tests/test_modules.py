@@ -19,6 +19,7 @@ from shardwise import (
     Replicate,
     Shard,
     collectives,
+    distribute_module,
     distribute_tensor,
     init_device_mesh,
     shard_module,
@@ -26,7 +27,7 @@ from shardwise import (
 from shardwise.errors import LayoutError, MismatchError, PlanError
 from shardwise.modules import layouts_of
 from shardwise.testing import world
-from tests.rules.truth import as_dtensor
+from shardwise.testing.truth import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -360,3 +361,31 @@ def test_a_sharded_module_can_be_sharded_again() -> None:
     for parameter, want in zip(parameters, before, strict=True):
         assert isinstance(parameter, nn.Parameter)
         assert torch.equal(as_dtensor(parameter.detach()).full_tensor(), want)
+
+
+@world(3)
+def test_distribute_module_partitions_by_a_function_and_replicates_the_rest() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)).eval()
+    x = torch.randn(5, 4)
+    want = model(x)
+
+    def cut_first(name: str, module: nn.Module, mesh: Any) -> None:
+        if name == "0":
+            for key, parameter in list(module.named_parameters()):
+                module.register_parameter(key, distribute_tensor(parameter, mesh, [Shard(0)]))  # type: ignore[arg-type]
+
+    mesh = Mesh((3,))
+    distribute_module(
+        model,
+        mesh,
+        cut_first,
+        lambda m, inputs, where: tuple(distribute_tensor(t, where, [Replicate()]) for t in inputs),
+        lambda m, out, where: out.full_tensor(),
+    )
+    assert as_dtensor(model[0].weight).placements == (Shard(0),)
+    assert as_dtensor(model[2].weight).placements == (Replicate(),)
+    assert isinstance(model[1].running_mean, DTensor)
+    torch.testing.assert_close(model(x), want)
+    with pytest.raises(PlanError, match="called on this module before"):
+        distribute_module(model, mesh)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Layout
     from shardwise.mesh import Mesh
     from shardwise.meter import CommMeter, count_comms
-    from shardwise.modules import shard_module
+    from shardwise.modules import distribute_module, shard_module
     from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
     from shardwise.report import picture
     from shardwise.tensor import DTensor, distribute_tensor, strict
@@ -26,7 +26,7 @@ _HOMES = {
     "shardwise.layout": ("Layout",),
     "shardwise.mesh": ("Mesh",),
     "shardwise.meter": ("CommMeter", "count_comms"),
-    "shardwise.modules": ("shard_module",),
+    "shardwise.modules": ("distribute_module", "shard_module"),
     "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
     "shardwise.report": ("picture",),
     "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
@@ -36,8 +36,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Boxes", "CommMeter", "DTensor", "Layout", "Mesh", "OnRanks", "Partial", "Placement", "Replicate", "Shard",
-    "ShardwiseError", "count_comms", "distribute_tensor", "embedding_bags", "empty", "full", "init_device_mesh",
-    "launch", "ones", "picture", "rand", "randn", "rank", "shard_module", "strict", "world_size", "zeros",
+    "ShardwiseError", "count_comms", "distribute_module", "distribute_tensor", "embedding_bags", "empty", "full",
+    "init_device_mesh", "launch", "ones", "picture", "rand", "randn", "rank", "shard_module", "strict",
+    "world_size", "zeros",
 ]  # fmt: skip
 
 

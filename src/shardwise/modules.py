@@ -1,6 +1,6 @@
-"""`shard_module`: an ordinary `nn.Module` whose parameters become distributed, in place, by a plan of data."""
+"""An ordinary `nn.Module` whose parameters become distributed, in place: by a plan of data, or by a function."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +13,7 @@ from shardwise.errors import LayoutError, PlanError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATE, Placement
-from shardwise.tensor.conversion import scattered
+from shardwise.tensor.conversion import distribute_tensor, scattered
 from shardwise.tensor.dtensor import DTensor, default_mesh, moved, plain, tag
 
 Plan = Mapping[str, "Placement | Sequence[Placement] | Layout"]
@@ -54,6 +54,59 @@ def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: i
         fresh = {name for name, parameter in named.items() if parameter.is_meta}
         _initialise(module, fresh)
     return module
+
+
+Partition = Callable[[str, nn.Module, Any], None]
+OnInputs = Callable[[nn.Module, Any, Any], Any]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Partition | None = None,
+    input_fn: OnInputs | None = None,
+    output_fn: OnInputs | None = None,
+) -> nn.Module:
+    """Turn parameters and buffers of `module` into DTensors, in place, by a function a submodule.
+
+    `shard_module` does the same by a plan of data, checks it, and builds modules from the meta device.
+
+    Args:
+        module: any module that was not distributed this way before.
+        device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
+        partition_fn: called as `partition_fn(name, submodule, device_mesh)` for every submodule, the root by the name
+            "", to replace its own parameters; what it leaves plain is replicated.
+        input_fn: called as `input_fn(module, inputs, device_mesh)` before each forward; returns other inputs or None.
+        output_fn: called as `output_fn(module, outputs, device_mesh)` after it; returns other outputs or None.
+
+    Raises:
+        PlanError: the module was distributed before.
+        MismatchError: the module differs between ranks.
+    """
+    if getattr(module, "_distribute_module_applied", False):
+        raise PlanError("distribute_module was called on this module before. Fix: call it once, on the root.")
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    mesh = default_mesh(device) if device_mesh is None else device_mesh
+    for path, child in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(path, child, mesh)
+        _replicate_the_rest(child, collectives.as_mesh(mesh))
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda m, inputs, outputs: output_fn(m, outputs, mesh))
+    module._distribute_module_applied = True  # type: ignore[assignment]
+    return module
+
+
+def _replicate_the_rest(module: nn.Module, mesh: Mesh) -> None:
+    everywhere = [REPLICATE] * mesh.ndim
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            module.register_parameter(name, distribute_tensor(parameter, mesh, everywhere))  # type: ignore[arg-type]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh, everywhere)
 
 
 def _agree(named: Mapping[str, Tensor], plan: Plan, mesh: Mesh) -> None:

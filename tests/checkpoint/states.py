@@ -16,7 +16,7 @@ from shardwise.mesh import Mesh
 from shardwise.placement import Boxes, OnRanks, Replicate, Shard
 from shardwise.tensor import DTensor, plain, tag
 from shardwise.testing import world
-from tests.pieces import local_of
+from shardwise.testing.pieces import local_of
 from tests.strategies import small_layouts
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (2, 4), (3,), (), (0, 2)]

@@ -18,8 +18,8 @@ from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATE, Replicate, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
+from shardwise.testing.pieces import local_of
 from tests.checkpoint.states import SHAPES, bits, blank, distributed, layouts, values
-from tests.pieces import local_of
 from tests.strategies import laws
 from tests.strategies import layouts as any_layout
 

@@ -17,8 +17,8 @@ from shardwise.mesh import Mesh
 from shardwise.placement import OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
+from shardwise.testing.pieces import local_of
 from tests.checkpoint.states import bits, distributed, error_on_every_rank
-from tests.pieces import local_of
 
 Place = Callable[[Tensor], Tensor]
 Make = Callable[[Any], Optimizer]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.boxes import Box, check_cover
 from shardwise.errors import LayoutError
-from tests.pieces import cut_out, numbered
+from shardwise.testing.pieces import cut_out, numbered
 from tests.strategies import laws, shapes, tilings
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
-from tests.pieces import as_local, cut_out, numbered, pieces_of, where
+from shardwise.testing.pieces import as_local, cut_out, numbered, pieces_of, where
 from tests.strategies import (
     SMALL_MESHES,
     SMALL_SHAPES,

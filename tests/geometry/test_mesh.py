@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import MeshError
 from shardwise.mesh import Mesh, ring_elements
-from tests.pieces import where
+from shardwise.testing.pieces import where
 from tests.strategies import laws, meshes
 
 GRID = Mesh((2, 3), (5, 4, 3, 2, 1, 0), ("dp", "tp"))

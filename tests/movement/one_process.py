@@ -15,7 +15,7 @@ from shardwise.movement import move
 from shardwise.placement import Partial, Replicate
 from shardwise.steps import plan_move
 from shardwise.testing import world
-from tests.pieces import contribution, contributions, local_of, small_integers, summands, value_of, where
+from shardwise.testing.pieces import contribution, contributions, local_of, small_integers, summands, value_of, where
 
 Parts = dict[tuple[int, ...], Tensor]
 T = TypeVar("T")

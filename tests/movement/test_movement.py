@@ -17,8 +17,8 @@ from shardwise.movement import exchange, identity, move
 from shardwise.placement import REDUCE_OPS, Boxes, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.steps import plan_move
 from shardwise.testing import world
+from shardwise.testing.pieces import Parts, contribution, contributions, local_of, small_integers, value_of
 from tests.movement.one_process import Case, alike, assert_value, on_all_ranks
-from tests.pieces import Parts, contribution, contributions, local_of, small_integers, value_of
 
 LINE = Mesh((3,), (2, 0, 1))
 ROWS = Boxes([[((3, 0), (2, 3)), ((0, 0), (1, 3))], [], [((1, 0), (2, 3))]])

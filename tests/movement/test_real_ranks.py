@@ -12,8 +12,8 @@ from shardwise.movement import move
 from shardwise.placement import Boxes, Partial, Placement, Replicate, Shard
 from shardwise.steps import plan_move
 from shardwise.testing import world
+from shardwise.testing.pieces import local_of
 from tests.movement.one_process import Case, assert_gradient, assert_value, on_this_rank
-from tests.pieces import local_of
 
 SHAPE = (5, 3)
 ROWS = Boxes([[((3, 0), (2, 3)), ((0, 0), (1, 3))], [((1, 0), (2, 3))]])

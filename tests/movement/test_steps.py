@@ -14,7 +14,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh, ring_elements
 from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.steps import AllReduce, Exchange, Plan, plan_move
-from tests.pieces import contribution, contributions, cut_out, local_of, numbered, partial_axes, where
+from shardwise.testing.pieces import contribution, contributions, cut_out, local_of, numbered, partial_axes, where
 from tests.strategies import Written, laws, layouts, meshes, small_layouts
 
 # ---- the laws of an exchange ------------------------------------------------------------------------------

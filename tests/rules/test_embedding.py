@@ -15,7 +15,7 @@ from shardwise.movement import move
 from shardwise.placement import OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
-from tests.rules.truth import as_dtensor
+from shardwise.testing.truth import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WEIGHTS: list[Placement] = [R, S0, S1, Shard(0, [1, 6, 0]), Shard(1, [0, 4, 1]), OnRanks(1)]

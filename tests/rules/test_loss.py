@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
-from tests.rules.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(4)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -13,7 +13,7 @@ from shardwise.errors import RuleError
 from shardwise.rules import RULES, OpRule, Row, pointwise
 from shardwise.tensor import dispatch
 from shardwise.testing import world
-from tests.rules.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(0)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -30,8 +30,8 @@ from shardwise import (
 from shardwise.errors import LayoutError, MeshError, MismatchError, RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
-from tests.pieces import local_of
-from tests.rules.truth import as_dtensor
+from shardwise.testing.pieces import local_of
+from shardwise.testing.truth import as_dtensor
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 FULL = torch.arange(35.0).view(7, 5)

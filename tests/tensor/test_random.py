@@ -30,7 +30,7 @@ from shardwise import (
 from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
-from tests.rules.truth import as_dtensor
+from shardwise.testing.truth import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SHAPE = (9, 7)

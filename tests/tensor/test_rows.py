@@ -12,7 +12,7 @@ from shardwise.boxes import Box
 from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site
 from shardwise.tensor import dispatch
 from shardwise.testing import world
-from tests.rules.truth import Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 

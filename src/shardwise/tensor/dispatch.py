@@ -68,9 +68,12 @@ def forget() -> None:
 
 
 @contextmanager
-def strict() -> Iterator[None]:
-    """Inside, a plain tensor mixed into an op with DTensors is an error, not a replicated operand."""
-    token = _strict.set(True)
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Inside, a plain tensor mixed into an op with DTensors is an error, not a replicated operand.
+
+    `strict(False)` allows a part of a strict program what is allowed without it.
+    """
+    token = _strict.set(enabled)
     try:
         yield
     finally:

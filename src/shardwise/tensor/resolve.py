@@ -157,6 +157,8 @@ def _choose(
     metas = [Meta(o.layout.shape, o.dtype, p) for o, p in zip(operands, current, strict=True)]
     try:
         rows = rule.rows(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    except RuleError:  # a rule that refuses, not one without rows
+        raise
     except NotImplementedError as error:
         raise NoRowError(f"{name}: {error}.") from error
     kinds = tuple(kind(p) for p in current)

@@ -1,0 +1,206 @@
+"""For authors of distributed code: rows for their own ops, and functions that work on local parts.
+
+The names and arguments are those of `torch.distributed.tensor.experimental`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.errors import LayoutError, RuleError
+from shardwise.placement import REPLICATE, Placement, Shard
+from shardwise.rules import RULES, Meta, OpRule, Row
+from shardwise.tensor import DTensor, strict
+from shardwise.tensor.dispatch import forget
+
+Placements = Sequence[Placement]
+Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
+
+
+def register_sharding(
+    op: Any,
+    *,
+    in_place: bool = False,
+    shape: Callable[..., tuple[int, ...] | list[tuple[int, ...]]] | None = None,
+    ragged: bool = False,
+) -> Callable[[Callable[..., Sequence[Row | Acceptable]]], Callable[..., Sequence[Row | Acceptable]]]:
+    """Tell how an op may run on distributed tensors, or replace what the library knows about it.
+
+    Args:
+        op: what users call, or a list of such: a function, a `torch.library` op, an overload of one.
+        in_place: the op changes its first operand and returns it.
+        shape: the result's global shape (a list of shapes for several results) from the op's arguments. None asks
+            torch's meta device, which needs the op's fake implementation.
+        ragged: the lengths of the pieces of a cut result are known only after the op has run.
+
+    The decorated function takes the op's arguments, tensors as `Meta(shape, dtype, placement)`, and returns what may
+    be done on one mesh axis without moving anything: a list of `Row`s, or of pairs
+    `(placements of the results, placements of the arguments)` with None for arguments that are no tensors. That all
+    operands may be whole everywhere need not be said.
+
+    Check the rows with `shardwise.testing.check_rows`.
+    """
+    ops = op if isinstance(op, list | tuple) else [op]
+
+    def register(rule: Callable[..., Sequence[Row | Acceptable]]) -> Callable[..., Sequence[Row | Acceptable]]:
+        def rows(*args: Any, **kwargs: Any) -> list[Row]:
+            return [_as_row(found, args, kwargs) for found in rule(*args, **kwargs)]
+
+        for each in ops:
+            for name in _names_of(each):
+                RULES[name] = OpRule(rows, in_place, shape, ragged=ragged)
+        forget()
+        return rule
+
+    return register
+
+
+def _names_of(op: Any) -> list[Any]:
+    """An op of a library may be called by its packet too, where that has one overload."""
+    op = getattr(op, "_opoverload", op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return [op, *(getattr(op, name) for name in op.overloads())]
+    if isinstance(op, torch._ops.OpOverload) and len(op.overloadpacket.overloads()) == 1:
+        return [op, op.overloadpacket]
+    return [op]
+
+
+def _as_row(found: Row | Acceptable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
+    if isinstance(found, Row):
+        return found
+    outputs, inputs = found
+    operands = [x for x in pytree.tree_leaves((args, kwargs), is_leaf=_is_meta) if _is_meta(x)]
+    placed = tuple(p for p in inputs if p is not None)
+    if len(placed) != len(operands):
+        raise RuleError(
+            f"register_sharding: {len(operands)} tensors need as many placements, got {list(inputs)}. "
+            f"Fix: one placement for every tensor argument, None for every other argument."
+        )
+    for placement in (*outputs, *placed):
+        if isinstance(placement, Shard) and (placement.dim < 0 or placement.sizes is not None):
+            raise RuleError(f"register_sharding: rows say Shard(dim) with dim >= 0 and no sizes, got {placement}.")
+    return Row(placed, outputs[0] if len(outputs) == 1 else tuple(outputs), "as registered")
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, Meta)
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, plain tensors beside DTensors count as replicated, even under `strict()`: the library's default."""
+    with strict(False):
+        yield
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: Sequence[Placements | None] | None = None,
+    in_grad_placements: Sequence[Placements | None] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """Make a function of local tensors one of distributed tensors.
+
+    Args:
+        func: takes and returns plain tensors; None makes `local_map` a decorator.
+        out_placements: of the one result, or a tuple of placements for several flattened results; None for what is
+            no tensor.
+        in_placements: what each flattened argument must have; None (for one or for all) takes any.
+        in_grad_placements: how the gradient of each local argument is laid out, see `DTensor.to_local`. None is: as
+            the argument, a whole one for what is whole.
+        device_mesh: of the results; None is that of the first DTensor among the arguments.
+        redistribute_inputs: move arguments that are not laid out as `in_placements` says.
+
+    Returns:
+        A function that calls `func` on the local parts. Without a DTensor among its arguments it is `func`. Results
+        cut unevenly get their sizes from the ranks (one small exchange a result).
+
+    Raises:
+        LayoutError: an argument is laid out otherwise, or results and `out_placements` do not match in number or kind.
+    """
+    if func is None:
+        return lambda f: local_map(
+            f, out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs=redistribute_inputs
+        )
+
+    @wraps(func)
+    def on_locals(*args: Any, **kwargs: Any) -> Any:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        first = next((x for x in flat if isinstance(x, DTensor)), None)
+        if first is None:
+            return func(*args, **kwargs)
+        mesh = first._layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
+        unnamed = len(pytree.tree_leaves(args))
+        local_of = _LocalOf(in_placements, in_grad_placements, redistribute_inputs, unnamed, len(flat))
+        local_args, local_kwargs = pytree.tree_unflatten([local_of(i, x) for i, x in enumerate(flat)], spec)
+        out, out_spec = pytree.tree_flatten(func(*local_args, **local_kwargs))
+        wanted = _wanted_outputs(out_placements, len(out))
+        return pytree.tree_unflatten([_output(x, p, mesh) for x, p in zip(out, wanted, strict=True)], out_spec)
+
+    return on_locals
+
+
+class _LocalOf:
+    """Argument number i as a local tensor, if it is a DTensor."""
+
+    def __init__(self, placements: Any, grad_placements: Any, redistribute: bool, unnamed: int, count: int) -> None:
+        self.placements = self._for_each("in_placements", placements, unnamed, count)
+        self.grad_placements = self._for_each("in_grad_placements", grad_placements, unnamed, count)
+        self.redistribute = redistribute
+
+    @staticmethod
+    def _for_each(name: str, given: Any, unnamed: int, count: int) -> list[Any]:
+        """One entry an argument; those of keyword arguments may be left out."""
+        found = [None] * count if given is None else list(given)
+        if len(found) not in (unnamed, count):
+            raise LayoutError(f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}.")
+        return found + [None] * (count - len(found))
+
+    def __call__(self, index: int, x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        wanted = self.placements[index]
+        if wanted is not None:
+            layout = x._layout.replace(wanted)
+            if layout != x._layout:
+                if not self.redistribute:
+                    raise LayoutError(
+                        f"local_map: argument {index} is {x._layout}, but {list(wanted)} is required. "
+                        f"Fix: redistribute it, or pass redistribute_inputs=True."
+                    )
+                x = x.redistribute(placements=wanted)
+        return x.to_local(grad_placements=self.grad_placements[index])
+
+
+def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
+    one = out_placements is None or all(isinstance(p, Placement) for p in out_placements)
+    wanted = [out_placements] if one else list(out_placements)
+    if len(wanted) != count:
+        raise LayoutError(f"local_map: the function gave {count} results, out_placements speak of {len(wanted)}.")
+    return wanted
+
+
+def _output(x: Any, placements: Placements | None, mesh: Any) -> Any:
+    if not isinstance(x, Tensor):
+        if placements is not None:
+            raise LayoutError(f"local_map: out_placements {list(placements)} for a result that is no tensor: {x!r}.")
+        return x
+    if placements is None:
+        raise LayoutError("local_map: a result that is a tensor needs out_placements, got None.")
+    if isinstance(x, DTensor):
+        raise LayoutError("local_map: the function must return local tensors, got a DTensor.")
+    if all(p == REPLICATE or p.is_partial() for p in placements):
+        return DTensor.from_local(x, mesh, placements, run_check=False, shape=x.shape)
+    return DTensor.from_local(x, mesh, placements)
+
+
+__all__ = ["Meta", "Row", "implicit_replication", "local_map", "register_sharding"]
