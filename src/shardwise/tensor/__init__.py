@@ -2,8 +2,8 @@
 
 from shardwise.tensor import dispatch, factories, sparse  # open the doors
 from shardwise.tensor.conversion import distribute_tensor
-from shardwise.tensor.dispatch import strict
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.promotion import strict
 
 __all__ = [
     "DTensor",

@@ -4,9 +4,7 @@ The answer to "how does this op run on these layouts" is kept under the layouts 
 warm op costs a dictionary look-up, the op itself, and giving the result its layout.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -16,18 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.meter import Cause
 from shardwise.movement import move
-from shardwise.placement import REPLICATE, Shard
+from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.row import Shapes
-from shardwise.tensor import cuts, gradients, lists, resolve
-from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dtensor import DTensor, moved, passing, plain, tag
+from shardwise.tensor import attributes, lists, resolve
+from shardwise.tensor.dtensor import DTensor, passing, plain, tag
+from shardwise.tensor.names import name_of
+from shardwise.tensor.promotion import all_promoted, into_plain, promoted
+from shardwise.tensor.results import labelled, measured
 from shardwise.tensor.site import LocalSite
 from shardwise.tensor.wrapper import refuse_view_of_copy, run_on_whole, through_the_dispatcher
 
@@ -37,8 +34,6 @@ _cache: dict[Any, Found] = {}
 _choices: dict[Any, tuple[Row, ...]] = {}
 _at_once: dict[Any, tuple[Callable[..., Any], Layout]] = {}  # what ran on the locals as they were, and its layout
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
-_strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
-
 # C functions that stand in for Python ones, which would look at shapes on their way.
 NATIVE: dict[Any, Callable[..., Any]] = {
     F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
@@ -49,35 +44,11 @@ NATIVE: dict[Any, Callable[..., Any]] = {
     Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
 }
 
-# What is the same for the local tensor and the whole one.
-SAME = frozenset(
-    """
-    requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
-    device dtype is_leaf grad_fn layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda
-    is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
-    is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
-    _post_accumulate_grad_hooks __hash__ is_contiguous type _is_zerotensor
-    """.split()
-)
-
 
 def forget() -> None:
     """Drop what was worked out so far; needed after a rule in `RULES` was replaced."""
     for known in (_cache, _choices, _at_once):
         known.clear()
-
-
-@contextmanager
-def strict(enabled: bool = True) -> Iterator[None]:
-    """Inside, a plain tensor mixed into an op with DTensors is an error, not a replicated operand.
-
-    `strict(False)` allows a part of a strict program what is allowed without it.
-    """
-    token = _strict.set(enabled)
-    try:
-        yield
-    finally:
-        _strict.reset(token)
 
 
 def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,10 +61,10 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return special(func, args, kwargs)
     name = getattr(func, "__name__", "")
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else name
-    if attribute in SAME:
-        return _same(func, attribute, args, kwargs)
+    if attribute in attributes.SAME:
+        return attributes.same(func, attribute, args, kwargs)
     if name in ("__get__", "__set__"):
-        return _attribute(func, name, attribute, args)
+        return attributes.attribute_of(func, name, attribute, args)
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return lists.run(func, name, args, kwargs)
     return through_the_dispatcher(func, args, kwargs, promoted)
@@ -130,15 +101,15 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
     key, mixed = _key(func, rule, args, kwargs)
     if mixed:
         if rule.in_place and type(args[0]) is not DTensor:
-            return _into_plain(func, args, kwargs)
-        return run(func, rule, *_promoted(func, args, kwargs))
+            return into_plain(func, args, kwargs)
+        return run(func, rule, *all_promoted(func, args, kwargs))
     try:
         found = _found(key, func, rule, args, kwargs)
     except resolve.NoRowError as error:
         return _without_row(func, args, kwargs, error)
     recipe, op, unwrap = found
     if rule.in_place:
-        refuse_view_of_copy(_name(func), args[0])
+        refuse_view_of_copy(name_of(func), args[0])
     with DisableTorchFunctionSubclass():
         if recipe.moves or unwrap:
             return _run_laid_out(func, found, args, kwargs)
@@ -167,7 +138,7 @@ def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
     fits = isinstance(out, Tensor) and isinstance(result, Tensor) and out.shape == result.shape
     if not fits or not torch.can_cast(result.dtype, out.dtype):
-        raise RuleError(f"{_name(func)}: out= must be a tensor of the shape and dtype of the result.")
+        raise RuleError(f"{name_of(func)}: out= must be a tensor of the shape and dtype of the result.")
     return out.copy_(result)
 
 
@@ -178,7 +149,7 @@ def prepared(
     rule = RULES[func]
     key, mixed = _key(func, rule, args, kwargs)
     if mixed:
-        args, kwargs = _promoted(func, args, kwargs)
+        args, kwargs = all_promoted(func, args, kwargs)
         key, _ = _key(func, rule, args, kwargs)
     return _laid_out(func, _found(key, func, rule, args, kwargs), args, kwargs)
 
@@ -227,42 +198,8 @@ def _run_laid_out(func: Any, found: Found, args: tuple[Any, ...], kwargs: dict[s
     recipe, site, locals_, named = _laid_out(func, found, args, kwargs)
     out = site.op(*locals_, **named) if recipe.local is None else recipe.local(site, *locals_, **named)
     if recipe.rows:
-        return labelled(out, _measured(recipe, site, out))
+        return labelled(out, measured(recipe, site, out))
     return args[0] if recipe.output is None else labelled(out, recipe.output)
-
-
-def labelled(out: Any, layouts: Layout | tuple[Layout | None, ...]) -> Any:
-    """The result, or the results in what they came in, as DTensors."""
-    if isinstance(layouts, Layout):
-        return out if type(out) is DTensor else tag(out, layouts)
-    for x, layout in zip(out, layouts, strict=True):
-        if layout is not None and isinstance(x, Tensor) and type(x) is not DTensor:
-            tag(x, layout)
-    return out
-
-
-def _measured(recipe: resolve.Recipe, site: LocalSite, out: Any) -> Any:
-    """Layouts of results whose pieces are as long as they came out: the ranks tell each other."""
-    if isinstance(out, Tensor):
-        return _measured_layout(recipe, site, out, None)
-    return tuple(_measured_layout(recipe, site, x, i) if isinstance(x, Tensor) else None for i, x in enumerate(out))
-
-
-def _measured_layout(recipe: resolve.Recipe, site: LocalSite, x: Tensor, index: int | None) -> Layout:
-    mesh = recipe.layouts[0].mesh
-    outputs = [cuts.output_at(row, index) for row in recipe.rows]
-    dims = {p.dim for p in outputs if isinstance(p, Shard)}
-    if not dims:
-        return Layout(mesh, outputs, x.shape)
-    assert len(dims) == 1, "a ragged result is cut along one dim"
-    (dim,) = dims
-    own = torch.tensor([x.shape[dim]])
-    axes = tuple(axis for axis, p in enumerate(outputs) if isinstance(p, Shard))
-    ranks = site.ranks(axes)
-    ones = [1] * len(ranks)
-    lengths = collectives.all_to_all(own.repeat(len(ranks)), ones, ones, ranks).tolist()
-    order = cuts.leader(recipe.layouts, recipe.rows).shard_order
-    return cuts.ragged_layout(mesh, outputs, order, dim, dict(zip(ranks, lengths, strict=True)), tuple(x.shape))
 
 
 def _laid_out(
@@ -304,7 +241,7 @@ def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, 
     named = {k: slot(a) for k, a in kwargs.items()}
     op = NATIVE.get(func, func)
 
-    name = _name(func)
+    name = name_of(func)
     if getattr(func, "__module__", "") == F.__name__ and _asks_in_place(func, args, kwargs):
         rule = _in_place_rule(func, name)
     chosen = _chosen(func, name, rule, operands, slotted, named)
@@ -364,114 +301,6 @@ def _key_part(a: Any) -> Any:
     return tuple(map(_key_part, a)) if isinstance(a, list | tuple) else a
 
 
-def _promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Plain tensors beside DTensors count as replicated; the whole gradient flows back to them."""
-    everything = [*args, *kwargs.values()]
-    first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
-    mesh = first._layout.mesh
-
-    def promote(x: Any) -> Any:
-        if isinstance(x, list | tuple) and type(x) is not torch.Size:
-            return type(x)(promote(y) for y in x)
-        if not isinstance(x, Tensor) or type(x) is DTensor:
-            return x
-        if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
-            return tag(x.detach(), first._layout)  # built by an optimiser from this rank's rows
-        return promoted(x, mesh, _name(func))
-
-    return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
-
-
-def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor changes in place, on every rank alike, by whole copies of the DTensor operands."""
-
-    def whole(x: Any) -> Any:
-        if type(x) is not DTensor:
-            return x
-        target = x._layout.replicated()
-        why = "a plain tensor changes in place by whole copies of the operands"
-        return moved(x, target, Cause("operand", _name(func), x._name or "the operand", why, target)).to_local()
-
-    return func(*(whole(a) for a in args), **{k: whole(a) for k, a in kwargs.items()})
-
-
-def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
-    """A plain tensor as a replicated DTensor."""
-    if _strict.get() and x.ndim:
-        raise RuleError(
-            f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
-            f"Fix: DTensor.from_local(x, mesh, [Replicate()]) if every rank has the same, or the placements it has."
-        )
-    return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
-
-
-def _same(func: Any, attribute: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if attribute == "register_hook":
-        return _register_hook(x, *args[1:], **kwargs)
-    if attribute == "register_post_accumulate_grad_hook":
-        args = (x, _as_user_code(*args[1:], **kwargs))
-        kwargs = {}
-    with DisableTorchFunctionSubclass():
-        out = func(*args, **kwargs)
-    turned_on = attribute == "requires_grad_" or (attribute == "requires_grad" and len(args) > 1)
-    if turned_on and type(x) is DTensor:
-        gradients.watch(x)
-    return out
-
-
-def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine may run where DTensors count as their local parts; in a hook they are what users know."""
-
-    def run_hook(*args: Any) -> Any:
-        with torch._C._EnableTorchFunction():
-            return hook(*args)
-
-    return run_hook
-
-
-def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
-    """The hook sees the gradient as a DTensor, and may return another one of any placements."""
-    layout = x._layout
-
-    def on_local(grad: Tensor) -> Tensor | None:
-        returned = _as_user_code(hook)(
-            tag(grad.detach() if not torch.is_grad_enabled() else grad.view_as(grad), layout.dual())
-        )
-        if returned is None:
-            return None
-        if type(returned) is DTensor:
-            return gradients.as_cotangent(plain(returned), returned._layout, layout)
-        return gradients.as_cotangent(returned, layout.replicated(), layout)
-
-    with DisableTorchFunctionSubclass():
-        return x.register_hook(on_local)  # type: ignore[no-untyped-call]
-
-
-def _attribute(func: Any, kind: str, attribute: str, args: tuple[Any, ...]) -> Any:
-    x = args[0]
-    if attribute == "data":
-        with DisableTorchFunctionSubclass():
-            if kind == "__get__":
-                return tag(func(*args), x._layout)
-            value = args[1]
-            if type(value) is not DTensor or value._layout != x._layout:
-                raise RuleError(f"Setting .data needs a DTensor laid out as {x._layout}. Fix: redistribute it first.")
-            return func(*args)
-    if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
-        raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
-    raise RuleError(
-        f"DTensor does not answer for .{attribute}: it might show the local shard for the whole. "
-        f"Fix: ask to_local() or full_tensor()."
-    )
-
-
-def _name(func: Any) -> str:
-    if getattr(func, "__name__", "") == "__get__":
-        return f".{func.__self__.__name__}"
-    return str(getattr(func, "__name__", func))
-
-
 def _extreme(of_all: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     """torch.max and torch.min are three ops in one: of all elements, along a dim, of two tensors."""
 
@@ -487,14 +316,4 @@ _largest, _smallest = _extreme(torch.ops.aten.max.default), _extreme(torch.ops.a
 DTensor._specials |= {torch.max: _largest, Tensor.max: _largest, torch.min: _smallest, Tensor.min: _smallest}
 
 
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise RuleError(
-        f"{_name(func)}() would reach this rank's part of a DTensor as if it were the whole. "
-        f"Fix: call it on to_local() or full_tensor()."
-    )
-
-
-DTensor._specials |= dict.fromkeys(
-    (Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_), _refuse
-)
 DTensor._enter = staticmethod(enter)

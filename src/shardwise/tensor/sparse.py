@@ -3,7 +3,7 @@
 An optimiser reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, builds
 sparse tensors from them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to
 dense state. For a sparse DTensor all three therefore speak of this rank's part, and a plain sparse tensor of a
-part's shape counts as that part when it meets a DTensor (`dispatch._promoted`).
+part's shape counts as that part when it meets a DTensor (`promotion.all_promoted`).
 """
 
 from typing import Any
