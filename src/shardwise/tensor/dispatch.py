@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.row import Shapes
-from shardwise.tensor import attributes, lists, resolve
+from shardwise.tensor import attributes, lists, meshes, resolve
 from shardwise.tensor.dtensor import DTensor, passing, plain, tag
 from shardwise.tensor.names import name_of
 from shardwise.tensor.promotion import all_promoted, into_plain, promoted
@@ -107,7 +108,12 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
         found = _found(key, func, rule, args, kwargs)
     except resolve.NoRowError as error:
         return _without_row(func, args, kwargs, error)
+    except resolve.SeveralMeshesError:
+        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, rule.in_place))
     recipe, op, unwrap = found
+    mesh = recipe.layouts[0].mesh
+    if meshes.outside(mesh):
+        return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs)
     if rule.in_place:
         refuse_view_of_copy(name_of(func), args[0])
     with DisableTorchFunctionSubclass():
@@ -118,7 +124,8 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
             return out
         if type(recipe.output) is not Layout:
             return labelled(out, recipe.output)
-        if not kwargs and all(type(a) is DTensor or type(a) in PLAIN_VALUES for a in args):
+        everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
+        if not kwargs and everywhere and all(type(a) is DTensor or type(a) in PLAIN_VALUES for a in args):
             if len(_at_once) >= CACHE_LIMIT:
                 _at_once.clear()
             _at_once[tuple(key)] = op, recipe.output

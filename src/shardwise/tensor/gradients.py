@@ -124,7 +124,9 @@ def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
     for leaf, raw in waiting:
         _raw_grad.__set__(leaf, None)
         mesh, axes = leaf._layout.mesh, _axes_to_reduce(leaf._layout)
-        if raw.is_sparse:
+        if mesh.coordinate(collectives.rank()) is None:  # this rank holds none of the summands
+            _add_reduced(leaf, plain(raw))
+        elif raw.is_sparse:
             _add_reduced(leaf, _sum_sparse(plain(raw), leaf._layout))
         else:
             buckets.setdefault((mesh, axes, raw.dtype, raw.device), []).append((leaf, plain(raw)))
@@ -210,10 +212,13 @@ def _seed(output: DTensor, gradient: Any) -> Tensor:
         if all(p in (REPLICATE, PARTIAL) for p in layout.placements):
             shares = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == REPLICATE)
             with DisableTorchFunctionSubclass():
-                return torch.full(layout.shape, 1 / shares, dtype=output.dtype, device=output.device)
+                return torch.full(
+                    layout.local_shape(collectives.rank()), 1 / shares, dtype=output.dtype, device=output.device
+                )
     whole = layout.replicated()
     if gradient is None:
-        return as_cotangent(torch.ones(layout.shape, dtype=output.dtype, device=output.device), whole, layout, _SEED)
+        ones = torch.ones(whole.local_shape(collectives.rank()), dtype=output.dtype, device=output.device)
+        return as_cotangent(ones, whole, layout, _SEED)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout, _SEED)
     return as_cotangent(gradient, whole, layout, _SEED)

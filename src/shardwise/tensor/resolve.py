@@ -39,6 +39,10 @@ class Recipe:
     cause: Cause = INSIDE  # of what the op moves
 
 
+class SeveralMeshesError(RuleError):
+    """Operands on different meshes, to be brought to one."""
+
+
 class NoRowError(RuleError):
     """The op has no row for these operands; it may still run on whole copies."""
 
@@ -61,10 +65,7 @@ def choose(
     mesh = layouts[0].mesh
     for other in layouts:
         if other.mesh != mesh:
-            raise RuleError(
-                f"{name}: operands live on different meshes, {mesh} and {other.mesh}. "
-                f"Fix: redistribute one of them to the other's device_mesh."
-            )
+            raise SeveralMeshesError(f"{name}: operands live on different meshes, {mesh} and {other.mesh}.")
     whole = _replicated(len(layouts), rule.everywhere)
     chosen = [_choose(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim)]
     local = _local_of(chosen, rule)

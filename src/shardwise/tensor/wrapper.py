@@ -22,6 +22,7 @@ from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES
+from shardwise.tensor import meshes
 from shardwise.tensor.dtensor import DTensor, moved, passing, plain, tag
 
 Promote = Callable[[Tensor, Mesh, str], DTensor]
@@ -76,8 +77,12 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     What it changes in place is changed in the copy and brought back into the layout it has. Random numbers are
     the same on every rank, and depend on no layout.
     """
-    mesh = next(x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
     changed = _changed_operands(func, args, kwargs)
+    if meshes.are_several(args, kwargs):
+        args, kwargs = meshes.on_one_mesh(func, args, kwargs, bool(changed))
+    mesh = next(x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
+    if meshes.outside(mesh):
+        return args[0] if changed else meshes.nothing(func, None, mesh, args, kwargs)
     for x in changed:
         refuse_view_of_copy(str(func), x)
     back: list[tuple[DTensor, Tensor]] = []

@@ -1,0 +1,123 @@
+"""Operands that live on different meshes, and ranks outside the mesh of an op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.errors import RuleError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.meter import Cause
+from shardwise.placement import REPLICATE
+from shardwise.steps import plan_move
+from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.tensor.names import name_of
+from shardwise.tensor.promotion import is_strict
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def are_several(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the DTensors among the arguments live on different meshes."""
+    meshes = [x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    return any(mesh != meshes[0] for mesh in meshes)
+
+
+def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Call:
+    """The arguments with every DTensor on the mesh of the largest one; of the first one if that is to change.
+
+    All ranks of all the meshes must call. Each operand goes there whole, in the placements it has, or in those of the
+    largest, whichever is cheapest.
+
+    Raises:
+        RuleError: in strict mode.
+    """
+    operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    lead = operands[0] if in_place else max(operands, key=lambda x: x.numel() * x.element_size())
+    others = next(x._layout.mesh for x in operands if x._layout.mesh != lead._layout.mesh)
+    if is_strict():
+        raise RuleError(
+            f"{name_of(func)}: operands live on different meshes, {lead._layout.mesh} and {others}, which strict mode "
+            f"refuses. Fix: redistribute one of them to the other's device_mesh."
+        )
+
+    def brought(x: Any) -> Any:
+        if type(x) is not DTensor or x._layout.mesh == lead._layout.mesh:
+            return x
+        target = _cheapest(x._layout, lead._layout)
+        why = "operands of one op live on one mesh"
+        return moved(x, target, Cause("operand", name_of(func), x._name or "an operand", why, target))
+
+    found: Call = pytree.tree_map(brought, (args, kwargs))
+    return found
+
+
+def _cheapest(src: Layout, lead: Layout) -> Layout:
+    mesh = lead.mesh
+    candidates = [Layout(mesh, [REPLICATE] * mesh.ndim, src.shape)]
+    if src.shape == lead.shape:
+        candidates.append(lead.reduced())
+    if src.mesh.shape == mesh.shape:
+        candidates.append(Layout(mesh, src.placements, src.shape, src.shard_order).reduced())
+    return min(candidates, key=lambda dst: plan_move(src, dst).cost)
+
+
+def outside(mesh: Mesh) -> bool:
+    """Whether this rank is not one of the mesh's."""
+    return mesh.size() < collectives.world_size() and mesh.coordinate(collectives.rank()) is None
+
+
+def nothing(func: Callable[..., Any], layouts: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op gives on a rank outside the mesh: the layouts of its results, and no elements.
+
+    Args:
+        layouts: of the results, see `Recipe.output`; None gives each result whole to the ranks of the mesh.
+    """
+
+    def on_meta(x: Any) -> Any:
+        if type(x) is DTensor:
+            return torch.empty(x._layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        return x.to("meta") if isinstance(x, Tensor) else x
+
+    operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    with DisableTorchFunctionSubclass():
+        meta_args, meta_kwargs = pytree.tree_map(on_meta, (args, kwargs))
+        try:
+            metas = func(*meta_args, **meta_kwargs)
+        except NotImplementedError as error:
+            raise RuleError(
+                f"{name_of(func)}: rank {collectives.rank()} is outside {mesh} and cannot know how long the result is. "
+                f"Fix: call it on the ranks of the mesh only."
+            ) from error
+        number = iter(range(len(pytree.tree_leaves(metas))))
+
+        def empty(x: Any) -> Any:
+            index = next(number)
+            if not isinstance(x, Tensor):
+                return x
+            given = layouts if isinstance(layouts, Layout | None) else layouts[index]
+            layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)
+            local = torch.empty(layout.local_shape(collectives.rank()), dtype=x.dtype, device=operands[0].device)
+            if x.requires_grad:
+                local = _Nothing.apply(local, *operands)  # type: ignore[no-untyped-call]
+            return tag(local, layout)
+
+        return pytree.tree_map(empty, metas)
+
+
+class _Nothing(torch.autograd.Function):
+    """Keeps a rank outside the mesh in the graph, so that backward can be called there too."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, *operands: Tensor) -> Tensor:
+        ctx.operands = [(x.new_zeros(()), x.shape) for x in operands]
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(zero.expand(shape) for zero, shape in ctx.operands)

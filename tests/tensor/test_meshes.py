@@ -1,0 +1,131 @@
+"""Operands on different meshes, and ranks outside the mesh of an op."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import (
+    DTensor,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    count_comms,
+    distribute_tensor,
+    rank,
+    strict,
+)
+from shardwise.errors import RuleError
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+A, B = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+LINE, GRID = Mesh((4,)), Mesh((2, 2))
+PAIR, OTHER_PAIR = Mesh((2,), (0, 1)), Mesh((2,), (3, 2))
+
+CASES: list[tuple[Mesh, list[Placement], Mesh, list[Placement]]] = [
+    (LINE, [S0], GRID, [S0, R]),
+    (LINE, [Shard(0, [1, 0, 5, 1])], GRID, [S1, S0]),
+    (GRID, [Partial(), S0], LINE, [S1]),
+    (PAIR, [S0], OTHER_PAIR, [S0]),
+    (PAIR, [Partial()], OTHER_PAIR, [OnRanks(1)]),
+    (LINE, [R], PAIR, [S1]),
+]
+
+
+def laid_out(x: Tensor, mesh: Mesh, placements: list[Placement]) -> DTensor:
+    return as_dtensor(distribute_tensor(x, LINE, [R]).redistribute(mesh, placements).detach().requires_grad_())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@world(4)
+def test_operands_of_different_meshes_are_brought_to_one(case: Any) -> None:
+    mesh_a, placed_a, mesh_b, placed_b = case
+    a, b = laid_out(A, mesh_a, placed_a), laid_out(B, mesh_b, placed_b)
+    out = as_dtensor((a * b).sin())
+    assert out.layout_.mesh in (mesh_a, mesh_b)
+    out.sum().backward()
+    x, y = A.clone().requires_grad_(), B.clone().requires_grad_()
+    (x * y).sin().sum().backward()
+    assert_close(out.redistribute(LINE, [R]).full_tensor(), (A * B).sin())
+    for got, want in ((a.grad, x.grad), (b.grad, y.grad)):
+        assert got is not None
+        assert want is not None
+        assert_close(got.redistribute(LINE, [R]).full_tensor(), want)
+
+
+@world(4)
+def test_the_largest_operand_stays_and_ops_in_place_keep_their_mesh() -> None:
+    big, small = distribute_tensor(A, LINE, [S0]), distribute_tensor(A[0], GRID, [S0, R])
+    with count_comms() as meter:
+        assert as_dtensor(big + small).placements == (S0,)
+    assert meter.implicit
+    assert meter.total_bytes <= 3 * 3 * 8 * 4
+    small.add_(as_dtensor(big.sum(0)))
+    assert small.layout_.mesh == GRID
+    assert_close(small.full_tensor(), A[0] + A.sum(0))
+
+
+@world(4)
+def test_an_op_without_a_rule_takes_operands_of_different_meshes() -> None:
+    a, b = distribute_tensor(A, LINE, [S0]), distribute_tensor(B, GRID, [S0, S1])
+    assert_close(as_dtensor(torch.cdist(a, b)).redistribute(LINE, [R]).to_local(), torch.cdist(A, B))
+
+
+@world(4)
+def test_different_meshes_are_refused_in_strict_mode_alike_on_every_rank() -> None:
+    a, b = distribute_tensor(A, LINE, [S0]), distribute_tensor(B, GRID, [S0, R])
+    with strict(), pytest.raises(RuleError) as caught:
+        torch.add(a, b)
+    assert str(caught.value) == (
+        "add: operands live on different meshes, Mesh(0=4) and Mesh(0=2, 1=2), which strict mode refuses. "
+        "Fix: redistribute one of them to the other's device_mesh."
+    )
+
+
+# ---- ranks outside ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R, Shard(0, [5, 2]), OnRanks(0)], ids=str)
+@world(4)
+def test_a_model_on_some_ranks_trains_while_the_others_hold_nothing(placement: Placement) -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2)).double()
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    weights = [p.detach().clone() for p in model.parameters()]
+    for child in (model[0], model[2], model[3]):
+        for name, p in list(child.named_parameters()):
+            child.register_parameter(
+                name, nn.Parameter(distribute_tensor(p, LINE, [R]).redistribute(PAIR, [R]).detach())
+            )
+    x = laid_out(A, PAIR, [placement])
+    out = model(x)
+    loss = F.mse_loss(out, torch.ones_like(out)) + out.max() + out.softmax(1).amax(0).prod()
+    loss.backward()
+    plain = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2)).double()
+    for p, w in zip(plain.parameters(), weights, strict=True):
+        p.data.copy_(w)
+    want = A.clone().requires_grad_()
+    y = plain(want)
+    (F.mse_loss(y, torch.ones_like(y)) + y.max() + y.softmax(1).amax(0).prod()).backward()
+    for got, expected in zip([x, *model.parameters()], [want, *plain.parameters()], strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        assert_close(as_dtensor(got.grad).redistribute(LINE, [R]).to_local(), expected.grad)
+
+
+@world(3)
+def test_ranks_outside_the_mesh_hold_results_without_elements() -> None:
+    mesh = Mesh((2,), (2, 0))
+    x = distribute_tensor(A, Mesh((3,)), [R]).redistribute(mesh, [S0])
+    for out in (x.amax(0), x @ x.mT, x.max(), torch.sort(x, 0)[0], x[2:4]):
+        out = as_dtensor(out)
+        assert tuple(out.to_local().shape) == out.layout_.local_shape(rank())
