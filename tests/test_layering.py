@@ -13,6 +13,7 @@ import pytest
 
 LAYERS = """
     cli
+    debug
     train | report
     embedding | checkpoint | modules | experimental | launch | data | config
     tensor

@@ -93,7 +93,8 @@ class Move:
     """One move of a tensor, or one exchange inside an op, as known before anything is sent.
 
     Args:
-        src, dst: of the tensor that moves, in backward its gradient; None for an exchange inside an op.
+        src, dst: of the tensor that moves, in backward its gradient; None for an exchange inside an op, and for
+            gradients that are reduced together.
         ranks: those that make the same decision about it, in rising order.
         sent_bytes: what this rank sends to others.
         total_bytes: what all of `ranks` send together; None where a rank knows its own part only.

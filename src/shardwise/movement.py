@@ -59,8 +59,9 @@ def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) -> Tenso
 def announced(plan: Plan, itemsize: int, cause: Cause) -> Move:
     """What is known of a planned move before anything is sent."""
     sent = plan.sent_bytes(collectives.rank(), itemsize)
-    ranks, total = cause.together or (plan.ranks, plan.total_elements * itemsize)
-    return Move(cause, plan.src, plan.dst, ranks, sent, total)
+    if cause.together:
+        return Move(cause, None, None, cause.together[0], sent, cause.together[1])
+    return Move(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
 
 
 def _run_steps(plan: Plan, local: Tensor, cause: Cause) -> Tensor:

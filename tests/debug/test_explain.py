@@ -1,0 +1,362 @@
+"""What `explain` and the meters say of a move, beside bytes that were worked out by hand."""
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import (
+    DTensor,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_tensor,
+    meter,
+    shard_module,
+)
+from shardwise.debug import Explanation, explain
+from shardwise.testing import world
+from tests.debug.ops import halved
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+ROWS = Shard(0, sizes=(4, 1, 2))
+HALVED = "aten" not in str(halved) and "shardwise_tests.halved.default"
+
+
+def here() -> int:
+    """The line of the caller."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def operands(mesh: Mesh, requires_grad: bool = False) -> tuple[DTensor, DTensor]:
+    """7 x 3 twice, float64: in rows (4, 1, 2) of three ranks, and in one column each."""
+    values = torch.arange(21.0, dtype=torch.float64).view(7, 3)
+    rows, columns = distribute_tensor(values, mesh, [ROWS]), distribute_tensor(values, mesh, [S1])
+    return rows.requires_grad_(requires_grad), columns.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def on_ranks(size: int, body: Callable[[], Any]) -> list[Any]:
+    return world(size).run(body)
+
+
+def test_an_operand_that_is_moved_is_told_with_line_layouts_bytes_reason_and_remedy() -> None:
+    def body() -> tuple[Explanation[None], int]:
+        rows, columns = operands(Mesh((3,)))
+        columns._name = "head.weight"
+        with explain() as report:
+            line = here() + 1
+            rows * columns
+        return report, line
+
+    for rank, (report, line) in enumerate(on_ranks(3, body)):
+        (move,) = report.moves
+        cause = move.cause
+        assert (cause.kind, cause.op, cause.operand, cause.backward) == ("operand", "mul", "head.weight", False)
+        assert cause.place is not None
+        assert (cause.place.file, cause.place.line) == (__file__, line)
+        assert (move.src.placements, move.dst.placements) == ((S1,), (ROWS,))
+        assert move.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
+        assert move.total_bytes == 8 * 14
+        assert cause.why == "each rank computes its own elements"
+        assert cause.avoid == (
+            "head.weight.redistribute(placements=[Shard(0, sizes=(4, 1, 2))]) before the loop, "
+            "or [Shard(0, sizes=(4, 1, 2))] in the plan"
+        )
+
+
+def test_an_op_without_a_rule_is_told_with_its_gather() -> None:
+    def body() -> Explanation[None]:
+        x = distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Shard(0, sizes=(3, 0, 1))])
+        with explain() as report:
+            halved(x)
+        return report
+
+    for rank, report in enumerate(on_ranks(3, body)):
+        (move,) = report.moves
+        assert (move.cause.kind, move.cause.op, move.cause.why) == ("no row", HALVED, "it has no rule")
+        assert move.sent_bytes == 4 * (6 * 2, 0, 2 * 2)[rank]  # every element to the two ranks that lack it
+        assert move.total_bytes == 4 * 16
+        assert move.cause.avoid == ".redistribute(placements=[Replicate()]) of an operand before the loop"
+
+
+def test_the_backward_of_an_implicit_move_is_told_with_the_line_of_its_forward() -> None:
+    def body() -> tuple[Explanation[None], int]:
+        rows, columns = operands(Mesh((3,)), requires_grad=True)
+        with explain() as report:
+            line = here() + 1
+            out = rows * columns
+            out.sum().backward()
+        return report, line
+
+    for rank, (report, line) in enumerate(on_ranks(3, body)):
+        forward, backward = (move for move in report.moves if move.cause.op == "mul")
+        assert not forward.cause.backward
+        assert backward.cause.backward
+        assert (backward.src.placements, backward.dst.placements) == ((ROWS,), (S1,))
+        assert backward.sent_bytes == 8 * (4 * 2, 1 * 2, 2 * 2)[rank]  # its rows, but for the column that stays
+        assert backward.total_bytes == 8 * 14
+        assert backward.cause.place is not None
+        assert backward.cause.place.line == line
+        assert backward.cause.avoid == forward.cause.avoid
+
+
+def test_a_backward_whose_forward_nobody_heard_is_told_with_the_line_that_called_it() -> None:
+    def body() -> tuple[Explanation[None], int]:
+        rows, columns = operands(Mesh((3,)), requires_grad=True)
+        out = (rows * columns).sum()
+        with explain() as report:
+            line = here() + 1
+            out.backward()
+        return report, line
+
+    for report, line in on_ranks(3, body):
+        (move,) = [move for move in report.moves if move.cause.op == "mul"]
+        assert move.cause.backward
+        assert move.cause.implicit
+        assert move.cause.place is not None
+        assert move.cause.place.line == line
+
+
+def test_what_was_asked_for_is_told_as_such_forward_and_backward() -> None:
+    def body() -> Explanation[None]:
+        rows, _ = operands(Mesh((3,)), requires_grad=True)
+        with explain() as report:
+            rows.redistribute(placements=[S1]).sum().backward()
+        return report
+
+    for report in on_ranks(3, body):
+        asked = [move for move in report.moves if move.src is not None and move.src.shape == (7, 3)]
+        assert [(move.cause.kind, move.cause.backward) for move in asked] == [("asked", False), ("asked", True)]
+        assert not any(move.cause.implicit or move.cause.avoid for move in asked)
+
+
+def test_gradients_that_are_read_are_told_for_the_whole_mesh() -> None:
+    """Columns of 2 and 1 over "tp", copies over "dp": each line of "dp" reduces its own width."""
+
+    def body() -> Explanation[None]:
+        mesh = Mesh((2, 2), names=("dp", "tp"))
+        w = distribute_tensor(torch.ones(5, 3), mesh, [R, S1]).requires_grad_()
+        w._name = "w"  # type: ignore[attr-defined]
+        x = distribute_tensor(torch.ones(4, 5), mesh, [S0, R])
+        (x @ w).sum().backward()
+        with explain() as report:
+            w.grad  # noqa: B018
+            w.grad  # noqa: B018
+        return report
+
+    for rank, report in enumerate(on_ranks(4, body)):
+        (move,) = report.moves
+        assert (move.cause.kind, move.cause.operand, move.cause.implicit) == ("gradient", "the gradient of w", True)
+        held = 5 * (2, 1)[rank % 2]
+        assert move.sent_bytes == 4 * held  # to the one other rank of the line, by an exchange or as a ring
+        assert move.total_bytes == 4 * (2 * 10 + 2 * 5)
+        assert move.ranks == (0, 1, 2, 3)
+
+
+def test_an_exchange_inside_an_op_is_told_but_is_no_implicit_move() -> None:
+    def body() -> tuple[Explanation[Any], int]:
+        mesh = Mesh((2,))
+        table = distribute_tensor(torch.randn(9, 4), mesh, [S0]).requires_grad_()
+        ids = distribute_tensor(torch.tensor([0, 8, 3, 7, 1]), mesh, [S0])
+        with count_comms() as counted:
+            report = explain(F.embedding, ids, table)
+            with report:
+                report.result.sum().backward()
+        return report, counted.total_bytes
+
+    for report, counted in on_ranks(2, body):
+        lookups = [move for move in report.moves if move.cause.op == "embedding"]
+        assert {move.cause.backward for move in lookups} == {False, True}
+        for move in lookups:
+            assert (move.cause.kind, move.cause.implicit, move.total_bytes) == ("inside", False, None)
+            assert move.cause.why == "ids travel to the rows and back"
+            assert move.src is None
+        assert report.sent_bytes == counted
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = torch.nn.Embedding(11, 5)
+        self.head = torch.nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = halved(self.head(self.items(ids)).softmax(-1))
+        return out
+
+
+@pytest.mark.parametrize(("shape", "placements"), [((1,), [S0]), ((3,), [S0]), ((2, 2), [S0, R]), ((2, 2), [S0, S1])])
+def test_the_bytes_of_the_moves_and_of_agreements_are_all_that_is_sent(shape: tuple[int, ...], placements: Any) -> None:
+    def body() -> None:
+        mesh = Mesh(shape)
+        torch.manual_seed(0)
+        model = shard_module(Model(), {"items.weight": placements, "head.weight": placements}, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters())
+        ids = distribute_tensor(torch.tensor([[1, 10, 3], [4, 0, 6]]), mesh, [S0] + [R] * (len(shape) - 1))
+        with count_comms() as counted, explain() as report:
+            model(ids).log().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            distribute_tensor(torch.ones(3), mesh, [R] * len(shape)).sum().item()
+        assert (
+            report.sent_bytes
+            == counted.total_bytes
+            == sum(move.sent_bytes for move in report.moves) + (report.other_bytes)
+        )
+        assert (counted.total_bytes > 0) == (mesh.size() > 1)
+        totals = [(move.total_bytes, move.sent_bytes) for move in report.moves if move.total_bytes is not None]
+        every = collectives.gather_json(totals, tuple(range(mesh.size())))
+        assert len({len(rank) for rank in every}) == 1
+        for same_move in zip(*every, strict=True):
+            assert {total for total, _ in same_move} == {sum(sent for _, sent in same_move)}
+
+    on_ranks(Mesh(shape).size(), body)
+
+
+def test_the_report_is_sorted_and_names_what_to_do() -> None:
+    def body() -> str:
+        _, columns = operands(Mesh((3,)))
+        small = distribute_tensor(torch.ones(3), Mesh((3,)), [S0])
+        with explain() as report:
+            halved(small)
+            for _ in range(2):
+                line = here() + 1
+                halved(columns)
+        text = str(report)
+        assert f"test_explain.py:{line}: {HALVED}, an operand" in text
+        return text
+
+    text = on_ranks(3, body)[0]
+    lines = text.splitlines()
+    # Two gathers of 21 elements of 8 bytes to two ranks each, then 3 elements of 4 bytes.
+    assert [line.split()[:3] for line in lines if "test_explain.py" in line] == [["672", "224", "2"], ["24", "8", "1"]]
+    assert lines[0] == "Rank 0 sent 232 bytes, 232 of them without being asked."
+    assert "(7, 3) on Mesh(0=3): [Shard(1)] -> [Replicate()]" in text
+    assert "why: it has no rule" in text
+    assert "avoid: .redistribute(placements=[Replicate()]) of an operand before the loop" in text
+
+
+def test_a_report_of_nothing_says_so() -> None:
+    with explain() as report:
+        torch.ones(3) + 1
+    assert report.moves == ()
+    assert str(report) == "Rank 0 sent 0 bytes, 0 of them without being asked."
+
+
+def test_a_call_is_explained_with_its_arguments_and_result() -> None:
+    def scaled(x: float, *, by: float) -> float:
+        return x * by
+
+    report = explain(scaled, 3.0, by=2.0)
+    assert report.result == 6.0
+
+
+def test_what_moves_before_an_error_is_told() -> None:
+    def body() -> int:
+        _, columns = operands(Mesh((3,)))
+        report = explain()
+
+        def fail() -> None:
+            with report:
+                halved(columns)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        halved(columns)
+        return len(report.moves)
+
+    assert on_ranks(3, body) == [1, 1, 1]
+
+
+def test_no_stack_is_looked_at_while_nobody_asks_for_lines() -> None:
+    def body() -> None:
+        _, columns = operands(Mesh((3,)), requires_grad=True)
+        moved = columns.redistribute(placements=[S0])
+        assert moved.grad_fn is not None
+        assert moved.grad_fn.cause.place is None  # type: ignore[attr-defined]
+        with count_comms():
+            moved = columns.redistribute(placements=[S0])
+        assert moved.grad_fn.cause.place is None  # type: ignore[union-attr]
+        with explain():
+            moved = columns.redistribute(placements=[S0])
+        assert moved.grad_fn.cause.place is not None  # type: ignore[union-attr]
+
+    on_ranks(3, body)
+
+
+def test_simulated_ranks_hear_themselves_only() -> None:
+    def body() -> tuple[int, bool]:
+        _, columns = operands(Mesh((3,)))
+        if collectives.rank() == 1:
+            with explain() as report:
+                halved(columns)
+                listening = meter.listening()
+            return len(report.moves), listening
+        halved(columns)
+        return 0, meter.listening()
+
+    with explain() as outside:
+        assert on_ranks(3, body) == [(0, False), (1, True), (0, False)]
+    assert outside.moves == ()
+
+
+def test_the_threads_of_a_process_are_one_rank() -> None:
+    """Autograd runs the backward of an accelerator in threads of its own."""
+    with count_comms() as counted:
+        thread = threading.Thread(target=meter.note_collective, args=("all_to_all", 5))
+        thread.start()
+        thread.join()
+    assert counted.total_bytes == 5
+
+
+def test_the_first_of_two_overlapping_listeners_may_leave_first() -> None:
+    first, second = count_comms(), count_comms()
+    one, two = first.__enter__(), second.__enter__()
+    meter.note_collective("all_to_all", 1)
+    first.__exit__(None, None, None)
+    meter.note_collective("all_to_all", 2)
+    second.__exit__(None, None, None)
+    assert (one.total_bytes, two.total_bytes) == (1, 3)
+    assert not meter.listening()
+
+
+def test_a_maximum_that_backward_has_to_reduce_is_told() -> None:
+    def body() -> list[tuple[str, str]]:
+        x = distribute_tensor(torch.arange(5.0), Mesh((2,)), [S0]).requires_grad_()
+        top = x.amax()
+        assert isinstance(top, DTensor)
+        assert top.placements == (Partial("max"),)
+        with explain() as report:
+            top.backward()
+        return [(move.cause.kind, move.cause.op) for move in report.moves]
+
+    for told in on_ranks(2, body):
+        assert told[0] == ("operand", "backward")
+
+
+def test_real_ranks_tell_the_same() -> None:
+    for rank, (sent, total, file) in enumerate(world(2, real=True).run(gathered_on_a_real_rank)):
+        assert sent == 4 * (3, 2)[rank]
+        assert total == 4 * 5
+        assert file == __file__
+
+
+def gathered_on_a_real_rank() -> tuple[int, int | None, str]:
+    x = distribute_tensor(torch.ones(5), Mesh((2,)), [S0])
+    with explain() as report:
+        halved(x)
+    (move,) = report.moves
+    assert move.cause.place is not None
+    return move.sent_bytes, move.total_bytes, move.cause.place.file
