@@ -23,7 +23,7 @@ LAYERS = """
     layout
     mesh | placement
     boxes
-    errors
+    errors | places
 """
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "collectives"  # the one unit that sees torch.distributed
@@ -179,6 +179,10 @@ def test_a_forbidden_import_is_refused(tmp_path: Path, file: str, code: str, why
         ("rules/matmul.py", "from shardwise.rules.row import Row"),
         ("cli.py", "def f():\n    from shardwise.train import run"),
         ("collectives.py", "import torch\nimport torch.distributed as dist\ntorch.distributed.barrier()"),
+        (
+            "collectives/board.py",
+            "from torch.distributed import FileStore\nfrom shardwise.collectives.calls import Call",
+        ),
         ("movement.py", "import torch\nimport numpy.distributed\ntorch.distributions.Normal"),
         ("movement.py", "import shardwise_plugins"),
         ("testing/ranks.py", "from shardwise.cli import main\nimport shardwise"),

@@ -9,6 +9,12 @@ class ShardwiseError(Exception):
     """Base of all errors raised by shardwise."""
 
 
+def summary(error: BaseException, lines: int = 1) -> str:
+    """The type of `error` and the first lines of its text, those after the first indented."""
+    said = "\n    ".join(str(error).splitlines()[:lines])
+    return f"{type(error).__name__}: {said}".removesuffix(": ")
+
+
 class MeshError(ShardwiseError, ValueError):
     """A mesh that cannot exist here: repeated ranks, more ranks than the world has, unknown axis."""
 

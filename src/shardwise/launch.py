@@ -361,8 +361,14 @@ def _run(job: bytes, rank: int, world: _World) -> bytes:
 
     fn, args = _unpacked(job)
     collectives.init_processes(rank, world.size, world.store, world.timeout_seconds)
-    with _stoppable():
-        result = fn(*args)
+    try:
+        with _stoppable():
+            result = fn(*args)
+    except _Stop:  # another rank has failed, or the user has had enough
+        raise
+    except BaseException as error:
+        collectives.report_failure(error)
+        raise
     collectives.shutdown()
     try:
         return pickle.dumps(result if rank == 0 else None)

@@ -54,8 +54,13 @@ def test_peers_of_a_failed_rank_raise_whether_they_came_before_or_after_it_faile
 
     with pytest.raises(ValueError, match="boom"):
         world(3).run(body)
-    told = (f"Rank {failing} failed: ValueError: boom", failing)
-    assert peers == {peer: told for peer in range(3) if peer != failing}
+    call = "all_to_all of uint8, send counts (1, 1, 1), receive counts (1, 1, 1)"
+    told = (
+        f"Rank {failing} failed: ValueError: boom\n  at {HERE}:{line(raise_on, 2)} in raise_on\n"
+        "  Rank {peer} waited in collective #1 of ranks (0, 1, 2): " + call + "\n"
+        "  Fix: its own output has the traceback; mend that rank first."
+    )
+    assert peers == {peer: (told.format(peer=peer), failing) for peer in range(3) if peer != failing}
 
 
 def test_a_rank_that_waits_for_a_peer_of_the_failed_one_names_the_failed_one() -> None:
@@ -66,12 +71,12 @@ def test_a_rank_that_waits_for_a_peer_of_the_failed_one_names_the_failed_one() -
         try:
             barrier((rank() - 1, rank()))
         except RemoteRankError as error:
-            peers[rank()] = error.rank
+            peers[rank()] = (str(error).splitlines()[0], error.rank)
             raise
 
     with pytest.raises(ValueError, match="boom"):
         world(4).run(body)
-    assert peers == {1: 0, 2: 0, 3: 0}
+    assert peers == dict.fromkeys([1, 2, 3], ("Rank 0 failed: ValueError: boom", 0))
 
 
 def test_ranks_that_do_not_need_the_failed_one_complete_their_collectives() -> None:

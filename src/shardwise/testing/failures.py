@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from shardwise.errors import RemoteRankError, ShardwiseError
+from shardwise.errors import RemoteRankError, ShardwiseError, summary
 
 
 class DeadlockError(ShardwiseError, RuntimeError):
@@ -14,12 +14,6 @@ class SendError(ShardwiseError, TypeError):
 
 
 _CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of what others did
-
-
-def summary(error: BaseException) -> str:
-    """The type of `error` and the first line of its text."""
-    first, *_ = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def blame(errors: Mapping[int, BaseException], world: str) -> BaseException:

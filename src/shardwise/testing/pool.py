@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.errors import RemoteRankError, ShardwiseError
-from shardwise.testing.failures import DeadlockError, SendError, blame, summary
-from shardwise.testing.places import Place, running_at
+from shardwise.errors import RemoteRankError, ShardwiseError, summary
+from shardwise.places import Place, running_at
+from shardwise.testing.failures import DeadlockError, SendError, blame
 from shardwise.testing.reference import refer
 from shardwise.testing.worker import STACK_SIGNAL, Failure, Task, serve, stack_file
 

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Ranks, draw_from_torch, using
-from shardwise.errors import MismatchError, RemoteRankError
-from shardwise.testing.calls import Call, disagreement, results
-from shardwise.testing.failures import DeadlockError, blame, summary
-from shardwise.testing.places import Place, called_at, places_of, running_at
+from shardwise.collectives import Ranks, draw_from_torch, reduce_stack, using
+from shardwise.collectives.board import Report, remote_error, report_of
+from shardwise.collectives.calls import Call, Stand, disagreement, disagreement_text, exchange_call, reduce_call
+from shardwise.errors import MismatchError, RemoteRankError, summary
+from shardwise.places import Place, called_at, places_of, running_at
+from shardwise.testing.failures import DeadlockError, blame
 
 R = TypeVar("R")
 
@@ -46,7 +47,9 @@ class _Rank:
         self.turn = threading.Lock()
         self.turn.acquire()
         self.calls: dict[Ranks, int] = {}  # collectives so far, by group
-        self.waiting_in: tuple[Call, int, Ranks] | None = None  # the call, its number in its group, the group
+        self.meetings: dict[Ranks, int] = {}  # the same, with those that compare ranks
+        self.waiting_in: Stand | None = None
+        self.told: Report | None = None  # the failure of another rank that this one heard of
         self.answer: Tensor | BaseException | None = None
         self.ended = False
         self.result: Any = None
@@ -60,10 +63,10 @@ class _Rank:
         )
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-        return self.simulation.meet(self, Call(send, "", tuple(send_counts), tuple(recv_counts)), ranks)
+        return self.simulation.meet(self, exchange_call(send, send_counts, recv_counts), send, ranks)
 
     def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
-        return self.simulation.meet(self, Call(local, reduce_op), ranks)
+        return self.simulation.meet(self, reduce_call(local, reduce_op), local, ranks)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
@@ -75,12 +78,19 @@ class _Rank:
         if self.ended:
             return "finished"
         if self.waiting_in is not None:
-            call, number, ranks = self.waiting_in
-            return f"waiting in collective #{number} of ranks {ranks}: {call}{called_at(self.stack())}"
+            return f"waiting in {self.waiting_in}{called_at(self.stack())}"
         return running_at(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
 
     def stack(self) -> list[Place]:
         return list(places_of(sys._current_frames().get(self.thread.ident or 0)))
+
+    def consequence(self, failed: "_Rank", stand: Stand) -> BaseException:
+        """What this rank raises because another failed; where that failed because of a third, it names the third."""
+        assert failed.error is not None
+        echo = isinstance(failed.error, RemoteRankError) and failed.told is not None
+        self.told = failed.told if echo else report_of(failed.rank, failed.error)
+        assert self.told is not None
+        return remote_error(self.told, self.rank, stand)
 
 
 class _Simulation:
@@ -89,7 +99,7 @@ class _Simulation:
     def __init__(self, size: int, body: Callable[[], Any]) -> None:
         self.size = size
         self.body = body
-        self.meetings: dict[tuple[Ranks, int], dict[int, Call]] = {}  # by group and number in the group
+        self.meetings: dict[tuple[Ranks, int], dict[int, tuple[Call, Tensor]]] = {}  # by group and number in it
         self.over = threading.Event()
         self.stopped = False
         self.ranks = [_Rank(self, rank) for rank in range(size)]
@@ -147,7 +157,7 @@ class _Simulation:
             rank.error = error
         rank.ended = True
         if rank.error is not None:
-            self.release_peers(rank, rank.error)
+            self.release_peers(rank)
         if not self.stopped:
             self.pass_turn()
 
@@ -168,20 +178,21 @@ class _Simulation:
             raise _Stopped
         torch.set_rng_state(rank.generator_state)
 
-    def meet(self, rank: _Rank, call: Call, ranks: Ranks) -> Tensor:
+    def meet(self, rank: _Rank, call: Call, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Take part in the next collective of `ranks`; return when all of them have come."""
         if self.stopped:
             raise _Stopped
         assert rank.rank in ranks, f"rank {rank.rank} calls a collective of ranks {ranks}"
         assert max(ranks) < self.size, f"a collective of ranks {ranks} in a world of {self.size}"
         call.check(ranks)
-        number = rank.calls[ranks] = rank.calls.get(ranks, 0) + 1
+        number = rank.meetings[ranks] = rank.meetings.get(ranks, 0) + 1
+        stand = Stand(call, rank.calls[ranks], ranks)
         for peer in ranks:
-            if (error := self.ranks[peer].error) is not None:
-                raise _consequence(peer, error)
+            if self.ranks[peer].error is not None:
+                raise rank.consequence(self.ranks[peer], stand)
         meeting = self.meetings.setdefault((ranks, number), {})
-        meeting[rank.rank] = call
-        rank.waiting_in = (call, number, ranks)
+        meeting[rank.rank] = (call, tensor)
+        rank.waiting_in = stand
         if len(meeting) == len(ranks):
             self.complete(ranks, number)
         rank.generator_state = torch.get_rng_state()
@@ -195,15 +206,17 @@ class _Simulation:
 
     def complete(self, ranks: Ranks, number: int) -> None:
         """Give every rank of a meeting its result, or the same error."""
-        calls = self.meetings.pop((ranks, number))
+        parts = self.meetings.pop((ranks, number))
+        calls = {rank: call for rank, (call, _) in parts.items()}
         why = disagreement(ranks, calls)
         if why is None:
-            for rank, result in zip(ranks, results([calls[rank] for rank in ranks]), strict=True):
+            outcomes = results([parts[rank] for rank in ranks])
+            for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
-        table = "".join(f"\n  rank {r}: {calls[r]}{called_at(self.ranks[r].stack(), limit=1)}" for r in ranks)
+        said = {rank: f"{calls[rank]}{called_at(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
+        text = disagreement_text(ranks, self.ranks[ranks[0]].calls[ranks], why, said)
         for rank in ranks:
-            text = f"Ranks {ranks} disagree on their collective #{number}: {why}.{table}"
             self.give(self.ranks[rank], MismatchError(text))
 
     def give(self, rank: _Rank, answer: Tensor | BaseException) -> None:
@@ -211,11 +224,13 @@ class _Simulation:
         rank.waiting_in = None
         self.ready.append(rank)
 
-    def release_peers(self, failed: _Rank, error: BaseException) -> None:
+    def release_peers(self, failed: _Rank) -> None:
         """Tell the ranks that wait for one that has failed."""
         for ranks, number in [key for key in self.meetings if failed.rank in key[0]]:
             for member in self.meetings.pop((ranks, number)):
-                self.give(self.ranks[member], _consequence(failed.rank, error))
+                peer = self.ranks[member]
+                assert peer.waiting_in is not None
+                self.give(peer, peer.consequence(failed, peer.waiting_in))
 
     def declare_deadlock(self, stuck: Sequence[_Rank]) -> None:
         text = self.report("cannot go on, each waits for a rank that does not come")
@@ -225,8 +240,12 @@ class _Simulation:
             self.give(rank, DeadlockError(text))
 
 
-def _consequence(rank: int, error: BaseException) -> RemoteRankError:
-    """What the peers of a failed rank raise; where that failed because of another, they name the other."""
-    if isinstance(error, RemoteRankError):
-        return RemoteRankError(str(error), error.rank)
-    return RemoteRankError(f"Rank {rank} failed: {summary(error)}", rank)
+def results(parts: Sequence[tuple[Call, Tensor]]) -> list[Tensor]:
+    """What each rank of the group gets, in group order; no two share memory with each other or a sender."""
+    with torch.no_grad():
+        first, _ = parts[0]
+        if first.reduce_op:
+            total = reduce_stack(torch.stack([tensor for _, tensor in parts]), first.reduce_op)
+            return [total, *(total.clone() for _ in parts[1:])]
+        pieces = [tensor.split(list(call.send_counts)) for call, tensor in parts]
+        return [torch.cat(incoming) for incoming in zip(*pieces, strict=True)]

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives import init_processes
-from shardwise.testing.failures import SendError, summary
+from shardwise.collectives import init_processes, report_failure, shutdown
+from shardwise.errors import summary
+from shardwise.testing.failures import SendError
 from shardwise.testing.reference import Reference
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -66,7 +67,12 @@ def serve(connection: Connection, rank: int, size: int, folder: Path) -> None:
             message = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_answer(pickle.loads(message)))  # noqa: S301 - from our own parent
+        answer = _answer(pickle.loads(message))  # noqa: S301 - from our own parent
+        if isinstance(answer, Failure):
+            connection.send_bytes(pickle.dumps(answer))
+            shutdown()  # those that wait for this rank fail now, and the parent hears of all
+        else:
+            connection.send_bytes(answer)
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -82,12 +88,13 @@ def _end_with_parent(folder: Path) -> None:
     os._exit(1)
 
 
-def _answer(task: Task) -> bytes:
-    """The pickled outcome of `task`; never raises."""
+def _answer(task: Task) -> bytes | Failure:
+    """The outcome of `task`, pickled where it is a success; never raises."""
     try:
         value = _run(task)
     except BaseException as error:  # noqa: BLE001 - the parent raises it
-        return pickle.dumps(_failure(error))
+        report_failure(error)
+        return _failure(error)
     try:
         return pickle.dumps(Success(value))
     except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
@@ -95,7 +102,8 @@ def _answer(task: Task) -> bytes:
             f"The result of {task.function.name} cannot be pickled ({summary(error)}). "
             "Fix: return plain values or tensors."
         )
-        return pickle.dumps(_failure(refusal))
+        report_failure(refusal)
+        return _failure(refusal)
 
 
 def _run(task: Task) -> Any:

@@ -5,13 +5,13 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = sysconfig.get_path("purelib") + os.sep  # lies inside _STDLIB and may hold the user's code
-_MACHINERY = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_MACHINERY = tuple(str(folder) + os.sep for folder in (Path(__file__).parent, Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,17 @@ def places_of(frame: FrameType | None) -> Iterator[Place]:
     while frame is not None:
         yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
+
+
+def user_place(trace: TracebackType | None) -> str:
+    """The innermost line of the user's code in a traceback, or its innermost line; "" if it is empty."""
+    places = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        places.append(Place(code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    users = [place for place in places if place.is_users] or places
+    return str(users[-1]) if users else ""
 
 
 def called_at(stack: Sequence[Place], limit: int = 3) -> str:

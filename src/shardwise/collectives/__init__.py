@@ -1,0 +1,33 @@
+"""The one unit that talks to `torch.distributed`.
+
+Everything above speaks to a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
+process (`shardwise.testing`). Two collectives carry all data: an all-to-all with split sizes, and an
+all-reduce. What is sent is told to `shardwise.meter`, so plans can be checked against it. A rank that fails
+tells the others through the store of the world (`failures`), so all of them raise the same.
+"""
+
+from shardwise.collectives.agreement import agree, agree_if_checked, contents, gather_bytes, gather_json
+from shardwise.collectives.calls import Ranks, describing
+from shardwise.collectives.failures import report_failure
+from shardwise.collectives.front import (
+    all_reduce,
+    all_to_all,
+    barrier,
+    check_ranks,
+    fingerprint,
+    rank,
+    transport,
+    using,
+    world_size,
+)
+from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
+from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
+from shardwise.collectives.transport import Transport, draw_from_torch, reduce_stack
+from shardwise.meter import CommMeter, count_comms
+
+__all__ = [
+    "CommMeter", "Ranks", "Transport", "agree", "agree_if_checked", "all_reduce", "all_to_all", "as_mesh", "barrier",
+    "check_ranks", "contents", "count_comms", "describing", "device_mesh", "draw_from_torch", "fingerprint",
+    "gather_bytes", "gather_json", "init_device_mesh", "init_from_environment", "init_processes",
+    "rank", "reduce_stack", "report_failure", "shutdown", "transport", "using", "world_size",
+]  # fmt: skip

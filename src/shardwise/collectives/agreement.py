@@ -1,0 +1,75 @@
+"""Facts that ranks tell each other, and facts that all of them must have in common."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import fingerprints
+from shardwise.collectives.calls import Ranks
+from shardwise.collectives.front import all_to_all, transport
+from shardwise.collectives.transport import gather_with
+from shardwise.errors import MismatchError
+
+T = TypeVar("T")
+
+
+def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
+    """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
+    return gather_with(all_to_all, data, ranks)
+
+
+def gather_json(value: T, ranks: Ranks) -> list[T]:
+    """Every rank's JSON value, in rank order; no pickle travels."""
+    return [json.loads(data) for data in gather_bytes(json.dumps(value).encode(), ranks)]
+
+
+def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
+    """Raise the same MismatchError on all `ranks` unless all of them pass an equal JSON `value`.
+
+    Costs one small collective when they agree: digests travel, the values only after a difference.
+    """
+    count = len(ranks)
+    if count == 1:
+        return
+    text = json.dumps(value, sort_keys=True)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+    digests = all_to_all(torch.tensor([digest] * count), [1] * count, [1] * count, ranks).tolist()
+    if len(set(digests)) == 1:
+        return
+    texts = [data.decode() for data in gather_bytes(text.encode(), ranks)]
+    by_text: dict[str, list[int]] = {}
+    for member, said in zip(ranks, _differences(texts), strict=True):
+        by_text.setdefault(said, []).append(member)
+    lines = [f"  rank {', '.join(map(str, who))}: {said}" for said, who in by_text.items()]
+    raise MismatchError(f"Ranks disagree on {what}:\n" + "\n".join(lines) + f"\n  Fix: {fix}")
+
+
+def agree_if_checked(what: str, value: Callable[[], object], ranks: Ranks, fix: str) -> None:
+    """As `agree`, where `fingerprint` or `check_ranks` is on; otherwise `value` is not even asked for.
+
+    For facts that would cost too much to compare always, such as the `contents` of a plain tensor that is
+    taken for the same on all ranks.
+    """
+    if fingerprints.are_on(transport()):
+        agree(what, value(), ranks, fix)
+
+
+def contents(x: Tensor) -> dict[str, object]:
+    """Dtype, shape and a digest of the elements of a tensor, to be compared with those of other ranks."""
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "digest": digest}
+
+
+def _differences(texts: list[str]) -> list[str]:
+    """JSON texts without what all of them say, where all are objects."""
+    values = [json.loads(text) for text in texts]
+    if not all(isinstance(value, dict) for value in values):
+        return texts
+    keys = sorted({key for value in values for key in value})
+    differ = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
+    return [json.dumps({key: value.get(key) for key in differ}) for value in values]

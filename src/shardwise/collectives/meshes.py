@@ -1,0 +1,88 @@
+"""Meshes: plain values of ours, torch's `DeviceMesh`, and the process groups that belong to them."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
+
+from shardwise.collectives.front import is_simulated, rank, world_size
+from shardwise.collectives.processes import TORCH, world_timeout
+from shardwise.errors import MeshError
+from shardwise.mesh import Mesh
+
+
+def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
+    """The plain value of a torch DeviceMesh; its process groups are remembered for these ranks.
+
+    Raises:
+        MeshError: the mesh names ranks that this world does not have.
+    """
+    if isinstance(mesh, Mesh):
+        return _checked(mesh)
+    if dist.is_initialized():
+        TORCH.attend()
+    value = TORCH.mesh_values.get(id(mesh))
+    if value is None or TORCH.device_meshes.get(value) is not mesh:
+        names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
+        value = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), names, mesh.device_type)
+        _checked(value)
+        TORCH.mesh_values[id(mesh)] = value
+        TORCH.device_meshes[value] = mesh
+        if value.coordinate(rank()) is not None:
+            for axis in range(value.ndim):
+                TORCH.groups.setdefault(tuple(sorted(value.line(rank(), axis))), mesh.get_group(axis))
+    return value
+
+
+@cache
+def _fits(mesh: Mesh, world: int) -> bool:
+    return max(mesh.ranks) < world
+
+
+def _checked(mesh: Mesh) -> Mesh:
+    world = world_size()
+    if not _fits(mesh, world):
+        raise MeshError(
+            f"{mesh} needs rank {max(mesh.ranks)}, but this world has {world} rank{'s' if world > 1 else ''}. "
+            f"Fix: start at least {max(mesh.ranks) + 1} ranks, or make a smaller mesh."
+        )
+    return mesh
+
+
+def device_mesh(mesh: Mesh) -> Mesh | DeviceMesh:
+    """The torch DeviceMesh that `mesh` was made from, or `mesh` itself."""
+    return TORCH.device_meshes.get(mesh, mesh)
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> Any:
+    """A mesh of all ranks: torch's DeviceMesh where processes run, a plain `Mesh` on simulated ranks.
+
+    Its process groups wait as long as the world does; torch alone would give them half an hour.
+
+    Args:
+        device_type: "cpu", "cuda", ….
+        mesh_shape: positions of each axis.
+        mesh_dim_names: one name an axis.
+
+    Raises:
+        MeshError: the shape needs more ranks than the world has.
+    """
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    mesh = _checked(Mesh(tuple(mesh_shape), (), names, device_type))
+    if is_simulated() or not dist.is_initialized():
+        return mesh
+    if mesh.size() == world_size():
+        made = torch_init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
+    else:
+        made = DeviceMesh(device_type, torch.arange(mesh.size()).view(mesh.shape), mesh_dim_names=names)
+    timeout = world_timeout(device_type)
+    if timeout is not None and mesh.coordinate(rank()) is not None:
+        for axis in range(mesh.ndim):
+            made.get_group(axis).set_timeout(timeout)
+    return made

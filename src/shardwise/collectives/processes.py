@@ -1,0 +1,269 @@
+"""Ranks that are processes: worlds of `torch.distributed`, entered, used and left."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from hashlib import blake2b
+from time import monotonic
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+
+# Its functions have the world of the moment of their import as a default argument. Where a world exists by then
+# (torch.optim imports it by way of torch._dynamo), that world is never freed, and gloo's threads abort the process
+# at its end, once in some dozens of times.
+import torch.distributed.nn.functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.collectives.arrival import Seal
+from shardwise.collectives.board import Board
+from shardwise.collectives.calls import Ranks, Stand, exchange_call, reduce_call
+from shardwise.collectives.failures import (
+    board_of_world,
+    explain,
+    install_hooks,
+    is_of_transport,
+    is_own_fault,
+    report_end,
+)
+from shardwise.collectives.transport import draw_from_torch, reduce_stack
+from shardwise.errors import MismatchError, RemoteRankError
+from shardwise.mesh import Mesh
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+
+
+class TorchTransport:  # a Transport by shape: rank and world_size are asked of torch
+    """The default process group of this process, and the groups of the device meshes it was shown."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Ranks, int] = {}
+        self.groups: dict[Ranks, dist.ProcessGroup] = {}
+        self.device_meshes: dict[Mesh, DeviceMesh] = {}
+        self.mesh_values: dict[int, Mesh] = {}
+        self._world: ReferenceType[Any] | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        self.attend()  # every mesh is checked against the size: a rank that fails soon after can already say so
+        return dist.get_world_size()
+
+    def attend(self) -> None:
+        """Take note of the world, which others may have made, and let the other ranks know who this one is."""
+        world = dist.group.WORLD
+        if self._world is not None and self._world() is world:
+            return
+        self.forget()
+        self._world = ref(world)
+        install_hooks()
+        board = board_of_world()
+        if board is not None and dist.get_world_size() > 1:
+            with suppress(Exception):  # a world without a store that works only tells less when it fails
+                board.greet()
+
+    def forget(self) -> None:
+        """Let go of the world, its groups and its meshes."""
+        self._world = None
+        for kept in (self.calls, self.groups, self.device_meshes, self.mesh_values):
+            kept.clear()
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+        self.attend()
+        here, group = self.rank, self._group(ranks)
+        own = ranks.index(here)
+
+        def stand() -> Stand:
+            return Stand(exchange_call(send, send_counts, recv_counts), self.calls.get(ranks, 0), ranks)
+
+        if send_counts[own] != recv_counts[own]:
+            raise MismatchError(_unequal(here, here, send_counts[own], recv_counts[own], stand()))
+        out = send.new_empty(sum(recv_counts))
+        wire_out, wire_send = _wire(out), _wire(send.contiguous())
+        seal = Seal(out, recv_counts, own)
+
+        def start() -> Sequence[Any]:
+            if group is None:
+                return self._start_pairwise(wire_out, wire_send, send_counts, recv_counts, ranks)
+            counts = list(recv_counts), list(send_counts)
+            return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
+
+        _finish(start, stand)
+        short = seal.unbroken()
+        if short is not None:
+            raise MismatchError(_unequal(ranks[short], here, "fewer", recv_counts[short], stand()))
+        return out
+
+    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+        self.attend()
+        group = self._group(ranks)
+        if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
+            out = local.clone(memory_format=torch.contiguous_format)
+            _finish(
+                lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
+                lambda: Stand(reduce_call(local, reduce_op), self.calls.get(ranks, 0), ranks),
+            )
+            return out
+        count = len(ranks)
+        flat = local.reshape(-1)
+        pieces = self.all_to_all(flat.repeat(count), [flat.numel()] * count, [flat.numel()] * count, ranks)
+        return reduce_stack(pieces.view(count, *local.shape), reduce_op)
+
+    def draw_seed(self) -> int:
+        return draw_from_torch()
+
+    def _group(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        if len(ranks) == dist.get_world_size() and ranks == tuple(range(len(ranks))):
+            return dist.group.WORLD
+        return self.groups.get(ranks)
+
+    def _start_pairwise(
+        self, out: Tensor, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Sequence[Any]:
+        """Ranks that share no process group talk pairwise, so that no group has to be made on the way."""
+        here, ops = self.rank, []
+        tag = _tag(ranks, self.calls.get(ranks, 0))
+        for peer, outgoing, incoming in zip(
+            ranks, send.split(list(send_counts)), out.split(list(recv_counts)), strict=True
+        ):
+            if peer == here:
+                incoming.copy_(outgoing)
+                continue
+            if outgoing.numel():
+                ops.append(dist.P2POp(dist.isend, outgoing, peer, tag=tag))
+            if incoming.numel():
+                ops.append(dist.P2POp(dist.irecv, incoming, peer, tag=tag))
+        return dist.batch_isend_irecv(ops) if ops else []
+
+
+def _finish(start: Callable[[], Sequence[Any]], stand: Callable[[], Stand]) -> None:
+    """Start a collective and wait until it is done.
+
+    How long is the business of its group, whose timeout each collective has: a timeout given to `wait` would
+    make NCCL block this thread for every collective.
+    """
+    started, failure = monotonic(), None
+    try:
+        works = start()
+    except RuntimeError as error:
+        if not is_of_transport(error):
+            raise
+        failure, works = error, []
+    for work in works:
+        try:
+            if failure is None:
+                work.wait()
+            else:  # let go of those that wait for this rank in other pieces of the same exchange
+                work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if is_own_fault(error):
+                raise
+            failure = failure or error
+    if failure is not None:
+        raise explain(failure, stand(), monotonic() - started) from None
+
+
+def _unequal(source: int, target: int, sent: int | str, expected: int, stand: Stand) -> str:
+    return (
+        f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
+        f"  Rank {target} was in {stand}\n"
+        "  Fix: mend one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
+    )
+
+
+def _tag(ranks: Ranks, number: int) -> int:
+    """A name for one exchange, so that what an earlier one sent too much is never taken for its own."""
+    return int.from_bytes(blake2b(repr((ranks, number)).encode(), digest_size=4).digest()) >> 1
+
+
+_NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def _wire(x: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend can carry."""
+    if x.dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8):
+        return x
+    return x.view(torch.uint8) if x.element_size() == 1 else _as_bytes(x)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    if x.element_size() == 16:  # complex128: one row an element, so that split sizes still count elements
+        return x.view(torch.int64).view(x.numel(), 2)
+    return x.view({2: torch.float16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+TORCH = TorchTransport()
+
+
+# ---- entering and leaving ---------------------------------------------------------------------------------
+
+
+def init_processes(rank: int, world_size: int, store: str, timeout_seconds: float = 60.0) -> None:
+    """Join the gloo world whose members meet in the file `store`; no port is opened for the meeting.
+
+    Args:
+        rank: of this process, from 0.
+        world_size: how many processes join.
+        store: a path that all of them open; empty at first.
+        timeout_seconds: how long a rank waits for the others, here and in each collective.
+
+    Raises:
+        RemoteRankError: not all came in time; the text names those that did not.
+    """
+    meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
+    with _joining(Board(meeting, rank), world_size, timeout_seconds):
+        dist.init_process_group(
+            "gloo", store=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+        )
+    TORCH.attend()
+
+
+def init_from_environment(timeout_seconds: float = 60.0) -> bool:
+    """Join the world that torchrun describes in the environment; False where there is none."""
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        return dist.is_initialized()
+    dist.init_process_group(timeout=timedelta(seconds=timeout_seconds))
+    TORCH.attend()
+    return True
+
+
+@contextmanager
+def _joining(board: Board, world_size: int, timeout_seconds: float) -> Iterator[None]:
+    """Name the ranks that do not come, where torch only tells that a key is missing."""
+    board.greet()
+    try:
+        yield
+    except RuntimeError as error:
+        missing = [rank for rank in range(world_size) if board.process(rank) is None]
+        if not missing:
+            raise
+        who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+        raise RemoteRankError(
+            f"{who} of {world_size} did not come to the world within {timeout_seconds:g} s: "
+            f"{str(error).splitlines()[0]}\n  Fix: look at its own output, or raise timeout_seconds.",
+            missing[0],
+        ) from None
+
+
+def shutdown() -> None:
+    """Leave the world, if this process joined one."""
+    if dist.is_initialized():
+        report_end("left the world")
+        dist.destroy_process_group()
+    TORCH.forget()
+
+
+def world_timeout(device_type: str) -> timedelta | None:
+    """How long a collective of the world on such devices waits; None where its backend does not tell."""
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
+    except RuntimeError:  # a backend that is made when it is first used
+        return None
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None

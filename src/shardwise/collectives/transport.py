@@ -1,0 +1,90 @@
+"""What a transport promises, and what all of them share."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives.calls import Ranks
+
+Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all
+
+
+class Transport(Protocol):
+    """How ranks reach each other. `ranks` are global ranks in rising order; all of them make the same call.
+
+    Attributes:
+        calls: collectives made so far, by group; whoever calls a transport counts.
+
+    Raises:
+        RemoteRankError: another rank raised, died or does not come; the text names it and what it said.
+        MismatchError: the ranks make different calls, as far as the transport can see that.
+    """
+
+    calls: dict[Ranks, int]
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+        """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; return what came, in rank order."""
+        ...
+
+    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+        """A new tensor: the reduction (sum, max, min, product) of `local` over `ranks`."""
+        ...
+
+    def draw_seed(self) -> int:
+        """A number from torch's CPU generator, drawn once a call and equal on all ranks seeded alike."""
+        ...
+
+
+class SoloTransport:
+    """One rank that needs nobody: scripts without a launcher run unchanged."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.calls: dict[Ranks, int] = {}
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+        raise AssertionError("a group of one rank exchanges nothing")
+
+    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+        raise AssertionError("a group of one rank reduces nothing")
+
+    def draw_seed(self) -> int:
+        return draw_from_torch()
+
+
+def draw_from_torch() -> int:
+    """A seed from torch's default CPU generator; `torch.manual_seed` and its saved states govern it."""
+    return int(torch.randint(2**62, (), dtype=torch.int64).item())
+
+
+def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
+    """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
+    count = len(ranks)
+    lengths = exchange(torch.tensor([len(data)] * count), [1] * count, [1] * count, ranks).tolist()
+    buffer = torch.frombuffer(bytearray(data) * count, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    received = exchange(buffer, [len(data)] * count, lengths, ranks)
+    return [piece.numpy().tobytes() for piece in received.split(lengths)]
+
+
+def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:
+    """Reduce the first dim of `stack` in its order, so that every rank computes the same bits."""
+    match reduce_op:
+        case "sum":
+            return stack.any(0) if stack.dtype == torch.bool else stack.sum(0, dtype=stack.dtype)
+        case "max":
+            return stack.amax(0)
+        case "min":
+            return stack.amin(0)
+        case "product":
+            return stack.prod(0, dtype=stack.dtype)
+    raise AssertionError(f"unknown reduction {reduce_op}")
