@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.boxes import Box
 from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site
 from shardwise.tensor import dispatch
@@ -30,6 +30,27 @@ def shifted(x: Tensor) -> Tensor:
 def positive(x: Tensor) -> Tensor:
     """The rows whose sum is positive."""
     return x[x.sum(1) > 0]
+
+
+def joined(x: Tensor, y: Tensor) -> Tensor:
+    """The rows of y, then those of x."""
+    return torch.cat([y, x])
+
+
+def _rows_of_joined(x: Meta, y: Meta) -> list[Row]:
+    return [Row((S0, S0), S0, "rows go where they belong", _join_local, aligned=False, follow=NOBODY)]
+
+
+def _join_local(site: Site, x: Tensor, y: Tensor) -> Tensor:
+    length, width = site.layouts[1].shape
+
+    def wanted(rank: int) -> list[tuple[int, Box]]:
+        start, stop = (n := site.output.boxes(rank)[0]).offsets[0], n.offsets[0] + n.sizes[0]
+        split = min(max(length, start), stop)
+        of_x = Box((max(start - length, 0), 0), (stop - split, width))
+        return [(1, Box((start, 0), (split - start, width))), (0, of_x)]
+
+    return torch.cat(site.fetch_parts([x, y], [site.boxes(0), site.boxes(1)], wanted))
 
 
 def _rows_of_halves(x: Meta) -> list[Row]:
@@ -70,8 +91,9 @@ def with_new_ops() -> Iterator[None]:
     RULES[halves] = OpRule(_rows_of_halves)
     RULES[shifted] = OpRule(_rows_of_shifted)
     RULES[positive] = OpRule(_rows_of_positive, ragged=True)
+    RULES[joined] = OpRule(_rows_of_joined)
     yield
-    for op in (halves, shifted, positive):
+    for op in (halves, shifted, positive, joined):
         del RULES[op]
     dispatch.forget()
 
@@ -91,6 +113,22 @@ def test_ops_with_such_rows_equal_one_process(op: Any, length: int) -> None:
         return run(op, x)
 
     assert_equals_one_process([Sample(call, (X[:length].clone(),))], limit=10)
+
+
+@pytest.mark.parametrize("length", [0, 3, 8])
+def test_boxes_of_two_operands_travel_together(length: int) -> None:
+    def call(x: Any, y: Any) -> Any:
+        return dispatch.enter(joined, (x, y), {}) if type(x) is not Tensor else joined(x, y)
+
+    assert_equals_one_process([Sample(call, (X, X[:length] * 2))], limit=8)
+
+    def body() -> int:
+        x, y = (distribute_tensor(z, Mesh((3,)), [S0]) for z in (X, X[:length]))
+        with count_comms() as meter:
+            call(x, y)
+        return meter.total_calls
+
+    assert set(world(3).run(body)) <= {0, 1}
 
 
 @world(4)

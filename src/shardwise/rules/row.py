@@ -94,7 +94,7 @@ class Site(Protocol):
         ...
 
     def boxes(self, operand: int) -> list[Box]:
-        """The one box of `operand` that each of `ranks()` holds."""
+        """The one box of `operand` that each of `ranks()` holds; an empty one for none."""
         ...
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
@@ -102,6 +102,20 @@ class Site(Protocol):
 
         Every piece travels once, from a rank of `ranks()` that holds it; where no rank wants what another one
         holds, nothing is sent. Differentiable. A box must lie in what `ranks()` hold together.
+        """
+        ...
+
+    def fetch_parts(
+        self,
+        xs: Sequence[Tensor],
+        held: Sequence[Sequence[Box]],
+        wanted: Callable[[int], Sequence[tuple[int, Box]]],
+    ) -> list[Tensor]:
+        """The same for several boxes, of several tensors of one dtype, in one exchange.
+
+        Args:
+            held: for every tensor the boxes that each of `ranks()` holds.
+            wanted: from a rank to numbers of tensors, and boxes of them.
         """
         ...
 

@@ -67,11 +67,23 @@ class LocalSite:
         return self.exchange(x.reshape(-1).repeat(len(ranks)), counts, counts).view(len(ranks), *x.shape)
 
     def boxes(self, operand: int) -> list[Box]:
-        return [self.layouts[operand].boxes(rank)[0] for rank in self.ranks()]
+        layout = self.layouts[operand]
+        nothing = Box((0,) * len(layout.shape), (0,) * len(layout.shape))
+        return [(layout.boxes(rank) or (nothing,))[0] for rank in self.ranks()]
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
+        (found,) = self.fetch_parts([x], [self.boxes(operand)], lambda rank: [(0, wanted(rank))])
+        return found
+
+    def fetch_parts(
+        self,
+        xs: Sequence[Tensor],
+        held: Sequence[Sequence[Box]],
+        wanted: Callable[[int], Sequence[tuple[int, Box]]],
+    ) -> list[Tensor]:
         ranks = self.ranks()
-        return fetch(x, ranks, self.rank, tuple(self.boxes(operand)), tuple(map(wanted, ranks)), self.cause)
+        goals = tuple([tuple(wanted(rank)) for rank in ranks])
+        return fetch(xs, ranks, self.rank, tuple(map(tuple, held)), goals, self.cause)
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"
