@@ -27,6 +27,26 @@ class RuleError(ShardwiseError, NotImplementedError):
     """An op that cannot run on the given layouts, or has no rule."""
 
 
+class ShadowError(ShardwiseError, AssertionError):
+    """A distributed op gave another result than plain torch on whole tensors.
+
+    Attributes:
+        op: its name.
+        rank: one that holds the largest difference.
+        index: of that element in the global tensor; empty where shapes or kinds differ.
+        difference: absolute; infinite where a value is missing or not a number.
+    """
+
+    def __init__(
+        self, message: str, op: str = "", rank: int = 0, index: tuple[int, ...] = (), difference: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.rank = rank
+        self.index = index
+        self.difference = difference
+
+
 class PlanError(ShardwiseError, ValueError):
     """A sharding plan that does not fit the module."""
 

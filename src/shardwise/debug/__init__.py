@@ -2,5 +2,6 @@
 
 from shardwise.debug.budget import Budget, no_implicit_comm
 from shardwise.debug.explain import Explanation, explain
+from shardwise.debug.shadow import Shadow, shadow
 
-__all__ = ["Budget", "Explanation", "explain", "no_implicit_comm"]
+__all__ = ["Budget", "Explanation", "Shadow", "explain", "no_implicit_comm", "shadow"]

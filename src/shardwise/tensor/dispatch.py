@@ -161,6 +161,18 @@ def prepared(
     return _laid_out(func, _found(key, func, rule, args, kwargs), args, kwargs)
 
 
+def reason(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The reasons of the rows that `func` runs by on these operands, or why it has none."""
+    rule = RULES.get(func)
+    if rule is None:
+        return "it has no rule: torch takes it apart into ops that have"
+    try:
+        args, kwargs = all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+        return _found(_key(func, rule, args, kwargs)[0], func, rule, args, kwargs)[0].cause.why
+    except RuleError as error:
+        return str(error)
+
+
 def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
     """What the recipe may depend on, and whether plain tensors are mixed in."""
     key: list[Any] = [func]

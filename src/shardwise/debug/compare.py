@@ -1,0 +1,140 @@
+"""A distributed result beside the one of plain torch: where they differ most, told alike on every rank."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.boxes import Box
+from shardwise.tensor import DTensor, moved, plain
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far floating point numbers may be apart: `atol + rtol * |expected|`; None takes the dtype's own.
+
+    A dtype's own are the square root of its eps, relative, and a tenth of that, absolute. Other dtypes must be equal.
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+
+    def of(self, dtype: torch.dtype) -> tuple[float, float]:
+        if not dtype.is_floating_point and not dtype.is_complex:
+            return 0.0, 0.0
+        rtol: float = math.sqrt(torch.finfo(dtype).eps)
+        return rtol if self.rtol is None else self.rtol, rtol / 10 if self.atol is None else self.atol
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference that one rank sees.
+
+    Args:
+        what: which result or operand.
+        size: absolute; infinite where values are missing, not numbers, or of another kind.
+        index: in the global tensor.
+        got, want: here, and in plain torch.
+        count: how many elements of this rank differ.
+        rank: whose.
+    """
+
+    what: str
+    size: float
+    got: str
+    want: str
+    index: tuple[int, ...] = ()
+    count: int = 0
+    rank: int = 0
+
+
+Pair = tuple[str, Any, Any]  # what it is, what came out, what plain torch gives
+
+
+def pairs(what: str, got: Any, want: Any) -> Iterator[Pair]:
+    """Results one by one; looks into lists, tuples and dicts."""
+    if isinstance(got, list | tuple) and isinstance(want, list | tuple) and len(got) == len(want):
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            yield from pairs(f"{what}[{i}]", a, b)
+    elif isinstance(got, dict) and isinstance(want, dict) and got.keys() == want.keys():
+        for key in got:
+            yield from pairs(f"{what}[{key!r}]", got[key], want[key])
+    else:
+        yield what, got, want
+
+
+def largest_difference(found: Sequence[Pair], tolerance: Tolerance, ranks: tuple[int, ...]) -> Difference | None:
+    """The largest difference that any of `ranks` sees; None where all of them see none. All of them must call."""
+    seen = [d for what, got, want in found if (d := _difference(what, got, want, tolerance)) is not None]
+    own = max(seen, key=lambda d: d.size, default=None)
+    said: Any = None if own is None else asdict(own)
+    every = [
+        Difference(**answer | {"index": tuple(answer["index"]), "rank": rank})
+        for rank, answer in zip(ranks, collectives.gather_json(said, ranks), strict=True)
+        if answer is not None
+    ]
+    return max(every, key=lambda d: d.size, default=None)
+
+
+def _difference(what: str, got: Any, want: Any, tolerance: Tolerance) -> Difference | None:
+    if isinstance(got, DTensor) and isinstance(want, Tensor):
+        layout = got._layout
+        if layout.shape != tuple(want.shape) or plain(got).dtype != want.dtype:
+            return Difference(what, math.inf, f"{layout.shape} {plain(got).dtype}", f"{tuple(want.shape)} {want.dtype}")
+        if layout.mesh.coordinate(collectives.rank()) is None:
+            return None
+        return _of_parts(what, moved(got, layout.reduced()), want, tolerance)
+    if isinstance(got, Tensor) and isinstance(want, Tensor):
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return Difference(what, math.inf, f"{tuple(got.shape)} {got.dtype}", f"{tuple(want.shape)} {want.dtype}")
+        return _of_piece(what, got, want, (0,) * got.ndim, tolerance)
+    if isinstance(got, float) and isinstance(want, float):
+        return _of_piece(what, torch.tensor(got).double(), torch.tensor(want).double(), (), tolerance)
+    if isinstance(got, Tensor) or isinstance(want, Tensor) or type(got) is not type(want) or got != want:
+        return Difference(what, math.inf, _kind(got), _kind(want))
+    return None
+
+
+def _kind(x: Any) -> str:
+    return f"a {type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.80}"
+
+
+def _of_parts(what: str, got: DTensor, want: Tensor, tolerance: Tolerance) -> Difference | None:
+    """What this rank holds beside the same boxes of the whole, so that replicas are checked one by one."""
+    boxes = got._layout.boxes(collectives.rank())
+    local = plain(got)
+    pieces = [local] if len(boxes) == 1 else local.reshape(-1).split([box.numel for box in boxes]) if boxes else []
+    whole = Box((0,) * want.ndim, tuple(want.shape))
+    seen = [
+        _of_piece(what, piece.reshape(box.sizes), want[box.relative_to(whole)], box.offsets, tolerance)
+        for box, piece in zip(boxes, pieces, strict=True)
+    ]
+    return max((d for d in seen if d is not None), key=lambda d: d.size, default=None)
+
+
+def _of_piece(what: str, got: Tensor, want: Tensor, at: tuple[int, ...], tolerance: Tolerance) -> Difference | None:
+    if not got.numel():
+        return None
+    rtol, atol = tolerance.of(want.dtype)
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    if want.is_complex() or want.is_floating_point():
+        wrong = ~torch.isclose(got.to(wide), want.to(wide), rtol=rtol, atol=atol, equal_nan=True)
+    else:
+        wrong = got != want
+    if not wrong.any():
+        return None
+    apart = (got.to(wide) - want.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(wrong, -1.0)
+    flat = int(apart.argmax())
+    inside = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
+    return Difference(
+        what,
+        float(apart.flatten()[flat]),
+        str(got[inside].item()),
+        str(want[inside].item()),
+        tuple(a + i for a, i in zip(at, inside, strict=True)),
+        int(wrong.sum()),
+    )

@@ -1,0 +1,216 @@
+"""Ops run a second time, on whole tensors in plain torch, and the results are compared."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.debug.compare import Difference, Tolerance, largest_difference, pairs
+from shardwise.debug.doors import Args, Kwargs, Proceed, is_op, watched_by
+from shardwise.errors import RuleError, ShadowError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.meter import unheard, user_place
+from shardwise.placement import REPLICATE
+from shardwise.rules import RULES
+from shardwise.tensor import DTensor, dispatch, moved, plain
+from shardwise.tensor.names import name_of
+
+# What these give is whatever the memory held.
+_UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
+
+
+class Shadow:
+    """What a `shadow` block has compared so far.
+
+    Attributes:
+        compared: how often, by op.
+        skipped: calls that were due and cannot be compared, by op: random, unfilled or sparse ones.
+    """
+
+    def __init__(self, every: int, ops: frozenset[Any] | None, tolerance: Tolerance) -> None:
+        self.compared: dict[str, int] = {}
+        self.skipped: dict[str, int] = {}
+        self._every, self._ops, self._tolerance = every, ops, tolerance
+        self._calls: dict[tuple[Any, tuple[int, ...]], int] = {}  # by op, and by the ranks that call it together
+        self._comparing = False
+
+    def __call__(self, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if self._comparing or not is_op(func) or not (self._ops is None or _names(func) & self._ops):
+            return proceed()
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+        ranks = tuple(sorted({rank for x in operands for rank in x._layout.mesh.ranks}))
+        if collectives.rank() not in ranks:
+            return proceed()
+        call = self._calls[func, ranks] = self._calls.get((func, ranks), 0) + 1
+        if (call - 1) % self._every:
+            return proceed()
+        if any(_is_sparse(x) for x in operands) or name_of(func).partition(".")[0] in _UNFILLED:
+            return self._skip(func, proceed())
+        return self._run_twice(proceed, func, args, kwargs, ranks)
+
+    def _run_twice(self, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs, ranks: tuple[int, ...]) -> Any:
+        with self._aside():
+            copies = _Copies(ranks)
+            whole_args, whole_kwargs = pytree.tree_map(copies.of, (args, kwargs))
+        before = torch.get_rng_state()
+        out = proceed()
+        after = torch.get_rng_state()
+        with self._aside():
+            expected = _outcome(func, whole_args, whole_kwargs)
+            drew = not (torch.equal(before, after) and torch.equal(after, torch.get_rng_state()))
+            torch.set_rng_state(after)
+            generators = any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))
+            if generators or any(collectives.gather_json(drew, ranks)):  # a rank that holds nothing draws nothing
+                return self._skip(func, out)
+            found = [*pairs("the result", out, expected), *copies.changed()]
+            worst = largest_difference(found, self._tolerance, ranks)
+        if worst is not None:
+            raise self._error(func, args, kwargs, out, worst)
+        self.compared[name_of(func)] = self.compared.get(name_of(func), 0) + 1
+        return out
+
+    def _skip(self, func: Any, out: Any) -> Any:
+        self.skipped[name_of(func)] = self.skipped.get(name_of(func), 0) + 1
+        return out
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Nobody counts what is sent here, autograd does not see it, and nothing of it is compared in turn."""
+        self._comparing = True
+        try:
+            with unheard(), torch.no_grad():
+                yield
+        finally:
+            self._comparing = False
+
+    def _error(self, func: Any, args: Args, kwargs: Kwargs, out: Any, worst: Difference) -> ShadowError:
+        laid_out = [str(x._layout) for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+        results = [str(x._layout) for x in pytree.tree_leaves(out) if type(x) is DTensor]
+        where = f" at {list(worst.index)}" if worst.count else ""
+        held = f" on rank {worst.rank}, where {worst.count:,} elements differ" if worst.count else ""
+        return ShadowError(
+            f"{name_of(func)} gives another result than plain torch on whole tensors.\n"
+            f"  Where: {user_place() or 'unknown'}\n"
+            f"  Rows: {dispatch.reason(func, args, kwargs)}\n"
+            f"  Operands: {', '.join(laid_out)}\n"
+            f"  Results: {', '.join(results) or type(out).__name__}\n"
+            f"  Largest difference: {worst.size:.6g}, in {worst.what}{where}{held}\n"
+            f"  Expected {worst.want}, got {worst.got}\n"
+            f"  Fix: report it, with this text; to go on, run the op on redistribute()d operands.",
+            name_of(func), worst.rank, worst.index, worst.size,
+        )  # fmt: skip
+
+
+class _Copies:
+    """Whole plain copies of the arguments of one call, on each of `ranks`."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.mesh = Mesh((len(ranks),), ranks)
+        self.made: dict[int, tuple[Tensor, Tensor, int]] = {}  # the argument, its copy, and that one's version
+
+    def of(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self.made:
+            copy = self._whole(x) if type(x) is DTensor else x.detach().clone()
+            self.made[id(x)] = x, copy, _version(copy)
+        return self.made[id(x)][1]
+
+    def _whole(self, x: DTensor) -> Tensor:
+        replicated = x._layout.replicated()
+        if set(x._layout.mesh.ranks) != set(self.mesh.ranks):
+            replicated = Layout(self.mesh, [REPLICATE], x._layout.shape)
+        whole = plain(moved(x, replicated)).detach()
+        return whole.clone() if replicated == x._layout else whole
+
+    def changed(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Arguments that the op changes in place, beside their changed copies."""
+        for number, (x, copy, version) in enumerate(self.made.values()):
+            if version < 0 or _version(copy) != version:
+                yield f"operand {number}", x, copy
+
+
+def _version(x: Tensor) -> int:
+    """Rises with every change in place; -1 where torch does not count."""
+    return -1 if x.is_inference() else x._version
+
+
+def _is_sparse(x: DTensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return x.is_sparse
+
+
+class _Raised(str):
+    """What plain torch raised instead of giving a result."""
+
+    __slots__ = ()
+
+
+def _outcome(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the op should have raised it too
+        return _Raised(f"{type(error).__name__}: {error}")
+
+
+def _names(func: Any) -> set[Any]:
+    """A function by all that a user may call it: itself, add, add.Tensor, aten.add.Tensor."""
+    name = name_of(func)
+    return {func, name, name.strip(".").partition(".")[0], str(func)}
+
+
+@contextmanager
+def shadow(
+    every: int = 1,
+    ops: Collection[str | Callable[..., Any]] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Iterator[Shadow]:
+    """Inside, ops also run in plain torch on whole copies of their operands, and the results are compared.
+
+    Compared are results and what changes in place, on every rank the part that it holds, so that replicas are checked
+    one by one. A function that torch takes apart is compared as a whole, and so are the ops it is taken apart into.
+    Not compared: ops that draw from a generator (dropout in training, `rand_like`, `normal_`, …; known by the state
+    of torch's generator), unfilled memory (`empty_like`, …), sparse tensors, and backward, which runs on local parts.
+    Gradients, the state of the generator, and what `count_comms` and others count stay as they would be without.
+
+    Needs memory for whole operands and results on every rank, and time for gathering them: for debugging.
+
+    Args:
+        every: the first call of each op is compared, and then one of so many; 1 compares all.
+        ops: names ("matmul", "aten.add.Tensor") or functions to compare; None compares all.
+        rtol, atol: see `Tolerance`.
+
+    Yields:
+        What was compared, by op.
+
+    Raises:
+        ShadowError: the first difference, the same on every rank: op, rows, layouts, the largest difference and where.
+        RuleError: `every` below one, or an op of a name that torch does not know.
+    """
+    if every < 1:
+        raise RuleError(f"shadow: every is 1 or more, got {every}.")
+    chosen = None if ops is None else frozenset([ops] if isinstance(ops, str) else ops)
+    unknown = [op for op in chosen or () if isinstance(op, str) and not _is_known(op)]
+    if unknown:
+        raise RuleError(f"shadow: torch has no op named {', '.join(map(repr, sorted(unknown)))}.")
+    seen = Shadow(every, chosen, Tolerance(rtol, atol))
+    with watched_by(seen):
+        yield seen
+
+
+def _is_known(name: str) -> bool:
+    short = name.removeprefix(".")
+    if any(hasattr(place, short) for place in (torch, Tensor, F, torch.linalg, torch.special, torch.fft)):
+        return True
+    packet, _, overload = name.removeprefix("aten.").partition(".")
+    if hasattr(torch.ops.aten, packet) and (not overload or hasattr(getattr(torch.ops.aten, packet), overload)):
+        return True
+    return any(name in _names(func) for func in RULES)
