@@ -1,6 +1,6 @@
 """The distributed tensor: one class, two doors, conversions, gradients, factories."""
 
-from shardwise.tensor import dispatch, factories, sparse  # open the doors
+from shardwise.tensor import dispatch, factories, functions, sparse  # open the doors
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.promotion import strict
@@ -10,6 +10,7 @@ __all__ = [
     "dispatch",
     "distribute_tensor",
     "factories",
+    "functions",
     "moved",
     "plain",
     "sparse",

@@ -8,15 +8,19 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
+from shardwise.meter import Cause
 from shardwise.tensor import gradients
-from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.names import name_of
+from shardwise.tensor.promotion import promoted
+from shardwise.tensor.wrapper import through_the_dispatcher
 
 # What is the same for the local tensor and the whole one.
 SAME = frozenset(
     """
     requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
-    device dtype is_leaf grad_fn layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda
+    device dtype is_leaf grad_fn layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda is_mps
+    is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia
     is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
     is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
     _post_accumulate_grad_hooks __hash__ is_contiguous type _is_zerotensor
@@ -70,13 +74,9 @@ def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
 def attribute_of(func: Any, kind: str, attribute: str, args: tuple[Any, ...]) -> Any:
     x = args[0]
     if attribute == "data":
+        value = None if kind == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
         with DisableTorchFunctionSubclass():
-            if kind == "__get__":
-                return tag(func(*args), x._layout)
-            value = args[1]
-            if type(value) is not DTensor or value._layout != x._layout:
-                raise RuleError(f"Setting .data needs a DTensor laid out as {x._layout}. Fix: redistribute it first.")
-            return func(*args)
+            return tag(func(*args), x._layout) if value is None else func(x, value)
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
         raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
     raise RuleError(
@@ -85,13 +85,52 @@ def attribute_of(func: Any, kind: str, attribute: str, args: tuple[Any, ...]) ->
     )
 
 
+def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
+    """A value to be taken over by `x`, which keeps its layout; a plain tensor is taken for the whole."""
+    if tuple(value.shape) != x._layout.shape:
+        raise RuleError(
+            f"{what} needs a tensor of the shape that the DTensor has, {x._layout.shape}, got {tuple(value.shape)}. "
+            f"Fix: make a new DTensor instead."
+        )
+    if type(value) is not DTensor:
+        value = tag(value.detach(), x._layout.replicated())
+    return moved(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
+
+
+def _set(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """`x.set_(y)` of two DTensors: x gets the storage of y, as modules do when a parametrization is registered."""
+    if len(args) != 1 or kwargs or type(args[0]) is not DTensor:
+        _refuse(Tensor.set_, (x, *args), kwargs)
+    value = _in_layout_of(x, args[0], "set_()")
+    with DisableTorchFunctionSubclass():
+        return Tensor.set_(x, value)  # type: ignore[call-overload, no-any-return]
+
+
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of itself it is an alias with a node of its own, by which torch finds the leaf that gradients go to."""
+    x, other = args
+    if x is not other:
+        return through_the_dispatcher(func, args, kwargs, promoted)
+    with DisableTorchFunctionSubclass():
+        return tag(func(x, x), x._layout)
+
+
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise RuleError(
         f"{name_of(func)}() would reach this rank's part of a DTensor as if it were the whole. "
-        f"Fix: call it on to_local() or full_tensor()."
+        f"Fix: call it on to_local() or full_tensor(), or inside shardwise.experimental.local_map."
     )
 
 
+DTensor._set = staticmethod(_set)
+DTensor._specials |= {Tensor.view_as: _view_as}
 DTensor._specials |= dict.fromkeys(
-    (Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_), _refuse
+    (
+        Tensor.share_memory_,
+        Tensor.storage,
+        Tensor.untyped_storage,
+        Tensor.resize_,
+        Tensor.resize_as_,
+    ),
+    _refuse,
 )

@@ -273,11 +273,14 @@ def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, 
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    return (
-        recipe,
-        op,
-        recipe.local is not None or bool(recipe.rows) or (isinstance(op, FunctionType) and func not in NATIVE),
-    )
+    return recipe, op, recipe.local is not None or bool(recipe.rows) or _runs_python(func, op)
+
+
+def _runs_python(func: Any, op: Any) -> bool:
+    """Whether Python code would see a DTensor, forward or backward, and take its global shape for the local one."""
+    if isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return not str(op).startswith("aten.")
+    return isinstance(op, FunctionType) and func not in NATIVE
 
 
 def _chosen(
@@ -309,7 +312,7 @@ def _asks_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _in_place_rule(func: Any, name: str) -> OpRule:
     rule = RULES.get(getattr(Tensor, f"{name}_", None))
     if rule is None or func not in NATIVE:
-        raise RuleError(f"{name}(inplace=True) is not supported on DTensors. Fix: leave inplace off.")
+        raise resolve.NoRowError(f"{name}(inplace=True) has no rule of its own")
     return rule
 
 

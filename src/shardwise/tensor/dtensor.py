@@ -22,6 +22,7 @@ from shardwise.movement import move
 from shardwise.placement import Placement
 
 _local_shape: Any = torch._C.TensorBase.shape
+_as_subclass: Any = torch._C.TensorBase.as_subclass
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -43,6 +44,7 @@ class DTensor(torch.Tensor):
     _backward: Callable[..., None]
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
+    _set: Callable[..., "DTensor"]
 
     @classmethod
     def __torch_function__(
@@ -271,8 +273,12 @@ class DTensor(torch.Tensor):
     def data_ptr(self) -> NoReturn:
         raise RuleError(_local_only("data_ptr()"))
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuleError(_local_only("set_()"))
+    def set_(self, *args: Any, **kwargs: Any) -> "DTensor":
+        """Take over the storage of another DTensor of the same shape; nothing else, which would be this rank's only."""
+        return self._set(self, *args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> NoReturn:
+        raise RuleError(_local_only("as_subclass()"))
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise RuleError(
@@ -282,7 +288,10 @@ class DTensor(torch.Tensor):
 
 
 def _local_only(what: str) -> str:
-    return f"{what} would show only this rank's part of a DTensor. Fix: call full_tensor() or to_local() first."
+    return (
+        f"{what} would show only this rank's part of a DTensor. "
+        f"Fix: call full_tensor() or to_local() first, or work inside shardwise.experimental.local_map."
+    )
 
 
 def tag(local: Tensor, layout: Layout) -> DTensor:
@@ -295,7 +304,7 @@ def tag(local: Tensor, layout: Layout) -> DTensor:
 def plain(x: Tensor) -> Tensor:
     """The local tensor as a plain one that shares storage and, unless it is sparse, autograd history."""
     with DisableTorchFunctionSubclass():
-        return x.detach() if x.is_sparse else x.as_subclass(torch.Tensor)
+        return x.detach() if x.is_sparse else _as_subclass(x, torch.Tensor)
 
 
 def passing(local: Tensor) -> Tensor:
@@ -310,7 +319,7 @@ def moved(x: DTensor, layout: Layout, cause: Cause = ASKED) -> DTensor:
     if x._layout == layout:
         return x
     with DisableTorchFunctionSubclass():
-        return tag(move(x.as_subclass(torch.Tensor), x._layout, layout, cause), layout)
+        return tag(move(_as_subclass(x, torch.Tensor), x._layout, layout, cause), layout)
 
 
 def default_mesh(device_type: str = "cpu") -> Mesh:

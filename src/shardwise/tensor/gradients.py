@@ -5,7 +5,7 @@ reduces all gradients of that backward in one collective a mesh, dtype and set o
 gradient accumulation without communication and bucketed reduction are this one rule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.graph import get_gradient_edge
 
 from shardwise import collectives, meter
 from shardwise.errors import LayoutError, RuleError
@@ -156,7 +157,7 @@ def _add_reduced(leaf: DTensor, total: Tensor) -> None:
     if leaf._reduced_grad is None:
         leaf._reduced_grad = tag(total.clone() if total._base is not None else total, _readable(leaf._layout))
     elif torch.is_grad_enabled() and total.requires_grad:
-        leaf._reduced_grad = tag(leaf._reduced_grad.as_subclass(torch.Tensor) + total, _readable(leaf._layout))
+        leaf._reduced_grad = tag(plain(leaf._reduced_grad) + total, _readable(leaf._layout))
     else:
         with torch.no_grad():
             leaf._reduced_grad.add_(total)
@@ -253,8 +254,17 @@ def backward(
 ) -> None:
     """`torch.autograd.backward` with DTensors among the outputs or inputs."""
     outputs, seeds = _outputs_and_seeds(tensors, grad_tensors)
+    edges = None if inputs is None else _edges([inputs] if isinstance(inputs, Tensor) else inputs)
+    torch.autograd.backward(outputs, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=edges)
+
+
+def _edges(inputs: Iterable[Any]) -> list[Any]:
+    """Where gradients are wanted, without a DTensor among them.
+
+    So torch runs the engine itself, and user code in it (hooks, recomputation) meets DTensors as anywhere else.
+    """
     with DisableTorchFunctionSubclass():
-        torch.autograd.backward(outputs, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        return [get_gradient_edge(x) if type(x) is DTensor else x for x in inputs]
 
 
 def _backward_of_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -269,12 +279,17 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         raise RuleError("torch.autograd.grad(is_grads_batched=True) is not supported on DTensors.")
     inputs = [inputs_arg] if isinstance(inputs_arg, Tensor) else list(inputs_arg)
     outputs, seeds = _outputs_and_seeds(outputs_arg, seeds_arg)
-    with DisableTorchFunctionSubclass():
-        found = torch.autograd.grad(outputs, inputs, seeds, **kwargs)
-        return tuple(
-            moved(tag(g, x._layout.dual()), _readable(x._layout), _GRAD) if type(x) is DTensor and g is not None else g
-            for x, g in zip(inputs, found, strict=True)
-        )
+    materialize = kwargs.pop("materialize_grads", False)
+    if materialize:
+        kwargs["allow_unused"] = True
+    found = torch.autograd.grad(outputs, _edges(inputs), seeds, **kwargs)
+
+    def readable(x: Any, g: Tensor | None) -> Any:
+        if g is None:
+            return torch.zeros_like(x, requires_grad=bool(kwargs.get("create_graph"))) if materialize else None
+        return moved(tag(g, x._layout.dual()), _readable(x._layout), _GRAD) if type(x) is DTensor else g
+
+    return tuple(readable(x, g) for x, g in zip(inputs, found, strict=True))
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from shardwise.layout import Layout
 from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Partial
-from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
 REDUCTIONS = ("_foreach_max", "_foreach_powsum")
 LINEAR = ("_foreach_neg", "_foreach_zero")  # what summands allow as well
@@ -107,8 +107,7 @@ def _scalar(name: str, x: DTensor) -> Tensor:
     target = x._layout.replicated()
     why = "a number beside lists is needed whole"
     whole = moved(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
-    with DisableTorchFunctionSubclass():
-        return whole.as_subclass(torch.Tensor)
+    return plain(whole)
 
 
 def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

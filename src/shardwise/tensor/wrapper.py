@@ -128,7 +128,7 @@ def _whole(x: DTensor, cause: Cause) -> Tensor:
     target = x._layout.replicated()
     copy = moved(x, target, cause._replace(wanted=target))
     with DisableTorchFunctionSubclass():
-        local = copy.as_subclass(torch.Tensor)
+        local = plain(copy)
         return local if copy is x else passing(local)
 
 

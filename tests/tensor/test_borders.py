@@ -1,0 +1,310 @@
+"""Where user code meets the engine, modules and torch's own transformations: it sees the whole tensor there too."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, distribute_tensor, shard_module
+from shardwise.errors import RuleError
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+UNEVEN = Shard(0, [1, 0, 6])
+FULL = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PLACEMENTS: list[Placement] = [S0, S1, R, UNEVEN]
+
+
+def leaf(placement: Placement, full: Tensor = FULL) -> DTensor:
+    return distribute_tensor(full, Mesh((3,)), [placement]).requires_grad_()  # type: ignore[return-value]
+
+
+def whole(x: Any) -> Tensor:
+    return as_dtensor(x).full_tensor()
+
+
+def linear(placement: Placement) -> tuple[nn.Linear, nn.Linear]:
+    """A sharded layer, and the plain one it was made from."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 4).double()
+    return shard_module(copy.deepcopy(plain), {"weight": placement}, mesh=Mesh((3,))), plain  # type: ignore[return-value]
+
+
+# ---- custom autograd Functions -------------------------------------------------------------------------------------
+
+
+class ScaledBySum(torch.autograd.Function):
+    """Not element by element, so what a rank holds alone gives another answer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, power: int) -> Tensor:
+        out = x * w.sum() ** power
+        ctx.save_for_backward(x, w, out)
+        ctx.power = power
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w, out = ctx.saved_tensors
+        assert out.shape == x.shape
+        (g,) = grads
+        slope = ctx.power * w.sum() ** (ctx.power - 1)
+        return g * w.sum() ** ctx.power, (g * x).sum() * slope * torch.ones_like(w), None
+
+
+class InTwoSteps(ScaledBySum):
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, power: int) -> Tensor:  # type: ignore[override]
+        return x * w.sum() ** power
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2], output)
+        ctx.power = inputs[2]
+
+
+@pytest.mark.parametrize("function", [ScaledBySum, InTwoSteps])
+@pytest.mark.parametrize("w_at", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("x_at", PLACEMENTS, ids=str)
+@world(3)
+def test_a_custom_function_sees_whole_tensors_forward_and_backward(x_at: Any, w_at: Any, function: Any) -> None:
+    x, w = leaf(x_at), leaf(w_at, FULL[:, :2].clone())
+    out = function.apply(x, w, 2)
+    out.sin().sum().backward()
+    px, pw = FULL.clone().requires_grad_(), FULL[:, :2].clone().requires_grad_()
+    expected = px * pw.sum() ** 2
+    expected.sin().sum().backward()
+    assert_close(whole(out), expected)
+    assert px.grad is not None
+    assert pw.grad is not None
+    assert_close(whole(x.grad), px.grad)
+    assert_close(whole(w.grad), pw.grad)
+
+
+@world(3)
+def test_a_custom_function_of_a_distributed_and_a_plain_tensor_gives_the_plain_one_its_whole_gradient() -> None:
+    x, w = leaf(S0), FULL[:, :2].clone().requires_grad_()
+    ScaledBySum.apply(x, w, 1).sum().backward()  # type: ignore[no-untyped-call]
+    assert w.grad is not None
+    assert_close(w.grad, FULL.sum().expand(7, 2))
+
+
+# ---- hooks of modules --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
+@world(3)
+def test_full_backward_hooks_of_modules_see_and_return_whole_gradients(placement: Placement) -> None:
+    layer, plain = linear(S0)
+    seen: dict[str, Any] = {}
+
+    def hook_of(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, grad_in: Any, grad_out: Any) -> Any:
+            seen[name] = grad_in[0].sum(), grad_out[0].sum(0)
+            return (grad_in[0] * grad_in[0].abs().max(),)
+
+        return hook
+
+    def tripled(module: nn.Module, grad_out: Any) -> Any:
+        return (grad_out[0] * 3,)
+
+    for name, m in (("sharded", layer), ("plain", plain)):
+        m.register_full_backward_pre_hook(tripled)
+        m.register_full_backward_hook(hook_of(name))
+    x, px = leaf(placement), FULL.clone().requires_grad_()
+    layer(x).square().sum().backward()
+    plain(px).square().sum().backward()
+    for got, want in zip(seen["sharded"], seen["plain"], strict=True):
+        assert_close(whole(got), want)
+    assert px.grad is not None
+    assert_close(whole(x.grad), px.grad)
+    assert plain.weight.grad is not None
+    assert_close(whole(layer.weight.grad), plain.weight.grad)
+
+
+@world(3)
+def test_hooks_on_several_tensors_wait_for_all_their_gradients() -> None:
+    x, w = leaf(R), leaf(S0)
+    seen: list[Any] = []
+    torch.autograd.graph.register_multi_grad_hook((x, w), seen.append)
+    (x * w).sum().backward()
+    ((of_x, of_w),) = seen
+    assert_close(whole(of_x), FULL)
+    assert_close(whole(of_w), FULL)
+
+
+# ---- recomputation, saved tensors, transformations --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@world(3)
+def test_recomputed_parts_run_on_whole_tensors(placement: Placement, reentrant: bool) -> None:
+    def part(t: Tensor) -> Tensor:
+        assert t.shape == (7, 3)
+        return (t.softmax(0) * t).sin() @ t.mT
+
+    x, p = leaf(placement), FULL.clone().requires_grad_()
+    checkpoint(part, x, use_reentrant=reentrant).sum().backward()
+    part(p).sum().backward()
+    assert p.grad is not None
+    assert_close(whole(x.grad), p.grad)
+
+
+@world(3)
+def test_saved_tensors_may_be_kept_elsewhere() -> None:
+    x = leaf(UNEVEN)
+    with torch.autograd.graph.save_on_cpu():
+        y = x * x.sin()
+    y.sum().backward()
+    assert_close(whole(x.grad), FULL.sin() + FULL * FULL.cos())
+
+
+TRANSFORMATIONS: dict[str, Callable[[Any], object]] = {
+    "vmap": torch.func.vmap(lambda row: row * 2),
+    "grad": torch.func.grad(lambda t: (t * 2).sum()),
+    "jacrev": torch.func.jacrev(lambda t: t * 2),
+    "jvp": lambda x: torch.func.jvp(lambda t: t * 2, (x,), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch's own jvp
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@world(1)
+def test_function_transformations_are_refused_with_a_way_out(name: str) -> None:
+    x = distribute_tensor(FULL, Mesh((1,)), [S0])
+    with pytest.raises(RuleError, match="local_map"):
+        TRANSFORMATIONS[name](x)
+
+
+@world(3)
+def test_functional_calls_hessian_products_and_jacobians_of_torch_autograd_work() -> None:
+    layer, plain = linear(S0)
+    doubled = {name: p * 2 for name, p in layer.named_parameters()}
+    out = torch.func.functional_call(layer, doubled, (leaf(S0),))
+    want = torch.func.functional_call(plain, {name: p * 2 for name, p in plain.named_parameters()}, (FULL,))
+    assert_close(whole(out), want)
+    jacobian = torch.autograd.functional.jacobian(lambda t: t.sum(0), leaf(S1).detach())
+    assert_close(whole(jacobian), torch.autograd.functional.jacobian(lambda t: t.sum(0), FULL))
+
+
+# ---- data, storage, state ---------------------------------------------------------------------------------------
+
+
+@world(3)
+def test_data_may_be_set_from_any_layout_and_from_a_plain_whole() -> None:
+    x = leaf(UNEVEN)
+    x.data = leaf(S1).detach() * 2
+    assert x.placements == (UNEVEN,)
+    assert_close(x.full_tensor(), FULL * 2)
+    x.data = FULL * 3
+    assert x.placements == (UNEVEN,)
+    assert_close(x.full_tensor(), FULL * 3)
+    with pytest.raises(RuleError, match=r"\.data = needs a tensor of the shape that the DTensor has"):
+        x.data = FULL[:2]
+
+
+@world(3)
+def test_storage_is_taken_over_from_distributed_tensors_only() -> None:
+    x = leaf(UNEVEN).detach()
+    x.set_(leaf(S1).detach() * 2)  # type: ignore[call-overload]
+    assert_close(whole(x), FULL * 2)
+    assert as_dtensor(x).placements == (UNEVEN,)
+    with pytest.raises(RuleError, match="local_map"):
+        x.set_(torch.ones(7, 3))  # type: ignore[call-overload]
+
+
+@world(3)
+def test_parametrized_and_normalised_parameters_train() -> None:
+    class Tanh(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w.tanh()
+
+    layer, plain = linear(S0)
+    for m in (layer, plain):
+        nn.utils.parametrize.register_parametrization(m, "weight", Tanh())
+    layer(leaf(S0)).sum().backward()
+    plain(FULL).sum().backward()
+    assert_close(whole(layer.parametrizations.weight.original.grad), plain.parametrizations.weight.original.grad)  # type: ignore[union-attr]
+
+
+@world(3)
+def test_parameters_go_to_a_vector_and_back() -> None:
+    layer, plain = linear(S1)
+    vector = nn.utils.parameters_to_vector(layer.parameters())
+    assert_close(whole(vector), nn.utils.parameters_to_vector(plain.parameters()))
+    nn.utils.vector_to_parameters(vector * 2, layer.parameters())
+    assert as_dtensor(layer.weight).placements == (S1,)
+    assert_close(whole(layer.weight), plain.weight.detach() * 2)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
+@world(3)
+def test_plain_states_load_into_sharded_modules_and_back(placement: Placement) -> None:
+    layer, plain = linear(placement)
+    with torch.no_grad():
+        plain.weight.mul_(2)
+    layer.load_state_dict(plain.state_dict())
+    assert as_dtensor(layer.weight).layout_.kind[1] == (placement,)
+    assert_close(whole(layer.weight), plain.weight.detach())
+    other = nn.Linear(3, 4).double()
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight, plain.weight)
+    with pytest.raises(RuleError, match=r"cannot be pickled.*shardwise\.checkpoint"):
+        torch.save(layer.state_dict(), io.BytesIO())
+
+
+@world(3)
+def test_modules_change_their_dtype() -> None:
+    layer, plain = linear(S0)
+    assert layer.half().weight.dtype == torch.float16
+    assert isinstance(layer.to("cpu", torch.float32).weight, nn.Parameter)
+    assert as_dtensor(layer.weight).placements == (S0,)
+    assert_close(whole(layer.weight), plain.weight.detach().half().float())
+
+
+@world(3)
+def test_in_place_changes_of_leaves_and_their_views_need_no_grad() -> None:
+    x = leaf(S0)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="view of a leaf Variable"):
+        x.view(-1).add_(1)
+    with torch.no_grad():
+        x.view(-1).add_(1)
+    assert_close(x.full_tensor(), FULL + 1)
+    y = x * 2
+    assert y.detach_() is y
+    assert not y.requires_grad
+
+
+@world(3)
+def test_inference_mode_computes() -> None:
+    x = leaf(S0)
+    with torch.inference_mode():
+        out = (x.softmax(0) @ x.mT).sum(0)
+    assert_close(whole(out), (FULL.softmax(0) @ FULL.mT).sum(0))
+
+
+@world(2)
+def test_in_place_activations_change_their_input() -> None:
+    for function in (F.silu, F.elu, F.celu, F.selu, F.mish, F.hardsigmoid, F.leaky_relu, F.relu):
+        x = DTensor.from_local(FULL.clone(), Mesh((2,)), [S0])
+        out = function(x, inplace=True)
+        assert out is x
+        assert_close(x.full_tensor(), torch.cat([function(FULL), function(FULL)]))
+
+
+@world(2)
+def test_aliases_of_the_local_part_are_refused() -> None:
+    x = distribute_tensor(FULL, Mesh((2,)), [Partial()])
+    with pytest.raises(RuleError, match=r"as_subclass\(\) would show only this rank's part"):
+        x.as_subclass(torch.Tensor)
