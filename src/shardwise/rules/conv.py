@@ -1,0 +1,175 @@
+"""Convolutions. A cut spatial dim fetches the edges of its pieces; channels are cut as columns and rows of a matrix."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.boxes import Box
+from shardwise.layout import Layout
+from shardwise.placement import PARTIAL, REPLICATE, Shard
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.window import Window, Windows, cropped, padded, seen_box, sliding, window_rows
+
+aten = torch.ops.aten
+FORWARD: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution with every argument spelled out; channels as in the whole tensors."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+    channels: tuple[int, int]  # of the input and of the output
+    windows: Windows
+
+    @property
+    def rows(self) -> int:
+        """How long the first dim of the weight is."""
+        return self.channels[0 if self.transposed else 1]
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        """On any piece."""
+        which = len(self.windows) - 1
+        if self.transposed:
+            rest = self.output_padding, groups, self.dilation
+            return TRANSPOSED[which](x, weight, bias, self.stride, self.padding, *rest)
+        return FORWARD[which](x, weight, bias, self.stride, self.padding, self.dilation, groups)
+
+    def boundary(self, channels: int, b: int) -> int:
+        """Where a cut at `b` of a dim of `channels` falls in the output, in whole groups."""
+        return (b * self.groups + channels // 2) // channels * (self.channels[1] // self.groups)
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * count if len(values) == 1 else values
+
+
+def _spelled_out(
+    x: Meta, weight: Meta, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+) -> Convolution:
+    count = weight.ndim - 2
+    stride, dilation, more = (_each(value, count) for value in (stride, dilation, output_padding))
+    kernel, lengths = weight.shape[2:], x.shape[x.ndim - count :]
+    spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    left = right = _each(padding, count) if not isinstance(padding, str) else (0,) * count
+    if padding == "same":
+        left = tuple((span - 1) // 2 for span in spans)
+        right = tuple(span - 1 - a for span, a in zip(spans, left, strict=True))
+    windows = []
+    for n, k, s, d, a, b, p in zip(lengths, kernel, stride, dilation, left, right, more, strict=True):
+        span = (k - 1) * d + 1
+        if transposed:
+            first, last = min(0, a - span + s), max(a, 2 * a - span + s)
+            windows.append(Window(n, (n - 1) * s - 2 * a + span + p, 1, s, first, last))
+        else:
+            windows.append(sliding(n, k, s, a, d, (n + a + b - span) // s + 1, b - a))
+    channels = weight.shape[0], weight.shape[1] * groups
+    channels = channels if transposed else (channels[1], channels[0])
+    return Convolution(stride, right, dilation, transposed, more, groups, channels, tuple(windows))
+
+
+def convolution_rows(x: Meta, weight: Meta, bias: Meta | None, *rest: Any) -> list[Row]:
+    """out[n, o, at] = bias[o] + sum over c, k of x[n, c, window at + k] weight[o, c, k]."""
+    try:
+        conv = _spelled_out(x, weight, *rest)
+    except (ValueError, ZeroDivisionError):
+        return []  # torch says what is wrong
+    batched = x.ndim == weight.ndim
+    if not (batched or x.ndim == weight.ndim - 1) or min((w.out for w in conv.windows), default=0) < 1:
+        return []
+    local, at = local_with(_convolve, conv), int(batched)
+    rows = window_rows(x, conv.windows, 2, local)
+    if batched:
+        rows.append(Row((Shard(0), REPLICATE, REPLICATE), Shard(0), "each rank computes its own examples"))
+    rows += _channel_rows(conv, at, local) if conv.groups == 1 else _group_rows(conv, at, local)
+    rows.append(Row((PARTIAL, REPLICATE, PARTIAL), PARTIAL, "linear in the input"))
+    rows.append(Row((REPLICATE, PARTIAL, PARTIAL), PARTIAL, "linear in the weight"))
+    return rows if bias is not None else [replace(row, inputs=row.inputs[:2]) for row in rows]
+
+
+def _channel_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Row]:
+    into, out_of = (0, 1) if conv.transposed else (1, 0)
+    why = "each rank computes its own output channels"
+    yield Row((REPLICATE, Shard(out_of), Shard(0)), Shard(at), why, local)
+    yield Row((Shard(at), Shard(into), PARTIAL), PARTIAL, "each rank sums its own input channels", local)
+
+
+def _group_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Row]:
+    """Groups are convolutions beside each other: any operand may be cut between them; the others' parts are fetched."""
+    why = "each rank computes its own groups of channels"
+    from_input, from_weight = (local_with(Convolution.boundary, conv, n) for n in (conv.channels[0], conv.rows))
+    yield Row((Shard(at), Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
+    yield Row((REPLICATE, Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
+    yield Row((Shard(at), REPLICATE, REPLICATE), Shard(at), why, local, False, 0, from_input)
+
+
+@lru_cache(maxsize=4096)
+def _parts(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank: int) -> tuple[int, Box, Box, Box]:
+    """How many groups `rank` computes, and what it needs for that of the input, the weight and the bias."""
+    seen, own = seen_box(conv.windows, layouts[0], output, rank), output.boxes(rank)[0]
+    weight = layouts[1].boxes(rank)[0]
+    at = len(own.sizes) - len(conv.windows) - 1
+    bias, count = Box(own.offsets[at : at + 1], own.sizes[at : at + 1]), 1
+    if conv.groups > 1:
+        each = conv.channels[1] // conv.groups
+        first, count = bias.offsets[0] // each, bias.sizes[0] // each
+        seen = _along(seen, at, conv.channels[0] // conv.groups, first, count)
+        weight = _along(weight, 0, conv.rows // conv.groups, first, count)
+    return count, seen, weight, bias
+
+
+def _along(box: Box, dim: int, each: int, first: int, count: int) -> Box:
+    """The box with another range of `dim`: some groups of `each`."""
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim], sizes[dim] = first * each, count * each
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _convolve(
+    conv: Convolution, site: Site, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    parts, rank = partial(_parts, conv, site.layouts, site.output), site.rank
+    groups, seen, *_rest = parts(rank)
+    x = site.fetch(input, 0, lambda rank: parts(rank)[1])
+    if conv.groups > 1:
+        weight = site.fetch(weight, 1, lambda rank: parts(rank)[2])
+        bias = None if bias is None else site.fetch(bias, 2, lambda rank: parts(rank)[3])
+    groups = max(groups, 1)
+    weight = padded(weight, (1,) * weight.ndim)
+    channels = (weight.shape[0], weight.shape[1] * groups)
+    into, out_of = channels if conv.transposed else (channels[1], channels[0])
+    x = padded(x, [into, *(window.least for window in conv.windows)])
+    out = conv.run(x, weight, None if bias is None else padded(bias, [out_of]), groups)
+    return cropped(out, conv.windows, seen, site.output.boxes(rank)[0])
+
+
+def forward(
+    input: Meta, weight: Meta, bias: Meta | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> list[Row]:  # fmt: skip
+    """F.conv1d, conv2d, conv3d."""
+    return convolution_rows(input, weight, bias, stride, padding, dilation, False, 0, groups)
+
+
+def transposed(
+    input: Meta, weight: Meta, bias: Meta | None = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
+    groups: int = 1, dilation: Any = 1,
+) -> list[Row]:  # fmt: skip
+    """F.conv_transpose1d, conv_transpose2d, conv_transpose3d."""
+    return convolution_rows(input, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+RULES.update(dict.fromkeys(FORWARD, OpRule(forward)) | dict.fromkeys(TRANSPOSED, OpRule(transposed)))
+RULES.update(dict.fromkeys((torch.convolution, aten.convolution.default), OpRule(convolution_rows)))

@@ -1,0 +1,136 @@
+"""Convolutions on sharded operands equal one process, and send only edges."""
+
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise.testing import world
+from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's own, about memory
+GENERATOR = torch.Generator().manual_seed(2)
+MESHES = (Mesh((3,)), Mesh((5,)), Mesh((2, 2)))
+R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def waves(*shape: int) -> Tensor:
+    """The same on every rank."""
+    return torch.arange(prod(shape), dtype=torch.float64).view(shape).sin()
+
+
+X1, X2 = normal(2, 4, 9), normal(2, 3, 7, 5)
+SAMPLES = [
+    Sample(F.conv1d, (X1, normal(3, 4, 3), normal(3))),
+    Sample(F.conv1d, (X1, normal(3, 4, 3)), {"padding": "same", "dilation": 2}),
+    Sample(F.conv1d, (X1, normal(3, 4, 4)), {"padding": "same"}),
+    Sample(F.conv1d, (X1, normal(3, 4, 4), normal(3)), {"padding": "same", "dilation": 3}),
+    Sample(F.conv1d, (X1, normal(3, 4, 2), normal(3)), {"padding": "valid", "stride": 3}),
+    Sample(F.conv1d, (X1, normal(3, 4, 3), normal(3), 2, 4)),  # windows that see nothing but padding
+    Sample(F.conv1d, (X1[0], normal(3, 4, 3), normal(3), 2, 1)),
+    Sample(F.conv1d, (X1, normal(3, 4, 1), None, 4)),
+    Sample(F.conv1d, (X1, normal(6, 2, 3), normal(6)), {"padding": 1, "groups": 2}),
+    Sample(F.conv1d, (X1, normal(4, 1, 3), normal(4)), {"padding": 1, "groups": 4}),
+    Sample(F.conv1d, (X1[0], normal(8, 1, 3)), {"groups": 4}),
+    Sample(F.conv2d, (X2, normal(4, 3, 3, 3), normal(4), 1, 1)),
+    Sample(F.conv2d, (X2, normal(4, 3, 3, 2), normal(4), (2, 1), (0, 1), (2, 1))),
+    Sample(F.conv2d, (X2, normal(3, 1, 3, 3), None), {"padding": (1, 1), "groups": 3}),
+    Sample(F.conv2d, (X2[0], normal(2, 3, 5, 3), normal(2), (3, 2), 2)),
+    Sample(F.conv3d, (normal(1, 2, 5, 4, 3), normal(3, 2, 3, 2, 1), normal(3), (2, 1, 1), (1, 1, 0))),
+    Sample(F.conv_transpose1d, (X1, normal(4, 3, 3), normal(3))),
+    Sample(F.conv_transpose1d, (X1, normal(4, 3, 4), normal(3), 2, 1)),
+    Sample(F.conv_transpose1d, (X1, normal(4, 3, 3), normal(3), 3, 1, 2)),
+    Sample(F.conv_transpose1d, (X1, normal(4, 3, 2)), {"stride": 3, "padding": 3, "dilation": 2, "output_padding": 2}),
+    Sample(F.conv_transpose1d, (X1, normal(4, 3, 2), normal(6)), {"stride": 2, "groups": 2}),
+    Sample(F.conv_transpose1d, (X1[0], normal(4, 1, 2)), {"stride": 2, "groups": 4}),
+    Sample(F.conv_transpose2d, (X2, normal(3, 2, 3, 2), normal(2), (2, 1), (1, 0), (1, 0))),
+    Sample(F.conv_transpose3d, (normal(1, 2, 4, 3, 2), normal(2, 1, 2, 2, 2), normal(1), 2)),
+    Sample(torch.convolution, (X2, normal(4, 3, 3, 3), None, [2, 1], [1, 0], [1, 1], False, [0, 0], 1)),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_convolutions_equal_one_process(sample: Sample) -> None:
+    assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 18
+
+
+@world(4)
+def test_a_cut_spatial_dim_sends_its_edges_only() -> None:
+    x = distribute_tensor(waves(2, 3, 16, 5), Mesh((4,)), [S2])
+    weight = distribute_tensor(waves(4, 3, 3, 3), Mesh((4,)), [R])
+    with count_comms() as meter:
+        out = as_dtensor(F.conv2d(x, weight, None, 1, 1))
+    assert not meter.implicit
+    assert out.placements == (S2,)
+    neighbours = 1 if collectives.rank() in (0, 3) else 2
+    assert (meter.total_calls, meter.total_bytes) == (1, neighbours * 2 * 3 * 5 * 8)
+
+
+@world(4)
+def test_corners_come_in_the_same_exchange_as_edges() -> None:
+    mesh = Mesh((2, 2))
+    x = distribute_tensor(waves(1, 2, 6, 6), mesh, [S2, S3])
+    weight = distribute_tensor(waves(2, 2, 3, 3), mesh, [R, R])
+    with count_comms() as meter:
+        out = as_dtensor(F.conv2d(x, weight, None, 1, 1))
+    assert (out.placements, meter.implicit) == ((S2, S3), [])
+    assert (meter.total_calls, meter.total_bytes) == (1, 2 * (3 + 3 + 1) * 8)
+
+
+@world(2)
+def test_windows_that_do_not_overlap_send_nothing() -> None:
+    x = distribute_tensor(waves(1, 2, 12), Mesh((2,)), [Shard(2, (9, 3))])
+    weight = distribute_tensor(waves(2, 2, 3), Mesh((2,)), [R])
+    with count_comms() as meter:
+        out = as_dtensor(F.conv1d(x, weight, None, 3))
+        back = as_dtensor(F.conv_transpose1d(out, weight, None, 3))
+    assert (out.placements, meter.total_calls) == ((Shard(2, (3, 1)),), 0)
+    assert back.placements == x.placements
+
+
+@world(2)
+def test_channels_are_cut_as_columns_and_rows_of_a_matrix() -> None:
+    mesh = Mesh((2,))
+    x, first, second = distribute_tensor(waves(2, 3, 5), mesh, [R]), waves(4, 3, 3), waves(3, 4, 1)
+    weights = [distribute_tensor(w, mesh, [p]) for w, p in ((first, S0), (second, S1))]
+    bias = distribute_tensor(waves(3), mesh, [R])
+    with count_comms() as meter:
+        hidden = as_dtensor(F.conv1d(x, weights[0]))
+        out = as_dtensor(F.conv1d(hidden, weights[1], bias))
+        assert (hidden.placements, out.placements) == ((S1,), (Partial(),))
+        assert meter.total_calls == 0
+
+
+@world(2)
+def test_depthwise_convolution_of_cut_channels_stays_local() -> None:
+    mesh = Mesh((2,))
+    x = distribute_tensor(waves(2, 4, 5), mesh, [S1])
+    for placement in (S0, R):
+        weight, bias = (distribute_tensor(w, mesh, [placement]) for w in (waves(8, 1, 3), waves(8)))
+        with count_comms() as meter:
+            out = as_dtensor(F.conv1d(x, weight, bias, 1, 1, 1, 4))
+        assert (out.placements, meter.total_calls) == ((S1,), 0)
+
+
+@world(3)
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_modules_with_any_padding_equal_one_process(mode: str) -> None:
+    module = nn.Conv2d(3, 4, 3, padding=1, stride=2, padding_mode=mode).double()  # rank threads start from one seed
+    x = waves(2, 3, 7, 6)
+    out = as_dtensor(module(distribute_tensor(x, Mesh((3,)), [S2])))
+    torch.testing.assert_close(out.full_tensor(), module(x))
+
+
+@world(2)
+def test_what_torch_refuses_is_refused_on_every_rank_alike() -> None:
+    x = distribute_tensor(waves(2, 3, 5), Mesh((2,)), [S2])
+    for weight, stride in ((waves(2, 4, 3), 1), (waves(2, 3, 7), 1), (waves(2, 3, 3), (1, 1))):
+        with pytest.raises(RuntimeError):
+            F.conv1d(x, weight, None, stride)
