@@ -1,6 +1,7 @@
 """Convolutions on sharded operands equal one process, and send only edges."""
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_depthwise_convolution_of_cut_channels_stays_local() -> None:
 
 @world(3)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_modules_with_any_padding_equal_one_process(mode: str) -> None:
+def test_modules_with_any_padding_equal_one_process(mode: Any) -> None:
     module = nn.Conv2d(3, 4, 3, padding=1, stride=2, padding_mode=mode).double()  # rank threads start from one seed
     x = waves(2, 3, 7, 6)
     out = as_dtensor(module(distribute_tensor(x, Mesh((3,)), [S2])))

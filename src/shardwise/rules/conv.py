@@ -13,7 +13,7 @@ from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import PARTIAL, REPLICATE, Shard
 from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with
-from shardwise.rules.window import Window, Windows, cropped, padded, seen_box, sliding, window_rows
+from shardwise.rules.window import Window, Windows, cropped, each, filled, seen_box, sliding, window_rows
 
 aten = torch.ops.aten
 FORWARD: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
@@ -51,19 +51,14 @@ class Convolution:
         return (b * self.groups + channels // 2) // channels * (self.channels[1] // self.groups)
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * count if len(values) == 1 else values
-
-
 def _spelled_out(
     x: Meta, weight: Meta, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
 ) -> Convolution:
     count = weight.ndim - 2
-    stride, dilation, more = (_each(value, count) for value in (stride, dilation, output_padding))
+    stride, dilation, more = (each(value, count) for value in (stride, dilation, output_padding))
     kernel, lengths = weight.shape[2:], x.shape[x.ndim - count :]
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
-    left = right = _each(padding, count) if not isinstance(padding, str) else (0,) * count
+    left = right = each(padding, count) if not isinstance(padding, str) else (0,) * count
     if padding == "same":
         left = tuple((span - 1) // 2 for span in spans)
         right = tuple(span - 1 - a for span, a in zip(spans, left, strict=True))
@@ -123,17 +118,17 @@ def _parts(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank:
     at = len(own.sizes) - len(conv.windows) - 1
     bias, count = Box(own.offsets[at : at + 1], own.sizes[at : at + 1]), 1
     if conv.groups > 1:
-        each = conv.channels[1] // conv.groups
-        first, count = bias.offsets[0] // each, bias.sizes[0] // each
+        of_group = conv.channels[1] // conv.groups
+        first, count = bias.offsets[0] // of_group, bias.sizes[0] // of_group
         seen = _along(seen, at, conv.channels[0] // conv.groups, first, count)
         weight = _along(weight, 0, conv.rows // conv.groups, first, count)
     return count, seen, weight, bias
 
 
-def _along(box: Box, dim: int, each: int, first: int, count: int) -> Box:
-    """The box with another range of `dim`: some groups of `each`."""
+def _along(box: Box, dim: int, of_group: int, first: int, count: int) -> Box:
+    """The box with another range of `dim`: some groups."""
     offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = first * each, count * each
+    offsets[dim], sizes[dim] = first * of_group, count * of_group
     return Box(tuple(offsets), tuple(sizes))
 
 
@@ -147,11 +142,11 @@ def _convolve(
         weight = site.fetch(weight, 1, lambda rank: parts(rank)[2])
         bias = None if bias is None else site.fetch(bias, 2, lambda rank: parts(rank)[3])
     groups = max(groups, 1)
-    weight = padded(weight, (1,) * weight.ndim)
+    weight = filled(weight, (1,) * weight.ndim)
     channels = (weight.shape[0], weight.shape[1] * groups)
     into, out_of = channels if conv.transposed else (channels[1], channels[0])
-    x = padded(x, [into, *(window.least for window in conv.windows)])
-    out = conv.run(x, weight, None if bias is None else padded(bias, [out_of]), groups)
+    x = filled(x, [into, *(window.least for window in conv.windows)])
+    out = conv.run(x, weight, None if bias is None else filled(bias, [out_of]), groups)
     return cropped(out, conv.windows, seen, site.output.boxes(rank)[0])
 
 

@@ -6,9 +6,8 @@ and drops the outputs that belong to others. What is beyond the edges of the who
 op sees itself, because there the edges of the piece are the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from operator import ge
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor
 from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, Shard
-from shardwise.rules.row import LocalFunction, Meta, Row, Site, local_with
+from shardwise.rules.row import LocalFunction, Meta, Row, local_with
 
 
 class Window(NamedTuple):
@@ -25,7 +24,7 @@ class Window(NamedTuple):
 
     Args:
         length, out: how long the dim is before and after.
-        step, scale: whole numbers, one of them 1.
+        step, scale: whole numbers, one of them 1; a step of 0 stands for windows of another kind, which nobody may cut.
         extra: so many windows more does the op find before the first one of a piece that starts at 0.
     """
 
@@ -51,8 +50,8 @@ class Window(NamedTuple):
             return 0, self.length
         low = (self.step * start + self.first) // self.scale
         high = (self.step * (stop - 1) + self.last) // self.scale + 1
-        low = min(max(low, 0), max(self.length - 1, 0))
-        return low - low % self.step, min(max(high, low + 1), self.length)
+        low = min(max(low, 0), max(self.length - self.least, 0))
+        return low - low % self.step, min(max(high, low + self.least), self.length)
 
     def before(self, start: int, low: int) -> int:
         """How many outputs of the piece that starts at input `low` come before output `start`."""
@@ -60,11 +59,17 @@ class Window(NamedTuple):
 
     @property
     def least(self) -> int:
-        """A length of a piece that the op does not refuse."""
+        """A length that the op does not refuse."""
         return max((self.last - self.first) // self.scale + 1, 1)
 
 
 Windows = tuple[Window, ...]  # of the last dims
+
+
+def each(value: Any, count: int) -> tuple[int, ...]:
+    """An argument that is one number for all dims, or one a dim."""
+    values = (value,) if isinstance(value, int) or value is None else tuple(value)
+    return values * count if len(values) == 1 else values
 
 
 def sliding(length: int, kernel: int, stride: int, padding: int, dilation: int, out: int, extra: int = 0) -> Window:
@@ -76,7 +81,7 @@ def window_rows(x: Meta, windows: Sequence[Window], others: int, local: LocalFun
     """A row for each of the last dims of the first operand; the other operands are whole."""
     rows = []
     for dim, window in enumerate(windows, x.ndim - len(windows)):
-        if window.length:
+        if window.length and window.step:
             boundary, why = local_with(Window.boundary, window), f"edges of dim {dim} are fetched from their neighbours"
             rows.append(Row((Shard(dim), *(REPLICATE,) * others), Shard(dim), why, local, boundary=boundary))
     return rows
@@ -94,30 +99,22 @@ def seen_box(windows: Windows, source: Layout, output: Layout, rank: int) -> Box
     )
 
 
-def padded(x: Tensor, least: Sequence[int]) -> Tensor:
-    """`x` with zeros behind, so that its last dims are at least so long: most kernels refuse a dim of length 0."""
-    shape = x.shape[x.ndim - len(least) :]
-    if all(map(ge, shape, least)):
+def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`x` with zeros where one of its last dims is empty, so many: most kernels refuse a dim of length 0."""
+    shape = x.shape[x.ndim - len(lengths) :]
+    if all(shape):
         return x
-    behind = [max(n - own, 0) for n, own in zip(least, shape, strict=True)]
-    return F.pad(x, [n for more in reversed(behind) for n in (0, more)])
+    return F.pad(
+        x, [n for own, wanted in zip(shape[::-1], lengths[::-1], strict=True) for n in (0, 0 if own else wanted)]
+    )
 
 
 def cropped(out: Tensor, windows: Windows, seen: Box, own: Box) -> Tensor:
     """This rank's outputs among those of the piece."""
     lead = len(own.sizes) - len(windows)
     for dim, size in enumerate(own.sizes):
-        start = 0
-        if dim >= lead and size:
-            start = windows[dim - lead].before(own.offsets[dim], seen.offsets[dim])
         if out.shape[dim] != size:
+            inside = dim >= lead and size
+            start = windows[dim - lead].before(own.offsets[dim], seen.offsets[dim]) if inside else 0
             out = out.narrow(dim, start, size)
     return out
-
-
-def through_windows(site: Site, x: Tensor, windows: Windows, run: Callable[[Tensor], Any]) -> tuple[Any, Box]:
-    """What `run` makes of the piece of the first operand that this rank's outputs see; and that piece's box."""
-    output = site.output
-    seen = seen_box(windows, site.layouts[0], output, site.rank)
-    piece = site.fetch(x, 0, lambda rank: seen_box(windows, site.layouts[0], output, rank))
-    return run(padded(piece, [1, *(window.least for window in windows)])), seen

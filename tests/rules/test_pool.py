@@ -1,0 +1,112 @@
+"""Pooling on sharded operands equals one process, and sends only edges."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.testing import world
+from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(3)
+MESHES = (Mesh((3,)), Mesh((5,)), Mesh((2, 2)))
+R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def tied(*shape: int) -> Tensor:
+    """Few different numbers, so that windows have several largest ones."""
+    return torch.randint(-2, 0, shape, generator=GENERATOR).double()
+
+
+X1, X2, X3 = normal(2, 3, 11), normal(2, 2, 9, 6), normal(1, 2, 5, 4, 6)
+INDICES = {"return_indices": True}
+SAMPLES = [
+    Sample(F.max_pool1d, (X1, 3, 2, 1)),
+    Sample(F.max_pool1d, (X1[0], 2), {"ceil_mode": True, **INDICES}),
+    Sample(torch.max_pool1d, (X1, 3), {"dilation": 2, "padding": 1, "stride": 1}),
+    Sample(F.max_pool2d, (tied(2, 2, 9, 6), 3, 2, 1), INDICES),
+    Sample(F.max_pool2d, (X2, (2, 3)), {"ceil_mode": True, "stride": (3, 2), "padding": 1, **INDICES}),
+    Sample(F.max_pool2d, (X2[0], 2), {"dilation": (2, 1), **INDICES}),
+    Sample(F.max_pool2d, (tied(1, 1, 8, 3), 2, 1)),
+    Sample(torch.ops.aten.max_pool2d_with_indices.default, (X2, [4, 1], [2, 4])),
+    Sample(F.max_pool3d, (X3, 2, 1, 1), INDICES),
+    Sample(F.avg_pool1d, (X1, 3, 2, 1)),
+    Sample(F.avg_pool1d, (X1[0], 4), {"ceil_mode": True}),
+    Sample(F.avg_pool2d, (X2, (3, 2), (2, 1), 1, True, False)),
+    Sample(F.avg_pool2d, (X2, 3), {"padding": 1, "ceil_mode": True, "divisor_override": 7}),
+    Sample(F.avg_pool2d, (X2[0], 2), {"stride": 3}),
+    Sample(F.avg_pool3d, (X3, 2), {"ceil_mode": True, "stride": 1, "padding": (1, 0, 1)}),
+    Sample(F.lp_pool2d, (X2.abs(), 3.0, 2)),
+    Sample(F.adaptive_avg_pool1d, (X1, 4)),
+    Sample(F.adaptive_avg_pool2d, (X2, (3, None))),
+    Sample(F.adaptive_avg_pool2d, (X2, 1)),
+    Sample(F.adaptive_avg_pool2d, (X2[0], (1, 4))),
+    Sample(F.adaptive_avg_pool3d, (X3, (5, 2, 1))),
+    Sample(F.adaptive_max_pool1d, (X1, 11), INDICES),
+    Sample(F.adaptive_max_pool2d, (tied(2, 2, 9, 6), (3, 2)), INDICES),
+    Sample(F.adaptive_max_pool2d, (X2, 1)),
+    Sample(F.adaptive_max_pool2d, (X2, (3, 4), True)),
+    Sample(F.adaptive_max_pool3d, (X3, (1, 2, 3))),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_pooling_equals_one_process(sample: Sample) -> None:
+    assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 18
+
+
+X = torch.arange(2 * 3 * 16 * 5.0).view(2, 3, 16, 5).sin()
+
+
+@world(4)
+def test_windows_that_do_not_overlap_send_nothing() -> None:
+    x = distribute_tensor(X, Mesh((4,)), [Shard(2, (2, 6, 4, 4))])
+    with count_comms() as meter:
+        for pool in (F.max_pool2d, F.avg_pool2d):
+            assert as_dtensor(pool(x, 2)).placements == (Shard(2, (1, 3, 2, 2)),)
+        out, where = F.max_pool2d(x, 2, return_indices=True)
+        assert as_dtensor(where).placements == as_dtensor(out).placements
+        assert as_dtensor(F.adaptive_max_pool2d(x, (8, 2))).placements == (Shard(2, (1, 3, 2, 2)),)
+    assert meter.total_calls == 0
+
+
+@world(2)
+def test_overlapping_windows_send_their_edges_in_one_exchange() -> None:
+    x = distribute_tensor(X, Mesh((2,)), [S2])
+    with count_comms() as meter:
+        out = as_dtensor(F.avg_pool2d(x, 3, 1, 1))
+    assert (out.placements, meter.implicit) == ((S2,), [])
+    assert (meter.total_calls, meter.total_bytes) == (1, 2 * 3 * 5 * 4)
+
+
+@world(2)
+def test_the_mean_of_a_plane_sends_no_element() -> None:
+    x = distribute_tensor(X, Mesh((2,)), [S2])
+    with count_comms() as meter:
+        out = as_dtensor(F.adaptive_avg_pool2d(x, 1))
+        assert meter.total_calls == 0
+        torch.testing.assert_close(out.full_tensor(), F.adaptive_avg_pool2d(X, 1))
+
+
+@world(3)
+def test_windows_of_nothing_but_infinities_and_nans_have_the_places_of_one_process() -> None:
+    x = torch.full((1, 1, 9, 4), float("-inf"))
+    x[0, 0, 4, 1] = float("nan")
+    expected = F.max_pool2d(x, 3, 1, 1, return_indices=True)
+    for placement in (S2, S3, Shard(2, (1, 0, 8))):
+        got = F.max_pool2d(distribute_tensor(x, Mesh((3,)), [placement]), 3, 1, 1, return_indices=True)
+        for whole, part in zip(expected, got, strict=True):
+            torch.testing.assert_close(as_dtensor(part).full_tensor(), whole, equal_nan=True)
+
+
+@world(2)
+def test_windows_larger_than_the_input_are_refused_on_every_rank_alike() -> None:
+    x = distribute_tensor(X, Mesh((2,)), [S2])
+    for pool in (F.max_pool2d, F.avg_pool2d):
+        with pytest.raises(RuntimeError):
+            pool(x, 20)
