@@ -22,7 +22,7 @@ from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.row import Shapes
 from shardwise.tensor import attributes, lists, meshes, resolve
-from shardwise.tensor.dtensor import DTensor, passing, plain, tag
+from shardwise.tensor.dtensor import DTensor, passing, plain
 from shardwise.tensor.names import name_of
 from shardwise.tensor.promotion import all_promoted, into_plain, promoted
 from shardwise.tensor.results import labelled, measured
@@ -33,7 +33,9 @@ CACHE_LIMIT = 1 << 16
 Found = tuple[resolve.Recipe, Callable[..., Any], bool]  # recipe, what computes, whether it needs plain tensors
 _cache: dict[Any, Found] = {}
 _choices: dict[Any, tuple[Row, ...]] = {}
-_at_once: dict[Any, tuple[Callable[..., Any], Layout]] = {}  # what ran on the locals as they were, and its layout
+# What ran on the locals as they were, and the layouts of its results; None where it works in place.
+_at_once: dict[Any, tuple[Callable[..., Any], Layout | tuple[Layout | None, ...] | None]] = {}
+NO_KEY = object()  # stands in a key for a value that the answer may depend on in ways that a key cannot tell
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 # C functions that stand in for Python ones, which would look at shapes on their way.
 NATIVE: dict[Any, Callable[..., Any]] = {
@@ -72,31 +74,58 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` by its rule: at once where these very arguments ran before and nothing had to be done to them."""
-    if kwargs:
-        return _run(func, rule, args, kwargs)
+    """Run `func` by its rule: at once where these very arguments ran before and no operand had to be moved."""
     key = [func]
+    floats = rule.sizeless  # then numbers of a kind are alike
     for a in args:
         kind = type(a)
         if kind is DTensor:
             key.append(a._layout)
         elif kind in PLAIN_VALUES:
-            key.append(float if kind is float and rule.sizeless else a)
+            key.append(float if floats and kind is float else a)
         else:
-            return _run(func, rule, args, kwargs)
-    at_once = _at_once.get(tuple(key))
+            key.append(_key_of_many(a))
+    for k, a in kwargs.items():
+        kind = type(a)
+        key.append(k)
+        key.append(a._layout if kind is DTensor else a if kind in PLAIN_VALUES else _key_of_many(a))
+    ready = tuple(key)
+    at_once = _at_once.get(ready)
     if at_once is None:
-        return _run(func, rule, args, kwargs)
+        return _run(func, rule, args, kwargs, ready)
     op, layout = at_once
+    if layout is None:
+        refuse_view_of_copy(name_of(func), args[0])
     with DisableTorchFunctionSubclass():
-        out = op(*args)
+        out = op(*args, **kwargs)
+        if type(layout) is not Layout:
+            return args[0] if layout is None else labelled(out, layout)
         if type(out) is not DTensor:
             out.__class__ = DTensor
             out._layout = layout
         return out
 
 
-def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _key_of_many(a: Any) -> Any:
+    """What a list or tuple, or another value, adds to the key of a call that may run at once."""
+    kind = type(a)
+    if kind is torch.Size or kind is torch.dtype or kind is torch.device or kind is torch.memory_format:
+        return a
+    if kind is not list and kind is not tuple:
+        return NO_KEY
+    parts = []
+    for x in a:
+        kind = type(x)
+        if kind is DTensor:
+            parts.append(x._layout)
+        elif kind in PLAIN_VALUES:
+            parts.append(x)
+        else:
+            return NO_KEY
+    return tuple(parts)
+
+
+def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any], ready: tuple[Any, ...]) -> Any:
     if kwargs and kwargs.get("out") is not None:
         return _into_out(func, args, kwargs)
     key, mixed = _key(func, rule, args, kwargs)
@@ -117,19 +146,49 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
     if rule.in_place:
         refuse_view_of_copy(name_of(func), args[0])
     with DisableTorchFunctionSubclass():
-        if recipe.moves or unwrap:
+        if recipe.moves or recipe.rows:
             return _run_laid_out(func, found, args, kwargs)
-        out = op(*args, **kwargs)
-        if recipe.output is None or type(out) is DTensor:
-            return out
-        if type(recipe.output) is not Layout:
-            return labelled(out, recipe.output)
+        call = _OnLocals(recipe, op) if unwrap else op
+        out = call(*args, **kwargs)
         everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
-        if not kwargs and everywhere and all(type(a) is DTensor or type(a) in PLAIN_VALUES for a in args):
+        if everywhere and NO_KEY not in ready:
             if len(_at_once) >= CACHE_LIMIT:
                 _at_once.clear()
-            _at_once[tuple(key)] = op, recipe.output
-        return tag(out, recipe.output)
+            _at_once[ready] = call, recipe.output
+        return args[0] if recipe.output is None else labelled(out, recipe.output)
+
+
+class _OnLocals:
+    """An op that wants plain local tensors: Python code, or a row's local function."""
+
+    __slots__ = ("op", "outputs", "recipe")
+
+    def __init__(self, recipe: resolve.Recipe, op: Callable[..., Any]) -> None:
+        self.recipe = recipe
+        self.op = op
+        self.outputs = _known_outputs(recipe)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        operands: list[DTensor] = []
+
+        def local(x: Any) -> Any:
+            if type(x) is DTensor:
+                operands.append(x)
+                return plain(x)
+            return [local(y) for y in x] if type(x) is list or type(x) is tuple else x
+
+        locals_ = [local(a) for a in args]
+        named = {k: local(a) for k, a in kwargs.items()} if kwargs else kwargs
+        recipe = self.recipe
+        if recipe.local is None:
+            return self.op(*locals_, **named)
+        site = LocalSite(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
+        return recipe.local(site, *locals_, **named)
+
+
+def _known_outputs(recipe: resolve.Recipe) -> tuple[Layout, ...]:
+    outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output or recipe.layouts[0],)
+    return tuple(layout for layout in outputs if layout is not None)
 
 
 def _without_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuleError) -> Any:
@@ -242,9 +301,8 @@ def _laid_out(
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
-    outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output or recipe.layouts[0],)
-    known = tuple(layout for layout in outputs if layout is not None)
-    return recipe, LocalSite(op, recipe.layouts, known, recipe.local_axes, operands, recipe.cause), locals_, named
+    site = LocalSite(op, recipe.layouts, _known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
+    return recipe, site, locals_, named
 
 
 def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
