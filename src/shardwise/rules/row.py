@@ -89,8 +89,8 @@ class Site(Protocol):
         """All-to-all among `ranks` (None: `ranks()`) of a 1-D tensor; gradients travel the way back."""
         ...
 
-    def stack(self, x: Tensor) -> Tensor:
-        """The `x` of each of `ranks()`, all of one shape, along a new first dim; differentiable."""
+    def stack(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+        """The `x` of each of `ranks` (None: `ranks()`), all of one shape, along a new first dim; differentiable."""
         ...
 
     def boxes(self, operand: int) -> list[Box]:

@@ -59,12 +59,12 @@ class LocalSite:
         ranks = self.ranks() if ranks is None else ranks
         return movement.exchange(send, send_counts, recv_counts, ranks, self.cause)
 
-    def stack(self, x: Tensor) -> Tensor:
-        ranks = self.ranks()
+    def stack(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+        ranks = self.ranks() if ranks is None else ranks
         if len(ranks) == 1:
             return x.unsqueeze(0)
         counts = [x.numel()] * len(ranks)
-        return self.exchange(x.reshape(-1).repeat(len(ranks)), counts, counts).view(len(ranks), *x.shape)
+        return self.exchange(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
 
     def boxes(self, operand: int) -> list[Box]:
         layout = self.layouts[operand]

@@ -1,0 +1,299 @@
+"""Softmax and normalisations equal one process, whatever is cut; what travels is moments, not elements."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise.errors import RuleError
+from shardwise.testing import world
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(6)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+INF = float("inf")
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+X, IMAGES = normal(5, 4), normal(3, 6, 2, 3)
+SOFT = [
+    Sample(F.softmax, (X, 1)),
+    Sample(F.softmax, (X, -2), {"dtype": torch.float32}),
+    Sample(torch.softmax, (X.float(),), {"dim": 1, "dtype": torch.float64}),
+    Sample(Tensor.softmax, (normal(2, 3, 5), 1)),
+    Sample(F.log_softmax, (X, 1)),
+    Sample(Tensor.log_softmax, (X * 1000, 0)),
+    Sample(torch.special.softmax, (X, 0)),
+    Sample(torch.special.log_softmax, (X, 0)),
+    Sample(F.softmin, (X, 1)),
+    Sample(torch.ops.aten._softmax.default, (X, 1, False), gradients=False),
+    Sample(torch.ops.aten._safe_softmax.default, (X, 1, torch.float32), gradients=False),
+    Sample(F.softmax, (normal(0, 3), 1)),
+    Sample(F.softmax, (normal(3, 0), 1)),
+    Sample(F.softmax, (torch.tensor(2.0), 0)),
+]
+NORMS = [
+    Sample(F.layer_norm, (X, (4,))),
+    Sample(F.layer_norm, (X, [4], normal(4), normal(4), 0.1)),
+    Sample(F.layer_norm, (X, (4,), None, normal(4))),
+    Sample(torch.layer_norm, (normal(2, 3, 5), (3, 5), normal(3, 5), normal(3, 5))),
+    Sample(F.layer_norm, (X + 1e6, X.shape), tolerance=1e-6),
+    Sample(F.layer_norm, (normal(0, 4), (4,), normal(4))),
+    Sample(F.rms_norm, (X, (4,), normal(4))),
+    Sample(F.rms_norm, (normal(2, 3, 5), (3, 5)), {"eps": 0.2}),
+    Sample(F.group_norm, (IMAGES, 2)),
+    Sample(F.group_norm, (IMAGES, 3, normal(6), normal(6), 0.1)),
+    Sample(F.group_norm, (IMAGES, 1, normal(6))),
+    Sample(torch.group_norm, (normal(5, 6), 2, normal(6), normal(6))),
+    Sample(F.instance_norm, (IMAGES,)),
+    Sample(F.instance_norm, (normal(2, 4, 3),), {"weight": normal(4), "bias": normal(4)}),
+    Sample(F.batch_norm, (IMAGES, None, None, normal(6), normal(6), True)),
+    Sample(F.batch_norm, (normal(5, 3), None, None), {"training": True}),
+    Sample(torch.batch_norm, (normal(5, 3), normal(3), normal(3), None, None, True, 0.1, 0.1, False)),
+    Sample(F.batch_norm, (normal(5, 3), normal(3), normal(3).abs(), normal(3), normal(3)), constant=(1, 2)),
+    Sample(F.instance_norm, (IMAGES, normal(6), normal(6).abs()), {"use_input_stats": False}, constant=(1, 2)),
+    Sample(torch._weight_norm, (X, normal(5, 1))),
+    Sample(torch._weight_norm, (normal(4, 3, 2), normal(1, 3, 1), 1)),
+    Sample(torch._weight_norm, (X, normal(), -1)),
+    Sample(F.local_response_norm, (normal(2, 7, 3), 4), {"k": 0.5}),
+    Sample(F.local_response_norm, (IMAGES, 3, 0.1, 0.5)),
+    Sample(F.normalize, (X,)),
+    Sample(F.normalize, (X, 1.0, 0)),
+    Sample(F.cosine_similarity, (X, normal(5, 4)), {"dim": 0}),
+    Sample(F.pairwise_distance, (X, normal(5, 4))),
+]
+
+
+@pytest.mark.parametrize("sample", SOFT, ids=str)
+def test_softmax_equals_one_process(sample: Sample) -> None:
+    assert_equals_one_process([sample], MESHES, limit=8)
+
+
+@pytest.mark.parametrize("cut", [S0, S1, Shard(1, [0, 3, 1])], ids=str)
+@pytest.mark.parametrize("op", [F.softmax, F.log_softmax, torch.ops.aten._safe_softmax.default], ids=str)
+def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor], cut: Placement) -> None:
+    """Pieces that are all -inf, rows that are, and rows with +inf; gradients where a row has a finite score."""
+    x = normal(5, 4)
+    x[0, :3], x[1, 1:], x[2], x[3, 1] = -INF, -INF, -INF, INF
+
+    def run(scores: Any) -> list[Tensor]:
+        finite = scores[:2].detach().requires_grad_()
+        out = op(finite, 1)
+        (torch.where(out.isfinite(), out, 0.0) * probe).sum().backward()
+        return [op(scores, 1), out, finite.grad]
+
+    probe = normal(2, 4)
+    want = run(x)
+
+    def body() -> list[Tensor]:
+        return [as_dtensor(a.detach()).full_tensor() for a in run(distribute_tensor(x, Mesh((3,)), [cut]))]
+
+    for got in world(3).run(body):
+        torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("sample", NORMS, ids=str)
+def test_normalisations_equal_one_process(sample: Sample) -> None:
+    assert_equals_one_process([sample], MESHES[1:], limit=6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "op", [F.softmax, F.log_softmax, F.layer_norm, F.rms_norm, F.group_norm], ids=lambda f: f.__name__
+)
+def test_sums_of_short_floats_are_taken_in_32_bits(op: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    x = (torch.randn(2, 3000, generator=GENERATOR) * 30).to(dtype)
+    argument = (3000,) if op in (F.layer_norm, F.rms_norm) else 1
+
+    def body() -> Tensor:
+        return as_dtensor(op(distribute_tensor(x, Mesh((3,)), [S1]), argument)).full_tensor()
+
+    want = op(x, argument)
+    for got in world(3).run(body):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, rtol=1.6e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("cut", [S0, S1], ids=str)
+@world(2)
+def test_a_wrong_normalized_shape_is_refused_even_where_rows_are_cut(cut: Placement) -> None:
+    right, wrong = (distribute_tensor(normal(5, n), Mesh((2,)), [cut]) for n in (4, 6))
+    F.layer_norm(right, (4,))
+    with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[4\], .*\[5, 6\]"):
+        F.layer_norm(wrong, (4,))
+    with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[4\], .*\[\(6,\)\]"):
+        F.layer_norm(right, (4,), normal(6))
+
+
+# ---- running statistics -------------------------------------------------------------------------------------
+
+KEPT = [R, S0, Shard(0, [1, 5, 0]), OnRanks(2)]
+OPS = [F.batch_norm, torch.instance_norm]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("cut", [R, S1, Shard(1, [0, 4, 2]), Shard(2), Shard(0, [0, 1, 2])], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=lambda f: f.__name__)
+def test_running_statistics_are_those_of_all_ranks(op: Callable[..., Tensor], cut: Placement, kept: Placement) -> None:
+    full = [IMAGES, normal(6), normal(6).abs(), normal(6), normal(6)]
+    order = [0, 3, 4, 1, 2] if op in (torch.batch_norm, torch.instance_norm) else [0, 1, 2, 3, 4]
+    rest = (True, 0.3, 0.01, False)[: 3 if op in (F.batch_norm, F.instance_norm) else 4]
+    whole = [x.clone() for x in full]
+    want = op(*(whole[i] for i in order), *rest)
+
+    def body() -> list[Tensor]:
+        mesh = Mesh((3,))
+        placements = [cut, kept, kept, R, S0]
+        x = [distribute_tensor(a.clone(), mesh, [p]) for a, p in zip(full, placements, strict=True)]
+        before = [as_dtensor(a).placements for a in x]
+        out = op(*(x[i] for i in order), *rest)
+        assert [as_dtensor(a).placements for a in x] == before
+        return [as_dtensor(a).full_tensor() for a in (out, x[1], x[2])]
+
+    for got in world(3).run(body):
+        torch.testing.assert_close(got, [want, whole[1], whole[2]])
+
+
+@pytest.mark.parametrize("placements", [[S0, S1], [S1, Shard(2)], [Shard(3), S0], [S1, S1]], ids=str)
+@pytest.mark.parametrize("op", [F.batch_norm, F.instance_norm], ids=lambda f: f.__name__)
+def test_running_statistics_on_grids_are_those_of_all_ranks(
+    op: Callable[..., Tensor], placements: list[Placement]
+) -> None:
+    whole = [torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)]
+    want = op(IMAGES, *whole, None, None, True)
+
+    def body() -> list[Tensor]:
+        mesh = Mesh((2, 2))
+        kept = [distribute_tensor(f(6, dtype=torch.float64), mesh, [R, S0]) for f in (torch.zeros, torch.ones)]
+        out = op(distribute_tensor(IMAGES, mesh, placements), *kept, None, None, True)
+        return [as_dtensor(a).full_tensor() for a in (out, *kept)]
+
+    for got in world(4).run(body):
+        torch.testing.assert_close(got, [want, *whole])
+
+
+@world(2)
+def test_statistics_that_could_not_change_in_place_are_refused() -> None:
+    mesh = Mesh((2,))
+    x = distribute_tensor(IMAGES, mesh, [S0])
+    kept = [distribute_tensor(torch.zeros(6, dtype=torch.float64), mesh, [Partial()]) for _ in range(2)]
+    with pytest.raises(RuleError, match=r"neither Partial .* got \(6,\) as Partial\(sum\)"):
+        F.batch_norm(x, kept[0], kept[1], training=True)
+
+
+@world(2)
+def test_one_value_a_channel_is_refused_and_a_rank_with_one_of_two_is_not() -> None:
+    mesh = Mesh((2,))
+    x = distribute_tensor(normal(2, 3), mesh, [S0])
+    assert F.batch_norm(x, None, None, training=True).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel .* \[1, 3\]"):
+        F.batch_norm(distribute_tensor(normal(1, 3), mesh, [S0]), None, None, training=True)
+
+
+# ---- modules ------------------------------------------------------------------------------------------------
+
+MODULES: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.LayerNorm(4), (5, 4)),
+    (lambda: nn.RMSNorm(4), (5, 4)),
+    (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
+    (lambda: nn.BatchNorm1d(4), (5, 4)),
+    (lambda: nn.BatchNorm1d(4, momentum=None), (5, 4, 3)),
+    (lambda: nn.BatchNorm2d(4, affine=False), (2, 4, 3, 2)),
+    (lambda: nn.BatchNorm3d(4, track_running_stats=False), (2, 4, 1, 3, 2)),
+    (lambda: nn.InstanceNorm1d(4, affine=True), (5, 4, 3)),
+    (lambda: nn.InstanceNorm2d(4, track_running_stats=True), (2, 4, 3, 2)),
+    (lambda: nn.LocalResponseNorm(2), (2, 4, 3)),
+    (lambda: nn.Softmax(-1), (5, 4)),
+    (nn.Softmax2d, (2, 4, 3, 2)),
+    (lambda: nn.LogSoftmax(0), (5, 4)),
+    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (5, 4)),
+]
+
+
+def steps(module: nn.Module, batches: list[Any], probe: Tensor) -> list[Any]:
+    """Outputs in training and evaluation, gradients, and buffers afterwards."""
+    outs: list[Any] = []
+    for x in batches:
+        outs.append(module.train()(x))
+        (outs[-1] * probe).sum().backward()
+    outs.append(module.eval()(batches[0]))
+    return (
+        outs
+        + [p.grad for p in [*batches, *module.parameters()]]
+        + [b for b in module.buffers() if b.is_floating_point()]
+    )
+
+
+@pytest.mark.parametrize("spread", [True, False], ids=["DTensor parameters", "plain parameters"])
+@pytest.mark.parametrize("cut", [S0, S1], ids=str)
+@pytest.mark.parametrize(("make", "shape"), MODULES, ids=lambda m: str(m()) if callable(m) else str(m))
+def test_modules_train_and_evaluate_as_in_one_process(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], cut: Placement, spread: bool
+) -> None:
+    torch.manual_seed(0)
+    whole = make().double()
+    for p in whole.parameters():
+        nn.init.normal_(p)
+    batches = [normal(*shape).requires_grad_(), normal(*shape).requires_grad_()]
+    probe = normal(*whole(batches[0]).shape)
+    copies = [copy.deepcopy(whole) for _ in range(3)]
+    want = steps(whole, batches, probe)
+
+    def body() -> list[Tensor]:
+        mesh, module = Mesh((3,)), copies[collectives.rank()]
+        if spread:
+            module = distribute_parameters(module, mesh)
+        got = steps(module, [distribute_tensor(x.detach(), mesh, [cut]).requires_grad_() for x in batches], probe)
+        return [x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach() for x in got]
+
+    for got in world(3).run(body):
+        torch.testing.assert_close(got, want)
+
+
+def distribute_parameters(module: nn.Module, mesh: Mesh) -> nn.Module:
+    for part in module.modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [R if p.ndim == 0 else S0])))
+        for name, b in list(part.named_buffers(recurse=False)):
+            setattr(part, name, distribute_tensor(b, mesh, [R]))
+    return module
+
+
+# ---- what travels -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "cut", "numbers"),
+    [
+        (lambda x: F.softmax(x, -1), Shard(2), 2 * 8 * 40),
+        (lambda x: F.layer_norm(x, (60,)), Shard(2), 3 * 8 * 40),
+        (lambda x: F.rms_norm(x, (60,)), Shard(2), 8 * 40),
+        (lambda x: F.group_norm(x, 4), Shard(2), 3 * 8 * 4),
+        (lambda x: F.group_norm(x, 4), S1, 0),
+        (F.instance_norm, S1, 0),
+        (lambda x: F.batch_norm(x, None, None, training=True), S0, 3 * 40),
+        (lambda x: F.batch_norm(x, None, None, training=True), S1, 0),
+        (lambda x: F.softmax(x, -1), S0, 0),
+        (lambda x: F.layer_norm(x, (60,)), S1, 0),
+        (lambda x: F.local_response_norm(x, 3), S1, 8 * 60),
+    ],
+)
+@world(4)
+def test_moments_travel_in_one_exchange_and_nothing_else_does(
+    op: Callable[..., Tensor], cut: Placement, numbers: int
+) -> None:
+    x = distribute_tensor(torch.ones(8, 40, 60), Mesh((4,)), [cut])
+    with count_comms() as meter:
+        out = as_dtensor(op(x))
+    assert out.placements == (cut,)
+    assert meter.implicit == []
+    assert meter.total_calls == (numbers > 0)
+    assert meter.total_bytes <= 4 * 3 * numbers
