@@ -45,6 +45,7 @@ class DTensor(torch.Tensor):
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
     _set: Callable[..., "DTensor"]
+    _travelled: Callable[["DTensor", Layout, torch.dtype], "DTensor"]
 
     @classmethod
     def __torch_function__(
@@ -106,6 +107,8 @@ class DTensor(torch.Tensor):
         device_mesh: Any = None,
         placements: Sequence[Placement] | None = None,
         *,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
         shard_order: Sequence[int] | None = None,
     ) -> "DTensor":
         """The same global tensor in another layout, on this mesh or another one.
@@ -113,6 +116,8 @@ class DTensor(torch.Tensor):
         Args:
             device_mesh: where to; None keeps the mesh. All ranks of both meshes must call.
             placements: one an axis of the new mesh; None keeps the placements.
+            forward_dtype: convert to it before the move; the dtype of the result.
+            backward_dtype: convert the gradient to it for its move back, and then to the dtype of this tensor.
             shard_order: which axis cuts first where several cut one dim.
 
         Sends: every element at most once to every rank that lacks it.
@@ -121,7 +126,9 @@ class DTensor(torch.Tensor):
         mesh = self._layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
         wanted = self._layout.placements if placements is None else placements
         order = self._layout.shard_order if shard_order is None and mesh == self._layout.mesh else shard_order
-        return moved(self, Layout(mesh, wanted, self._layout.shape, order))
+        target = Layout(mesh, wanted, self._layout.shape, order)
+        x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
+        return moved(x, target) if backward_dtype is None else self._travelled(x, target, backward_dtype)
 
     # ---- what it is -----------------------------------------------------------------------------------------
 
