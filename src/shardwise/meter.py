@@ -5,34 +5,19 @@ unless somebody listens. The threads of a process are one rank, so that the thre
 backward of an accelerator are heard as well; a thread that is a simulated rank has ears of its own.
 """
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
-
 from shardwise.layout import Layout
+from shardwise.places import Place, called_from
 
 # asked: the user asked for it (redistribute, full_tensor, item, …). operand: a row wants an operand elsewhere. no row:
 # an op that has no row runs on whole copies. gradient: a gradient is brought to where it is read. inside: an exchange
 # that the op itself consists of, such as ids that travel to the rows of their table.
 Kind = Literal["asked", "operand", "no row", "gradient", "inside"]
-
-
-class Place(NamedTuple):
-    """A line of the user's code."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        path = Path(self.file)
-        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
 
 
 class Cause(NamedTuple):
@@ -61,19 +46,6 @@ class Cause(NamedTuple):
     def implicit(self) -> bool:
         """Whether a tensor moves though nobody asked for it."""
         return self.kind in ("operand", "no row", "gradient")
-
-    @property
-    def avoid(self) -> str:
-        """What to write so that it does not happen at every call; empty where there is nothing to avoid."""
-        if self.kind == "gradient":
-            return "read gradients once, after the last backward: what waits is reduced together"
-        if not self.implicit or self.wanted is None:
-            return ""
-        placements, order = list(self.wanted.placements), self.wanted.shard_order
-        how = f"placements={placements}" + ("" if order == tuple(sorted(order)) else f", shard_order={order}")
-        if self.operand.replace(".", "").isidentifier():
-            return f"{self.operand}.redistribute({how}) before the loop, or {placements} in the plan"
-        return f".redistribute({how}) of {self.operand} before the loop"
 
     def turned(self) -> "Cause":
         """The cause of the dual move, in backward."""
@@ -106,6 +78,21 @@ class Move:
     ranks: tuple[int, ...]
     sent_bytes: int
     total_bytes: int | None
+
+    @property
+    def avoid(self) -> str:
+        """What to write so that it does not happen at every call; empty where there is nothing to avoid."""
+        cause, wanted = self.cause, self.cause.wanted
+        if cause.kind == "gradient":
+            return "read gradients once, after the last backward: what waits is reduced together"
+        if not cause.implicit or wanted is None or self.src is None or self.dst is None:
+            return ""
+        placements, order = list(wanted.placements), wanted.shard_order
+        how = f"device_mesh={wanted.mesh}, " if self.src.mesh != self.dst.mesh else ""
+        how += f"placements={placements}" + ("" if order == tuple(sorted(order)) else f", shard_order={order}")
+        if cause.operand.replace(".", "").isidentifier():
+            return f"{cause.operand}.redistribute({how}) before the loop, or {placements} in the plan"
+        return f".redistribute({how}) of {cause.operand} before the loop"
 
     def __str__(self) -> str:
         return f"{self.cause}" if self.src is None else f"{self.cause}: {self.src} -> {self.dst}"
@@ -184,7 +171,7 @@ def placed(cause: Cause) -> Cause:
     """`cause` with the line of the user's code, if anybody wants to know it."""
     if cause.place is not None or not any(listener.wants_places for listener in _here.ears.listeners):
         return cause
-    return cause._replace(place=user_place())
+    return cause._replace(place=called_from())
 
 
 @contextmanager
@@ -211,20 +198,6 @@ def note_collective(kind: str, sent_bytes: int) -> None:
     ears = _here.ears
     for listener in ears.listeners:
         listener.collective(kind, sent_bytes, ears.moving)
-
-
-_LIBRARIES = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file__) if file)
-
-
-def user_place() -> Place | None:
-    """The innermost line of the calling stack that belongs neither to this package nor to torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, "<")):
-            return Place(code.co_filename, frame.f_lineno, code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 # ---- counting -----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Where a rank stands, in the terms of the person who wrote the code that runs on it."""
 
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,17 @@ def user_place(trace: TracebackType | None) -> str:
         trace = trace.tb_next
     users = [place for place in places if place.is_users] or places
     return str(users[-1]) if users else ""
+
+
+def called_from() -> Place | None:
+    """The innermost line of the user's code on the stack; a line typed at a prompt where there is none."""
+    typed = None
+    for place in places_of(sys._getframe(1)):
+        if place.is_users:
+            return place
+        if typed is None and place.file.startswith("<") and not place.file.startswith("<frozen"):
+            typed = place
+    return typed
 
 
 def called_at(stack: Sequence[Place], limit: int = 3) -> str:

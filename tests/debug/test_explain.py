@@ -69,7 +69,7 @@ def test_an_operand_that_is_moved_is_told_with_line_layouts_bytes_reason_and_rem
         assert move.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
         assert move.total_bytes == 8 * 14
         assert cause.why == "each rank computes its own elements"
-        assert cause.avoid == (
+        assert move.avoid == (
             "head.weight.redistribute(placements=[Shard(0, sizes=(4, 1, 2))]) before the loop, "
             "or [Shard(0, sizes=(4, 1, 2))] in the plan"
         )
@@ -87,7 +87,7 @@ def test_an_op_without_a_rule_is_told_with_its_gather() -> None:
         assert (move.cause.kind, move.cause.op, move.cause.why) == ("no row", HALVED, "it has no rule")
         assert move.sent_bytes == 4 * (6 * 2, 0, 2 * 2)[rank]  # every element to the two ranks that lack it
         assert move.total_bytes == 4 * 16
-        assert move.cause.avoid == ".redistribute(placements=[Replicate()]) of an operand before the loop"
+        assert move.avoid == ".redistribute(placements=[Replicate()]) of an operand before the loop"
 
 
 def test_the_backward_of_an_implicit_move_is_told_with_the_line_of_its_forward() -> None:
@@ -108,7 +108,7 @@ def test_the_backward_of_an_implicit_move_is_told_with_the_line_of_its_forward()
         assert backward.total_bytes == 8 * 14
         assert backward.cause.place is not None
         assert backward.cause.place.line == line
-        assert backward.cause.avoid == forward.cause.avoid
+        assert backward.avoid == forward.avoid
 
 
 def test_a_backward_whose_forward_nobody_heard_is_told_with_the_line_that_called_it() -> None:
@@ -138,7 +138,7 @@ def test_what_was_asked_for_is_told_as_such_forward_and_backward() -> None:
     for report in on_ranks(3, body):
         asked = [move for move in report.moves if move.src is not None and move.src.shape == (7, 3)]
         assert [(move.cause.kind, move.cause.backward) for move in asked] == [("asked", False), ("asked", True)]
-        assert not any(move.cause.implicit or move.cause.avoid for move in asked)
+        assert not any(move.cause.implicit or move.avoid for move in asked)
 
 
 def test_gradients_that_are_read_are_told_for_the_whole_mesh() -> None:
@@ -234,7 +234,7 @@ def test_the_report_is_sorted_and_names_what_to_do() -> None:
                 line = here() + 1
                 halved(columns)
         text = str(report)
-        assert f"test_explain.py:{line}: {HALVED}, an operand" in text
+        assert f"test_explain.py:{line} in body: {HALVED}, an operand" in text
         return text
 
     text = on_ranks(3, body)[0]
@@ -330,6 +330,21 @@ def test_the_first_of_two_overlapping_listeners_may_leave_first() -> None:
     second.__exit__(None, None, None)
     assert (one.total_bytes, two.total_bytes) == (1, 3)
     assert not meter.listening()
+
+
+def test_an_operand_of_another_mesh_is_told_with_the_mesh_to_go_to() -> None:
+    def body() -> str:
+        x = distribute_tensor(torch.ones(5, 3), Mesh((3,)), [S0])
+        y = distribute_tensor(torch.ones(3), Mesh((2,)), [R])
+        with explain() as report:
+            x * y
+        (move,) = report.moves
+        assert move.total_bytes == 4 * 3  # to the rank that is not in the smaller mesh
+        return move.avoid
+
+    assert set(on_ranks(3, body)) == {
+        ".redistribute(device_mesh=Mesh(0=3), placements=[Replicate()]) of an operand before the loop"
+    }
 
 
 def test_a_maximum_that_backward_has_to_reduce_is_told() -> None:

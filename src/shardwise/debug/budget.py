@@ -50,7 +50,7 @@ def _refusal(move: Move, max_bytes: int, spent: int) -> str:
     """The same text on every rank, so not what one of them would send."""
     cause = move.cause
     allowed = f"{max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
-    fix = f"{cause.avoid}; or allow it: " if cause.avoid else ""
+    fix = f"{move.avoid}; or allow it: " if move.avoid else ""
     return (
         f"An implicit move over the budget: {move}\n"
         f"  Where: {cause.place or 'unknown'}\n"

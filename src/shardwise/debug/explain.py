@@ -78,7 +78,7 @@ class Explanation(Listener, Generic[R]):
                 lines += [line for group in loud for line in _described(group)]
         notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that compare what ranks say."]
         notes = notes if self.other_calls else []
-        notes += [f"{silent} moves that send nothing are left out."] if silent else []
+        notes += [f"Moves that send nothing, left out: {silent}."] if silent else []
         return "\n".join([*lines, "", *notes] if notes else lines)
 
 
@@ -103,7 +103,7 @@ def _described(group: list[Move]) -> Iterator[str]:
     margin = " " * 32
     if move.src is not None and move.dst is not None:
         yield f"{margin}{_way(move.src, move.dst)}"
-    for label, text in (("why", move.cause.why), ("avoid", move.cause.avoid)):
+    for label, text in (("why", move.cause.why), ("avoid", move.avoid)):
         if text:
             yield f"{margin}{label}: {text}"
 

@@ -16,8 +16,9 @@ from shardwise.debug.doors import Args, Kwargs, Proceed, is_op, watched_by
 from shardwise.errors import RuleError, ShadowError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
-from shardwise.meter import unheard, user_place
+from shardwise.meter import unheard
 from shardwise.placement import REPLICATE
+from shardwise.places import called_from
 from shardwise.rules import RULES
 from shardwise.tensor import DTensor, dispatch, moved, plain
 from shardwise.tensor.names import name_of
@@ -97,7 +98,7 @@ class Shadow:
         held = f" on rank {worst.rank}, where {worst.count:,} elements differ" if worst.count else ""
         return ShadowError(
             f"{name_of(func)} gives another result than plain torch on whole tensors.\n"
-            f"  Where: {user_place() or 'unknown'}\n"
+            f"  Where: {called_from() or 'unknown'}\n"
             f"  Rows: {dispatch.reason(func, args, kwargs)}\n"
             f"  Operands: {', '.join(laid_out)}\n"
             f"  Results: {', '.join(results) or type(out).__name__}\n"
