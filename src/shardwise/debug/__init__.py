@@ -1,7 +1,11 @@
 """Looking at what distributed code does: what it sends and why, whether it is right, where its parts are."""
 
 from shardwise.debug.budget import Budget, no_implicit_comm
+from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.explain import Explanation, explain
 from shardwise.debug.shadow import Shadow, shadow
+from shardwise.debug.visualize import visualize_sharding
 
-__all__ = ["Budget", "Explanation", "Shadow", "explain", "no_implicit_comm", "shadow"]
+__all__ = [
+    "Budget", "CommDebugMode", "Explanation", "Shadow", "explain", "no_implicit_comm", "shadow", "visualize_sharding",
+]  # fmt: skip

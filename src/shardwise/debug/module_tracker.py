@@ -1,0 +1,155 @@
+"""Which module runs at the moment, in forward and in backward, and what its parameters are."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.placement import Placement
+from shardwise.tensor import DTensor
+
+GLOBAL = "Global"  # what runs outside modules, as torch calls it
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class ModuleTracker:
+    """Follows the modules of one rank between `start` and `stop`.
+
+    In backward a module runs from the gradient of one of its outputs to the gradients of its inputs; where those are
+    leaves or need none, until another one begins. Modules have the names that torch's tools give them: the class of
+    the outermost module, then the path.
+
+    Attributes:
+        types: class of each module that ran, in the order in which they began.
+        parents: the modules around each.
+        children: the modules directly inside each, in order.
+        parameters: of each module, its own only.
+        placements: of the parameters that are DTensors, by full name.
+    """
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rank: Any = None  # simulated ranks are told apart by their transport; None while it does not follow
+        self._handles: list[Any] = []
+        self._forward = [GLOBAL]
+        self._backward: list[str] = []
+        self._task = -1
+        self.types: dict[str, str] = {GLOBAL: ""}
+        self.parents: dict[str, tuple[str, ...]] = {GLOBAL: ()}
+        self.children: dict[str, list[str]] = {GLOBAL: []}
+        self.parameters: dict[str, dict[str, Tensor]] = {}
+        self.placements: dict[str, tuple[Placement, ...]] = {}
+
+    def start(self) -> None:
+        """Forget what ran before, and follow."""
+        self._clear()
+        self._rank = collectives.transport()
+        self._handles = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._rank = None
+
+    @property
+    def current(self) -> str:
+        """The innermost module that runs now."""
+        if not in_backward() or self.recomputes:
+            return self._forward[-1]
+        self._forget_other_backwards()
+        return self._backward[-1] if self._backward else GLOBAL
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward runs a module's forward again (activation checkpointing)."""
+        return in_backward() and len(self._forward) > 1
+
+    def around(self, name: str) -> tuple[str, ...]:
+        """A module and all that it is part of."""
+        return (name, *self.parents[name])
+
+    # ---- hooks ----------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if collectives.transport() is not self._rank:
+            return
+        name = self._name(module)
+        if name not in self.types:
+            self.types[name] = str(type(module)).strip("<>")
+            self.parents[name] = tuple(reversed(self._forward))
+            self.children[name] = []
+            self.children[self._forward[-1]].append(name)
+            self._note_parameters(name, module)
+        self._forward.append(name)
+        # The gradient of a leaf is there before those of the parameters, with which the module is not done yet.
+        _on_gradients(args, lambda: self._leave(name), leaves=False)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if collectives.transport() is not self._rank:
+            return
+        name = self._name(module)
+        if name in self._forward[1:]:  # entered while this followed
+            while self._forward.pop() != name:
+                pass
+            _on_gradients(output, lambda: self._enter(name), leaves=True)
+
+    def _enter(self, name: str) -> None:
+        """Backward comes to a module. Of modules that share an output, the inner ones are told first."""
+        if self._rank is None:
+            return
+        self._forget_other_backwards()
+        at = len(self._backward)
+        while at and name in self.parents[self._backward[at - 1]]:
+            at -= 1
+        self._backward.insert(at, name)
+
+    def _leave(self, name: str) -> None:
+        if self._rank is not None and name in self._backward:
+            self._backward.remove(name)
+
+    def _forget_other_backwards(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._backward = task, []
+
+    # ---- names and parameters -------------------------------------------------------------------------------
+
+    def _name(self, module: nn.Module) -> str:
+        if module not in self._names:
+            for path, child in module.named_modules(prefix=type(module).__name__):
+                self._names.setdefault(child, path)
+        return self._names[module]
+
+    def _note_parameters(self, name: str, module: nn.Module) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            self.parameters.setdefault(name, {})[key] = parameter
+            if isinstance(parameter, DTensor):
+                self.placements[f"{name}.{key}"] = parameter.placements
+
+
+def _on_gradients(tree: Any, tell: Callable[[], None], leaves: bool) -> None:
+    """Call `tell` when backward reaches one of the tensors in `tree`."""
+
+    def hook(grad: Tensor) -> None:
+        tell()
+
+    with DisableTorchFunctionSubclass():
+        for x in pytree.tree_leaves(tree):
+            if isinstance(x, Tensor) and x.requires_grad and (leaves or not x.is_leaf):
+                x.register_hook(hook)
