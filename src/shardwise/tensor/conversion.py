@@ -11,6 +11,7 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
+from shardwise.meter import ASKED
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
@@ -269,7 +270,7 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual())
+        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), ASKED.turned())
         return back.to(grads[0].dtype), None, None, None
 
 

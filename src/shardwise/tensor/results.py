@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import collectives
 from shardwise.layout import Layout
+from shardwise.movement import exchange_now
 from shardwise.placement import Shard
 from shardwise.tensor import cuts, resolve
 from shardwise.tensor.dtensor import DTensor, tag
@@ -42,6 +42,6 @@ def _measured_layout(recipe: resolve.Recipe, site: LocalSite, x: Tensor, index: 
     axes = tuple(axis for axis, p in enumerate(outputs) if isinstance(p, Shard))
     ranks = site.ranks(axes)
     ones = [1] * len(ranks)
-    lengths = collectives.all_to_all(own.repeat(len(ranks)), ones, ones, ranks).tolist()
+    lengths = exchange_now(own.repeat(len(ranks)), ones, ones, ranks, site.cause).tolist()
     order = cuts.leader(recipe.layouts, recipe.rows).shard_order
     return cuts.ragged_layout(mesh, outputs, order, dim, dict(zip(ranks, lengths, strict=True)), tuple(x.shape))
