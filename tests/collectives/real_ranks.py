@@ -27,7 +27,7 @@ class Outcome:
     error: str  # its type, or ""
     text: str
     named: int | None  # the rank that a RemoteRankError names
-    seconds: float  # from the end of the first barrier to the error
+    seconds: float  # of its life
 
     @property
     def first_line(self) -> str:
@@ -35,15 +35,20 @@ class Outcome:
 
 
 def outcomes(
-    folder: Path, job: Callable[..., object], *args: object, size: int = 3, timeout: float = 60.0
+    folder: Path,
+    job: Callable[..., object],
+    *args: object,
+    size: int = 3,
+    timeout: float = 60.0,
+    absent: tuple[int, ...] = (),
 ) -> dict[int, Outcome]:
-    """Run `job(*args)` on `size` processes of one world; what the ranks that could still speak say of their end.
+    """Run `job(*args)` on processes of one world; what the ranks that could still speak say of their end.
 
     All of them have ended when this returns.
     """
     processes: list[ForkServerProcess] = []
     try:
-        for rank in range(size):
+        for rank in set(range(size)) - set(absent):
             process = _context.Process(target=_live, args=(folder, rank, size, timeout, job, args))
             process.start()
             processes.append(process)
@@ -73,11 +78,11 @@ def _live(
     with (folder / f"stderr-{rank}").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    collectives.init_processes(rank, size, str(folder / "store"), timeout)
-    collectives.barrier(tuple(range(size)))
     start = monotonic()
     outcome: dict[str, Any] = {"returned": None, "error": "", "text": "", "named": None}
     try:
+        collectives.init_processes(rank, size, str(folder / "store"), timeout)
+        collectives.barrier(tuple(range(size)))
         outcome["returned"] = job(*args)
     except BaseException as error:
         outcome |= {"error": type(error).__name__, "text": str(error), "named": getattr(error, "rank", None)}

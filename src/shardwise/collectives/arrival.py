@@ -15,11 +15,11 @@ _MARKS = {8: _WORD * 2, 4: _WORD, 2: _WORD[2:], 1: b"\xa5"}  # by bytes; the las
 
 
 class Seal:
-    """Marks the end of every piece of a receive buffer, before it is filled.
+    """Marks the last element of every piece of a receive buffer, before it is filled.
 
     A mark that is still there afterwards shows that fewer elements came than were expected. Only in the
-    memory of the CPU, where that costs microseconds; integers in pieces of less than four bytes are not
-    marked, because every value of theirs is a likely one.
+    memory of the CPU, where that costs microseconds. Of integers shorter than four bytes the last four bytes
+    are marked, since every value of a single one is likely: there, fewer missing bytes go unseen.
 
     Args:
         out: 1-D, to be filled with pieces of `counts` elements.
@@ -31,8 +31,7 @@ class Seal:
         self.marks: tuple[tuple[int, Any, Any], ...] = ()
         if out.device.type == "cpu" and out.numel():
             self.bytes = out.view(torch.uint8).numpy()
-            small = 1 if out.dtype == torch.bool else 2 if out.dtype.is_floating_point else 4
-            self.marks = _marks(tuple(counts), own, out.element_size(), small)
+            self.marks = _marks(tuple(counts), own, out.element_size(), _width(out.dtype))
             for _, where, mark in self.marks:
                 self.bytes[where] = mark
 
@@ -44,13 +43,19 @@ class Seal:
         return None
 
 
+def _width(dtype: torch.dtype) -> int:
+    """How many bytes of a mark no value of this dtype is likely to have."""
+    if dtype in (torch.bool, torch.float16, torch.bfloat16) or dtype.itemsize >= 4:
+        return min(8, dtype.itemsize)
+    return 4
+
+
 @lru_cache(maxsize=256)
-def _marks(counts: tuple[int, ...], own: int, element_size: int, small: int) -> tuple[tuple[int, Any, Any], ...]:
+def _marks(counts: tuple[int, ...], own: int, element_size: int, width: int) -> tuple[tuple[int, Any, Any], ...]:
     """Of each piece its position, the slice of bytes that is marked, and the mark."""
     found, end = [], 0
     for position, count in enumerate(counts):
         end += count * element_size
-        width = next((size for size in (8, 4, 2, 1) if small <= size <= count * element_size), 0)
-        if width and position != own:
+        if position != own and count * element_size >= width:
             found.append((position, slice(end - width, end), np.frombuffer(_MARKS[width], np.uint8)))
     return tuple(found)

@@ -137,17 +137,26 @@ class Board:
         """Tell in which collective this rank was when it failed."""
         self._write("stand", asdict(stand))
 
-    def complain(self, report: Report) -> None:
+    def run_at(self, place: str) -> None:
+        """Tell that this rank waits for nobody, and what it does instead."""
+        self._write("running", place)
+
+    def complain(self, what: str) -> None:
         """Tell of an error that did not end this rank, such as one of a thread."""
-        self._write("complaint", asdict(report))
+        self._write("complaint", what)
 
     def hear(self) -> None:
         """Tell that this rank needs the board no more."""
         self._write("heard", True)
 
+    def cry(self) -> None:
+        """Ask all ranks to tell what they do."""
+        self.store.set(_key("trouble"), "true")
+
     def blame(self, report: Report) -> Report:
         """Put down the root of all failures, unless that was done before; return what stands there."""
         found = self.store.compare_set(_key("root"), "", json.dumps(asdict(report)))
+        self.cry()
         return Report(**json.loads(found))
 
     # ---- notes of others ----
@@ -157,6 +166,9 @@ class Board:
         found = self._read(_key("root"))
         return None if found is None else Report(**found)
 
+    def is_in_trouble(self) -> bool:
+        return self.store.check([_key("trouble")])
+
     def process(self, rank: int) -> Process | None:
         found = self._read(_key("process", rank))
         return None if found is None else Process(**found)
@@ -165,9 +177,13 @@ class Board:
         found: str | None = self._read(_key("left", rank))
         return found
 
-    def complaint(self, rank: int) -> Report | None:
-        found = self._read(_key("complaint", rank))
-        return None if found is None else Report(**found)
+    def running(self, rank: int) -> str | None:
+        found: str | None = self._read(_key("running", rank))
+        return found
+
+    def complaint(self, rank: int) -> str | None:
+        found: str | None = self._read(_key("complaint", rank))
+        return found
 
     def stand(self, rank: int) -> Stand | None:
         found = self._read(_key("stand", rank))

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from shardwise.collectives.board import Board, Report, address, is_reachable, remote_error, report_of
 from shardwise.collectives.calls import Ranks, Stand, disagreement, disagreement_text
-from shardwise.errors import RemoteRankError, ShardwiseError
+from shardwise.errors import RemoteRankError, ShardwiseError, summary
+from shardwise.places import user_place
 
 T = TypeVar("T")
 
@@ -130,12 +131,23 @@ def _wait_for(look: Callable[[], T | None]) -> T | None:
 # ---- a rank that waits for one ----------------------------------------------------------------------------
 
 
+class GaveUpError(RuntimeError):
+    """This rank stopped waiting by itself, because the root of a failure became known."""
+
+
+def known_root() -> Report | None:
+    """The root of the failures of this world, where one is known."""
+    found: list[Report | None] = []
+    _bounded(lambda: _on_board(lambda board: found.append(board.root())))
+    return found[0] if found else None
+
+
 def explain(error: BaseException, stand: Stand, waited_seconds: float) -> ShardwiseError:
     """What to raise for a collective of torch that failed with `error`: who is to blame, and what it said.
 
     Returns within two seconds. Every rank that asks gets the same report.
     """
-    me, said = dist.get_rank(), _words(error)
+    me, said = dist.get_rank(), "" if isinstance(error, GaveUpError) else _words(error)
     report = _bounded(lambda: _investigate(stand, waited_seconds))
     if report is None:
         text = f"Collective #{stand.number} of ranks {stand.ranks} failed, and the store that might tell why is silent"
@@ -146,7 +158,7 @@ def explain(error: BaseException, stand: Stand, waited_seconds: float) -> Shardw
 def _words(error: BaseException) -> str:
     """The first sentence of what the transport says, without the place in its own source."""
     first, *_ = str(error).splitlines() or [type(error).__name__]
-    return first.rpartition("] " if first.startswith("[/") else "\n")[2].split(". ")[0].rstrip(".") + "."
+    return first.rpartition("] " if first.startswith("[/") else "\n")[2].split(". ")[0].rstrip(".!") + "."
 
 
 def _investigate(stand: Stand, waited_seconds: float) -> Report:
@@ -155,6 +167,7 @@ def _investigate(stand: Stand, waited_seconds: float) -> Report:
     if not is_reachable(board.store):
         return _store_gone(board)
     board.wait_in(stand)
+    board.cry()
     report = _wait_for(lambda: board.root() or _verdict_on_gone(board, stand.ranks) or _verdict_on_calls(board, stand))
     report = report or board.blame(_verdict_on_silent(board, stand, waited_seconds))
     board.hear()
@@ -207,17 +220,16 @@ def _verdict_on_silent(board: Board, stand: Stand, waited_seconds: float) -> Rep
     stands, silent = _everyone_involved(board, stand)
     name = f"collective #{stand.number} of ranks {stand.ranks}"
     said = {rank: f"waits in {other}" for rank, other in stands.items()} | {r: _sign(board, r) for r in silent}
+    table = "".join(f"\n  rank {rank}: {said[rank]}" for rank in sorted(said)[:MAX_TABLE])
     if silent:
         who = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
-        table = "".join(f"\n  rank {rank}: {said[rank]}" for rank in sorted(said)[:MAX_TABLE])
         text = f"{who} did not come to {name}, which failed after {waited_seconds:.3g} s:{table}"
         return Report(silent[0], text, fix=SAME_ORDER)
     if len({(other.ranks, other.number) for other in stands.values()}) > 1:
-        why = "they wait in different collectives"
-        return Report(None, disagreement_text(stand.ranks, stand.number, why, said), fix=SAME_ORDER, mismatch=True)
-    text = (
-        f"All ranks came to {name}, and it failed all the same: some came later than others wait, or the network broke."
-    )
+        text = f"Ranks {', '.join(map(str, sorted(said)))} wait for each other, in different collectives:{table}"
+        return Report(None, text, fix=SAME_ORDER, mismatch=True)
+    why = "some came later than others wait, or the network broke"
+    text = f"All ranks came to {name}, and it failed all the same after {waited_seconds:.3g} s: {why}."
     return Report(None, text, fix="raise timeout_seconds, or look at the network.")
 
 
@@ -236,12 +248,12 @@ def _everyone_involved(board: Board, stand: Stand) -> tuple[dict[int, Stand], li
 
 
 def _sign(board: Board, rank: int) -> str:
-    process = board.process(rank)
-    complaint = board.complaint(rank)
-    text = "gave no sign"
-    if process is not None and process.state() != "elsewhere":
-        text += f"; its process {process.pid} is {process.state()}"
-    return f"{text}; {complaint}" if complaint else text
+    """What is known of a rank that does not tell where it stands."""
+    running, process, complaint = board.running(rank), board.process(rank), board.complaint(rank)
+    known = [running or "gave no sign"]
+    if running is None and process is not None and (state := process.state()) != "elsewhere":
+        known.append(f"its process {process.pid} is {state}")
+    return "; ".join(known if complaint is None else [*known, complaint])
 
 
 # ---- hooks ------------------------------------------------------------------------------------------------
@@ -249,39 +261,40 @@ def _sign(board: Board, rank: int) -> str:
 _hooks_of: set[int] = set()  # processes: a fork inherits the hooks of the interpreter, but no finalizers
 
 
-def install_hooks() -> None:
-    """Let the ways in which a Python process ends tell the board of its world, each after what was there before."""
+def install_hooks(at_exit: Callable[[], None]) -> None:
+    """Let the ways in which a Python process ends tell the board of its world, and chain what was there before.
+
+    `at_exit` is called at the end of the process, after the board was told.
+    """
     if os.getpid() in _hooks_of:
         return
     if not _hooks_of:
         _chain_excepthooks()
     _hooks_of.add(os.getpid())
-    Finalize(None, _at_exit, exitpriority=0)
+    Finalize(None, _at_exit, args=(at_exit,), exitpriority=0)
 
 
 def _chain_excepthooks() -> None:
     before, before_in_threads = sys.excepthook, threading.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        report_failure(error.with_traceback(trace))
+        if os.getpid() in _hooks_of:  # not a child that was forked for something else
+            report_failure(error.with_traceback(trace))
         before(kind, error, trace)
-        _let_others_hear()
+        if os.getpid() in _hooks_of:
+            _let_others_hear()
 
     def excepthook_of_threads(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
-            error, thread = args.exc_value, args.thread.name if args.thread else "unknown"
-            _bounded(lambda: _on_board(lambda board: board.complain(_of_thread(board.rank, thread, error))))
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit) and os.getpid() in _hooks_of:
+            thread = args.thread.name if args.thread else ""
+            said = f"its thread {thread!r} failed: {summary(args.exc_value)}, at {user_place(args.exc_traceback)}"
+            _bounded(lambda: _on_board(lambda board: board.complain(said)))
         before_in_threads(args)
 
     sys.excepthook, threading.excepthook = excepthook, excepthook_of_threads
 
 
-def _of_thread(rank: int, thread: str, error: BaseException) -> Report:
-    said = report_of(rank, error)
-    return Report(rank, f"its thread {thread!r} {said.text.partition(' failed: ')[2]}", said.where)
-
-
-def _at_exit() -> None:
+def _at_exit(then: Callable[[], None]) -> None:
     """At the end of a program, and in the `finally` of a child process, where its exception is still to be seen."""
     error = sys.exception()
     if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
@@ -292,6 +305,7 @@ def _at_exit() -> None:
     else:
         report_failure(error)
         _let_others_hear()
+    then()
 
 
 def _let_others_hear() -> None:

@@ -22,18 +22,25 @@ from shardwise.collectives.arrival import Seal
 from shardwise.collectives.board import Board
 from shardwise.collectives.calls import Ranks, Stand, exchange_call, reduce_call
 from shardwise.collectives.failures import (
+    GaveUpError,
     board_of_world,
     explain,
     install_hooks,
     is_of_transport,
     is_own_fault,
+    known_root,
     report_end,
 )
 from shardwise.collectives.transport import draw_from_torch, reduce_stack
+from shardwise.collectives.watch import Watch
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.mesh import Mesh
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+
+
+SLICE_SECONDS = 0.5  # of waiting, between looks at whether another rank is in trouble
+HURRIED_SECONDS = 0.1  # the same, when one is
 
 
 class TorchTransport:  # a Transport by shape: rank and world_size are asked of torch
@@ -44,6 +51,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
+        self.watch = Watch()
         self._world: ReferenceType[Any] | None = None
 
     @property
@@ -62,14 +70,16 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             return
         self.forget()
         self._world = ref(world)
-        install_hooks()
+        install_hooks(self.watch.stop)
         board = board_of_world()
         if board is not None and dist.get_world_size() > 1:
             with suppress(Exception):  # a world without a store that works only tells less when it fails
                 board.greet()
+            self.watch.start(board_of_world)
 
     def forget(self) -> None:
         """Let go of the world, its groups and its meshes."""
+        self.watch.stop()
         self._world = None
         for kept in (self.calls, self.groups, self.device_meshes, self.mesh_values):
             kept.clear()
@@ -94,7 +104,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             counts = list(recv_counts), list(send_counts)
             return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
 
-        _finish(start, stand)
+        self._finish(start, stand, _timeout(group, send.device))
         short = seal.unbroken()
         if short is not None:
             raise MismatchError(_unequal(ranks[short], here, "fewer", recv_counts[short], stand()))
@@ -105,9 +115,10 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         group = self._group(ranks)
         if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
             out = local.clone(memory_format=torch.contiguous_format)
-            _finish(
+            self._finish(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
                 lambda: Stand(reduce_call(local, reduce_op), self.calls.get(ranks, 0), ranks),
+                _timeout(group, local.device),
             )
             return out
         count = len(ranks)
@@ -122,6 +133,46 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         if len(ranks) == dist.get_world_size() and ranks == tuple(range(len(ranks))):
             return dist.group.WORLD
         return self.groups.get(ranks)
+
+    def _finish(
+        self, start: Callable[[], Sequence[Any]], stand: Callable[[], Stand], timeout_seconds: float | None
+    ) -> None:
+        """Start a collective and wait until it is done; where it fails, say who is to blame."""
+        began = monotonic()
+        works: Sequence[Any] = ()
+        self.watch.waiting = stand
+        try:
+            works = start()
+            if timeout_seconds is None:
+                for work in works:
+                    work.wait()
+            elif len(works) == 1:
+                self._wait(works[0], began + timeout_seconds)
+            else:
+                _wait_pairwise(works, began + timeout_seconds)
+        except RuntimeError as error:
+            if is_own_fault(error) or not (works or is_of_transport(error)):
+                raise
+            raise explain(error, stand(), monotonic() - began) from None
+        finally:
+            self.watch.waiting = None
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        """Wait in slices, to hear of failures of which the connections tell nothing, and to end in time.
+
+        Gloo alone waits for one peer after the other, each as long as the timeout.
+        """
+        while True:
+            left = deadline - monotonic()
+            try:
+                work.wait(_span(min(left, HURRIED_SECONDS if self.watch.trouble else SLICE_SECONDS)))
+            except RuntimeError as error:
+                if work.is_completed() or monotonic() >= deadline:
+                    raise
+                if self.watch.trouble and known_root() is not None:
+                    raise GaveUpError from error
+            else:
+                return
 
     def _start_pairwise(
         self, out: Tensor, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
@@ -142,31 +193,38 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         return dist.batch_isend_irecv(ops) if ops else []
 
 
-def _finish(start: Callable[[], Sequence[Any]], stand: Callable[[], Stand]) -> None:
-    """Start a collective and wait until it is done.
-
-    How long is the business of its group, whose timeout each collective has: a timeout given to `wait` would
-    make NCCL block this thread for every collective.
-    """
-    started, failure = monotonic(), None
-    try:
-        works = start()
-    except RuntimeError as error:
-        if not is_of_transport(error):
-            raise
-        failure, works = error, []
+def _wait_pairwise(works: Sequence[Any], deadline: float) -> None:
+    """Wait for all, and after a failure let go of the others, so that those peers hear of it as well."""
+    failure = None
     for work in works:
         try:
-            if failure is None:
-                work.wait()
-            else:  # let go of those that wait for this rank in other pieces of the same exchange
-                work.wait(timedelta(milliseconds=1))
+            work.wait(_span(deadline - monotonic() if failure is None else 0.0))
         except RuntimeError as error:
-            if is_own_fault(error):
-                raise
             failure = failure or error
     if failure is not None:
-        raise explain(failure, stand(), monotonic() - started) from None
+        raise failure
+
+
+def _span(seconds: float) -> timedelta:
+    """Torch takes a span of zero for no limit."""
+    return timedelta(seconds=max(seconds, 0.002))
+
+
+def _timeout(group: dist.ProcessGroup | None, device: torch.device) -> float | None:
+    """How long a collective of a group waits; None where its backend does not tell, or does not wait in this thread.
+
+    NCCL would wait in this thread for every collective that is given a limit; its own watchdog has one.
+    """
+    if device.type != "cpu":
+        return None
+    found = getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
+    return found.total_seconds() if isinstance(found, timedelta) else None
+
+
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    return (group or world)._get_backend(device)
 
 
 def _unequal(source: int, target: int, sent: int | str, expected: int, stand: Stand) -> str:
@@ -262,8 +320,7 @@ def shutdown() -> None:
 def world_timeout(device_type: str) -> timedelta | None:
     """How long a collective of the world on such devices waits; None where its backend does not tell."""
     try:
-        backend = dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
-    except RuntimeError:  # a backend that is made when it is first used
+        found = getattr(getattr(_backend(None, torch.device(device_type)), "options", None), "_timeout", None)
+    except RuntimeError:  # a world without a backend for them
         return None
-    found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None

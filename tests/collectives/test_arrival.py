@@ -1,0 +1,57 @@
+"""What did not come is seen, what came is not touched: for every dtype, and whatever came short."""
+
+import pytest
+import torch
+
+from shardwise.collectives.arrival import Seal
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.uint32,
+]  # fmt: skip
+SHORT_INTEGERS = {torch.uint8: 4, torch.int8: 4, torch.int16: 2}  # elements in four bytes
+
+
+def arrived(dtype: torch.dtype, counts: list[int], came: list[int], value: int = 1) -> tuple[torch.Tensor, int | None]:
+    """A buffer for pieces of `counts` elements, of which `came` came; and who is said to have sent too few."""
+    out = torch.empty(sum(counts), dtype=dtype)
+    seal = Seal(out, counts, own=1)
+    for piece, length in zip(out.split(counts), came, strict=True):
+        piece[:length] = value
+    return out, seal.unbroken()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [0, 1])
+def test_pieces_that_came_whole_are_as_they_were_sent(dtype: torch.dtype, value: int) -> None:
+    for counts in ([1, 1, 1], [3, 0, 5], [0, 2, 0], [9, 4, 1]):
+        out, short = arrived(dtype, counts, counts, value)
+        assert short is None
+        assert torch.equal(out, torch.full((sum(counts),), value).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_piece_that_came_short_is_found(dtype: torch.dtype) -> None:
+    least = SHORT_INTEGERS.get(dtype, 1)
+    for missing in range(least, 9):
+        assert arrived(dtype, [3, 2, 8], [3, 2, 8 - missing])[1] == 2
+        assert arrived(dtype, [8, 2, 3], [8 - missing, 2, 3])[1] == 0
+
+
+def test_fewer_than_four_missing_bytes_of_short_integers_go_unseen() -> None:
+    """As documented: any mark would be a value that the element may have."""
+    assert arrived(torch.uint8, [8, 0, 8], [8, 0, 5])[1] is None
+    assert arrived(torch.uint8, [3, 0, 0], [0, 0, 0])[1] is None
+
+
+def test_the_own_piece_and_empty_buffers_are_not_marked() -> None:
+    assert arrived(torch.float32, [0, 5, 0], [0, 0, 0])[1] is None
+    assert arrived(torch.float32, [0, 0, 0], [0, 0, 0])[1] is None
+
+
+def test_values_that_look_like_trouble_are_not_taken_for_a_mark() -> None:
+    for special in (float("nan"), float("inf"), -0.0):
+        out = torch.empty(2, dtype=torch.float16)
+        seal = Seal(out, [1, 0, 1], own=1)
+        out.fill_(special)
+        assert seal.unbroken() is None

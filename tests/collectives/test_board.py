@@ -1,0 +1,235 @@
+"""Notes on a store, processes seen from outside, and hooks that leave what was there before in place."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
+
+from shardwise.collectives.board import Board, Process, Report, address, is_reachable, report_of, this_process
+from shardwise.collectives.calls import Call, Stand
+from tests.collectives.real_ranks import outcomes
+
+HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
+
+
+@pytest.fixture(params=["memory", "file", "server"])
+def boards(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Board, Board]:
+    """The boards of two ranks on one store."""
+    if request.param == "memory":
+        store = HashStore()
+        return Board(store, 0), Board(store, 1)
+    if request.param == "file":
+        path = str(tmp_path / "store")
+        return Board(FileStore(path, 2), 0), Board(FileStore(path, 2), 1)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    return Board(PrefixStore("world", server), 0), Board(PrefixStore("world", client), 1)
+
+
+def test_what_one_rank_notes_the_other_reads(boards: tuple[Board, Board]) -> None:
+    ours, theirs = boards
+    stand = Stand(Call("float32", (2, 3), "sum", purpose="mm"), 7, (0, 1))
+    exchange = Stand(Call("int64", (3,), "", (1, 2), (0, 4)), 8, (0, 1))
+    assert (ours.stand(1), ours.left(1), ours.process(1), ours.complaint(1), ours.running(1)) == (None,) * 5
+    assert not ours.is_in_trouble()
+    theirs.greet()
+    theirs.wait_in(stand)
+    assert ours.stand(1) == stand
+    assert not ours.all_stand((0, 1))
+    ours.wait_in(exchange)
+    assert theirs.stand(0) == exchange
+    assert theirs.all_stand((0, 1))
+    theirs.leave("left")
+    theirs.complain("a thread failed")
+    theirs.run_at("running somewhere")
+    theirs.cry()
+    assert ours.process(1) == this_process()
+    assert (ours.left(1), ours.complaint(1), ours.running(1)) == ("left", "a thread failed", "running somewhere")
+    assert ours.is_in_trouble()
+    assert not theirs.all_heard([0])
+    ours.hear()
+    assert theirs.all_heard([0])
+
+
+def test_the_first_blame_stands(boards: tuple[Board, Board]) -> None:
+    ours, theirs = boards
+    first, second = Report(1, "Rank 1 failed", "a.py:3 in f"), Report(0, "Rank 0 failed", mismatch=True)
+    assert ours.root() is None
+    assert theirs.blame(first) == first
+    assert ours.blame(second) == first
+    assert ours.root() == theirs.root() == first
+    assert ours.is_in_trouble()
+
+
+def test_a_server_that_is_gone_is_not_reachable_and_nothing_else_has_an_address() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = PrefixStore("a", PrefixStore("b", server))
+    assert address(store) == ("127.0.0.1", server.port)
+    assert is_reachable(store)
+    assert address(HashStore()) is None
+    assert is_reachable(HashStore())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    class Gone:
+        host = "127.0.0.1"
+
+        def __init__(self) -> None:
+            self.port = port
+
+    assert not is_reachable(Gone())  # type: ignore[arg-type] # the rest is not asked for
+
+
+def fail() -> None:
+    raise ValueError("\n".join(f"line {i}" for i in range(20)))
+
+
+def test_a_report_has_the_first_lines_and_the_line_of_the_users_code() -> None:
+    with pytest.raises(ValueError, match="line 0") as caught:
+        fail()
+    report = report_of(3, caught.value)
+    assert report.text.splitlines() == ["Rank 3 failed: ValueError: line 0", *(f"    line {i}" for i in range(1, 6))]
+    assert report.where == f"{HERE}:{fail.__code__.co_firstlineno + 1} in fail"
+    assert report_of(3, SystemExit("bye")).text == "Rank 3 called sys.exit('bye')"
+
+
+def test_a_process_is_seen_to_live_to_stop_and_to_end() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        started = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
+        here = this_process()
+        seen = Process(here.host, child.pid, started)
+        assert seen.state() == here.state() == "alive"
+        assert Process(here.host, child.pid, "0").state() == "gone"  # another one, which had this number before
+        assert Process("another host", child.pid, started).state() == "elsewhere"
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert seen.state() == "stopped"
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert seen.state() == "gone"  # a zombie
+    child.communicate()
+    assert seen.state() == "gone"
+
+
+# ---- scripts that make their world themselves, whose store is a server in rank 0 ----------------------------
+
+SCRIPT = """
+import atexit, os, sys, threading, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+sys.excepthook = lambda *args: (print("hook before", file=sys.stderr), sys.__excepthook__(*args))
+from shardwise import Mesh, Shard, collectives, distribute_tensor
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank = dist.get_rank()
+assert distribute_tensor(torch.ones(4, 2), Mesh((2,)), [Shard(0)]).full_tensor().sum() == 8
+"""
+
+
+def run_script(body: str) -> list[tuple[int, str]]:
+    """Exit code and stderr of two processes that run SCRIPT and then `body`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT + textwrap.dedent(body)],
+            env={**os.environ, **world, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        return [(rank.returncode, err) for rank in ranks for _, err in [rank.communicate(timeout=100)]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_run_without_failures_says_nothing_though_the_server_ends_first() -> None:
+    """Torch prints a stack when it finds the server gone."""
+    found = run_script(
+        """
+        collectives.barrier((0, 1))
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the port is free again
+        collectives.barrier((0, 1))
+        time.sleep(1.5 * rank)
+        """
+    )
+    assert found == [(0, ""), (0, "")]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_a_rank_reaches_the_other_though_the_first_keeps_the_store(failing: int) -> None:
+    found = run_script(
+        f"""
+        if rank == {failing}:
+            raise ValueError("no such row")
+        time.sleep(0.3)
+        collectives.barrier((0, 1))
+        """
+    )
+    assert [code for code, _ in found] == [1, 1]
+    assert f"RemoteRankError: Rank {failing} failed: ValueError: no such row\n" in found[1 - failing][1]
+    for _, err in found:
+        assert "hook before" in err
+        assert "frame #" not in err
+    assert "ValueError: no such row" in found[failing][1]
+
+
+def test_where_the_rank_that_keeps_the_store_was_killed_it_is_named() -> None:
+    found = run_script(
+        """
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        collectives.barrier((0, 1))
+        """
+    )
+    assert found[0][0] == -signal.SIGKILL
+    assert "RemoteRankError: Rank 0 is gone, and with it the store of this world at 127.0.0.1:" in found[1][1]
+
+
+def test_a_thread_that_keeps_a_failed_process_alive_does_not_keep_the_others_waiting() -> None:
+    found = run_script(
+        """
+        if rank == 1:
+            release = threading.Event()
+            threading.Thread(target=release.wait, args=(50,)).start()
+            threading.Timer(6, release.set).start()
+            raise ValueError("no such row")
+        collectives.barrier((0, 1))
+        """
+    )
+    assert "RemoteRankError: Rank 1 failed: ValueError: no such row\n" in found[0][1]
+
+
+def forked() -> int:
+    """The exit code of a child that this rank forks for something else, and that fails."""
+    from shardwise import collectives
+
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.excepthook(ValueError, ValueError("of the child"), None)
+        finally:
+            os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    collectives.barrier((0, 1, 2))
+    return code
+
+
+def test_a_child_that_a_rank_forks_does_not_speak_for_it(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, forked)
+    assert [found[rank].returned for rank in range(3)] == [7, 7, 7]
