@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
 from shardwise.errors import RuleError
@@ -199,6 +200,16 @@ def test_what_a_number_or_a_dtype_changes_is_not_taken_from_a_cache() -> None:
     whole = distribute_tensor(torch.tensor([4, 5, 6]), Mesh((2,)), [S0])
     assert as_dtensor(whole.to(torch.float64)).dtype == torch.float64
     assert as_dtensor(whole.to(torch.int32)).dtype == torch.int32
+
+
+@world(2)
+def test_what_is_spelled_like_an_op_but_gives_no_new_tensor_is_not_taken_for_one() -> None:
+    x = distribute_tensor(torch.tensor([2.5]), Mesh((2,)), [S0])
+    assert Tensor.__float__(x) == 2.5
+    assert torch.ops.aten.eq.Tensor_list([x], [x]) is True
+    out = distribute_tensor(torch.zeros(1), Mesh((2,)), [S0])
+    assert torch.ops.aten.xlogy.OutTensor(x, x, out=out) is out
+    assert_close(out.full_tensor(), torch.xlogy(torch.tensor([2.5]), 2.5))
 
 
 @world(2)

@@ -30,6 +30,7 @@ BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 COPIES = "clone detach contiguous alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
+NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__)  # dunder methods that give no tensor
 LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
@@ -164,13 +165,20 @@ def spellings(name: str) -> list[tuple[Any, bool]]:
                 found.append((function, in_place))
     for dunder in (f"__{name}__", f"__i{name}__"):
         function = getattr(Tensor, dunder, None)
-        if callable(function) and function not in (object.__eq__, object.__ne__):
+        if callable(function) and function not in NO_OPS:
             found.append((function, dunder.startswith("__i")))
     for spelled, in_place in ((name, False), (name + "_", True)):
         packet = getattr(torch.ops.aten, spelled, None)
         overloads = packet.overloads() if packet is not None else ()
-        found += [(getattr(packet, overload), in_place) for overload in overloads if "out" not in overload]
+        found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if _gives_a_tensor(op)]
     return found
+
+
+def _gives_a_tensor(overload: Any) -> bool:
+    """Whether an overload is an op on tensors that makes its result; torch also lists arithmetic on numbers."""
+    schema = overload._schema
+    sides = (schema.arguments, schema.returns)
+    return all(any("Tensor" in str(a.type) for a in side) for side in sides) and not any(a.is_out for a in sides[0])
 
 
 def register(
