@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from shardwise.testing.opcheck import REFUSED, Outcome, Verdict
+from shardwise.testing.opcheck import REFUSED, Judge, OpCall, Outcome, Verdict
 from shardwise.testing.opinfo import FAMILIES
 
 KNOWN = Path(__file__).parents[1] / "tests" / "sweep_known.json"
@@ -62,6 +62,7 @@ class Plan:
     samples: int = 4
     families: tuple[str, ...] = ()
     few: bool = False
+    peer: bool = False  # torch.distributed.tensor instead of this library
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Ca
 
     every = opinfo.cases_of(name, plan.samples, plan.families or opinfo.FAMILIES)
     cases = opinfo.few_cases_of(name) if plan.few else every
-    for number, case, judge in opinfo.judged(cases, start):
+    for number, case, judge in opinfo.judged(cases, start, _judge_of(plan)):
         begun = Result(name, case.variant, case.sample, str(case.call), case.label)
 
         def result(begun: Result = begun, judge: Callable[[], Verdict] = judge) -> tuple[Result, bool]:
@@ -106,6 +107,15 @@ def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Ca
             return told, found.late
 
         yield number, begun, result
+
+
+def _judge_of(plan: Plan) -> Callable[[OpCall], Judge]:
+    if not plan.peer:
+        return Judge
+    sys.path.append(str(KNOWN.parents[1]))  # this script may run from anywhere
+    from tools.peer import PeerJudge
+
+    return PeerJudge
 
 
 # ---- beside the workers ------------------------------------------------------------------------------------------
@@ -283,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=4, help="samples an op (default 4)")
     parser.add_argument("--layouts", default="", metavar="FAMILIES", help="such as one,sizes,nested; default all")
     parser.add_argument("--few", action="store_true", help="only what the tests run: one sample in one layout")
+    parser.add_argument("--peer", action="store_true", help="sweep torch.distributed.tensor, in layouts that it has")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result that is not right")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown table of ops that are not right")
@@ -294,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.shrink and not options.few:
         parser.error("--shrink needs --few: the list is about the few cases that the tests run")
     began = time.monotonic()
-    plan = Plan(options.samples, families, options.few)
+    if options.peer:
+        families = families or ("whole", "one", "all")  # one axis, cut as torch.chunk cuts
+    plan = Plan(options.samples, families, options.few, options.peer)
     results = sweep(plan, options.jobs, options.ops, lambda line: print(line, file=sys.stderr, flush=True))
     if not results:
         parser.error(f"--ops: no op with a tensor operand matches {options.ops!r}")

@@ -137,7 +137,7 @@ class Judge:
         self.call = call
         self.timeout = timeout
         torch.manual_seed(SEED)
-        self.plain = _seen(call, [_leaf(_copy(x), x) for x in call.tensors], backward=True)
+        self.plain = seen_of(call, [leaf_of(_copy(x), x) for x in call.tensors], backward=True)
         self.is_random = _draws(call)
         if self.plain.stage == "backward":  # torch itself cannot go backward here: compare forward only
             self.plain.error, self.plain.grads = None, None
@@ -147,20 +147,21 @@ class Judge:
     def alone(self) -> Seen:
         """What a world of one rank sees: random numbers are compared with those."""
         if self._alone is None:
-            layouts = [layout_of(x, Mesh((1,)), [REPLICATE]) for x in self.call.tensors]
-            backward = self.plain.grads is not None
-            self._alone = world(1, timeout=self.timeout).run(_on_rank, self.call, layouts, backward)[0]
+            self._alone = self.on_ranks([layout_of(x, Mesh((1,)), [REPLICATE]) for x in self.call.tensors], 1)[0]
         return self._alone
 
     def verdict(self, layouts: Layouts, size: int = 4) -> Verdict:
         """Make the call on `size` ranks with its tensors laid out as `layouts`."""
-        backward = self.plain.grads is not None
         try:
-            ranks = world(size, timeout=self.timeout).run(_on_rank, self.call, layouts, backward)
+            ranks = self.on_ranks(layouts, size)
         except DeadlockError as error:
             return Verdict(Outcome.HANG, str(error), late=True)
         outcome, message = self._judged(ranks)
         return Verdict(outcome, message, ranks[0].implicit)
+
+    def on_ranks(self, layouts: Layouts, size: int) -> Sequence[Seen]:
+        """What each of `size` ranks sees; a subclass may ask another library."""
+        return world(size, timeout=self.timeout).run(_on_rank, self.call, layouts, self.plain.grads is not None)
 
     def _judged(self, ranks: Sequence[Seen]) -> tuple[Outcome, str]:
         failed = {rank: seen for rank, seen in enumerate(ranks) if seen.error is not None}
@@ -205,7 +206,7 @@ def _draws(call: OpCall) -> bool:
             return out
 
     with Watch():  # type: ignore[no-untyped-call]
-        _seen(call, [_copy(x) for x in call.tensors], backward=False)
+        seen_of(call, [_copy(x) for x in call.tensors], backward=False)
     return bool(drawn)
 
 
@@ -229,14 +230,14 @@ def _of_failures(failed: dict[int, Seen], size: int) -> tuple[Outcome, str]:
 
 def _on_rank(call: OpCall, layouts: Layouts, backward: bool) -> Seen:
     torch.manual_seed(SEED)
-    leaves = [_leaf(distributed(x.detach(), layout), x) for x, layout in zip(call.tensors, layouts, strict=True)]
+    leaves = [leaf_of(distributed(x.detach(), layout), x) for x, layout in zip(call.tensors, layouts, strict=True)]
     with collectives.count_comms() as meter:
-        seen = _seen(call, leaves, backward)
+        seen = seen_of(call, leaves, backward)
     seen.implicit = len(meter.implicit)
     return seen
 
 
-def _seen(call: OpCall, leaves: Sequence[Tensor], backward: bool) -> Seen:
+def seen_of(call: OpCall, leaves: Sequence[Tensor], backward: bool) -> Seen:
     """Call, read the result as whole tensors, and go backward from a fixed cotangent."""
     seen = Seen()
     try:
@@ -275,7 +276,7 @@ def _cotangent(out: Tensor) -> Tensor:
 
 
 def _whole(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _misfit(x: Any) -> str:
@@ -297,7 +298,7 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.layout == torch.strided else x.clone()
 
 
-def _leaf(x: Tensor, like: Tensor) -> Tensor:
+def leaf_of(x: Tensor, like: Tensor) -> Tensor:
     return x.requires_grad_(like.requires_grad)
 
 
@@ -311,9 +312,15 @@ def distributed(x: Tensor, layout: Layout | None) -> Tensor:
     if layout is None:
         return x.clone()
     rank = collectives.rank()
+    return DTensor.from_local(
+        part_of(x, layout, rank), layout.mesh, layout.placements, run_check=False, shape=layout.shape
+    )
+
+
+def part_of(x: Tensor, layout: Layout, rank: int) -> Tensor:
+    """What `rank` holds of `x`, as a tensor of its own."""
     (box,) = layout.boxes(rank)
-    part = contribution(x, layout, rank)[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
-    return DTensor.from_local(_copy(part), layout.mesh, layout.placements, run_check=False, shape=layout.shape)
+    return _copy(contribution(x, layout, rank)[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))])
 
 
 def contribution(x: Tensor, layout: Layout, rank: int) -> Tensor:

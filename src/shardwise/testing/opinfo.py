@@ -247,7 +247,9 @@ def few_cases_of(name: str) -> Iterator[Case]:
             yield case
 
 
-def judged(cases: Iterable[Case], start: int = 0) -> Iterator[tuple[int, Case, Callable[[], Verdict]]]:
+def judged(
+    cases: Iterable[Case], start: int = 0, judge_of: Callable[[OpCall], Judge] = Judge
+) -> Iterator[tuple[int, Case, Callable[[], Verdict]]]:
     """Cases from number `start` on, each with what judges it; the plain call is made once for all layouts."""
     judge: Judge | None = None
     for number, case in enumerate(cases):
@@ -257,7 +259,7 @@ def judged(cases: Iterable[Case], start: int = 0) -> Iterator[tuple[int, Case, C
         def verdict(case: Case = case) -> Verdict:
             nonlocal judge
             if judge is None or judge.call is not case.call:
-                judge = Judge(case.call)
+                judge = judge_of(case.call)
             return judge.verdict(case.layouts)
 
         yield number, case, verdict
