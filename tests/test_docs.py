@@ -1,4 +1,4 @@
-"""Every Python block of the documentation and every example runs."""
+"""Every Python block of the documentation and every example runs, and prints what the page says it does."""
 
 import os
 import re
@@ -10,23 +10,25 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A Python block; a text block with nothing but an empty line between is what it prints.
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
-def run(script: Path) -> str:
+def run(script: Path, folder: Path | None = None) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    for number, block in enumerate(BLOCK.findall(page.read_text())):
-        script = tmp_path / f"block_{number}.py"
+    for block, output in BLOCK.findall(page.read_text()):
+        script = tmp_path / "example.py"
         script.write_text(block)
-        run(script)
+        printed = run(script, tmp_path)
+        assert not output or printed == output
 
 
 @pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda p: p.name)

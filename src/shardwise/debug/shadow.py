@@ -104,7 +104,7 @@ class Shadow:
             f"  Results: {', '.join(results) or type(out).__name__}\n"
             f"  Largest difference: {worst.size:.6g}, in {worst.what}{where}{held}\n"
             f"  Expected {worst.want}, got {worst.got}\n"
-            f"  Fix: report it, with this text; to go on, run the op on redistribute()d operands.",
+            f"  Fix: mend the rule if it is yours, else report this text; until then redistribute the operands.",
             name_of(func), worst.rank, worst.index, worst.size,
         )  # fmt: skip
 
