@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
@@ -29,57 +29,125 @@ def classes(*shape: int) -> Tensor:
 
 
 A, B, SHARES = normal(5, 3), normal(5, 3), fraction(5, 3)
+SIGNS, SIDES = normal(5, 3).sign(), normal(5).sign().long()
 SCORES, MANY = normal(5, 4), normal(2, 4, 3)
 SOME_IGNORED = torch.tensor([1, -100, 3, -100, 0])
-SAMPLES = [
+W4 = fraction(4)
+LOG_P = normal(6, 3, 5).log_softmax(2)
+LENGTHS = (torch.tensor([6, 5, 6]), torch.tensor([2, 0, 1]))
+ELEMENTS = [
     Sample(F.mse_loss, (A, B)),
     Sample(F.mse_loss, (A, B), {"reduction": "sum"}),
     Sample(F.mse_loss, (A, B, None, None, "sum")),
+    Sample(F.mse_loss, (A, B), {"weight": SHARES}),
+    Sample(F.mse_loss, (A, B), {"weight": SHARES, "reduction": "sum"}),
+    Sample(F.mse_loss, (A, B), {"weight": SHARES, "reduction": "none"}),
     Sample(F.mse_loss, (normal(0, 3), normal(0, 3))),
     Sample(F.mse_loss, (normal(), normal())),
     Sample(F.mse_loss, (normal(1), normal(1))),
     Sample(F.l1_loss, (A, B), {"reduction": "none"}),
     Sample(F.smooth_l1_loss, (A, B), {"beta": 0.5}),
     Sample(F.huber_loss, (A, B, "mean", 0.5)),
-    Sample(F.binary_cross_entropy, (fraction(5, 3), fraction(5, 3))),
-    Sample(F.binary_cross_entropy, (fraction(5, 3), fraction(5, 3), fraction(3)), constant=(2,)),
-    Sample(F.binary_cross_entropy_with_logits, (A, fraction(5, 3))),
+    Sample(F.huber_loss, (A, B), {"weight": SHARES}),
+    Sample(F.binary_cross_entropy, (SHARES, fraction(5, 3))),
+    Sample(F.binary_cross_entropy, (SHARES, fraction(5, 3), fraction(3)), constant=(2,)),
     Sample(
         F.binary_cross_entropy_with_logits,
         (A, fraction(5, 3), normal(3)),
         {"pos_weight": fraction(3)},
         constant=(2, 3),
     ),
+    Sample(F.kl_div, (A, SHARES), {"reduction": "batchmean"}),
+    Sample(F.kl_div, (A, B), {"reduction": "sum", "log_target": True}),
+    Sample(F.kl_div, (normal(), fraction()), {"reduction": "batchmean"}),
+    Sample(F.poisson_nll_loss, (A, SHARES * 5)),
+    Sample(F.poisson_nll_loss, (SHARES, SHARES * 5, False, True)),
+    Sample(F.gaussian_nll_loss, (A, B, SHARES)),
+    Sample(F.gaussian_nll_loss, (A, B, fraction(5)), {"full": True}),
+    Sample(F.gaussian_nll_loss, (A, B, 0.5), {"reduction": "sum"}),
+    Sample(F.soft_margin_loss, (A, SIGNS), constant=(1,)),
+    Sample(F.hinge_embedding_loss, (A, SIGNS), {"margin": 0.3}),
+    Sample(F.margin_ranking_loss, (A, B, SIGNS), {"margin": 0.3}),
+]
+EXAMPLES = [
+    Sample(F.cosine_embedding_loss, (A, B, SIDES, 0.1), constant=(2,)),
+    Sample(F.cosine_embedding_loss, (A, B, SIDES), {"reduction": "none"}, constant=(2,)),
+    Sample(F.triplet_margin_loss, (A, B, SHARES), {"swap": True}),
+    Sample(F.triplet_margin_loss, (A, B, SHARES), {"reduction": "none", "p": 1}),
+    Sample(F.triplet_margin_with_distance_loss, (A, B, SHARES), {"distance_function": nn.PairwiseDistance()}),
+    Sample(F.multi_margin_loss, (SCORES, classes(5))),
+    Sample(F.multi_margin_loss, (SCORES, classes(5), 2, 0.5, W4), {"reduction": "none"}, constant=(2,)),
+    Sample(F.multi_margin_loss, (normal(4), classes())),
+    Sample(F.multilabel_margin_loss, (SCORES, torch.tensor([[3, 0, -1, 1]] * 4 + [[-1, 2, 2, 2]]))),
+    Sample(F.multilabel_soft_margin_loss, (SCORES, (normal(5, 4) > 0).double(), W4), constant=(1, 2)),
+    Sample(F.multilabel_soft_margin_loss, (MANY, (normal(2, 4, 3) > 0).double()), {"reduction": "none"}, constant=(1,)),
+    Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, *LENGTHS)),
+    Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, *LENGTHS), {"reduction": "none", "blank": 0}),
+    Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, (6, 5, 6), (2, 1, 1)), {"reduction": "sum", "zero_infinity": True}),
+]
+CLASSES = [
     Sample(F.cross_entropy, (SCORES, classes(5))),
     Sample(F.cross_entropy, (SCORES, classes(5)), {"reduction": "sum"}),
     Sample(F.cross_entropy, (SCORES, SOME_IGNORED)),
     Sample(F.cross_entropy, (SCORES, SOME_IGNORED), {"reduction": "none"}),
     Sample(F.cross_entropy, (SCORES, torch.full((5,), -100))),
     Sample(F.cross_entropy, (SCORES, torch.tensor([1, 2, 2, 2, 0])), {"ignore_index": 2}),
-    Sample(F.cross_entropy, (SCORES, classes(5), fraction(4)), constant=(2,)),
+    Sample(F.cross_entropy, (SCORES, SOME_IGNORED, W4), constant=(2,)),
+    Sample(F.cross_entropy, (SCORES, SOME_IGNORED, W4), {"reduction": "none"}, constant=(2,)),
     Sample(
         F.cross_entropy,
-        (SCORES, torch.tensor([1, 2, 3, 2, 0]), fraction(4)),
+        (SCORES, torch.tensor([1, 2, 3, 2, 0]), W4),
         {"label_smoothing": 0.1, "ignore_index": 2},
         constant=(2,),
     ),
+    Sample(F.cross_entropy, (SCORES, SOME_IGNORED, W4), {"label_smoothing": 1.0, "reduction": "sum"}, constant=(2,)),
     Sample(F.cross_entropy, (SCORES, classes(5)), {"label_smoothing": 0.1}),
     Sample(F.cross_entropy, (SCORES, fraction(5, 4))),
+    Sample(F.cross_entropy, (SCORES, fraction(5, 4), W4), constant=(2,)),
     Sample(F.cross_entropy, (SCORES, fraction(5, 4)), {"label_smoothing": 0.1, "reduction": "sum"}),
-    Sample(F.cross_entropy, (MANY, classes(2, 3))),
+    Sample(F.cross_entropy, (MANY, classes(2, 3), W4), {"label_smoothing": 0.2}, constant=(2,)),
     Sample(F.cross_entropy, (MANY, classes(2, 3)), {"reduction": "none"}),
-    Sample(F.cross_entropy, (MANY, fraction(2, 4, 3)), {"reduction": "none"}),
-    Sample(F.cross_entropy, (normal(4), torch.tensor(2))),
+    Sample(F.cross_entropy, (MANY, fraction(2, 4, 3), W4), {"reduction": "none"}, constant=(2,)),
+    Sample(F.cross_entropy, (normal(4), torch.tensor(2), W4), constant=(2,)),
     Sample(F.cross_entropy, (normal(1, 4), classes(1))),
-    Sample(F.nll_loss, (SCORES, classes(5))),  # no rule: on whole copies
-    Sample(F.kl_div, (A, fraction(5, 3)), {"reduction": "batchmean"}),
+    Sample(F.cross_entropy, (normal(0, 4), classes(0)), {"reduction": "sum"}),
+    Sample(F.nll_loss, (SCORES, SOME_IGNORED)),
+    Sample(F.nll_loss, (SCORES, SOME_IGNORED, W4), {"reduction": "sum"}, constant=(2,)),
+    Sample(F.nll_loss, (MANY, classes(2, 3), W4), constant=(2,)),
+    Sample(F.nll_loss, (MANY, classes(2, 3)), {"reduction": "none", "ignore_index": 1}),
+    Sample(F.nll_loss, (normal(4), torch.tensor(2))),
 ]
+SAMPLES = [*ELEMENTS, *EXAMPLES, *CLASSES]
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_losses_equal_one_process(sample: Sample) -> None:
     tally = assert_equals_one_process([sample], MESHES, limit=6)
     assert tally.cases > 20
+
+
+@pytest.mark.parametrize("placements", [(S0, S1), (S1, S0), (S1, S1), (S0, S0)], ids=str)
+@pytest.mark.parametrize("sample", CLASSES[::2], ids=str)
+def test_batch_and_classes_may_be_cut_at_once(sample: Sample, placements: tuple[Placement, Placement]) -> None:
+    """Nothing is gathered: what travels is a few numbers an example, whatever the number of classes."""
+    scores, target, *rest = sample.tensors()
+    if scores.ndim < 2:
+        return
+    want = sample.call([scores, target, *rest])
+
+    def body() -> Tensor:
+        mesh = Mesh((2, 2))
+        batch = [p if p == S0 or target.ndim == scores.ndim else R for p in placements]
+        weights = [distribute_tensor(w, mesh, [S0 if p == S1 else R for p in placements]) for w in rest]
+        x, y = distribute_tensor(scores, mesh, placements), distribute_tensor(target, mesh, batch)
+        with count_comms() as meter:
+            out = as_dtensor(sample.call([x, y, *weights]))
+        assert meter.implicit == []
+        assert meter.total_calls <= 2
+        return out.full_tensor()
+
+    for got in world(4).run(body):
+        torch.testing.assert_close(got, want, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +181,31 @@ def test_losses_of_short_dtypes_do_not_overflow() -> None:
     assert F.cross_entropy(distribute_tensor(scores, mesh, [S0]), ids).item() == pytest.approx(9.0, rel=1e-2)
 
 
-@world(2)
-def test_a_target_outside_the_cut_classes_is_refused() -> None:
-    scores = distribute_tensor(SCORES, Mesh((2,)), [S1])
-    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
-        F.cross_entropy(scores, distribute_tensor(torch.tensor([0, 1, 2, 3, 7]), Mesh((2,)), [R]))
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("cut", "own"), [(S1, R), (S0, S0)], ids=str)
+def test_a_target_that_is_no_class_is_the_same_error_on_every_rank(
+    loss: Callable[..., Tensor], cut: Placement, own: Placement
+) -> None:
+    def body() -> str:
+        scores = distribute_tensor(SCORES, Mesh((3,)), [cut])
+        with pytest.raises(IndexError) as caught:
+            loss(scores, distribute_tensor(torch.tensor([0, 1, 2, 3, 7]), Mesh((3,)), [own]))
+        return str(caught.value)
+
+    assert set(world(3).run(body)) == {"Target 7 is out of bounds: there are 4 classes."}
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss], ids=lambda f: f.__name__)
+@world(3)
+def test_classes_that_are_ruled_out_on_a_whole_rank_have_a_gradient_of_zero(loss: Callable[..., Tensor]) -> None:
+    full = SCORES.clone()
+    full[:, :2] = float("-inf")
+    grads = []
+    for x in (full, distribute_tensor(full, Mesh((3,)), [S1])):
+        leaf = x.detach().requires_grad_()
+        loss(leaf, torch.tensor([2, 3, 3, 2, 2])).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(as_dtensor(grads[1]).full_tensor(), grads[0])
 
 
 @world(4)

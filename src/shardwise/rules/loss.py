@@ -1,8 +1,8 @@
-"""Losses. A mean over unequal shards is a sum of shares, divided by what the whole batch counts."""
+"""Losses. Each rank scores what it holds; a mean over unequal pieces divides sums by what the whole batch counts."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from inspect import Signature, signature
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -10,146 +10,261 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.placement import PARTIAL, REPLICATE, Shard
+from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.rules.normal import INF, wide
 from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
 
-_signature: Callable[[Callable[..., Any]], Signature] = lru_cache(signature)
 Loss = Callable[..., Any]
+Named = dict[str, Any]
 
 
-def _named(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+@lru_cache
+def _defaults(loss: Loss) -> Named:
+    return {name: parameter.default for name, parameter in signature(loss).parameters.items()}
+
+
+def _named(loss: Loss, args: tuple[Any, ...], kwargs: Named) -> Named:
     """The arguments of a call of `loss` by name, with the defaults."""
-    bound = _signature(loss).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+    defaults = _defaults(loss)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
-def _elementwise_shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _checked(loss: Loss, args: tuple[Any, ...], kwargs: Named) -> tuple[Named, list[Meta]]:
+    """The arguments by name, and those of them that are tensors, in the order of the call."""
     named = _named(loss, args, kwargs)
-    return broadcast(named["input"], named["target"]) if named["reduction"] == "none" else ()
+    if named.get("size_average") is not None or named.get("reduce") is not None:
+        raise NotImplementedError("size_average and reduce are translated by torch")
+    return named, [x for x in named.values() if isinstance(x, Meta)]
+
+
+# ---- losses of elements and of examples ---------------------------------------------------------------------
+
+ELEMENTS = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+    F.kl_div, F.poisson_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
+)  # fmt: skip
+EXAMPLES = (
+    F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+)  # fmt: skip
 
 
 def elementwise(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     """out = the sum or mean of w[i] f(input[i], target[i])."""
-    named = _named(loss, args, kwargs)
-    _refuse_old_names(named)
-    if named.get("weight") is not None and loss not in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits):
-        raise NotImplementedError("weight= divides by the sum of the weights, which is not supported yet")
-    rows = list(shard_rows(_metas(named), "each rank scores its own elements"))
-    reduction = named["reduction"]
-    if reduction not in ("mean", "sum"):
+    named, tensors = _checked(loss, args, kwargs)
+    weighted = named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss, F.huber_loss)
+    strict = loss in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+    if (strict or weighted) and named["input"].shape != named["weight" if weighted else "target"].shape:
+        raise NotImplementedError("torch says what is wrong with the shapes")
+    rows = shard_rows(tensors, "each rank scores its own elements")
+    reduction, count = named["reduction"], prod(broadcast(*tensors))
+    if loss is F.kl_div and reduction == "batchmean":
+        count = broadcast(*tensors)[0] if broadcast(*tensors) else 1
+    return _reduced(loss, reduction, count, list(rows))
+
+
+def of_examples(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
+    """out = the sum or mean of f(input[i, :], target[i, ...])."""
+    named, tensors = _checked(loss, args, kwargs)
+    first, sums = tensors[0], loss in (F.cosine_embedding_loss, F.triplet_margin_loss)
+    if sums and first.placement.is_shard(first.ndim - 1):
+        raise NotImplementedError("sums over a cut dim are summed over the ranks if torch takes the loss apart")
+
+    def placed(x: Meta, dim: int) -> Placement:
+        alike = x is not named.get("weight") and x.shape[dim : dim + 1] == first.shape[dim : dim + 1]
+        return Shard(dim) if alike else REPLICATE
+
+    why = "each rank scores its own examples"
+    rows = [Row(tuple(placed(x, d) for x in tensors), Shard(d), why) for d in range(first.ndim - 1)]
+    return _reduced(loss, named["reduction"], prod(first.shape[:-1]), rows)
+
+
+def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Row]:
+    if reduction not in ("mean", "sum", "batchmean" if loss is F.kl_div else "mean"):
         return rows
-    count = prod(broadcast(named["input"], named["target"]))
     local = local_with(_share, loss, reduction, count)
     return [Row(row.inputs, PARTIAL, row.why, local) for row in rows]
-
-
-def _metas(named: dict[str, Any]) -> list[Meta]:
-    return [x for x in named.values() if isinstance(x, Meta)]
-
-
-def _refuse_old_names(named: dict[str, Any]) -> None:
-    if named.get("size_average") is not None or named.get("reduce") is not None:
-        raise NotImplementedError("size_average and reduce are not supported, reduction is")
 
 
 def _share(loss: Loss, reduction: str, count: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
     """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
     named = _named(loss, args, kwargs)
-    own = torch.broadcast_shapes(named["input"].shape, named["target"].shape).numel()
-    if reduction == "mean" and own:
-        return loss(**{**named, "reduction": "mean"}) * (own / count)  # type: ignore[no-any-return]
-    summed: Tensor = loss(**{**named, "reduction": "sum"})
-    return summed / count if reduction == "mean" else summed
+    tensors = [x for x in named.values() if isinstance(x, Tensor)]
+    own = tensors[0].shape if loss in ELEMENTS else tensors[0].shape[:-1]
+    if loss in ELEMENTS and any(x.shape != own for x in tensors):
+        own = torch.broadcast_shapes(*(x.shape for x in tensors))  # slow
+    if reduction == "mean" and named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss):
+        weights = site.stack(named["weight"].sum()).sum(0)
+        return loss(**{**named, "reduction": "sum"}) / weights  # type: ignore[no-any-return]
+    if reduction == "mean" and own.numel():
+        return loss(**{**named, "reduction": "mean"}) * (own.numel() / count)  # type: ignore[no-any-return]
+    summed: Tensor = loss(**{**named, "reduction": "sum" if own.numel() else "none"}).sum()
+    return summed if reduction == "sum" else summed / count
 
 
-for _loss in (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-):  # fmt: skip
-    RULES[_loss] = OpRule(partial(elementwise, _loss), shape=partial(_elementwise_shape, _loss))
+def _shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    named, tensors = _checked(loss, args, kwargs)
+    if named["reduction"] != "none":
+        return ()
+    return broadcast(*tensors) if loss in ELEMENTS else tensors[0].shape[:-1]
 
 
-def _cross_entropy_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-    named = _named(F.cross_entropy, args, kwargs)
+for _loss in (*ELEMENTS, *EXAMPLES):
+    _rows = elementwise if _loss in ELEMENTS else of_examples
+    RULES[_loss] = OpRule(partial(_rows, _loss), shape=partial(_shape, _loss))
+
+
+# ---- losses of class scores ---------------------------------------------------------------------------------
+
+
+def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
+    """out = -log softmax(input)[target], or -input[target], times weights; classes in dim 1 (dim 0 of a 1-D input).
+
+    A cut batch gives summands; the mean divides by the number (or weight) of targets that count, which the
+    ranks add up in one small exchange. A cut class dim needs no gather of the scores: each rank sends a few
+    numbers an example, its log-sum-exp and its part of the weighted score of the target among them.
+    """
+    named, tensors = _checked(loss, args, kwargs)
+    scores, target, reduction = named["input"], named["target"], named["reduction"]
+    classes = min(1, scores.ndim - 1)
+    probabilities = target.ndim == scores.ndim
+    weight = (REPLICATE,) * (len(tensors) - 2)
+    local = local_with(_classified, loss, prod(target.shape) // max(scores.shape[classes], 1))
+    rows = []
+    for dim in range(scores.ndim):
+        after = dim if dim < classes else dim - 1
+        if dim != classes:
+            inputs = (Shard(dim), Shard(dim if probabilities else after), *weight)
+            output, own = (Shard(after), None) if reduction == "none" else (PARTIAL, local)
+            rows.append(Row(inputs, output, "each rank scores its own examples", own))
+    inputs = (Shard(classes), Shard(classes) if probabilities else REPLICATE, *(Shard(0) for _ in weight))
+    return [*rows, Row(inputs, REPLICATE, "log-sum-exps of cut classes are combined", local)]
+
+
+def _classified(loss: Loss, whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+    named = _named(loss, args, kwargs)
+    scores, target, weight, reduction = (named[name] for name in ("input", "target", "weight", "reduction"))
+    classes = min(1, scores.ndim - 1)
+    cut = [axis for axis in site.axes if site.layouts[0].placements[axis].is_shard(classes)]
+    rest = [axis for axis in site.axes if axis not in cut]
+    probabilities = target.ndim == scores.ndim
+    counts = None if probabilities else target != named["ignore_index"]
+    if counts is not None:
+        foreign = counts & ((target < 0) | (target >= site.layouts[0].shape[classes]))
+        named["target"] = target.masked_fill(foreign, named["ignore_index"])
+    if cut:
+        losses, weights = _of_cut_classes(site, cut, named, classes, counts)
+    else:
+        losses = loss(**{**named, "reduction": "none"})
+        weights = counts if counts is None or weight is None else weight[target.where(counts & ~foreign, 0)] * counts
+    total = losses if reduction == "none" else wide(losses).sum()
+    if weights is not None and counts is not None:
+        weights = _agreed_weight(site, rest if reduction == "mean" else [], weights, target[foreign])
+    if reduction == "mean":
+        total = total / (whole_batch if weights is None else weights.to(total.dtype))
+    return total.to(scores.dtype)
+
+
+def _agreed_weight(site: Site, axes: list[int], weights: Tensor, foreign: Tensor) -> Tensor:
+    """The weight of the targets of all ranks; the same error on all of them if one has a target that is no class."""
+    first = foreign[:1].double()
+    own = torch.stack([weights.detach().sum().double(), torch.ones_like(first).sum(), first.sum()])
+    every = site.stack(own, site.ranks(axes)) if axes else own.unsqueeze(0)
+    if bool(every[:, 1].any()):
+        which, shape = int(every[every[:, 1] > 0, 2][0]), site.layouts[0].shape
+        raise IndexError(f"Target {which} is out of bounds: there are {shape[min(1, len(shape) - 1)]} classes.")
+    return every[:, 0].sum()
+
+
+def _of_cut_classes(
+    site: Site, axes: list[int], named: Named, classes: int, counts: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of every example, and the weight of its target where it has one.
+
+    With q[c] the share of class c in an example's (smoothed) target times the weight of the class, the loss is
+    sum q[c] (log-sum-exp of x - x[c]): sums over classes, and so over ranks.
+    """
+    box, total = site.layouts[0].boxes(site.rank)[0], site.layouts[0].shape[classes]
+    start, length = box.offsets[classes], box.sizes[classes]
+    scores, target, weight = wide(named["input"]), named["target"], named["weight"]
+    smoothing = named.get("label_smoothing", 0.0)
+    by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)
+    column = by_class.view([-1 if d == classes else 1 for d in range(scores.ndim)])
+    if counts is None:
+        q = (target * (1 - smoothing) + smoothing / total) * column
+        sent = {"score": (q * scores).sum(classes), "weight": q.sum(classes)}
+    else:
+        mine = counts & (target >= start) & (target < start + length)
+        index = torch.where(mine, target - start, 0)
+        picked = scores.gather(classes, index.unsqueeze(classes)).squeeze(classes) if length else scores.sum(classes)
+        own = torch.where(mine, by_class[index], 0) if length else torch.zeros_like(picked)
+        sent = {"score": torch.where(mine, picked, 0) * own}
+        if weight is not None:
+            sent["weight"] = own
+        if smoothing:
+            sent["score"] = sent["score"] * (1 - smoothing) + (column * scores).sum(classes) * (smoothing / total)
+            sent["all"] = by_class.sum().expand(own.shape)
+    if "label_smoothing" in named:
+        sent["lse"] = _log_sum_exp(scores, classes)
+    every = dict(zip(sent, site.stack(torch.stack(list(sent.values())), site.ranks(axes)).unbind(1), strict=True))
+    lse = torch.logsumexp(every.pop("lse"), 0) if "lse" in every else 0
+    summed = {name: parts.sum(0) for name, parts in every.items()}
+    if counts is None:
+        return summed["weight"] * lse - summed["score"], None
+    weights = summed.get("weight", counts.to(scores.dtype))
+    q_sum = weights * (1 - smoothing) + summed["all"] * (smoothing / total) if smoothing else weights
+    return torch.where(counts, q_sum * lse - summed["score"], 0), weights
+
+
+def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    """With a gradient of zero where all of x is -inf, which other ranks' scores may outweigh."""
+    if x.shape[dim] == 0:
+        return x.sum(dim) - INF
+    nothing = (x.detach() == -INF).all(dim, keepdim=True)
+    return torch.logsumexp(x.masked_fill(nothing, 0), dim).masked_fill(nothing.squeeze(dim), -INF)
+
+
+def _classified_shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    named, _ = _checked(loss, args, kwargs)
     scores, target = named["input"], named["target"]
     if named["reduction"] != "none":
         return ()
     return target.shape if target.ndim < scores.ndim else (*scores.shape[:1], *scores.shape[2:])
 
 
-def cross_entropy(*args: Any, **kwargs: Any) -> list[Row]:
-    """out = -log softmax(input)[target], classes in dim 1 (dim 0 of a 1-D input).
-
-    A cut batch gives summands; the mean divides by the number (or weight) of targets that count, which the
-    ranks add up in one small exchange. A cut class dim needs no gather of the scores: each rank sends its
-    log-sum-exp and the score of the target, two numbers an example.
-    """
-    named = _named(F.cross_entropy, args, kwargs)
-    _refuse_old_names(named)
-    scores, target, reduction = named["input"], named["target"], named["reduction"]
-    classes = min(1, scores.ndim - 1)
-    probabilities = target.ndim == scores.ndim
-    extra = () if named["weight"] is None else (REPLICATE,)
-    why = "each rank scores its own examples"
-    local = (
-        None if reduction == "none" else local_with(_batch_share, prod(target.shape) // max(scores.shape[classes], 1))
-    )
-    rows = []
-    for dim in range(scores.ndim):
-        if dim != classes:
-            own = dim if probabilities or dim < classes else dim - 1
-            after = dim if dim < classes else dim - 1
-            output = Shard(after) if reduction == "none" else PARTIAL
-            rows.append(Row((Shard(dim), Shard(own), *extra), output, why, local))
-    if not probabilities and named["weight"] is None and named["label_smoothing"] == 0.0:
-        why = "log-sum-exps of cut classes are combined"
-        rows.append(Row((Shard(classes), REPLICATE), REPLICATE, why, local_with(_class_cut, classes), False))
-    return rows
+for _scorer in (F.cross_entropy, F.nll_loss):
+    RULES[_scorer] = OpRule(partial(classified, _scorer), shape=partial(_classified_shape, _scorer))
 
 
-def _batch_share(whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
-    named = _named(F.cross_entropy, args, kwargs)
-    target, weight = named["target"], named["weight"]
-    losses: Tensor = F.cross_entropy(**{**named, "reduction": "none"})
-    short = losses.dtype in (torch.float16, torch.bfloat16)  # a sum may not fit those
-    total = losses.sum(dtype=torch.float32 if short else None)
-    if named["reduction"] == "sum":
-        return total.to(losses.dtype)
-    if target.ndim == named["input"].ndim:  # probabilities
-        return (total / whole_batch).to(losses.dtype)
-    counted = target != named["ignore_index"]
-    own = counted.sum().to(total.dtype) if weight is None else weight[target[counted]].sum().to(total.dtype)
-    ranks = site.ranks()
-    whole = site.exchange(own.detach().reshape(1).repeat(len(ranks)), [1] * len(ranks), [1] * len(ranks)).sum()
-    return (total / whole).to(losses.dtype)
+def ctc(*args: Any, **kwargs: Any) -> list[Row]:
+    """out = the sum or mean over the batch of -log P(targets | log_probs), one example a column of log_probs."""
+    named, tensors = _checked(F.ctc_loss, args, kwargs)
+    if [x.ndim for x in tensors[:2]] != [3, 2]:
+        raise NotImplementedError("targets in one row are not cut between examples")
+    reduction = named["reduction"]
+    output = Shard(0) if reduction == "none" else PARTIAL
+    inputs = (Shard(1), *(Shard(0) for _ in tensors[1:]))
+    return [Row(inputs, output, "each rank scores its own examples", local_with(_ctc, tensors[0].shape[1]))]
 
 
-def _class_cut(classes: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
-    named = _named(F.cross_entropy, args, kwargs)
-    scores, target, reduction, ignore_index = (named[k] for k in ("input", "target", "reduction", "ignore_index"))
-    (box,) = site.layouts[0].boxes(site.rank)
-    start, length = box.offsets[classes], box.sizes[classes]
-    total = site.layouts[0].shape[classes]
-    bad = (target != ignore_index) & ((target < 0) | (target >= total))
-    if bool(bad.any()):
-        raise IndexError(f"Target {int(target[bad].flatten()[0])} is out of bounds: there are {total} classes.")
-    mine = (target >= start) & (target < start + length)
-    if length:
-        lse = torch.logsumexp(scores, classes)
-        index = torch.where(mine, target - start, 0).unsqueeze(classes)
-        chosen = torch.where(mine, scores.gather(classes, index).squeeze(classes), 0)
-    else:  # a sum over nothing keeps the graph the same as the other ranks'
-        lse, chosen = scores.sum(classes) + float("-inf"), scores.sum(classes)
-    ranks = site.ranks()
-    own = torch.stack([lse, chosen])
-    count = [own.numel()] * len(ranks)
-    every = site.exchange(own.reshape(-1).repeat(len(ranks)), count, count).view(len(ranks), *own.shape)
-    loss = torch.logsumexp(every[:, 0], 0) - every[:, 1].sum(0)
-    loss = torch.where(target != ignore_index, loss, 0)
-    if reduction == "none":
-        return loss
-    return loss.sum() / (target != ignore_index).sum() if reduction == "mean" else loss.sum()
+def _ctc(whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+    named = _named(F.ctc_loss, args, kwargs)
+    box = site.layouts[0].boxes(site.rank)[0]
+    own = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
+    for name in ("input_lengths", "target_lengths"):
+        if not isinstance(named[name], Tensor):
+            named[name] = torch.tensor(named[name][own])
+    reduction = named["reduction"]
+    losses = F.ctc_loss(**{**named, "reduction": "none"}) if box.sizes[1] else named["log_probs"].sum((0, 2))
+    if reduction == "mean":
+        losses = losses / named["target_lengths"].clamp(min=1) / whole_batch
+    return losses if reduction == "none" else losses.sum()
 
 
-RULES[F.cross_entropy] = OpRule(cross_entropy, shape=_cross_entropy_shape)
+def _ctc_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+    named, tensors = _checked(F.ctc_loss, args, kwargs)
+    return tensors[0].shape[1:2] if named["reduction"] == "none" else ()
+
+
+RULES[F.ctc_loss] = OpRule(ctc, shape=_ctc_shape)

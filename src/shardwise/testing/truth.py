@@ -8,6 +8,7 @@ on one rank, in boxes, and as summands, averages or maxima. Each is run on simul
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise, product
@@ -83,7 +84,8 @@ class Sample:
             for placement in options:
                 metas = [Meta(tuple(x.shape), x.dtype, placement if i == index else R) for i, x in enumerate(tensors)]
                 args = self._filled(self.args, rest := iter(metas))
-                wanted |= {row.inputs for row in rule.rows(*args, **self._named(rest))}
+                with suppress(NotImplementedError):  # no rows for these placements: torch takes the op apart
+                    wanted |= {row.inputs for row in rule.rows(*args, **self._named(rest))}
         return {row for row in wanted if all(map(_possible, tensors, row))}
 
     def _filled(self, args: Sequence[Any], rest: Iterator[Any]) -> list[Any]:
