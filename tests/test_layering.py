@@ -19,7 +19,7 @@ LAYERS = """
     tensor
     movement | random
     rules | steps | collectives
-    meter
+    counter | meter
     layout
     mesh | placement
     boxes

@@ -192,6 +192,16 @@ class Layout:
         here = self.mesh.coordinate(rank)
         return () if here is None else tuple(here[axis] for axis in self.partial_axes)
 
+    def neutral(self, rank: int) -> int | None:
+        """What `rank` holds where one contribution is to carry the whole value: 0 in sums, 1 in products, so that it
+        adds nothing; None if it carries the value itself, as all do of an average, a maximum or a minimum."""
+        for axis, here in zip(self.partial_axes, self.contribution(rank), strict=False):
+            placement = self.placements[axis]
+            assert isinstance(placement, Partial)
+            if here and placement.reduce_op in ("sum", "product"):
+                return 0 if placement.reduce_op == "sum" else 1
+        return None
+
     def contributions(self) -> list[tuple[int, ...]]:
         """All answers of `contribution`, in order; a single empty one without Partial."""
         return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))

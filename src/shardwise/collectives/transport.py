@@ -62,9 +62,10 @@ class SoloTransport:
         return draw_from_torch()
 
 
-def draw_from_torch() -> int:
-    """A seed from torch's default CPU generator; `torch.manual_seed` and its saved states govern it."""
-    return int(torch.randint(2**62, (), dtype=torch.int64).item())
+def draw_from_torch(generator: torch.Generator | None = None) -> int:
+    """A seed from `generator`; None is torch's default CPU generator, which `torch.manual_seed` governs."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), dtype=torch.int64, generator=generator, device=device).item())
 
 
 def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:

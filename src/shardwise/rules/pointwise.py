@@ -148,13 +148,6 @@ def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     return rows + [Row((p,), REPLICATE, "the summands are not read") for p in PARTIALS]
 
 
-def dropout_off(x: Meta, p: float = 0.5, training: bool = True, inplace: bool = False) -> list[Row]:
-    """out = x when not training."""
-    if training and p > 0:
-        raise NotImplementedError("training mode is not supported on distributed tensors yet. Fix: eval(), or p=0")
-    return copies(x)
-
-
 def spellings(name: str) -> list[tuple[Any, bool]]:
     """Every callable by which users or torch reach the op `name`, and whether it works in place."""
     found: list[tuple[Any, bool]] = []
@@ -224,7 +217,6 @@ for _op in (
     RULES.setdefault(_op, OpRule(nonlinear, True, broadcast))
 for _name in ("copy_", "zero_", "fill_"):
     RULES.setdefault(getattr(Tensor, _name), OpRule(nonlinear, True, broadcast))
-RULES[F.dropout] = OpRule(dropout_off, False, broadcast)
 RULES[Tensor.__rsub__] = RULES[Tensor.sub]
 RULES[Tensor.__rdiv__] = OpRule(nonlinear, False, broadcast)
 RULES[Tensor.__rtruediv__] = RULES[Tensor.__rdiv__]

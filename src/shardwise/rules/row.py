@@ -119,6 +119,10 @@ class Site(Protocol):
         """
         ...
 
+    def seed(self, generator: torch.Generator | None = None) -> int:
+        """What the random numbers of this op come from: the same on all ranks of the mesh. Ask once an op."""
+        ...
+
     def name_of(self, operand: int) -> str:
         """What to call an operand in an error: its parameter name where it has one."""
         ...
@@ -148,6 +152,8 @@ class OpRule:
         everywhere: what each rank computes when all operands are whole on all ranks; None is the op itself.
         ragged: only running the op tells how long its results are; the ranks tell each other the lengths of the
             pieces of a cut one.
+        random: the op draws. Ranks outside the mesh, which hold nothing, run it too, so that their generators keep
+            in step; and as which numbers can be drawn depends on the dtype, a recipe serves one of those.
     """
 
     rows: Rule
@@ -156,6 +162,7 @@ class OpRule:
     sizeless: bool = False
     everywhere: LocalFunction | None = None
     ragged: bool = False
+    random: bool = False
 
 
 RULES: dict[Any, OpRule] = {}

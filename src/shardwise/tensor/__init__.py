@@ -1,6 +1,6 @@
 """The distributed tensor: one class, two doors, conversions, gradients, factories."""
 
-from shardwise.tensor import dispatch, factories, functions, sparse  # open the doors
+from shardwise.tensor import dispatch, factories, functions, items, random_functions, sparse  # open the doors
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.promotion import strict
@@ -11,8 +11,10 @@ __all__ = [
     "distribute_tensor",
     "factories",
     "functions",
+    "items",
     "moved",
     "plain",
+    "random_functions",
     "sparse",
     "strict",
     "tag",

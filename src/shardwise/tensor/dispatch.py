@@ -79,7 +79,7 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` by its rule: at once where these very arguments ran before and no operand had to be moved."""
-    key = [func]
+    key = [func, _dtypes(args, kwargs)] if rule.random else [func]
     floats = rule.sizeless  # then numbers of a kind are alike
     for a in args:
         kind = type(a)
@@ -110,6 +110,11 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return out
 
 
+def _dtypes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype, ...]:
+    with DisableTorchFunctionSubclass():
+        return tuple([a.dtype for a in (*args, *kwargs.values()) if type(a) is DTensor])
+
+
 def _key_of_many(a: Any) -> Any:
     """What a list or tuple, or another value, adds to the key of a call that may run at once."""
     kind = type(a)
@@ -133,6 +138,8 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     if kwargs and kwargs.get("out") is not None:
         return _into_out(func, args, kwargs)
     key, mixed = _key(func, rule, args, kwargs)
+    if rule.random:
+        key.append(_dtypes(args, kwargs))
     if mixed:
         if rule.in_place and type(args[0]) is not DTensor:
             return into_plain(func, args, kwargs)
@@ -145,7 +152,7 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
         return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, rule.in_place))
     recipe, op, unwrap = found
     mesh = recipe.layouts[0].mesh
-    if meshes.outside(mesh):
+    if meshes.outside(mesh) and not rule.random:
         return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs)
     if rule.in_place:
         refuse_view_of_copy(name_of(func), args[0])
@@ -251,11 +258,12 @@ def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
             mixed = mixed or any(isinstance(x, Tensor) and type(x) is not DTensor for x in a)
         else:
             mixed = mixed or isinstance(a, Tensor)
-            key.append(a)
+            key.append(kind if kind is torch.Generator else a)  # whose state is no part of a recipe
     for k, a in kwargs.items():
         key.append(k)
         kind = type(a)
-        key.append(a._layout if kind is DTensor else float if kind is float and rule.sizeless else a)
+        bare = kind is torch.Generator or (kind is float and rule.sizeless)
+        key.append(a._layout if kind is DTensor else kind if bare else a)
         mixed = mixed or (kind is not DTensor and isinstance(a, Tensor))
     return key, mixed
 

@@ -1,17 +1,16 @@
-"""New distributed tensors: constants, random ones, and random refills of existing ones."""
+"""New distributed tensors: constants and random ones."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import collectives, random
+from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, Placement
-from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
+from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
 def _made(
@@ -74,12 +73,18 @@ def ones(*size: Any, **kwargs: Any) -> DTensor:
 
 def rand(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Uniform in [0, 1); the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
-    return _random(random.uniform, empty(*size, **kwargs)).requires_grad_(requires_grad)  # type: ignore[return-value]
+    return _unsummed(empty(*size, **kwargs)).uniform_().requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def randn(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Standard normal; the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
-    return _random(random.normal, empty(*size, **kwargs)).requires_grad_(requires_grad)  # type: ignore[return-value]
+    return _unsummed(empty(*size, **kwargs)).normal_().requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _unsummed(x: DTensor) -> DTensor:
+    if x._layout.partial_axes:
+        raise RuleError(f"A random tensor has no summands: {x._layout}. Fix: use Replicate() or Shard().")
+    return x
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -88,73 +93,3 @@ def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in kwargs.items() if not (k == "dtype" and v is None)}
-
-
-# ---- random refills ----------------------------------------------------------------------------------------
-
-
-def _random(values: random.Fill, x: DTensor) -> DTensor:
-    if x._layout.partial_axes:
-        raise RuleError(f"A random tensor has no summands: {x._layout}. Fix: use Replicate() or Shard().")
-    with torch.no_grad():
-        random.fill(plain(x.detach()), x._layout, random.draw_seed(x._layout), values)
-    return x
-
-
-def uniform_(x: DTensor, a: float = 0.0, b: float = 1.0, *, generator: torch.Generator | None = None) -> DTensor:
-    """Uniform in [a, b), independent of the layout."""
-    _own_generator(generator)
-    return _random(lambda index, seed, dtype: random.uniform(index, seed, dtype) * (b - a) + a, x)
-
-
-def normal_(x: DTensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None) -> DTensor:
-    """Normal with the given mean and standard deviation, independent of the layout."""
-    _own_generator(generator)
-    return _random(lambda index, seed, dtype: random.normal(index, seed, dtype) * std + mean, x)
-
-
-def kaiming_uniform_(
-    x: DTensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
-) -> DTensor:
-    """He's initialisation (arXiv 1502.01852) from the global fan."""
-    fan = torch.nn.init._calculate_correct_fan(x, mode)  # type: ignore[arg-type]
-    gain = torch.nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]
-    bound = 3.0**0.5 * gain / fan**0.5
-    return uniform_(x, -bound, bound, generator=generator)
-
-
-def constant_(x: DTensor, val: float) -> DTensor:
-    with torch.no_grad():
-        x.fill_(val)
-    return x
-
-
-def _own_generator(generator: torch.Generator | None) -> None:
-    if generator is not None:
-        raise RuleError(
-            "Random DTensors take their seed from torch's default generator; generator= is not supported yet."
-        )
-
-
-def _special(function: Any) -> Any:
-    """Adapt a function of a DTensor to the handler's signature; nn.init passes its tensor by keyword."""
-
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        kwargs = dict(kwargs)
-        x = args[0] if args else kwargs.pop("tensor")
-        result: Tensor = function(x, *args[1:], **{_SPELLED.get(k, k): v for k, v in kwargs.items()})
-        return result
-
-    return handler
-
-
-_SPELLED = {"from": "a", "to": "b"}
-
-DTensor._specials |= {
-    Tensor.uniform_: _special(uniform_),
-    Tensor.normal_: _special(normal_),
-    torch.nn.init.uniform_: _special(uniform_),
-    torch.nn.init.normal_: _special(normal_),
-    torch.nn.init.constant_: _special(constant_),
-    torch.nn.init.kaiming_uniform_: _special(kaiming_uniform_),
-}

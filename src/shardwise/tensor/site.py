@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shardwise import collectives, movement
+from shardwise import collectives, movement, random
 from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
@@ -84,6 +85,9 @@ class LocalSite:
         ranks = self.ranks()
         goals = tuple([tuple(wanted(rank)) for rank in ranks])
         return fetch(xs, ranks, self.rank, tuple(map(tuple, held)), goals, self.cause)
+
+    def seed(self, generator: torch.Generator | None = None) -> int:
+        return random.draw_seed(self.layouts[0].mesh, generator)
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"

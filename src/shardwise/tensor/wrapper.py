@@ -4,8 +4,8 @@ The function runs once on wrappers that carry the global shape. Autograd records
 locals, because the wrappers themselves never require grad.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -80,8 +80,13 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     changed = _changed_operands(func, args, kwargs)
     if meshes.are_several(args, kwargs):
         args, kwargs = meshes.on_one_mesh(func, args, kwargs, bool(changed))
-    mesh = next(x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
+    first = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
+    mesh, device = first._layout.mesh, first.device
+    generator = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)), None)
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
     if meshes.outside(mesh):
+        if seeded:
+            random.draw_seed(mesh, generator)
         return args[0] if changed else meshes.nothing(func, None, mesh, args, kwargs)
     for x in changed:
         refuse_view_of_copy(str(func), x)
@@ -98,8 +103,10 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
         return copy
 
     args, kwargs = pytree.tree_map(whole, (args, kwargs))
-    seeded = torch.Tag.nondeterministic_seeded in func.tags
-    with DisableTorchFunctionSubclass(), _same_numbers(mesh) if seeded else nullcontext():
+    numbers = random.seeded_alike(mesh, generator, device) if seeded else nullcontext()
+    if generator is not None:
+        args, kwargs = pytree.tree_map(lambda x: None if x is generator else x, (args, kwargs))
+    with DisableTorchFunctionSubclass(), numbers:
         out = func(*args, **kwargs)
         for x, copy in back:
             _bring_back(func, x, copy)
@@ -153,15 +160,6 @@ def _bring_back(func: Any, x: DTensor, copy: Tensor) -> None:
     if not x._layout.is_replicated:
         cause = Cause("no row", str(func), x._name or "the result", "what was changed in a whole copy goes back")
         plain(x).copy_(move(copy, x._layout.replicated(), x._layout, cause))
-
-
-@contextmanager
-def _same_numbers(mesh: Mesh) -> Iterator[None]:
-    """Torch's generator in one state on all ranks, and advanced by the one number that the state comes from."""
-    seed = random.draw_seed(Layout(mesh, [REPLICATE] * mesh.ndim, ()))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
 
 
 def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], promote: Promote) -> Any:

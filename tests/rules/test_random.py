@@ -1,0 +1,339 @@
+"""Random ops give the same numbers for every layout, and numbers of the law they promise."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import Mesh, OnRanks, Partial, collectives, counter
+from shardwise.layout import Layout
+from shardwise.testing import world
+from tests.rules.chance import (
+    COUNT,
+    ELEMENTS,
+    ONE,
+    S0,
+    S1,
+    SHAPE,
+    SUMMANDS,
+    VALUES,
+    Op,
+    R,
+    as_list,
+    assert_refused_as_by_torch,
+    assert_the_same_on_all_layouts,
+    assert_the_same_on_summands,
+    drawn,
+    on,
+    part,
+)
+from tests.rules.truth import as_dtensor
+
+OPS: dict[str, Op] = {
+    "bernoulli": torch.bernoulli,
+    "Tensor.bernoulli": lambda x: x.bernoulli(),
+    "bernoulli(p)": lambda x: torch.bernoulli(x, 0.3),
+    "bernoulli_": lambda x: x.clone().bernoulli_(0.3),
+    "bernoulli_(tensor)": lambda x: x.clone().bernoulli_(x),
+    "bernoulli_(plain tensor)": lambda x: x.clone().bernoulli_(torch.linspace(0, 1, 5).unsqueeze(1)),
+    "uniform_": lambda x: x.clone().uniform_(1, 3),
+    "normal_": lambda x: x.clone().normal_(std=2),
+    "random_()": lambda x: x.clone().random_(),
+    "random_(to)": lambda x: x.clone().random_(10),
+    "random_(from, to)": lambda x: x.clone().random_(-3, 10),
+    "exponential_": lambda x: x.clone().exponential_(2.0),
+    "geometric_": lambda x: x.clone().geometric_(0.3),
+    "cauchy_": lambda x: x.clone().cauchy_(),
+    "log_normal_": lambda x: x.clone().log_normal_(),
+    "rand_like": torch.rand_like,
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.float32),
+    "randint_like(high)": lambda x: torch.randint_like(x, 9, dtype=torch.int32),
+    "randint_like(low, high)": lambda x: torch.randint_like(x, -3, 9),
+    "normal(tensors)": lambda x: torch.normal(x, x),
+    "normal(tensor, number)": lambda x: torch.normal(x, 0.1),
+    "normal(number, tensor)": lambda x: torch.normal(1.0, x),
+    "normal(tensor, plain)": lambda x: torch.normal(x, torch.ones(3, dtype=torch.float64)),
+    "multinomial": lambda x: torch.multinomial(x[:, :, 0], 3),
+    "multinomial(replacement)": lambda x: torch.multinomial(x[:, :, 0], 7, replacement=True),
+    "multinomial of one": lambda x: torch.multinomial(x[0, :, 0], 3),
+    "poisson": lambda x: torch.poisson(x * 10),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 10), x.detach()),
+    "gamma": lambda x: torch._standard_gamma(x.detach()),
+    "gumbel_softmax(hard)": lambda x: F.gumbel_softmax(x, hard=True),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_numbers_do_not_depend_on_layout_or_world(name: str) -> None:
+    assert_the_same_on_all_layouts(OPS[name])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_summands_get_the_numbers_of_their_sum(name: str) -> None:
+    assert_the_same_on_summands(OPS[name])
+
+
+def test_only_what_is_read_is_reduced_first() -> None:
+    """A dropped sum stays in summands, a new tensor of random numbers has none; neither needs a move."""
+    ops: list[Op] = [
+        F.dropout,
+        torch.rand_like,
+        lambda x: x.clone().normal_(),
+        lambda x: torch.native_dropout(x, 0.5, True),
+    ]
+
+    def body() -> list[tuple[Any, ...]]:
+        found = []
+        for op in ops:
+            with collectives.count_comms() as comms:
+                outs = as_list(op(part(on(Mesh((2, 2)), [Partial(), S1]))))
+            found.append((comms.implicit, *(out.placements for out in outs)))
+        return found
+
+    summed, whole = (Partial(), S1), (R, S1)
+    assert world(4).run(body) == [[([], summed), ([], whole), ([], summed), ([], summed, whole)]] * 4
+
+
+def test_gumbel_softmax_is_a_sharp_choice_by_the_same_noise() -> None:
+    """Up to rounding, as the sums of a cut dim are added in another order."""
+
+    def body(layout: Layout) -> Tensor:
+        torch.manual_seed(5)
+        return as_dtensor(F.gumbel_softmax(part(layout), tau=0.5, dim=1)).full_tensor()
+
+    (expected,) = world(1).run(body, ONE)
+    assert_close(expected.sum(1), torch.ones(6, 3, dtype=torch.float64))
+    for layout in (*ELEMENTS, *SUMMANDS):
+        for got in world(layout.mesh.size()).run(body, layout):
+            assert_close(got, expected, msg=str(layout))
+
+
+# ---- bad arguments ------------------------------------------------------------------------------------------
+
+BAD: dict[str, Op] = {
+    "bernoulli_": lambda x: x.bernoulli_(1.5),
+    "uniform_": lambda x: x.uniform_(3, 1),
+    "uniform_ of integers": lambda x: x.long().uniform_(),
+    "normal_": lambda x: x.normal_(0, -1),
+    "random_": lambda x: x.random_(3, 3),
+    "random_ of bytes": lambda x: x.to(torch.uint8).random_(-1, 3),
+    "exponential_": lambda x: x.exponential_(0),
+    "geometric_": lambda x: x.geometric_(1.0),
+    "cauchy_": lambda x: x.cauchy_(0, -1),
+    "log_normal_": lambda x: x.log_normal_(0, -1),
+    "randint_like": lambda x: torch.randint_like(x, 3, 1),
+    "multinomial of 3 dims": lambda x: torch.multinomial(x, 1),
+    "multinomial of too many": lambda x: torch.multinomial(x[:, :, 0], 6),
+    "multinomial of none": lambda x: torch.multinomial(x[:, :, 0], 0),
+    "normal": lambda x: torch.normal(x, -1.0),
+    "rrelu": lambda x: F.rrelu(x, 0.5, 0.1, True),
+    # What only values tell, and only one rank has them.
+    "normal of a bad value": lambda x: torch.normal(0.0, bad_in_one_place(x, -1.0)),
+    "multinomial of a negative": lambda x: torch.multinomial(bad_in_one_place(x, -1.0)[:, :, 0], 1),
+    "multinomial of nan": lambda x: torch.multinomial(bad_in_one_place(x, math.nan)[:, :, 0], 1, True),
+    "multinomial of zeros": lambda x: torch.multinomial(x[:, :, 0] * torch.tensor([[1]] * 5 + [[0]]), 2),
+}
+
+
+def bad_in_one_place(x: Tensor, value: float) -> Tensor:
+    places = torch.zeros(SHAPE, dtype=torch.bool)
+    places[-1, 0, 0] = True
+    return torch.where(places, value, x)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_torchs_error_on_every_rank_before_anything_is_drawn(name: str) -> None:
+    assert_refused_as_by_torch(BAD[name])
+
+
+def test_a_bad_probability_on_one_rank_is_an_error_on_all() -> None:
+    def body(layout: Layout) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            torch.bernoulli(bad_in_one_place(part(layout), 1.5))
+        return str(caught.value)
+
+    for layout in (on(Mesh((3,)), [S0]), on(Mesh((2, 2)), [S1, S0]), on(Mesh((2,)), [R]), on(Mesh((3,)), [OnRanks(1)])):
+        assert set(world(layout.mesh.size()).run(body, layout)) == {"bernoulli expects probabilities from 0 to 1."}
+
+
+# ---- laws ---------------------------------------------------------------------------------------------------
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float64, torch.float32, *HALVES)
+
+
+def distance(numbers: Tensor, cdf: Callable[[Tensor], Tensor]) -> float:
+    """Kolmogorov's: the largest difference between the share of numbers up to a value, and the law's."""
+    ordered = numbers.sort().values
+    share = torch.arange(1, len(ordered) + 1, dtype=torch.float64) / len(ordered)
+    wanted = cdf(ordered)
+    return max((share - wanted).abs().max().item(), (share - 1 / len(ordered) - wanted).abs().max().item())
+
+
+def normal_cdf(x: Tensor) -> Tensor:
+    share: Tensor = torch.special.ndtr(x)
+    return share
+
+
+CONTINUOUS: dict[str, tuple[Op, Callable[[Tensor], Tensor]]] = {
+    "uniform_": (lambda x: x.uniform_(-1, 3), lambda v: (v + 1) / 4),
+    "rand_like": (torch.rand_like, lambda v: v),
+    "normal_": (lambda x: x.normal_(1, 2), lambda v: normal_cdf((v - 1) / 2)),
+    "randn_like": (torch.randn_like, normal_cdf),
+    "log_normal_": (lambda x: x.log_normal_(0.5, 0.25), lambda v: normal_cdf((v.log() - 0.5) / 0.25)),
+    "cauchy_": (lambda x: x.cauchy_(1, 2), lambda v: torch.atan((v - 1) / 2) / math.pi + 0.5),
+    "exponential_": (lambda x: x.exponential_(2), lambda v: -torch.expm1(-2 * v)),
+    "normal": (lambda x: torch.normal(x + 1, 2.0), lambda v: normal_cdf((v - 1) / 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_continuous_laws(name: str, dtype: torch.dtype) -> None:
+    fill, cdf = CONTINUOUS[name]
+    # 1.95 / sqrt(n) is exceeded once in a thousand; a short dtype rounds many numbers to one.
+    limit = 1.95 / math.sqrt(COUNT) + (2 * torch.finfo(dtype).eps if dtype in HALVES else 0)
+    assert distance(drawn(fill, dtype), cdf) < limit
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ranges_are_half_open(dtype: torch.dtype) -> None:
+    for low, high in ((0.0, 1.0), (-1, 3), (100, 101), (-1e-3, 0), (2.5, 2.5)):
+        numbers = drawn(partial(lambda a, b, x: x.uniform_(a, b), low, high), dtype)
+        assert numbers.min() >= torch.tensor(low, dtype=dtype).item()
+        assert numbers.max() < high or low == high
+    assert drawn(lambda x: x.exponential_(), dtype).min() > 0
+    end = min(5000, int(2 / torch.finfo(dtype).eps) + 1)
+    assert drawn(lambda x: x.random_(0, end), dtype).max() == end - 1
+    slopes = drawn(lambda x: F.rrelu(x - 1, 0.25, 0.5, True), dtype)
+    assert slopes.min() > -0.5
+    assert slopes.max() <= -0.25
+
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+def test_discrete_laws(dtype: torch.dtype) -> None:
+    def close(numbers: Tensor, wanted: dict[int, float]) -> None:
+        assert set(numbers.unique().tolist()) <= set(wanted)
+        for value, chance in wanted.items():
+            share = (numbers == value).double().mean().item()
+            assert abs(share - chance) < 4 * math.sqrt(chance * (1 - chance) / COUNT)
+
+    close(drawn(lambda x: x.bernoulli_(0.3), dtype), {0: 0.7, 1: 0.3})
+    close(drawn(lambda x: x.random_(2, 9), dtype), dict.fromkeys(range(2, 9), 1 / 7))
+    close(drawn(lambda x: x.random_(4), dtype), dict.fromkeys(range(4), 1 / 4))
+    close(drawn(lambda x: torch.randint_like(x, 3), dtype), dict.fromkeys(range(3), 1 / 3))
+    close(
+        drawn(lambda x: x.geometric_(0.4), dtype).clamp(max=9),
+        {k: 0.4 * 0.6 ** (k - 1) for k in range(1, 9)} | {9: 0.6**8},
+    )
+    full = drawn(lambda x: x.random_(), dtype)
+    top = torch.iinfo(dtype).max if dtype in INTEGERS else 2 / torch.finfo(dtype).eps
+    assert full.min() >= 0
+    assert 0.99 * top < full.max() <= top
+    assert full.mean().item() / top == pytest.approx(0.5, abs=0.01)
+
+
+def test_whole_numbers_of_ranges_that_64_bits_hardly_hold() -> None:
+    index = torch.arange(COUNT)
+    for low, high in ((-(2**63), 2**63), (0, 2**63), (-(2**63), 2**62), (-(2**62), 2**62 + 1), (5, 2**32 + 5)):
+        values = counter.integers(low, high, index, 3, torch.int64).tolist()
+        assert all(low <= n < high for n in values)
+        for quarter in (1, 2, 3):
+            share = sum(n < low + quarter * (high - low) // 4 for n in values) / COUNT
+            assert share == pytest.approx(quarter / 4, abs=0.01)
+    few = counter.integers(2**62, 2**62 + 3, index, 3, torch.int64) - 2**62
+    assert few.bincount(minlength=3).div(COUNT).sub(1 / 3).abs().max() < 0.01
+
+
+def test_whole_numbers_are_the_upper_half_of_a_product() -> None:
+    index = torch.arange(1000)
+    for span in (1, 3, 2**31 + 7, 2**32 - 1, 2**32, 2**32 + 1, 3 * 2**61 + 12345, 2**64 - 1, 2**64):
+        wanted = [((z % 2**64) * span >> 64) - 2**63 for z in counter.bits(index, 9).tolist()]
+        assert counter.integers(-(2**63), span - 2**63, index, 9, torch.int64).tolist() == wanted
+
+
+def test_truth_values_are_drawn_from_both() -> None:
+    assert drawn(lambda x: x.random_(), torch.bool).mean().item() == pytest.approx(0.5, abs=0.01)
+
+
+def test_bernoulli_follows_the_probability_of_each_element() -> None:
+    chances = torch.linspace(0, 1, COUNT, dtype=torch.float64)
+    numbers = drawn(lambda x: torch.bernoulli(as_dtensor(x + chances)), torch.float64)
+    assert (numbers - chances).cumsum(0).abs().max() < 4 * math.sqrt(COUNT / 6)
+    assert numbers[0] == 0
+    assert numbers[-1] == 1
+
+
+def test_multinomial_draws_categories_by_their_weights() -> None:
+    weights = torch.tensor([0.0, 1, 2, 0, 5, 2])
+    rows = 20_000
+
+    def body(replacement: bool) -> Tensor:
+        torch.manual_seed(6)
+        p = part(Layout(Mesh((3,)), [S1], (rows, 6)), weights.expand(rows, 6).clone())
+        return as_dtensor(torch.multinomial(p, 3, replacement)).full_tensor()
+
+    often = world(3).run(body, True)[0]
+    share = often.flatten().bincount(minlength=6) / often.numel()
+    assert share[[0, 3]].tolist() == [0, 0]
+    assert_close(share, weights / 10, atol=0.01, rtol=0)
+    once = world(3).run(body, False)[0]
+    assert all(len(set(row)) == 3 for row in once[:500].tolist())
+    assert_close(once[:, 0].bincount(minlength=6) / rows, weights / 10, atol=0.015, rtol=0)
+    after_4 = once[once[:, 0] == 4][:, 1].bincount(minlength=6) / (once[:, 0] == 4).sum()
+    assert_close(after_4, torch.tensor([0.0, 0.2, 0.4, 0, 0, 0.4]), atol=0.02, rtol=0)
+
+
+def test_gradients_of_random_values_are_torchs() -> None:
+    """Zeros where torch gives zeros, none where it gives none."""
+    ops: dict[str, Op] = {
+        "bernoulli": torch.bernoulli,
+        "normal": lambda x: torch.normal(x, x),
+        "rand_like": torch.rand_like,
+        "multinomial": lambda x: torch.multinomial(x[0], 1),
+        "uniform_": lambda x: (x * 2).uniform_(),
+        "poisson": torch.poisson,
+    }
+
+    def body() -> list[list[float] | None]:
+        found: list[list[float] | None] = []
+        for op in ops.values():
+            x = part(on(Mesh((2,)), [S0])).requires_grad_()
+            out = op(x[:, :, 0])
+            if out.requires_grad:
+                out.sum().backward()
+            found.append(None if x.grad is None else as_dtensor(x.grad).full_tensor().unique().tolist())
+        return found
+
+    wanted: list[list[float] | None] = []
+    for op in ops.values():
+        x = VALUES.clone().requires_grad_()
+        out = op(x[:, :, 0])
+        if out.requires_grad:
+            out.sum().backward()
+        wanted.append(None if x.grad is None else x.grad.unique().tolist())
+    assert world(2).run(body) == [wanted, wanted]
+    assert [0.0] in wanted
+    assert None in wanted
+
+
+def test_a_leaf_cannot_be_refilled_where_autograd_watches() -> None:
+    def body() -> str:
+        x = part(on(Mesh((2,)), [S0])).requires_grad_()
+        with pytest.raises(RuntimeError) as caught:
+            x.uniform_()
+        with torch.no_grad():
+            x.uniform_()
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert "leaf" in text
