@@ -7,7 +7,7 @@ from shardwise.launch import launch
 
 if TYPE_CHECKING:
     from shardwise import debug
-    from shardwise.collectives import init_device_mesh, rank, world_size
+    from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
     from shardwise.debug import no_implicit_comm
     from shardwise.embedding import embedding_bags
     from shardwise.errors import ShardwiseError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
-    "shardwise.collectives": ("init_device_mesh", "rank", "world_size"),
+    "shardwise.collectives": ("DeviceMesh", "init_device_mesh", "rank", "world_size"),
     "shardwise.debug": ("no_implicit_comm",),
     "shardwise.embedding": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
@@ -38,9 +38,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Boxes", "CommMeter", "DTensor", "Layout", "Mesh", "OnRanks", "Partial", "Placement", "Replicate", "Shard",
-    "ShardwiseError", "count_comms", "debug", "distribute_module", "distribute_tensor", "embedding_bags", "empty",
-    "full", "init_device_mesh", "launch", "no_implicit_comm", "ones", "picture", "rand", "randn", "rank",
+    "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "Mesh", "OnRanks", "Partial", "Placement", "Replicate",
+    "Shard", "ShardwiseError", "count_comms", "debug", "distribute_module", "distribute_tensor", "embedding_bags",
+    "empty", "full", "init_device_mesh", "launch", "no_implicit_comm", "ones", "picture", "rand", "randn", "rank",
     "shard_module", "strict", "world_size", "zeros",
 ]  # fmt: skip
 

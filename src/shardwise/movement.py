@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives, meter
 from shardwise.boxes import Box
+from shardwise.collectives import Finish
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.meter import ASKED, INSIDE, Cause, Move
@@ -54,6 +55,43 @@ def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) -> Tenso
         cause = meter.placed(cause)
         with meter.moving(announced(plan, local.element_size(), cause)):
             return _run_steps(plan, local, cause)
+
+
+def start_move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) -> Finish:
+    """`move` without a gradient, begun: what is returned waits for what travels and gives the result.
+
+    The last step that communicates travels meanwhile; steps before it are done before this returns.
+    """
+    if src == dst:
+        return local.clone
+    plan = plan_move(src, dst)
+    if not local.is_floating_point():
+        _check_dtype(plan, local.dtype)
+    travels = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange | AllReduce)]
+    if not travels:
+        return lambda: _run_steps(plan, local, cause)
+    cause = meter.placed(cause) if meter.listening() else cause
+    with torch.no_grad(), DisableTorchFunctionSubclass(), meter.moving(announced(plan, local.element_size(), cause)):
+        for step in plan.steps[: travels[-1]]:
+            local = _run(step, local, cause)
+        arrive = _start(plan.steps[travels[-1]], local)
+
+    def finish() -> Tensor:
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            found = arrive()
+            for step in plan.steps[travels[-1] + 1 :]:
+                found = _run(step, found, cause)
+            return found
+
+    return finish
+
+
+def _start(step: Step, local: Tensor) -> Finish:
+    if isinstance(step, Exchange):
+        return start_exchange(local, step)
+    assert isinstance(step, AllReduce)
+    group = step.group(collectives.rank())
+    return collectives.start_all_reduce(local, "sum", group) if group else local.clone
 
 
 def announced(plan: Plan, itemsize: int, cause: Cause) -> Move:
@@ -218,18 +256,38 @@ def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
 
 def run_exchange(local: Tensor, step: Exchange) -> Tensor:
     """One rank's side of `step`: pack, exchange, unpack."""
-    rank = collectives.rank()
-    program = _program(step, rank)
+    program = _program(step, collectives.rank())
     if not program.group:
-        return _run_locally(local, step, program, rank)
-    parts = _views(local, step.src, rank)
+        return _run_locally(local, step, program, collectives.rank())
+    received = collectives.all_to_all(_packed(local, step, program), *_counts(program))
+    return _arrived(received, local, step, program)
+
+
+def start_exchange(local: Tensor, step: Exchange) -> Finish:
+    """`run_exchange`, begun."""
+    program = _program(step, collectives.rank())
+    if not program.group:
+        found = _run_locally(local, step, program, collectives.rank())
+        return lambda: found
+    arrive = collectives.start_all_to_all(_packed(local, step, program), *_counts(program))
+    return lambda: _arrived(arrive(), local, step, program)
+
+
+def _counts(program: _Program) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    return program.send_counts, program.recv_counts, program.group
+
+
+def _packed(local: Tensor, step: Exchange, program: _Program) -> Tensor:
+    parts = _views(local, step.src, collectives.rank())
     pieces = [parts[p.box][p.region].reshape(-1) for p in program.sends]
-    send = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else local.new_empty(0)
-    received = collectives.all_to_all(send, program.send_counts, program.recv_counts, program.group)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else local.new_empty(0)
+
+
+def _arrived(received: Tensor, local: Tensor, step: Exchange, program: _Program) -> Tensor:
     if program.whole_rows and received.numel() == prod(program.shape):
         # Not `view`: autograd refuses in-place ops on a view that comes out of a Function.
         return torch.ops.aten._unsafe_view.default(received, program.shape)  # type: ignore[no-any-return]
-    return _unpack(received.split([p.numel for p in program.recvs]), program, step, local, rank)
+    return _unpack(received.split([p.numel for p in program.recvs]), program, step, local, collectives.rank())
 
 
 def _run_locally(local: Tensor, step: Exchange, program: _Program, rank: int) -> Tensor:

@@ -6,6 +6,8 @@ all-reduce. What is sent is told to `shardwise.meter`, so plans can be checked a
 tells the others through the store of the world (`failures`), so all of them raise the same.
 """
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from shardwise.collectives.agreement import agree, agree_if_checked, contents, gather_bytes, gather_json
 from shardwise.collectives.calls import Ranks, describing
 from shardwise.collectives.failures import report_failure
@@ -16,18 +18,21 @@ from shardwise.collectives.front import (
     check_ranks,
     fingerprint,
     rank,
+    start_all_reduce,
+    start_all_to_all,
     transport,
     using,
     world_size,
 )
 from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
-from shardwise.collectives.transport import Transport, draw_from_torch, reduce_stack
+from shardwise.collectives.transport import AtOnce, Finish, Transport, draw_from_torch, reduce_stack
 from shardwise.meter import CommMeter, count_comms
 
 __all__ = [
-    "CommMeter", "Ranks", "Transport", "agree", "agree_if_checked", "all_reduce", "all_to_all", "as_mesh", "barrier",
-    "check_ranks", "contents", "count_comms", "describing", "device_mesh", "draw_from_torch", "fingerprint",
-    "gather_bytes", "gather_json", "init_device_mesh", "init_from_environment", "init_processes",
-    "rank", "reduce_stack", "report_failure", "shutdown", "transport", "using", "world_size",
+    "AtOnce", "CommMeter", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked",
+    "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "contents", "count_comms", "describing",
+    "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "init_device_mesh",
+    "init_from_environment", "init_processes", "rank", "reduce_stack", "report_failure", "shutdown",
+    "start_all_reduce", "start_all_to_all", "transport", "using", "world_size",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from shardwise import meter
 from shardwise.collectives import fingerprints
 from shardwise.collectives.calls import Ranks, exchange_call, reduce_call
 from shardwise.collectives.processes import TORCH
-from shardwise.collectives.transport import SoloTransport, Transport
+from shardwise.collectives.transport import Finish, SoloTransport, Transport
 from shardwise.mesh import ring_elements
 
 
@@ -60,30 +60,57 @@ def world_size() -> int:
 
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
     """Exchange pieces of a 1-D tensor; the piece for this rank itself is copied and not counted."""
-    here = transport()
     if len(ranks) == 1:
         return send.clone()
+    here = _announced_exchange(send, send_counts, recv_counts, ranks)
+    return here.all_to_all(send, send_counts, recv_counts, ranks)
+
+
+def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
+    """`all_to_all`, begun: elements travel until what is returned is called, which gives them."""
+    if len(ranks) == 1:
+        return send.clone
+    here = _announced_exchange(send, send_counts, recv_counts, ranks)
+    return here.start_all_to_all(send, send_counts, recv_counts, ranks)
+
+
+def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+    """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
+    if len(ranks) == 1:
+        return local.clone()
+    return _announced_reduction(local, reduce_op, ranks).all_reduce(local, reduce_op, ranks)
+
+
+def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+    """`all_reduce`, begun."""
+    if len(ranks) == 1:
+        return local.clone
+    return _announced_reduction(local, reduce_op, ranks).start_all_reduce(local, reduce_op, ranks)
+
+
+def _announced_exchange(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+) -> Transport:
+    """The transport, once everybody who wants to know of an exchange does."""
+    here = transport()
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
     if meter.listening():
         own = send_counts[ranks.index(here.rank)]
         meter.note_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
-    return here.all_to_all(send, send_counts, recv_counts, ranks)
+    return here
 
 
-def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
-    """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
+def _announced_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transport:
     here = transport()
-    if len(ranks) == 1:
-        return local.clone()
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, reduce_call(local, reduce_op), ranks)
     if meter.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
         meter.note_collective("all_reduce", sent)
-    return here.all_reduce(local, reduce_op, ranks)
+    return here
 
 
 def barrier(ranks: Ranks) -> None:

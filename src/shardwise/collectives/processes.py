@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -31,13 +31,14 @@ from shardwise.collectives.failures import (
     known_root,
     report_end,
 )
-from shardwise.collectives.transport import draw_from_torch, reduce_stack
+from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.collectives.watch import Watch
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.mesh import Mesh
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
+T = TypeVar("T")
 
 SLICE_SECONDS = 0.5  # of waiting, between looks at whether another rank is in trouble
 HURRIED_SECONDS = 0.1  # the same, when one is
@@ -85,12 +86,18 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             kept.clear()
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+        return self.start_all_to_all(send, send_counts, recv_counts, ranks)()
+
+    def start_all_to_all(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Finish:
         self.attend()
         here, group = self.rank, self._group(ranks)
         own = ranks.index(here)
+        number = self.calls.get(ranks, 0)
 
         def stand() -> Stand:
-            return Stand(exchange_call(send, send_counts, recv_counts), self.calls.get(ranks, 0), ranks)
+            return Stand(exchange_call(send, send_counts, recv_counts), number, ranks)
 
         if send_counts[own] != recv_counts[own]:
             raise MismatchError(_unequal(here, here, send_counts[own], recv_counts[own], stand()))
@@ -104,27 +111,35 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             counts = list(recv_counts), list(send_counts)
             return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
 
-        self._finish(start, stand, _timeout(group, send.device))
-        short = seal.unbroken()
-        if short is not None:
-            raise MismatchError(_unequal(ranks[short], here, "fewer", recv_counts[short], stand()))
-        return out
+        wait = self._started(start, stand, _timeout(group, send.device))
+
+        def finish() -> Tensor:
+            wait()
+            short = seal.unbroken()
+            if short is not None:
+                raise MismatchError(_unequal(ranks[short], here, "fewer", recv_counts[short], stand()))
+            return out
+
+        return finish
 
     def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+        return self.start_all_reduce(local, reduce_op, ranks)()
+
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
         self.attend()
         group = self._group(ranks)
         if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
-            out = local.clone(memory_format=torch.contiguous_format)
-            self._finish(
+            out, number = local.clone(memory_format=torch.contiguous_format), self.calls.get(ranks, 0)
+            wait = self._started(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
-                lambda: Stand(reduce_call(local, reduce_op), self.calls.get(ranks, 0), ranks),
+                lambda: Stand(reduce_call(local, reduce_op), number, ranks),
                 _timeout(group, local.device),
             )
-            return out
+            return lambda: (wait(), out)[1]
         count = len(ranks)
         flat = local.reshape(-1)
-        pieces = self.all_to_all(flat.repeat(count), [flat.numel()] * count, [flat.numel()] * count, ranks)
-        return reduce_stack(pieces.view(count, *local.shape), reduce_op)
+        arrive = self.start_all_to_all(flat.repeat(count), [flat.numel()] * count, [flat.numel()] * count, ranks)
+        return lambda: reduce_stack(arrive().view(count, *local.shape), reduce_op)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
@@ -134,24 +149,30 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             return dist.group.WORLD
         return self.groups.get(ranks)
 
-    def _finish(
+    def _started(
         self, start: Callable[[], Sequence[Any]], stand: Callable[[], Stand], timeout_seconds: float | None
-    ) -> None:
-        """Start a collective and wait until it is done; where it fails, say who is to blame."""
-        began = monotonic()
-        works: Sequence[Any] = ()
-        self.watch.waiting = stand
-        try:
-            works = start()
+    ) -> Callable[[], None]:
+        """Start a collective; what waits until it is done. Where either fails, say who is to blame."""
+        works = self._blaming(stand, start)
+
+        def wait() -> None:
             if timeout_seconds is None:
                 for work in works:
                     work.wait()
             elif len(works) == 1:
-                self._wait(works[0], began + timeout_seconds)
+                self._wait(works[0], monotonic() + timeout_seconds)
             else:
-                _wait_pairwise(works, began + timeout_seconds)
+                _wait_pairwise(works, monotonic() + timeout_seconds)
+
+        return lambda: self._blaming(stand, wait, started=bool(works))
+
+    def _blaming(self, stand: Callable[[], Stand], act: Callable[[], T], started: bool = False) -> T:
+        began = monotonic()
+        self.watch.waiting = stand
+        try:
+            return act()
         except RuntimeError as error:
-            if is_own_fault(error) or not (works or is_of_transport(error)):
+            if is_own_fault(error) or not (started or is_of_transport(error)):
                 raise
             raise explain(error, stand(), monotonic() - began) from None
         finally:

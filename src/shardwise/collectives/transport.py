@@ -1,13 +1,14 @@
 """What a transport promises, and what all of them share."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives.calls import Ranks
 
+Finish = Callable[[], Tensor]  # waits for a collective that was started, and gives its result
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all
 
 
@@ -38,12 +39,36 @@ class Transport(Protocol):
         """A new tensor: the reduction (sum, max, min, product) of `local` over `ranks`."""
         ...
 
+    def start_all_to_all(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Finish:
+        """`all_to_all`, begun; `send` must not change until it is finished."""
+        ...
+
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+        """`all_reduce`, begun."""
+        ...
+
     def draw_seed(self) -> int:
         """A number from torch's CPU generator, drawn once a call and equal on all ranks seeded alike."""
         ...
 
 
-class SoloTransport:
+class AtOnce:
+    """For transports that know no other way: what is started is done."""
+
+    def start_all_to_all(
+        self: Any, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Finish:
+        received = self.all_to_all(send, send_counts, recv_counts, ranks)
+        return lambda: received
+
+    def start_all_reduce(self: Any, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+        reduced = self.all_reduce(local, reduce_op, ranks)
+        return lambda: reduced
+
+
+class SoloTransport(AtOnce):
     """One rank that needs nobody: scripts without a launcher run unchanged."""
 
     rank = 0

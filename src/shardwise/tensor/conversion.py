@@ -11,7 +11,6 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
-from shardwise.meter import ASKED
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
@@ -259,26 +258,4 @@ def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tens
     return move(tensor, Layout(source, [REPLICATE], tensor.shape), layout)
 
 
-class _Travel(torch.autograd.Function):
-    """A move whose gradient travels in a dtype of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, src: Layout, dst: Layout, dtype: torch.dtype) -> Tensor:
-        ctx.src, ctx.dst, ctx.dtype = src, dst, dtype
-        out = move(local, src, dst)
-        return out.view_as(out) if out is local else out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), ASKED.turned())
-        return back.to(grads[0].dtype), None, None, None
-
-
-def travelled(x: DTensor, target: Layout, backward_dtype: torch.dtype) -> DTensor:
-    """`x` in another layout; its gradient is converted to `backward_dtype` before it moves back."""
-    with DisableTorchFunctionSubclass():
-        return tag(_Travel.apply(plain(x), x._layout, target, backward_dtype), target)  # type: ignore[no-untyped-call]
-
-
 DTensor._from_local, DTensor._to_local = staticmethod(from_local), staticmethod(to_local)
-DTensor._travelled = staticmethod(travelled)

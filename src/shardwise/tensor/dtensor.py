@@ -45,7 +45,7 @@ class DTensor(torch.Tensor):
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
     _set: Callable[..., "DTensor"]
-    _travelled: Callable[["DTensor", Layout, torch.dtype], "DTensor"]
+    _travelled: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
 
     @classmethod
     def __torch_function__(
@@ -107,6 +107,7 @@ class DTensor(torch.Tensor):
         device_mesh: Any = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         shard_order: Sequence[int] | None = None,
@@ -116,6 +117,7 @@ class DTensor(torch.Tensor):
         Args:
             device_mesh: where to; None keeps the mesh. All ranks of both meshes must call.
             placements: one an axis of the new mesh; None keeps the placements.
+            async_op: return while the elements travel; the first look at the result waits for them.
             forward_dtype: convert to it before the move; the dtype of the result.
             backward_dtype: convert the gradient to it for its move back, and then to the dtype of this tensor.
             shard_order: which axis cuts first where several cut one dim.
@@ -128,7 +130,9 @@ class DTensor(torch.Tensor):
         order = self._layout.shard_order if shard_order is None and mesh == self._layout.mesh else shard_order
         target = Layout(mesh, wanted, self._layout.shape, order)
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
-        return moved(x, target) if backward_dtype is None else self._travelled(x, target, backward_dtype)
+        if backward_dtype is None and not async_op:
+            return moved(x, target)
+        return self._travelled(x, target, self.dtype if backward_dtype is None else backward_dtype, async_op)
 
     # ---- what it is -----------------------------------------------------------------------------------------
 

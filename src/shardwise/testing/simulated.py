@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Ranks, draw_from_torch, reduce_stack, using
+from shardwise.collectives import AtOnce, Ranks, draw_from_torch, reduce_stack, using
 from shardwise.collectives.board import Report, remote_error, report_of
 from shardwise.collectives.calls import Call, Stand, disagreement, disagreement_text, exchange_call, reduce_call
 from shardwise.errors import MismatchError, RemoteRankError, summary
@@ -37,7 +37,7 @@ class _Stopped(BaseException):
     """Unwinds a rank whose run has been given up."""
 
 
-class _Rank:
+class _Rank(AtOnce):
     """One simulated rank, and the `Transport` of its thread."""
 
     def __init__(self, simulation: "_Simulation", rank: int) -> None:

@@ -1,0 +1,53 @@
+"""A program written for torch.distributed.tensor switches by its imports."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch.distributed.tensor as theirs
+import torch.distributed.tensor.debug as their_debug
+import torch.distributed.tensor.experimental as their_experimental
+
+import shardwise
+from shardwise import DTensor, debug, experimental
+
+PAIRS: list[tuple[str, Any, Any]] = [
+    *((name, getattr(theirs, name), getattr(shardwise, name)) for name in theirs.__all__),
+    *((name, getattr(their_debug, name), getattr(debug, name)) for name in their_debug.__all__),
+    *(
+        (name, getattr(their_experimental, name), getattr(experimental, name))
+        for name in their_experimental.__all__
+        if name != "context_parallel"
+    ),
+    *(
+        (f"DTensor.{name}", getattr(theirs.DTensor, name), getattr(DTensor, name))
+        for name in ("from_local", "to_local", "full_tensor", "redistribute")
+    ),
+    *(
+        (f"CommDebugMode.{name}", getattr(their_debug.CommDebugMode, name), getattr(debug.CommDebugMode, name))
+        for name in dir(their_debug.CommDebugMode)
+        if name.startswith(("get_", "generate_", "log_"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "peer", "ours"), PAIRS, ids=[name for name, *_ in PAIRS])
+def test_public_names_take_the_arguments_that_torch_takes(name: str, peer: Any, ours: Any) -> None:
+    if inspect.isclass(peer) or not callable(peer):
+        return
+    have = inspect.signature(ours).parameters
+    extra = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in have.values())
+    for wanted in inspect.signature(peer).parameters.values():
+        assert wanted.name in have or extra, f"{name} has no argument {wanted.name}"
+
+
+def test_placements_answer_the_questions_that_torch_s_answer() -> None:
+    for placement in (shardwise.Shard(1), shardwise.Replicate(), shardwise.Partial("max")):
+        peer = getattr(theirs, type(placement).__name__)(
+            *(getattr(placement, k) for k in ("dim", "reduce_op") if hasattr(placement, k))
+        )
+        assert placement.is_shard() == peer.is_shard()
+        assert placement.is_shard(1) == peer.is_shard(1)
+        assert placement.is_replicate() == peer.is_replicate()
+        assert placement.is_partial() == peer.is_partial()
+        assert placement.is_partial("max") == peer.is_partial("max")
