@@ -90,7 +90,7 @@ class Move:
         placements, order = list(wanted.placements), wanted.shard_order
         how = f"device_mesh={wanted.mesh}, " if self.src.mesh != self.dst.mesh else ""
         how += f"placements={placements}" + ("" if order == tuple(sorted(order)) else f", shard_order={order}")
-        if cause.operand.replace(".", "").isidentifier():
+        if " " not in cause.operand:  # a name, such as 0.weight
             return f"{cause.operand}.redistribute({how}) before the loop, or {placements} in the plan"
         return f".redistribute({how}) of {cause.operand} before the loop"
 

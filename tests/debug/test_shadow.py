@@ -322,7 +322,7 @@ def test_every_third_call_of_each_op_is_compared_on_all_ranks_alike() -> None:
     assert world(3).run(body) == [{"sin": 3, "cos": 1}] * 3
 
 
-@pytest.mark.parametrize("ops", ["sin", ["sin"], {torch.sin, Tensor.sin}])
+@pytest.mark.parametrize("ops", ["sin", ["sin"], {torch.sin}, [Tensor.sin]])
 def test_only_the_chosen_ops_are_compared(ops: Any) -> None:
     def body() -> dict[str, int]:
         with shadow(ops=ops) as seen:
@@ -344,7 +344,12 @@ def test_the_ops_that_a_function_is_taken_apart_into_can_be_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"every": 0}, "every is 1 or more, got 0"), ({"ops": ["matmull", "sin"]}, "torch has no op named 'matmull'")],
+    [
+        ({"every": 0}, "every is a whole number, 1 or more, got 0"),
+        ({"every": 1.5}, "every is a whole number, 1 or more, got 1.5"),
+        ({"atol": -1.0}, "rtol and atol are 0 or more, got None and -1.0"),
+        ({"ops": ["matmull", "sin"]}, "torch has no op named 'matmull'"),
+    ],
 )
 def test_a_choice_that_nothing_fits_is_refused(options: Any, why: str) -> None:
     with pytest.raises(RuleError, match=why), shadow(**options):

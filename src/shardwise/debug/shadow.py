@@ -35,7 +35,7 @@ class Shadow:
         skipped: calls that were due and cannot be compared, by op: random, unfilled or sparse ones.
     """
 
-    def __init__(self, every: int, ops: frozenset[Any] | None, tolerance: Tolerance) -> None:
+    def __init__(self, every: int, ops: frozenset[str] | None, tolerance: Tolerance) -> None:
         self.compared: dict[str, int] = {}
         self.skipped: dict[str, int] = {}
         self._every, self._ops, self._tolerance = every, ops, tolerance
@@ -162,9 +162,16 @@ def _outcome(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _names(func: Any) -> set[Any]:
-    """A function by all that a user may call it: itself, add, add.Tensor, aten.add.Tensor."""
+    """A function by all that a user may call it: add, add.Tensor, aten.add.Tensor."""
     name = name_of(func)
-    return {func, name, name.strip(".").partition(".")[0], str(func)}
+    return {name, name.strip(".").partition(".")[0], str(func)}
+
+
+def _chosen_name(op: str | Callable[..., Any]) -> str:
+    """A function stands for all of its name: torch.add for Tensor.add too. An overload stands for itself."""
+    if isinstance(op, str):
+        return op
+    return str(op) if isinstance(op, torch._ops.OpOverload) else name_of(op)
 
 
 @contextmanager
@@ -186,7 +193,7 @@ def shadow(
 
     Args:
         every: the first call of each op is compared, and then one of so many; 1 compares all.
-        ops: names ("matmul", "aten.add.Tensor") or functions to compare; None compares all.
+        ops: names ("matmul", "aten.add.Tensor") to compare, or functions of these names; None compares all.
         rtol, atol: see `Tolerance`.
 
     Yields:
@@ -194,12 +201,16 @@ def shadow(
 
     Raises:
         ShadowError: the first difference, the same on every rank: op, rows, layouts, the largest difference and where.
-        RuleError: `every` below one, or an op of a name that torch does not know.
+        RuleError: `every` below one, a negative tolerance, or an op of a name that torch does not know.
     """
-    if every < 1:
-        raise RuleError(f"shadow: every is 1 or more, got {every}.")
-    chosen = None if ops is None else frozenset([ops] if isinstance(ops, str) else ops)
-    unknown = [op for op in chosen or () if isinstance(op, str) and not _is_known(op)]
+    if not isinstance(every, int) or every < 1:
+        raise RuleError(f"shadow: every is a whole number, 1 or more, got {every!r}.")
+    if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
+        raise RuleError(f"shadow: rtol and atol are 0 or more, got {rtol} and {atol}.")
+    if isinstance(ops, str):
+        ops = [ops]
+    chosen = None if ops is None else frozenset(map(_chosen_name, ops))
+    unknown = [op for op in ops or () if isinstance(op, str) and not _is_known(op)]
     if unknown:
         raise RuleError(f"shadow: torch has no op named {', '.join(map(repr, sorted(unknown)))}.")
     seen = Shadow(every, chosen, Tolerance(rtol, atol))
