@@ -144,6 +144,68 @@ def test_what_backward_computes_again_counts_where_it_runs() -> None:
         assert counts["backward"][EXCHANGE] >= 1
 
 
+class Scaled(nn.Module):
+    """Scales its input by half of a parameter; backward reaches the input before it is done with the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x * halved(self.weight)
+        return out
+
+
+class Around(nn.Module):
+    """Gathers by itself before the module inside and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Tanh()
+
+    def forward(self, x: Any) -> Any:
+        return halved(self.inner(halved(x).redistribute(placements=[S0])))
+
+
+def test_a_module_is_not_done_before_its_parameters_are() -> None:
+    def body() -> CommDebugMode:
+        scaled = shard_module(Scaled(), {"weight": S0}, mesh=Mesh((2,)))
+        x = distribute_tensor(torch.ones(5, 2), Mesh((2,)), [R]).requires_grad_()
+        with CommDebugMode() as mode:
+            scaled(x).sum().backward()
+        return mode
+
+    for rank, mode in enumerate(world(2).run(body)):
+        assert mode.get_module_bytes()["Scaled"] == {"forward": (24, 16)[rank], "backward": (16, 24)[rank]}
+
+
+def test_what_a_module_does_around_another_one_is_its_own() -> None:
+    def body() -> CommDebugMode:
+        x = rows().requires_grad_()
+        with CommDebugMode() as mode:
+            Around()(x * 1).sum().backward()
+        return mode
+
+    for mode in world(2).run(body):
+        counts = mode.get_module_counts()
+        assert "Around.inner" not in counts
+        assert counts["Around"]["forward"] == {EXCHANGE: 2}
+        assert counts["Around"]["backward"] == {EXCHANGE: 2}
+
+
+def test_a_backward_outside_modules_does_not_count_for_the_last_one_of_another_backward() -> None:
+    def body() -> CommDebugMode:
+        x = rows().requires_grad_()
+        with CommDebugMode() as mode:
+            Half()(x).sum().backward()
+            halved(x).sum().backward()
+        return mode
+
+    for mode in world(2).run(body):
+        assert mode.get_module_counts()["Half"]["backward"] == {EXCHANGE: 1}
+        assert mode.get_module_counts()["Global"]["backward"] == {EXCHANGE: 2}
+
+
 def test_parameters_and_their_placements_are_told_by_module() -> None:
     def body() -> tuple[Any, Any]:
         linear = shard_module(nn.Sequential(nn.Linear(3, 4)), {"0.weight": S0}, mesh=Mesh((2,)))

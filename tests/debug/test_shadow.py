@@ -44,6 +44,16 @@ def halves(x: Tensor) -> tuple[Tensor, None, Tensor]:
     return x / 2, None, x > 0
 
 
+def _bump(x: Tensor) -> None:
+    x.add_(1)
+
+
+_library = torch.library.Library("shardwise_shadow_tests", "DEF")
+_library.define("bump_(Tensor(a!) x) -> ()")
+_library.impl("bump_", _bump, "CompositeExplicitAutograd")
+bump_: Any = torch.ops.shardwise_shadow_tests.bump_.default
+
+
 def _off_on_rank_2(site: Site, x: Tensor) -> Tensor:
     """Right everywhere but in the last element of rank 2, by one half."""
     out = x * 2
@@ -58,7 +68,7 @@ def _forgets_rank_2(site: Site, x: Tensor) -> Tensor:
 
 def _wrong_second(site: Site, x: Tensor) -> tuple[Tensor, None, Tensor]:
     first, _, last = halves(x)
-    return first, None, ~last if site.rank == 0 else last
+    return first + (site.rank == 0) * 0.25, None, ~last if site.rank == 0 else last
 
 
 def _narrow(site: Site, x: Tensor) -> Tensor:
@@ -79,8 +89,9 @@ def with_wrong_rules() -> Iterator[None]:
     RULES[doubled] = OpRule(rows_of_doubled)
     RULES[added_in_place] = OpRule(lambda x: [Row((S0,), S0, "in its own rows", _forgets_rank_2)], in_place=True)
     RULES[halves] = OpRule(lambda x: [Row((S0,), (S0, S0, S0), "in its own rows", _wrong_second)])
+    RULES[bump_] = OpRule(lambda x: [Row((S0,), S0, "in its own rows", _forgets_rank_2)], in_place=True)
     yield
-    for op in (doubled, added_in_place, halves):
+    for op in (doubled, added_in_place, halves, bump_):
         del RULES[op]
     dispatch.forget()
     assert DTensor._enter is dispatch.enter
@@ -145,7 +156,18 @@ def test_what_does_not_change_in_place_everywhere_is_found() -> None:
     assert "6 elements differ" in str(error)
 
 
-def test_one_wrong_result_of_several_is_found() -> None:
+@pytest.mark.parametrize("counts_versions", [True, False])
+def test_what_changes_in_place_is_compared_though_nothing_is_returned(counts_versions: bool) -> None:
+    def call() -> None:
+        with torch.inference_mode(not counts_versions):
+            assert bump_(matrix() + 0) is None
+
+    error = error_on_all_ranks(call)
+    assert (error.op, error.rank, error.difference) == ("bump_.default", 2, 1.0)
+    assert "in operand 0 at [4, 0] on rank 2, where 6 elements differ" in str(error)
+
+
+def test_the_largest_of_several_differences_is_told() -> None:
     error = error_on_all_ranks(lambda: halves(matrix()))
     assert (error.rank, error.index, error.difference) == (0, (0, 0), 1.0)
     assert "in the result[2] at [0, 0] on rank 0, where 12 elements differ" in str(error)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shardwise import DTensor, Mesh, Shard, distribute_tensor, picture
+from shardwise import DTensor, Mesh, Shard, collectives, distribute_tensor, picture
 from shardwise.debug import visualize_sharding
 from shardwise.errors import LayoutError
 from shardwise.testing import world
@@ -26,6 +26,16 @@ def printed() -> Iterator[io.StringIO]:
 
 def uneven() -> DTensor:
     return distribute_tensor(torch.ones(7, 4), Mesh((3,), (2, 0, 1)), [Shard(0, sizes=(4, 0, 3))])
+
+
+def test_ranks_outside_the_mesh_need_not_call() -> None:
+    def body() -> None:
+        if collectives.rank():
+            visualize_sharding(distribute_tensor(torch.ones(3), Mesh((2,), (1, 2)), [Shard(0)]), "of ranks 1 and 2")
+
+    with printed() as out:
+        world(3).run(body)
+    assert out.getvalue().startswith("of ranks 1 and 2\n3 as [Shard(0)]")
 
 
 @pytest.mark.parametrize("use_rich", [False, True])

@@ -114,7 +114,7 @@ class CommDebugMode(Listener):
         key = torch_op(kind)
         self._counts[key] += 1
         self._bytes[key] += sent_bytes
-        of_gradients = move is not None and (move.cause.backward or move.cause.kind == "gradient")
+        of_gradients = move is not None and move.cause.kind == "gradient"
         phase = BACKWARD if in_backward() or of_gradients else FORWARD
         for name in self._tracker.around(self._tracker.current):
             traffic = self._traffic.setdefault(name, _Traffic())
