@@ -45,6 +45,27 @@ def test_tables_of_all_kinds_equal_one_process_in_three_collectives(mode: str) -
     world(3).run(body)
 
 
+def test_maxima_of_several_tables_equal_one_process() -> None:
+    """They need whole rows, so each lookup has its own exchange."""
+    full, ids = tables(), torch.randint(0, 9, (7, 2), generator=torch.Generator().manual_seed(3))
+    leaves = [t.clone().requires_grad_() for t in full]
+    expected = [F.embedding_bag(ids, t, mode="max") for t in leaves]
+    torch.stack([(out**2).sum() for out in expected]).sum().backward()
+
+    def body() -> None:
+        mesh = Mesh((3,))
+        weights = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(full, PLACEMENTS, strict=True)]
+        outs = embedding_bags([distribute_tensor(ids, mesh, [Shard(0)])] * len(weights), weights, mode="max")
+        torch.autograd.backward([(out**2).sum() for out in outs])
+        for out, weight, want, leaf in zip(outs, weights, expected, leaves, strict=True):
+            assert isinstance(out, DTensor)
+            torch.testing.assert_close(out.full_tensor(), want)
+            assert isinstance(weight.grad, DTensor)
+            torch.testing.assert_close(weight.grad.full_tensor(), leaf.grad)
+
+    world(3).run(body)
+
+
 def test_a_bad_id_in_one_table_names_it_on_every_rank() -> None:
     def body() -> str:
         mesh = Mesh((3,))

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.errors import IdError, IdTypeError
 from shardwise.mesh import Mesh
 from shardwise.movement import move
-from shardwise.placement import OnRanks, Placement, Replicate, Shard
+from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WEIGHTS: list[Placement] = [R, S0, S1, Shard(0, [1, 6, 0]), Shard(1, [0, 4, 1]), OnRanks(1)]
@@ -246,3 +246,226 @@ def test_a_lookup_with_cut_ids_takes_two_collectives_and_gathers_nothing() -> No
     for calls, sent in world(4).run(body):
         assert calls == {"all_to_all": 2}
         assert sent < full.numel() * full.element_size()  # less than the table that a gather would send
+
+
+# ---- options ------------------------------------------------------------------------------------------------
+
+NUMBERS = torch.tensor([[3, 3, 0], [6, 1, 3], [0, 0, 0], [5, 2, 1], [3, 6, 6]])
+PLACES: list[tuple[Placement, Placement]] = [(weight, ids) for weight in WEIGHTS for ids in IDS]
+OPTIONS: list[dict[str, Any]] = [
+    {"padding_idx": 3},
+    {"padding_idx": -1, "sparse": True},
+    {"scale_grad_by_freq": True},
+    {"max_norm": 1.0},
+    {"max_norm": 0.5, "norm_type": 1.0, "padding_idx": 0, "scale_grad_by_freq": True},
+    {"max_norm": 0.9, "norm_type": float("inf"), "sparse": True},
+]
+BAG_OPTIONS: list[dict[str, Any]] = [
+    {"mode": "max"},
+    {"mode": "max", "padding_idx": 0, "max_norm": 1.0},
+    {"mode": "mean", "padding_idx": 0},
+    {"mode": "sum", "padding_idx": -7, "scale_grad_by_freq": True},
+    {"mode": "sum", "weights": True},
+    {"mode": "sum", "weights": True, "padding_idx": 3, "max_norm": 1.0, "sparse": True},
+    {"mode": "mean", "scale_grad_by_freq": True},
+    {"mode": "mean", "max_norm": 1.0, "norm_type": 3.0},
+]
+
+
+def check_options(
+    op: Any, ids: Tensor, options: dict[str, Any], mesh: Mesh, weight: list[Placement], cut: list[Placement]
+) -> None:
+    """Result, gradients, and the table afterwards, beside one process; the table stays where it is."""
+    options, full = dict(options), table()
+    weighted = options.pop("weights", False)
+    factors = torch.arange(1, ids.numel() + 1, dtype=full.dtype).view(ids.shape).cos()
+
+    def run(numbers: Any, leaf: Any, given: Any) -> list[Any]:
+        out = op(numbers, leaf, **options, **({"per_sample_weights": given} if weighted else {}))
+        (out * torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()).sum().backward()
+        return [out.detach(), leaf.detach(), given.grad]
+
+    leaf, given = full.clone().requires_grad_(), factors.clone().requires_grad_()
+    want = run(ids, leaf, given)
+    assert leaf.grad is not None
+    grad = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+    if op is F.embedding_bag and options.get("scale_grad_by_freq"):
+        del options["scale_grad_by_freq"]  # torch's kernel for CPUs takes the frequencies of other rows
+        leaf = full.clone().requires_grad_()
+        run(ids, leaf, given.detach().requires_grad_())
+        assert leaf.grad is not None
+        grad = leaf.grad / ids.flatten().bincount(minlength=7).clamp(min=1).unsqueeze(1)
+        options["scale_grad_by_freq"] = True
+
+    def body() -> None:
+        param, numbers = weight_of(full.clone(), mesh, weight), distribute_tensor(ids, mesh, cut)
+        spread = distribute_tensor(factors, mesh, cut).requires_grad_()
+        with collectives.count_comms() as meter:
+            got = run(numbers, param, spread)
+        assert not [move for move in meter.implicit if f"({full.shape[0]}, " in str(move)]
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None)
+            if b is not None:
+                torch.testing.assert_close(as_dtensor(a).full_tensor(), b)
+        torch.testing.assert_close(gradient(param), grad)
+
+    world(mesh.size()).run(body)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("weight", "ids"), PLACES, ids=str)
+def test_options_of_embedding_equal_one_process(weight: Placement, ids: Placement, options: dict[str, Any]) -> None:
+    check_options(F.embedding, NUMBERS, options, Mesh((3,)), [weight], [ids])
+
+
+@pytest.mark.parametrize("options", BAG_OPTIONS, ids=str)
+@pytest.mark.parametrize(("weight", "ids"), PLACES, ids=str)
+def test_options_of_embedding_bag_equal_one_process(weight: Placement, ids: Placement, options: dict[str, Any]) -> None:
+    check_options(F.embedding_bag, NUMBERS, options, Mesh((3,)), [weight], [ids])
+
+
+@pytest.mark.parametrize("options", [OPTIONS[4], BAG_OPTIONS[1], BAG_OPTIONS[3], BAG_OPTIONS[5]], ids=str)
+@pytest.mark.parametrize(("weight", "ids"), GRID, ids=str)
+def test_options_on_grids_equal_one_process(
+    weight: list[Placement], ids: list[Placement], options: dict[str, Any]
+) -> None:
+    check_options(F.embedding_bag if "mode" in options else F.embedding, NUMBERS, options, Mesh((2, 2)), weight, ids)
+
+
+RAGGED: list[list[list[int]]] = [[[3, 3, 0], [], [6]], [], [[1, 5, 0, 2], [0]]]  # bags of each rank
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["starts", "starts and end"])
+@pytest.mark.parametrize("options", BAG_OPTIONS, ids=str)
+@pytest.mark.parametrize("weight", [R, S0, Shard(1, [0, 4, 1]), OnRanks(1)], ids=str)
+def test_options_of_ragged_bags_equal_one_process(weight: Placement, options: dict[str, Any], last: bool) -> None:
+    """Bags are cut between ranks, empty ones too; with the end among the offsets every rank has all ids."""
+    options, full = dict(options), table()
+    options.pop("scale_grad_by_freq", None)
+    weighted = options.pop("weights", False)
+    flat = torch.tensor([i for rank in RAGGED for bag in rank for i in bag])
+    starts = torch.tensor([0, 3, 3, 4, 8, *([9] if last else [])])
+    factors = torch.arange(9, dtype=full.dtype).cos()
+
+    def run(ids: Any, leaf: Any, given: Any, offsets: Any) -> list[Any]:
+        psw = {"per_sample_weights": given} if weighted else {}
+        out = F.embedding_bag(ids, leaf, offsets, include_last_offset=last, **options, **psw)
+        (out * torch.arange(25, dtype=out.dtype).view(5, 5).cos()).sum().backward()
+        return [out.detach(), leaf.detach(), given.grad]
+
+    leaf, given = full.clone().requires_grad_(), factors.clone().requires_grad_()
+    want = run(flat, leaf, given, starts)
+    assert leaf.grad is not None
+    grad = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+
+    def body() -> None:
+        mesh = Mesh((3,))
+        ids, bags = (R, R) if last else (Shard(0, [4, 0, 5]), Shard(0, [3, 0, 2]))
+        param = weight_of(full.clone(), mesh, [weight])
+        given = distribute_tensor(factors, mesh, [Shard(0, [5, 3, 1])]).requires_grad_()
+        got = run(distribute_tensor(flat, mesh, [ids]), param, given, distribute_tensor(starts, mesh, [bags]))
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None)
+            if b is not None:
+                torch.testing.assert_close(as_dtensor(a).full_tensor(), b)
+        torch.testing.assert_close(gradient(param), grad)
+
+    world(3).run(body)
+
+
+aten = torch.ops.aten
+CALLS = [
+    Sample(torch.embedding, (table(), NUMBERS)),
+    Sample(torch.embedding, (table(), NUMBERS, 3, True)),
+    Sample(aten.embedding.default, (table(), NUMBERS[:, 0], 0), gradients=False),
+    Sample(torch.embedding_renorm_, (table(), NUMBERS, 0.8, 2.0), gradients=False),
+    Sample(aten.embedding_renorm_.default, (table(), NUMBERS[1], 0.5, 1.0), gradients=False),
+    Sample(F.embedding, (NUMBERS[0], table(), 3), {"scale_grad_by_freq": True}),
+    Sample(F.embedding_bag, (NUMBERS, table()), {"mode": "max"}),
+    Sample(F.embedding_bag, (NUMBERS, table(), None), {"mode": "sum", "per_sample_weights": table()[:5, :3]}),
+]
+CALLS += [
+    Sample(op, (grad, NUMBERS, 7, padding, by_frequency, *rest), gradients=False)
+    for op, rest in ((aten.embedding_dense_backward.default, ()), (aten.embedding_backward.default, (False,)))
+    for grad in (torch.arange(60, dtype=torch.float64).view(5, 3, 4).sin(),)
+    for padding, by_frequency in ((-1, False), (3, True))
+]
+
+
+@pytest.mark.parametrize("sample", CALLS, ids=str)
+def test_ops_of_tables_equal_one_process(sample: Sample) -> None:
+    tally = assert_equals_one_process([sample], MESHES[1:], limit=10)
+    assert tally.cases > tally.refused
+
+
+@pytest.mark.parametrize("op", [F.embedding, F.embedding_bag], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("placement", [Boxes([[((0, 0), (2, 5))], [((2, 0), (5, 5))]]), Partial()], ids=str)
+@world(2)
+def test_a_table_that_cannot_change_where_it_is_is_renormalised_as_a_whole(op: Any, placement: Placement) -> None:
+    whole = table()
+    want = op(NUMBERS, whole, max_norm=1.0)
+    param = distribute_tensor(table(), Mesh((2,)), [placement])
+    got = op(distribute_tensor(NUMBERS, Mesh((2,)), [S0]), param, max_norm=1.0)
+    torch.testing.assert_close(as_dtensor(got).full_tensor(), want)
+    torch.testing.assert_close(as_dtensor(param).full_tensor(), whole)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Embedding(7, 5, 3, 1.0), lambda: nn.EmbeddingBag(7, 5, 1.0, mode="max")])
+def test_modules_with_options_train_as_in_one_process(make: Any) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    start = plain.weight.detach().clone()
+    plain(NUMBERS).sin().sum().backward()
+
+    def body() -> None:
+        module = make()
+        module.weight = nn.Parameter(distribute_tensor(start.clone(), Mesh((3,)), [S0]))
+        module(distribute_tensor(NUMBERS, Mesh((3,)), [S0])).sin().sum().backward()
+        torch.testing.assert_close(module.weight.grad.full_tensor(), plain.weight.grad)
+        torch.testing.assert_close(as_dtensor(module.weight.detach()).full_tensor(), plain.weight.detach())
+
+    world(3).run(body)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+@pytest.mark.parametrize("ids", IDS, ids=str)
+def test_bad_ids_and_bad_padding_change_no_table(weight: Placement, ids: Placement) -> None:
+    numbers = NUMBERS.clone()
+    numbers[3, 1] = 9
+
+    def body() -> set[str]:
+        mesh = Mesh((3,))
+        param, bad = weight_of(table(), mesh, [weight]), distribute_tensor(numbers, mesh, [ids])
+        texts = set()
+        for op in (F.embedding, F.embedding_bag):
+            with pytest.raises(IdError) as caught:
+                op(bad, param, max_norm=0.1)
+            texts.add(str(caught.value))
+            with pytest.raises(IdError, match="padding_idx -8 is not one of its 7 rows"):
+                op(distribute_tensor(NUMBERS, mesh, [ids]), param, padding_idx=-8)
+        torch.testing.assert_close(as_dtensor(param.detach()).full_tensor(), table())
+        return texts
+
+    (texts,) = {frozenset(found) for found in world(3).run(body)}
+    (text,) = texts
+    assert "id 9 at position (3, 1)" in text
+
+
+@world(2)
+def test_options_that_torch_refuses_are_refused() -> None:
+    param, ids = weight_of(table(), Mesh((2,)), [S0]), distribute_tensor(NUMBERS, Mesh((2,)), [S0])
+    with pytest.raises(NotImplementedError, match="only supported for mode='sum'"):
+        F.embedding_bag(ids, param, per_sample_weights=ids.double())
+    with pytest.raises(ValueError, match="max mode does not support sparse"):
+        F.embedding_bag(ids, param, mode="max", sparse=True)
+    with pytest.raises(ValueError, match="one of sum, mean or max"):
+        F.embedding_bag(ids, param, mode="min")
+
+
+@world(2)
+def test_a_table_that_backward_still_needs_is_not_renormalised_behind_its_back() -> None:
+    param, ids = weight_of(table() + 2, Mesh((2,)), [S0]), distribute_tensor(NUMBERS, Mesh((2,)), [S0])
+    squares = param.square().sum()
+    F.embedding(ids, param, max_norm=0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()

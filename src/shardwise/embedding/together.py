@@ -29,7 +29,7 @@ def embedding_bags(
         inputs: ids of each lookup, as for `F.embedding_bag`.
         weights: the table of each; one table may occur several times.
         offsets: of each; None where the ids have two dims.
-        mode: "sum" or "mean".
+        mode: "sum", "mean", or "max", which shares no exchange.
         sparse: row-sparse gradients.
 
     Returns:
@@ -52,7 +52,7 @@ def embedding_bags(
         with DisableTorchFunctionSubclass():
             recipe, site, args, named = dispatch.prepared(F.embedding_bag, (ids, weight, start), kwargs)
             axes = lookup.travelling_axes(site)
-            if axes:
+            if axes and recipe.local is lookup.embedding_bag:
                 call = lookup.bag_call(site, args, named)
                 shared.setdefault((site.ranks(axes), weight.dtype), []).append((index, call))
             else:

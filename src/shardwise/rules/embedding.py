@@ -5,15 +5,19 @@ and table are both cut on an axis, ids travel to the ranks that hold their rows,
 travel back (`shardwise.rules.lookup`); nothing is gathered.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from shardwise.errors import IdTypeError
-from shardwise.placement import PARTIAL, REPLICATE, OnRanks, Placement, Shard
-from shardwise.rules import lookup
+from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.rules import lookup, options
+from shardwise.rules.pointwise import SUMS, shape_of_first
 from shardwise.rules.row import Meta, Row, op_rule
+
+aten = torch.ops.aten
 
 
 def _check_ids(ids: Meta, dims: tuple[int, ...], op: str) -> None:
@@ -39,11 +43,19 @@ def embedding(
 ) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     _check_ids(input, (), "embedding")
-    if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
-        raise NotImplementedError(
-            "padding_idx, max_norm and scale_grad_by_freq are not supported on sharded tables yet"
-        )
-    return _lookup_rows(weight, range(input.ndim), input.ndim, lookup.embedding)
+    special = padding_idx is not None or max_norm is not None or scale_grad_by_freq
+    local = options.embedding if special else lookup.embedding
+    rows = _lookup_rows(weight, range(input.ndim), input.ndim, local)
+    return rows if max_norm is None else _unmoved(rows, weight, norm_type)
+
+
+def _unmoved(rows: list[Row], weight: Meta, norm_type: float) -> list[Row]:
+    """Rows for which the table stays where it is, because some of it changes in place."""
+    own = Shard(weight.placement.dim) if isinstance(weight.placement, Shard) else weight.placement
+    rows = [row for row in rows if row.inputs[1] == own]
+    if not rows or norm_type <= 0:
+        raise NotImplementedError("a table that is Partial or in Boxes is renormalised as a whole")
+    return rows
 
 
 def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: Any, **kwargs: Any) -> tuple[int, ...]:
@@ -72,35 +84,89 @@ def embedding_bag(
     first id of the whole input; where input and offsets are cut, they must be cut between the same bags.
     """
     _check_ids(input, (1, 2), "embedding_bag")
-    unsupported = (
-        max_norm is not None or scale_grad_by_freq or per_sample_weights is not None or padding_idx is not None
-    )
-    if unsupported or mode not in ("sum", "mean"):
-        raise NotImplementedError(
-            "only modes sum and mean, without max_norm, scale_grad_by_freq, per_sample_weights and "
-            "padding_idx, are supported on sharded tables yet"
-        )
-    if input.ndim == 1 and offsets is None:
-        raise ValueError("embedding_bag: 1-D ids need offsets that say where each bag starts")
+    plain = max_norm is None and not scale_grad_by_freq and per_sample_weights is None and padding_idx is None
+    weighted_wrong = per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape)
+    if mode not in ("sum", "mean", "max") or weighted_wrong or (mode == "max" and (sparse or scale_grad_by_freq)):
+        raise NotImplementedError("torch says what is wrong with the options")
+    if (input.ndim == 1) == (offsets is None):
+        raise ValueError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
     # With the last offset there is one offset more than bags, so bags and offsets cannot be cut alike.
-    return _lookup_rows(weight, range(0 if include_last_offset else 1), 1, lookup.embedding_bag, offsets is not None)
+    dims = range(0 if include_last_offset else 1)
+    local = lookup.embedding_bag if plain and mode != "max" else options.embedding_bag
+    rows = _lookup_rows(weight, dims, 1, local, offsets is not None, per_sample_weights, mode == "max")
+    return rows if max_norm is None else _unmoved(rows, weight, norm_type)
 
 
-def _lookup_rows(weight: Meta, id_dims: range, column_dim: int, local: Any, offsets: bool = False) -> list[Row]:
+def _lookup_rows(
+    weight: Meta,
+    id_dims: range,
+    column_dim: int,
+    local: Any,
+    offsets: bool = False,
+    factors: Meta | None = None,
+    maxima: bool = False,
+) -> list[Row]:
+    summands = REPLICATE if maxima else PARTIAL  # maxima are taken where all rows are
+
     def row(ids: Placement, table: Placement, output: Placement, why: str, aligned: bool = False) -> Row:
         follow = 1 if ids == REPLICATE else 2 if offsets else 0
-        return Row((ids, table, *((ids,) if offsets else ())), output, why, local, aligned, follow=follow)
+        weights = () if factors is None else (REPLICATE,) if factors.placement == REPLICATE else (ids,)
+        inputs = (ids, table, *((ids,) if offsets else ()), *weights)
+        return Row(inputs, output, why, local, aligned, follow=follow)
 
     rows = [
         row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the whole table"),
         row(REPLICATE, Shard(1), Shard(column_dim), "each rank holds some columns", aligned=True),
-        row(REPLICATE, Shard(0), PARTIAL, "each rank holds some rows; a foreign id adds zero"),
+        row(REPLICATE, Shard(0), summands, "each rank holds some rows; a foreign id adds zero"),
     ]
     for d in id_dims:
         rows.append(row(Shard(d), REPLICATE, Shard(d), "each rank has some ids and the whole table"))
         rows.append(row(Shard(d), Shard(0), Shard(d), "ids travel to the rows and back"))
         rows.append(row(Shard(d), Shard(1), Shard(d), "ids travel to the columns and back"))
     if isinstance(weight.placement, OnRanks):
-        rows.append(row(REPLICATE, weight.placement, PARTIAL, "one rank holds the table; the others add zero"))
+        rows.append(row(REPLICATE, weight.placement, summands, "one rank holds the table; the others add zero"))
         rows += [row(Shard(d), weight.placement, Shard(d), "ids travel to the table and back") for d in id_dims]
     return rows
+
+
+# ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
+
+
+def _table_first_shape(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return _embedding_shape(indices, weight)
+
+
+@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, sizeless=True)
+def embedding_of_table(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out[..., c] = weight[indices[...], c], with -1 for no padding."""
+    _check_ids(indices, (), "embedding")
+    rows = _lookup_rows(weight, range(indices.ndim), indices.ndim, options.embedding_of_table)
+    return [replace(row, inputs=row.inputs[::-1], follow=1 - (row.follow or 0)) for row in rows]
+
+
+@op_rule(torch.embedding_renorm_, aten.embedding_renorm_.default, in_place=True, shape=shape_of_first, sizeless=True)
+def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: float) -> list[Row]:
+    """weight[i] *= min(1, max_norm / |weight[i]|) for every i of indices."""
+    _check_ids(indices, (), "embedding_renorm_")
+    placement = weight.placement
+    own = Shard(placement.dim) if isinstance(placement, Shard) else placement
+    if isinstance(own, Partial | Boxes) or norm_type <= 0:
+        raise NotImplementedError("a table that is Partial or in Boxes is renormalised as a whole")
+    return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]
+
+
+def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return (num_weights, grad.shape[-1])
+
+
+@op_rule(aten.embedding_dense_backward.default, aten.embedding_backward.default, shape=_gradient_shape)
+def embedding_backward(
+    grad: Meta, indices: Meta, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, sparse: bool = False
+) -> list[Row]:
+    """out[i, c] = the sum of grad[..., c] where indices[...] = i."""
+    if sparse:
+        raise NotImplementedError("sparse gradients are made of whole copies")
+    local = options.dense_backward if scale_grad_by_freq else None
+    rows = [Row((Shard(d), Shard(d)), PARTIAL, "each rank adds up its own ids", local) for d in range(indices.ndim)]
+    rows.append(Row((Shard(grad.ndim - 1), REPLICATE), Shard(1), "each rank has some columns", local))
+    return rows + [Row((p, REPLICATE), p, "linear in the gradient", local) for p in SUMS]

@@ -89,20 +89,30 @@ def embedding_bag(
     padding_idx: None = None,
 ) -> Tensor:
     """The local function of `F.embedding_bag`."""
-    bags = Bags(mode, _from_own_first_id(site, offsets), include_last_offset)
+    bags = Bags(mode, from_own_first_id(site, offsets), include_last_offset)
     return _lookup(site, input, weight, bags, sparse)
 
 
 def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     _check_devices(site, ids, weight)
     if not travelling_axes(site):
-        raise_bad_ids(site, _verdict_everywhere(site, ids, bags))
+        refuse_bad_ids(site, ids, bags)
         return _lookup_here(site, ids, weight, bags, sparse)
     (out,) = lookup_together([(site, ids, weight, bags, sparse)])
     return out
 
 
-Call = tuple[Site, Tensor, Tensor, Bags | None, bool]  # site, ids, table, bags, sparse gradients
+def whole_rows(site: Site, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """The row of every id, whole on every rank that has the id, and not a summand of it."""
+    axes = travelling_axes(site, replicated_ids=True)
+    if not axes:
+        return _lookup(site, ids, weight, None, sparse)
+    (out,) = lookup_together([(site, ids, weight, None, sparse, axes)])
+    return out
+
+
+# site, ids, table, bags, sparse gradients, and the axes on which ids travel if not the usual ones
+Call = tuple[Site, Tensor, Tensor, Bags | None, bool] | tuple[Site, Tensor, Tensor, Bags | None, bool, tuple[int, ...]]
 
 
 def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
@@ -120,32 +130,36 @@ def bag_call(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     offsets = given.get("offsets")
-    bags = Bags(given.get("mode", "mean"), _from_own_first_id(site, offsets), given.get("include_last_offset", False))
+    bags = Bags(given.get("mode", "mean"), from_own_first_id(site, offsets), given.get("include_last_offset", False))
     return site, given["input"], given["weight"], bags, given.get("sparse", False)
 
 
-def _from_own_first_id(site: Site, offsets: Tensor | None) -> Tensor | None:
+def from_own_first_id(site: Site, offsets: Tensor | None) -> Tensor | None:
     if offsets is None:
         return None
     (box,) = site.layouts[0].boxes(site.rank)
     return offsets - box.offsets[0]
 
 
-def travelling_axes(site: Site) -> tuple[int, ...]:
-    """The mesh axes on which ids and table are both cut."""
+def travelling_axes(site: Site, replicated_ids: bool = False) -> tuple[int, ...]:
+    """The mesh axes on which ids and table are both cut; with `replicated_ids`, on which the rows are."""
     ids, table = site.layouts[0], site.layouts[1]
     return tuple(
         axis
         for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
-        if isinstance(a, Shard) and isinstance(b, Shard | OnRanks | Boxes) and ids.mesh.shape[axis] > 1
+        if (isinstance(a, Shard) or (replicated_ids and not b.is_shard(1)))
+        and isinstance(b, Shard | OnRanks | Boxes)
+        and ids.mesh.shape[axis] > 1
     )
 
 
 # ---- request ------------------------------------------------------------------------------------------------
 
 
-def _request(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Request:
-    axes = travelling_axes(site)
+def _request(
+    site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...] | None = None
+) -> Request:
+    axes = travelling_axes(site) if axes is None else axes
     ranks = site.ranks(axes)
     nothing = Box((0, 0), (0, 0))
     owners = tuple((site.layouts[1].boxes(rank) or (nothing,))[0] for rank in ranks)
@@ -432,6 +446,11 @@ def _global_position(layout: Layout, rank: int, local: int) -> int:
 def _worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
     bad = [(head[-2], head[-1], rank) for head, rank in zip(headers, ranks, strict=True) if head[-2] != FINE]
     return min(bad, default=(FINE, 0, -1))
+
+
+def refuse_bad_ids(site: Site, ids: Tensor, bags: Bags | None) -> None:
+    """The same error on every rank if any has an id that is not in the table, or bags that are not made of its ids."""
+    raise_bad_ids(site, _verdict_everywhere(site, ids, bags))
 
 
 def _verdict_everywhere(site: Site, ids: Tensor, bags: Bags | None) -> Verdict:
