@@ -52,11 +52,68 @@ SAMPLES = [
     Sample(Tensor.expand, (normal(3), 2, 3)),
     Sample(Tensor.expand, (normal(), 3)),
     Sample(Tensor.expand, (normal(5, 1), 5, 2)),
-    Sample(Tensor.__getitem__, (A, 1)),
-    Sample(Tensor.__getitem__, (A, slice(1, 4))),
+    Sample(torch.reshape, (normal(2, 3, 4), (2, 12))),
+    Sample(torch.reshape, (normal(2, 6), (3, 4))),
+    Sample(Tensor.view, (normal(1, 4, 3), 12)),
+    Sample(Tensor.view, (normal(2, 2, 3, 2), 4, 6)),
+    Sample(Tensor.view, (normal(2, 2, 3, 2), 24)),
+    Sample(Tensor.view, (torch.arange(15).view(5, 3), torch.int32)),
+    Sample(Tensor.view, (torch.arange(24, dtype=torch.int32).view(4, 6), torch.int64)),
+    Sample(Tensor.view, (torch.arange(15).view(5, 3), torch.float64)),
+    Sample(Tensor.view_as, (normal(4, 6), normal(24))),
+    Sample(Tensor.reshape_as, (normal(4, 6), normal(8, 3))),
+    Sample(torch.ravel, (A,)),
+    Sample(torch.unflatten, (normal(3, 6), 1, (2, -1))),
+    Sample(Tensor.unflatten, (normal(6, 3), 0, (3, 2))),
+    Sample(torch.movedim, (normal(2, 3, 4), 0, 2)),
+    Sample(Tensor.moveaxis, (normal(2, 3, 4), (0, 1), (2, 0))),
+    Sample(torch.swapdims, (A, 0, 1)),
+    Sample(torch.adjoint, (normal(2, 3, 4),)),
+    Sample(Tensor.mT.__get__, (normal(2, 3, 4),)),  # type: ignore[attr-defined]
+    Sample(Tensor.mH.__get__, (normal(2, 3, 4),)),  # type: ignore[attr-defined]
+    Sample(Tensor.H.__get__, (A,)),  # type: ignore[attr-defined]
+    Sample(torch.squeeze, (normal(1, 5, 1), (0, 2))),
+    Sample(torch.broadcast_to, (A, (2, 5, 3))),
+    Sample(Tensor.expand_as, (normal(1, 3), A)),
+    Sample(torch.atleast_2d, (normal(4),)),
+    Sample(torch.atleast_3d, (A,)),
+    Sample(Tensor.contiguous, (A,)),
+    Sample(torch.real, (A,)),
+    Sample(torch.view_as_complex, (normal(5, 2),), gradients=False),
+    Sample(torch.select, (A, 0, -2)),
+    Sample(torch.select, (normal(3, 4, 2), 1, 2)),
     Sample(torch.narrow, (A, 0, 2, 2)),
-    Sample(torch.cat, ([A, normal(2, 3)],)),
-    Sample(torch.stack, ([A, A],), {"dim": 1}),
+    Sample(torch.narrow, (A, 0, 3, 0)),
+    Sample(Tensor.narrow, (A,), {"dim": 1, "start": -2, "length": 2}),
+    Sample(torch.unbind, (A,)),
+    Sample(torch.unbind, (A, 1)),
+    Sample(torch.chunk, (A, 2)),
+    Sample(torch.chunk, (normal(7, 2), 3)),
+    Sample(torch.split, (A, 2)),
+    Sample(torch.split, (A, [1, 0, 4])),
+    Sample(Tensor.split, (A, 2, 1)),
+    Sample(torch.split_with_sizes, (A, [2, 3])),
+    Sample(torch.tensor_split, (A, 3)),
+    Sample(torch.tensor_split, (A, (1, 4))),
+    Sample(torch.tensor_split, (A, torch.tensor([1, 4])), constant=(1,)),
+    Sample(torch.hsplit, (normal(4, 6), 3)),
+    Sample(torch.vsplit, (normal(6, 2), [1, 4])),
+    Sample(torch.dsplit, (normal(2, 2, 4), 2)),
+    Sample(torch.diagonal, (normal(4, 4),)),
+    Sample(torch.diagonal, (normal(5, 3), -1)),
+    Sample(torch.diagonal, (normal(3, 2, 6), 2, -1, 0)),
+    Sample(torch.diagonal, (normal(3, 4), 9)),
+    Sample(torch.linalg.diagonal, (normal(2, 3, 4),)),
+    Sample(torch.diag, (normal(4, 5),)),
+    Sample(torch.diag, (normal(4),)),
+    Sample(torch.diag_embed, (normal(2, 3), 1)),
+    Sample(torch.tril, (normal(5, 4),)),
+    Sample(torch.tril, (normal(5, 4), -2)),
+    Sample(torch.triu, (normal(2, 3, 4), 1)),
+    Sample(Tensor.triu_, (normal(5, 4), 1)),
+    Sample(Tensor.fill_diagonal_, (normal(5, 4), 2.5)),
+    Sample(Tensor.fill_diagonal_, (normal(7, 2), 2.5, True)),
+    Sample(torch.as_strided, (A, (2, 2), (1, 2))),
 ]
 
 
@@ -78,6 +135,92 @@ def test_a_view_that_moves_nothing_shares_its_memory() -> None:
     assert torch.equal(x.full_tensor(), torch.full((6, 4), 6.0))
 
 
+@world(3)
+def test_slices_and_chunks_of_a_cut_dim_move_nothing_and_share_its_memory() -> None:
+    x = distribute_tensor(torch.zeros(7, 3), Mesh((3,)), [Shard(0, [1, 4, 2])])
+    with count_comms() as meter:
+        for view in (
+            x[2:6],
+            x[2:6:2],
+            x.narrow(0, 2, 4),
+            x.chunk(2)[1],
+            x.split_with_sizes([2, 5])[1],
+            x[2:][:4, None],
+            x[..., 1],
+        ):
+            view.add_(1)
+        x.diagonal(-1).mul_(10)
+        x.tensor_split(3, 1)[2].mul_(2)
+    assert meter.total_calls == 0
+    want = torch.zeros(7, 3)
+    for view in (want[2:6], want[2:6:2], want[2:6], want[4:], want[2:], want[2:6], want[:, 1]):
+        view += 1
+    want.diagonal(-1).mul_(10)
+    want[:, 2:] *= 2
+    assert torch.equal(x.full_tensor(), want)
+    assert as_dtensor(x[2:6]).layout_.cut(0) == (0, 3, 1)
+    assert [as_dtensor(part).layout_.cut(0) for part in x.chunk(2)] == [(1, 3, 0), (0, 1, 2)]
+
+
+@world(3)
+def test_one_row_goes_from_its_owner_to_the_others_and_nothing_else_moves() -> None:
+    x = distribute_tensor(torch.arange(14.0).view(7, 2), Mesh((3,)), [Shard(0, [1, 4, 2])])
+    with count_comms() as meter:
+        row = as_dtensor(x[3])
+    assert row.to_local().tolist() == [6.0, 7.0]
+    assert meter.total_bytes == (2 * 2 * 4 if collectives.rank() == 1 else 0)
+    assert not meter.implicit
+
+
+@world(4)
+def test_merged_dims_are_exchanged_and_not_gathered() -> None:
+    """Dim 1 is cut: each rank sends all but the part of its columns that stays."""
+    x = distribute_tensor(torch.arange(32.0).view(4, 8), Mesh((4,)), [S1])
+    with count_comms() as meter:
+        out = as_dtensor(x.view(-1))
+    assert out.placements == (S0,)
+    assert (meter.total_bytes, meter.total_calls, meter.implicit) == (3 * 2 * 4, 1, [])
+    assert torch.equal(out.full_tensor(), torch.arange(32.0))
+
+
+@pytest.mark.parametrize("placement", [S0, S1, Shard(0, [0, 5])], ids=str)
+@world(2)
+def test_unused_pieces_get_gradients_of_zero(placement: Shard) -> None:
+    x = distribute_tensor(torch.ones(5, 4), Mesh((2,)), [placement]).requires_grad_()
+    x.chunk(2)[0].sum().backward()
+    x.split([1, 3], 1)[1].sum().backward()
+    want = torch.zeros(5, 4)
+    want[:3] += 1
+    want[:, 1:] += 1
+    assert torch.equal(as_dtensor(x.grad).full_tensor(), want)
+
+
+@world(2)
+def test_complex_numbers_have_parts_and_adjoints() -> None:
+    full = torch.complex(A, A.flip(0))
+    for placement in (S0, S1, R):
+        x = distribute_tensor(full, Mesh((2,)), [placement])
+        for got, want in (
+            (x.real, full.real),
+            (x.imag, full.imag),
+            (x.H, full.H),
+            (x.mH, full.mH),
+            (x.adjoint(), full.adjoint()),
+            (torch.view_as_real(x), torch.view_as_real(full)),
+        ):
+            assert torch.equal(as_dtensor(got).full_tensor(), want.resolve_conj())
+
+
+@world(2)
+def test_views_of_strides_that_torch_cannot_view_are_copies_that_nobody_changes() -> None:
+    x = distribute_tensor(torch.zeros(4, 3), Mesh((2,)), [S0])
+    merged = x.t().view(-1)
+    with pytest.raises(RuleError, match="Fix: change the original"):
+        merged.add_(1)
+    merged.clone().add_(1)
+    x.t().reshape(-1).clone().add_(1)
+
+
 @world(2)
 def test_views_of_a_whole_tensor_share_its_memory() -> None:
     x = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [R])
@@ -90,12 +233,12 @@ def test_views_of_a_whole_tensor_share_its_memory() -> None:
 def test_changing_a_view_that_had_to_be_moved_is_refused() -> None:
     """The copy would change, and the tensor not."""
     x = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S0])
-    for view in (x[0], x[1:3], x[0][1:], x.select(0, 1), x.narrow(0, 1, 2), x.diagonal(), x[0].view(-1, 1)):
+    merged = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S1]).view(-1)
+    for view in (x[0], x[0][1:], x.select(0, 1), x[0].view(-1, 1), merged, x.as_strided((2,), (1,)), x[0, 1:]):
         with pytest.raises(RuleError, match=r"view .* that had to be moved"):
             view.add_(1)
-    for rows in x.unbind(), x.chunk(3):
-        with pytest.raises(RuleError, match="Fix: change the original, or clone"):
-            rows[0].mul_(2)
+    with pytest.raises(RuleError, match="Fix: change the original, or clone"):
+        x.unbind()[0].mul_(2)
     changed = x[0].clone().add_(1)
     assert as_dtensor(changed).full_tensor().tolist() == [1.0, 1.0]
     assert not x.full_tensor().any()

@@ -465,7 +465,6 @@ LEAKS: dict[str, Callable[[Any], object]] = {
     "storage": lambda x: x.untyped_storage(),
     "share_memory_": lambda x: x.share_memory_(),
     "set_": lambda x: x.set_(torch.ones(2)),
-    "real": lambda x: x.real,
     "resize_": lambda x: x.resize_(8),
 }
 

@@ -1,9 +1,23 @@
 """The one table of op rules. Importing this package fills it; the tensor reads it."""
 
-from shardwise.rules import conv, dropout, embedding, loss, matmul, normal, pointwise, pool, random, reduce, view
+from shardwise.rules import (
+    conv,
+    dropout,
+    embedding,
+    join,
+    loss,
+    matmul,
+    normal,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    reshape,
+    view,
+)  # fmt: skip
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 
 __all__ = [
-    "RULES", "Meta", "OpRule", "Row", "Site", "conv", "dropout", "embedding", "loss", "matmul", "normal", "op_rule",
-    "pointwise", "pool", "random", "reduce", "view",
+    "RULES", "Meta", "OpRule", "Row", "Site", "conv", "dropout", "embedding", "join", "loss", "matmul", "normal",
+    "op_rule", "pointwise", "pool", "random", "reduce", "reshape", "view",
 ]  # fmt: skip

@@ -207,7 +207,8 @@ def _multinomial(
 ) -> Tensor:
     p = x.detach().double()
     _refuse(site, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
-    _refuse(site, p.sum(-1) == 0, "invalid multinomial distribution (sum of probabilities <= 0)")
+    here = bool(site.layouts[0].boxes(site.rank))  # nothing sums to nothing
+    _refuse(site, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:  # the categories whose exponential clocks of rate p ring first
         clocks = torch.empty_like(p)
         layout = site.layouts[0]

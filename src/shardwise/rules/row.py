@@ -39,7 +39,8 @@ class Row:
         why: the reason in one line; also the name of the row in tests, errors and reports.
         local: what each rank computes, called as `local(site, *args, **kwargs)` with local tensors; None is
             the op itself. It must build the same autograd graph on every rank, empty shards included.
-        aligned: all Shards of the row cut the same index range, so they must be cut alike.
+        aligned: all Shards of the row cut the same index range, so they must be cut alike. A tuple of operands says
+            it of those only; the others stay cut as they are.
         follow: the operand whose cut a cut result has; None is the first one that is cut, NOBODY none.
         boundary: where a cut of that operand falls in the result, if not at the same index; rises from 0 to
             the length of the result's dim. A tuple of them for several results.
@@ -50,7 +51,7 @@ class Row:
     output: Placement | tuple[Placement, ...]
     why: str
     local: LocalFunction | None = None
-    aligned: bool = True
+    aligned: bool | tuple[int, ...] = True
     follow: int | None = None
     boundary: Boundary | tuple[Boundary, ...] | None = None
     granule: int = 1
@@ -121,6 +122,10 @@ class Site(Protocol):
 
     def seed(self, generator: torch.Generator | None = None) -> int:
         """What the random numbers of this op come from: the same on all ranks of the mesh. Ask once an op."""
+        ...
+
+    def copied(self, x: Tensor) -> Tensor:
+        """`x`, marked as a copy where users expect a view: changing it in place is refused. `fetch` marks its own."""
         ...
 
     def name_of(self, operand: int) -> str:

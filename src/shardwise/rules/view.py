@@ -1,167 +1,326 @@
-"""Views: the same elements under other dims. A cut dim stays cut where its pieces stay whole."""
+"""Views: the same elements under other dims. What a view does to strides says where every dim of the operand goes."""
 
-from fractions import Fraction
-from math import prod
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.placement import Shard
-from shardwise.rules.pointwise import PARTIALS
+from shardwise.boxes import Box
+from shardwise.layout import Layout
+from shardwise.placement import REPLICATE, OnRanks, Placement, Shard
+from shardwise.rules.pointwise import PARTIALS, SUMS, copies, shape_of_first
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
 
 aten = torch.ops.aten
-_T: Any = Tensor.T
-_M_T: Any = Tensor.mT
+SUMMAND = "a view of summands is a summand of the view"
+OWNER = "the rank that holds the elements views them"
 
 
-def _kept(x: Meta, where: dict[int, int], why: str, local: Any = None) -> list[Row]:
-    """Rows of a view that takes dim d to dim where[d], and leaves Partial and the owner of the whole alone."""
-    rows = [Row((Shard(d),), Shard(after), why, local) for d, after in where.items()]
-    return rows + [Row((p,), p, "a view of summands is a summand of the view", local) for p in PARTIALS]
+class Along(NamedTuple):
+    """A dim of a view: `length` elements start, start + step, … of dim `dim` of the operand."""
+
+    dim: int
+    start: int
+    step: int
+    length: int
 
 
-def permute(x: Meta, *dims: Any, **kwargs: Any) -> list[Row]:
-    """out[i_dims[0], i_dims[1], …] = x[i_0, i_1, …]."""
-    order = kwargs.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
-    return _kept(x, {d % x.ndim: i for i, d in enumerate(order)}, "dims change places")
+@dataclass(frozen=True)
+class View:
+    """Where the elements of a view come from."""
+
+    dims: tuple[Along | int, ...]  # one a dim of the view; a number is the length of a new one
+    fixed: dict[int, int]  # dims of the operand that are gone, and the index that was taken of them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(a if isinstance(a, int) else a.length for a in self.dims)
+
+    def place_of(self, dim: int) -> int | None:
+        """Which dim of the view runs along `dim` of the operand."""
+        return next((i for i, a in enumerate(self.dims) if isinstance(a, Along) and a.dim == dim), None)
 
 
-def transpose(x: Meta, dim0: int, dim1: int) -> list[Row]:
-    """Two dims change places."""
-    a, b = dim0 % max(x.ndim, 1), dim1 % max(x.ndim, 1)
-    return _kept(x, {d: b if d == a else a if d == b else d for d in range(x.ndim)}, "two dims change places")
+def views_of(op: Callable[..., Any], x: Meta, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[View], bool]:
+    """What `op` does to a tensor like `x`, found by trying; and whether it gives several results.
 
-
-def reverse(x: Meta, *args: Any) -> list[Row]:
-    """t() of at most two dims."""
-    return _kept(x, {d: x.ndim - 1 - d for d in range(x.ndim)}, "two dims change places")
-
-
-def last_two(x: Meta, *args: Any) -> list[Row]:
-    """mT."""
-    return transpose(x, -2, -1)
-
-
-def unsqueeze(x: Meta, dim: int) -> list[Row]:
-    """A new dim of length 1."""
-    at = dim % (x.ndim + 1)
-    return _kept(x, {d: d + (d >= at) for d in range(x.ndim)}, "a dim of length 1 is added")
-
-
-def squeeze(x: Meta, dim: Any = None) -> list[Row]:
-    """Dims of length 1 go."""
-    named = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = [d % x.ndim for d in named if x.ndim and x.shape[d] == 1]
-    where = {d: d - sum(g < d for g in gone) for d in range(x.ndim) if d not in gone}
-    return _kept(x, where, "dims of length 1 go", _local_view)
-
-
-def reshape(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
-    """The same elements in row-major order under other dims.
-
-    Where dims merge or split, a cut stays a cut if it is on the first of the dims concerned: pieces of dim 0
-    of (6, 4) are pieces of the merged dim of 24, four times as long.
+    Raises:
+        NotImplementedError: a dim of the result runs along several dims of the operand, or the other way round.
     """
-    wanted = kwargs.get(
-        "shape", kwargs.get("size", sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
-    )
-    if isinstance(wanted, torch.dtype):
-        return []
-    after = _inferred(tuple(wanted), prod(x.shape))
+    out = op(_probe(x.shape, x.dtype), *args, **kwargs)
+    return [_read(y, x.shape) for y in (out if isinstance(out, list | tuple) else [out])], not isinstance(out, Tensor)
+
+
+@lru_cache(maxsize=1024)
+def _probe(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without memory whose strides are such that their sums and multiples tell them apart."""
+    return torch.empty_strided(shape, _strides(shape), dtype=dtype, device="meta")
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * (n + 2))
+    return strides[::-1][: len(shape)] if shape else []
+
+
+def _read(view: Tensor, shape: tuple[int, ...]) -> View:
+    strides, rest, starts = _strides(shape), int(view.storage_offset()), []
+    for stride in strides:
+        start, rest = divmod(rest, stride)
+        starts.append(start)
+    dims: list[Along | int] = list(view.shape)
+    for place, (length, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        dim = next((d for d, s in enumerate(strides) if s <= stride), -1)
+        if dim >= 0 and stride % strides[dim] == 0:
+            step = stride // strides[dim]
+            if length == 0 or starts[dim] + (length - 1) * step < shape[dim]:
+                dims[place] = Along(dim, starts[dim], step, length)
+        elif stride and length != 1:
+            raise NotImplementedError("a dim of the view runs along several dims")
+    for dim in range(len(shape)):  # a new dim of length 1 has any stride
+        claims = [i for i, a in enumerate(dims) if isinstance(a, Along) and a.dim == dim]
+        longest = max(claims, key=lambda i: view.shape[i], default=None)
+        for i in claims:
+            if i != longest:
+                if view.shape[i] != 1:
+                    raise NotImplementedError("several dims of the view run along one")
+                dims[i] = 1
+    kept = {a.dim for a in dims if isinstance(a, Along)}
+    return View(tuple(dims), {d: starts[d] for d in range(len(shape)) if d not in kept})
+
+
+def _shapes(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...] | list[tuple[int, ...]]:
+    views, several = views_of(op, x, args, kwargs)
+    return [view.shape for view in views] if several else views[0].shape
+
+
+# ---- dims that change their places ---------------------------------------------------------------------------
+
+
+def rearranged_dims(op: Callable[..., Any], local: Any, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """Rows of an op that moves, adds and drops dims: one that stays whole may be cut."""
+    (view,), _ = views_of(op, x, args, kwargs)
     rows = []
-    for old, new in _groups(x.shape, after):
-        if not old or not new:
-            continue
-        first, into = old[0], new[0]
-        if x.shape[first] and after[into]:
-            scale = Fraction(after[into], x.shape[first])
-            boundary = local_with(_scaled, scale)
-            why = "pieces stay in one piece"
-            rows.append(
-                Row((Shard(first),), Shard(into), why, _local_view, boundary=boundary, granule=scale.denominator)
-            )
-    return rows + [Row((p,), p, "a view of summands is a summand of the view", _local_view) for p in PARTIALS]
+    for d in range(x.ndim):
+        at = view.place_of(d)
+        if at is not None and view.dims[at] == Along(d, 0, 1, x.shape[d]):
+            rows.append(Row((Shard(d),), Shard(at), "a dim that stays whole stays cut", local))
+    rows += [Row((p,), p, SUMMAND) for p in PARTIALS]
+    return rows + [Row((x.placement,), x.placement, OWNER, local or on_owner)] * isinstance(x.placement, OnRanks)
 
 
-def flatten(x: Meta, start_dim: int = 0, end_dim: int = -1) -> list[Row]:
-    """Neighbouring dims merge into one."""
-    if x.ndim == 0:
-        return reshape(x, 1)
-    start, end = start_dim % x.ndim, end_dim % x.ndim
-    return reshape(x, (*x.shape[:start], prod(x.shape[start : end + 1]), *x.shape[end + 1 :]))
+def on_owner(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    return site.call(x, *args, **kwargs) if site.layouts[0].boxes(site.rank) else nothing(site, x)
 
 
-def expand(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
-    """Dims of length 1 are repeated; new leading dims."""
-    wanted = kwargs.get("size", sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
-    shift = len(wanted) - x.ndim
-    where = {d: d + shift for d in range(x.ndim) if wanted[d + shift] in (-1, x.shape[d])}
-    return _kept(x, where, "dims of length 1 are repeated", _local_expand)
+def nothing(site: Site, x: Tensor) -> Tensor:
+    """The result on a rank that holds nothing: empty, and connected to `x`."""
+    return x.reshape(-1)[:0].view(site.output.local_shape(site.rank))
 
 
-def _scaled(scale: Fraction, boundary: int) -> int:
-    return int(boundary * scale)
+def _as_result(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    return x.reshape(site.output.local_shape(site.rank))  # a piece of length 1 of a longer dim is not squeezed
 
 
-def _inferred(wanted: tuple[int, ...], numel: int) -> tuple[int, ...]:
-    if -1 not in wanted:
-        return wanted
-    rest = prod(n for n in wanted if n != -1)
-    return tuple((numel // rest if rest else 0) if n == -1 else n for n in wanted)
-
-
-def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of neighbouring dims, before and after, that hold the same number of elements."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        old, new, a, b = [], [], 1, 1
-        while True:
-            if a <= b and i < len(before):
-                a *= before[i]
-                old.append(i)
-                i += 1
-            elif j < len(after):
-                b *= after[j]
-                new.append(j)
-                j += 1
-            elif i < len(before):
-                a *= before[i]
-                old.append(i)
-                i += 1
-            if (a == b and old and new) or (i >= len(before) and j >= len(after)):
-                break
-        groups.append((_without_ones(old, before), _without_ones(new, after)))
-    return groups
-
-
-def _without_ones(dims: list[int], shape: tuple[int, ...]) -> list[int]:
-    """A leading dim of length 1 is not the one that pieces are cut from."""
-    longer = [d for d in dims if shape[d] != 1]
-    return longer or dims
-
-
-def _local_view(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return x.reshape(site.output.local_shape(site.rank))
-
-
-def _local_expand(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _local_expand(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    if not site.layouts[0].boxes(site.rank):
+        return nothing(site, x)
     return x.expand(site.output.local_shape(site.rank))
 
 
-def _register(rows: Any, *ops: Any) -> None:
-    for op in ops:
-        RULES[op] = OpRule(rows)
+# ---- slices ----------------------------------------------------------------------------------------------------
 
 
-_register(permute, torch.permute, Tensor.permute, aten.permute.default)
-_register(transpose, torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, aten.transpose.int)
-_register(reverse, torch.t, Tensor.t, aten.t.default, _T.__get__)
-_register(last_two, _M_T.__get__)
-_register(unsqueeze, torch.unsqueeze, Tensor.unsqueeze, aten.unsqueeze.default)
-_register(squeeze, torch.squeeze, Tensor.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-_register(reshape, torch.reshape, Tensor.reshape, Tensor.view, aten.view.default, aten._unsafe_view.default)
-_register(flatten, torch.flatten, Tensor.flatten)
-_register(expand, Tensor.expand, aten.expand.default)
+def basic(x: Tensor, *items: Any) -> Tensor:
+    """x[items] where a slice is written as a tuple (start, stop, step); a key that can be remembered."""
+    return x[tuple(slice(*i) if isinstance(i, list | tuple) else i for i in items)]
+
+
+def sliced(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """Rows of an op that takes slices, or single indices, of dims, and adds dims of length 1.
+
+    A slice of a cut dim is cut by the same ranks, and moves nothing. A single index of a cut dim goes from the rank
+    that holds it to the others.
+    """
+    if any(isinstance(a, Meta) for a in (*args, *kwargs.values())):
+        raise NotImplementedError("where it cuts is told by a tensor")
+    call = op, x.shape, x.dtype, _frozen(args), tuple(sorted(_frozen(kwargs).items()))
+    local, (views, several) = local_with(_local_slices, call), _known_views(*call)
+    rows = []
+    for d in range(x.ndim):
+        places = [view.place_of(d) for view in views]
+        if all(at is not None for at in places):
+            pairs = [(at, view.dims[at]) for at, view in zip(places, views, strict=True) if at is not None]
+            cuts = tuple(Shard(at) for at, _ in pairs)
+            boundaries = tuple(local_with(position, along) for _, along in pairs)
+            why = "slices of a cut dim stay where they are"
+            output: Placement | tuple[Placement, ...] = cuts if several else cuts[0]
+            rows.append(Row((Shard(d),), output, why, local, boundary=boundaries))
+        elif not several:
+            rows.append(Row((Shard(d),), REPLICATE, "one index of a cut dim goes to every rank", local))
+    rows += [Row((p,), p, SUMMAND) for p in PARTIALS]
+    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+
+
+def _frozen(a: Any) -> Any:
+    if isinstance(a, dict):
+        return {k: _frozen(v) for k, v in a.items()}
+    return tuple(map(_frozen, a)) if isinstance(a, list | tuple) else a
+
+
+def position(along: Along, index: int) -> int:
+    """How many elements of the slice come before `index` of the dim it is of."""
+    return min(max(0, -((along.start - index) // along.step)), along.length)
+
+
+@lru_cache(maxsize=4096)
+def _known_views(
+    op: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, args: Any, kwargs: Any
+) -> tuple[list[View], bool]:
+    return views_of(op, Meta(shape, dtype, REPLICATE), args, dict(kwargs))
+
+
+def _local_slices(call: Any, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    views, several = _known_views(*call)
+    outs = [_local_slice(view, i, site, x) for i, view in enumerate(views)]
+    return tuple(outs) if several else outs[0]
+
+
+def _local_slice(view: View, number: int, site: Site, x: Tensor) -> Tensor:
+    layout = site.layouts[0]
+    held = {rank: box_of(layout, rank) for rank in site.ranks()}
+    holders = [rank for rank in held if layout.boxes(rank)]
+
+    def wanted(rank: int) -> Box:
+        if rank not in holders:
+            return held[rank]
+        offsets, sizes = list(held[rank].offsets), list(held[rank].sizes)
+        for d, at in view.fixed.items():
+            offsets[d], sizes[d] = at, 1
+        return Box(tuple(offsets), tuple(sizes))
+
+    own = held[site.rank]
+    if any(held[rank].sizes[d] != layout.shape[d] for d in view.fixed for rank in holders):
+        x, own = site.fetch(x, 0, wanted), wanted(site.rank)
+    if site.rank not in holders:
+        return x.reshape(-1)[:0].view(site.outputs[number].local_shape(site.rank))
+    index: list[Any] = [at - own.offsets[d] for d, at in sorted(view.fixed.items())]
+    for place, along in enumerate(view.dims):
+        index.insert(_index_place(view, place), None if isinstance(along, int) else _local_part(along, own))
+    return x[tuple(index)]
+
+
+def box_of(layout: Layout, rank: int) -> Box:
+    """The box that `rank` holds; an empty one for none."""
+    return (layout.boxes(rank) or (Box((0,) * len(layout.shape), (0,) * len(layout.shape)),))[0]
+
+
+def _index_place(view: View, place: int) -> int:
+    """Where in an index that already has all single indices, and the dims before `place`, its dim is written."""
+    before = [a.dim for a in view.dims[: place + 1] if isinstance(a, Along)]
+    return place + sum(d < max(before) for d in view.fixed) if before else place
+
+
+def _local_part(along: Along, own: Box) -> slice:
+    first, end = own.offsets[along.dim], own.offsets[along.dim] + own.sizes[along.dim]
+    a, b = position(along, first), position(along, end)
+    start = along.start + a * along.step - first
+    return slice(start, start + (b - a) * along.step, along.step) if a < b else slice(0, 0)
+
+
+# ---- diagonals and triangles -------------------------------------------------------------------------------------
+
+
+def diagonal(x: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row]:
+    """out[…, i] = x[…, i + max(-offset, 0), …, i + max(offset, 0), …]; each rank has the part that runs through it."""
+    a, b = dim1 % x.ndim, dim2 % x.ndim
+    length = torch.empty(x.shape, device="meta").diagonal(offset, a, b).shape[-1]
+    local = local_with(_local_diagonal, offset, a, b)
+    others = [d for d in range(x.ndim) if d not in (a, b)]
+    rows = [Row((Shard(d),), Shard(i), "a dim that stays whole stays cut", local) for i, d in enumerate(others)]
+    for d, start in ((a, max(-offset, 0)), (b, max(offset, 0))):
+        boundary = local_with(position, Along(d, start, 1, length))
+        rows.append(
+            Row((Shard(d),), Shard(len(others)), "each rank has a part of the diagonal", local, boundary=boundary)
+        )
+    rows += [Row((p,), p, SUMMAND) for p in PARTIALS]
+    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+
+
+def _local_diagonal(offset: int, a: int, b: int, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    if not site.layouts[0].boxes(site.rank):
+        return nothing(site, x)
+    (box,) = site.layouts[0].boxes(site.rank)
+    return x.diagonal(offset + box.offsets[a] - box.offsets[b], a, b)
+
+
+def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
+    """tril, triu: each rank counts rows and columns from where its piece starts."""
+    rows = [Row((Shard(d),), Shard(d), "each rank has a part of the triangle", _local_triangle) for d in range(x.ndim)]
+    rows += [Row((p,), p, "summands are cut one by one") for p in SUMS]
+    return rows + [Row((x.placement,), x.placement, OWNER)] * isinstance(x.placement, OnRanks)
+
+
+def _local_triangle(site: Site, x: Tensor, diagonal: int = 0) -> Any:
+    boxes = site.layouts[0].boxes(site.rank)
+    return site.call(x, diagonal + (boxes[0].offsets[-2] - boxes[0].offsets[-1] if boxes else 0))
+
+
+def filled_diagonal(x: Meta, fill_value: float, wrap: bool = False) -> list[Row]:
+    """x[i, i] = fill_value in a matrix."""
+    if x.ndim != 2 or wrap:
+        raise NotImplementedError("only matrices, without wrap, are filled piece by piece")
+    return [Row((Shard(d),), Shard(d), "each rank has a part of the diagonal", _fill_own) for d in (0, 1)]
+
+
+def _fill_own(site: Site, x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    (box,) = site.layouts[0].boxes(site.rank)
+    x.diagonal(box.offsets[0] - box.offsets[1]).fill_(fill_value)
+    return x
+
+
+# ---- which op is what --------------------------------------------------------------------------------------------
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+def named(*names: str) -> list[Any]:
+    """The functions and methods of these names."""
+    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
+
+
+MOVED = [
+    *named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", "unsqueeze"),
+    *map(_getter, ("T", "mT", "H", "mH")),
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
+]  # fmt: skip
+SQUEEZED = [*named("squeeze"), aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims]
+EXPANDED = [*named("expand", "broadcast_to"), aten.expand.default]
+SLICED = [
+    basic,
+    *named("select", "narrow", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit",
+            "dsplit", "unsafe_chunk", "unsafe_split"),
+    aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
+]  # fmt: skip
+
+for _ops, _local in ((MOVED, None), (SQUEEZED, _as_result), (EXPANDED, _local_expand)):
+    for _op in _ops:
+        RULES[_op] = OpRule(partial(rearranged_dims, _op, _local), shape=partial(_shapes, _op), sizeless=True)
+for _op in SLICED:
+    RULES[_op] = OpRule(partial(sliced, _op), shape=partial(_shapes, _op))
+for _op in (torch.diagonal, Tensor.diagonal, aten.diagonal.default):
+    RULES[_op] = OpRule(diagonal)
+for _name in ("tril", "triu"):
+    for _op in (*named(_name), getattr(aten, _name).default):
+        RULES[_op] = OpRule(triangle, shape=shape_of_first)
+    for _op in (getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default):
+        RULES[_op] = OpRule(triangle, in_place=True, shape=shape_of_first)
+RULES[Tensor.fill_diagonal_] = OpRule(filled_diagonal, in_place=True, shape=shape_of_first)
+for _op in (torch.real, torch.imag, _getter("real"), _getter("imag")):
+    RULES[_op] = OpRule(copies, shape=shape_of_first, sizeless=True)

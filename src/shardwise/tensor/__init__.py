@@ -1,6 +1,15 @@
 """The distributed tensor: one class, two doors, conversions, gradients, factories."""
 
-from shardwise.tensor import arriving, dispatch, factories, functions, items, random_functions, sparse  # open the doors
+from shardwise.tensor import (  # open the doors
+    arriving,
+    dispatch,
+    factories,
+    functions,
+    indexing,
+    items,
+    random_functions,
+    sparse,
+)
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.promotion import strict
@@ -12,6 +21,7 @@ __all__ = [
     "distribute_tensor",
     "factories",
     "functions",
+    "indexing",
     "items",
     "moved",
     "plain",

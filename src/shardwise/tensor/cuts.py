@@ -26,7 +26,7 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
     found = []
     for i, layout in enumerate(layouts):
         placements = [
-            Shard(p.dim, _own_cut(layout, kinds[i], row, axis, order) if not row.aligned else cuts[axis])
+            Shard(p.dim, cuts[axis] if _is_aligned(row, i) else _own_cut(layout, kinds[i], row, axis, order))
             if isinstance(p, Shard)
             else p
             for axis, (p, row) in enumerate(zip(kinds[i], chosen, strict=True))
@@ -46,13 +46,15 @@ def kind(placement: Placement) -> Placement:
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
+def _is_aligned(row: Row, operand: int) -> bool:
+    return row.aligned if isinstance(row.aligned, bool) else operand in row.aligned
+
+
 def _cut_to_follow(
     layouts: Sequence[Layout], kinds: Sequence[Sequence[Placement]], row: Row, axis: int, order: tuple[int, ...]
 ) -> Cut | None:
     """How the row's operands should be cut on `axis`; None for torch.chunk's way."""
-    if not row.aligned:
-        return None
-    cut = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard)]
+    cut = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard) and _is_aligned(row, i)]
     own = [i for i in cut if _keeps(layouts[i], kinds[i], axis, order)]
     if own:
         lead = max(own, key=lambda i: len(layouts[i].shape))
@@ -134,27 +136,19 @@ def _output_cut(layouts: Sequence[Layout], row: Row, axis: int, index: int | Non
     return placement.sizes
 
 
-def ragged_layout(
-    mesh: Mesh,
-    placements: Sequence[Placement],
-    order: tuple[int, ...],
-    dim: int,
-    lengths: dict[int, int],
-    local_shape: tuple[int, ...],
-) -> Layout:
-    """The layout of a result of which each rank of `lengths` (those along the cutting axes) holds so much of `dim`."""
-    axes = [axis for axis in order if isinstance(placements[axis], Shard)]
+def measured_cut(mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], lengths: dict[int, int]) -> dict[int, Cut]:
+    """How `axes` cut a dim of which each rank of `lengths` (those along the axes) holds so much."""
+    axes = [axis for axis in order if axis in axes]
     here = {tuple(at[axis] for axis in axes): n for rank, n in lengths.items() if (at := mesh.coordinate(rank))}
     pieces = [n for _, n in sorted(here.items())]
-    full = list(placements)
+    found: dict[int, Cut] = {}
     for depth, axis in enumerate(axes):
         width = mesh.shape[axis]
         inner = prod(mesh.shape[a] for a in axes[depth + 1 :])
         sums = [sum(pieces[i : i + inner]) for i in range(0, len(pieces), inner)]
         rows = tuple(tuple(sums[i : i + width]) for i in range(0, len(sums), width))
-        full[axis] = Shard(dim, rows if len(rows) > 1 else rows[0])
-    shape = (*local_shape[:dim], sum(pieces), *local_shape[dim + 1 :])
-    return Layout(mesh, full, shape, order)
+        found[axis] = rows if len(rows) > 1 else rows[0]
+    return found
 
 
 def _at(cut: Cut | None, move: Callable[[int, int], int] | Boundary) -> Cut | None:

@@ -37,6 +37,16 @@ _choices: dict[Any, tuple[Row, ...]] = {}
 _at_once: dict[Any, tuple[Callable[..., Any], Layout | tuple[Layout | None, ...] | None]] = {}
 NO_KEY = object()  # stands in a key for a value that the answer may depend on in ways that a key cannot tell
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
+
+
+def _view_or_copy(x: Tensor, size: Any) -> Tensor:
+    """C++ decides by the strides that the whole claims to have; those of the part may allow no view."""
+    try:
+        return x.view(size)
+    except RuntimeError:
+        return passing(x.reshape(size))
+
+
 # C functions that stand in for Python ones, which would look at shapes on their way.
 NATIVE: dict[Any, Callable[..., Any]] = {
     F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
@@ -46,6 +56,7 @@ NATIVE: dict[Any, Callable[..., Any]] = {
     F.log_softmax: lambda input, dim=None, _stacklevel=3, dtype=None: torch.log_softmax(input, dim, dtype),
     F.layer_norm: torch.layer_norm,
     F.rms_norm: torch.rms_norm,
+    torch.ops.aten.view.default: _view_or_copy,
     Tensor.__rpow__: lambda x, other: torch.pow(other, x),
     Tensor.__rsub__: torch.rsub,
     Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
@@ -137,6 +148,8 @@ def _key_of_many(a: Any) -> Any:
 def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any], ready: tuple[Any, ...]) -> Any:
     if kwargs and kwargs.get("out") is not None:
         return _into_out(func, args, kwargs)
+    if not args:
+        args, kwargs = _first_by_position(kwargs)
     key, mixed = _key(func, rule, args, kwargs)
     if rule.random:
         key.append(_dtypes(args, kwargs))
@@ -202,8 +215,21 @@ def _known_outputs(recipe: resolve.Recipe) -> tuple[Layout, ...]:
     return tuple(layout for layout in outputs if layout is not None)
 
 
+def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first operand has many names; rules know it by its place."""
+    name = next(
+        (n for n in ("condition", "sorted_sequence", "tensors", "tensor", "input", "self") if n in kwargs), None
+    )
+    if name is None:
+        return (), kwargs
+    return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+
+
 def _without_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuleError) -> Any:
-    """Taken apart into aten ops; an aten op that has no row either runs on whole copies."""
+    """Taken apart by hand or into aten ops; an aten op that has no row either runs on whole copies."""
+    special = DTensor._specials.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
     if isinstance(func, torch._ops.OpOverload):
         return run_on_whole(func, args, kwargs, str(error))
     return through_the_dispatcher(func, args, kwargs, promoted)
@@ -253,18 +279,16 @@ def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
             key.append(a._layout)
         elif kind is float and rule.sizeless:
             key.append(float)
-        elif isinstance(a, list):
+        elif kind is list or kind is tuple:
             key.append(tuple(x._layout if type(x) is DTensor else x for x in a))
             mixed = mixed or any(isinstance(x, Tensor) and type(x) is not DTensor for x in a)
         else:
             mixed = mixed or isinstance(a, Tensor)
             key.append(kind if kind is torch.Generator else a)  # whose state is no part of a recipe
-    for k, a in kwargs.items():
-        key.append(k)
-        kind = type(a)
-        bare = kind is torch.Generator or (kind is float and rule.sizeless)
-        key.append(a._layout if kind is DTensor else kind if bare else a)
-        mixed = mixed or (kind is not DTensor and isinstance(a, Tensor))
+    if kwargs:
+        named, mixed_too = _key(func, rule, tuple(kwargs.values()), {})
+        key += [tuple(kwargs), *named[1:]]
+        mixed = mixed or mixed_too
     return key, mixed
 
 

@@ -32,16 +32,16 @@ def measured(recipe: resolve.Recipe, site: LocalSite, out: Any) -> Any:
 
 def _measured_layout(recipe: resolve.Recipe, site: LocalSite, x: Tensor, index: int | None) -> Layout:
     mesh = recipe.layouts[0].mesh
-    outputs = [cuts.output_at(row, index) for row in recipe.rows]
-    dims = {p.dim for p in outputs if isinstance(p, Shard)}
-    if not dims:
-        return Layout(mesh, outputs, x.shape)
-    assert len(dims) == 1, "a ragged result is cut along one dim"
-    (dim,) = dims
-    own = torch.tensor([x.shape[dim]])
-    axes = tuple(axis for axis, p in enumerate(outputs) if isinstance(p, Shard))
-    ranks = site.ranks(axes)
-    ones = [1] * len(ranks)
-    lengths = exchange_now(own.repeat(len(ranks)), ones, ones, ranks, site.cause).tolist()
+    placements, shape = [cuts.output_at(row, index) for row in recipe.rows], tuple(x.shape)
     order = cuts.leader(recipe.layouts, recipe.rows).shard_order
-    return cuts.ragged_layout(mesh, outputs, order, dim, dict(zip(ranks, lengths, strict=True)), tuple(x.shape))
+    found = list(placements)
+    for dim in sorted({p.dim for p in placements if isinstance(p, Shard)}):
+        axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
+        ranks = site.ranks(axes)
+        ones = [1] * len(ranks)
+        lengths = exchange_now(torch.tensor([x.shape[dim]] * len(ranks)), ones, ones, ranks, site.cause).tolist()
+        cut = cuts.measured_cut(mesh, axes, order, dict(zip(ranks, lengths, strict=True)))
+        shape = (*shape[:dim], sum(lengths), *shape[dim + 1 :])
+        for axis, sizes in cut.items():
+            found[axis] = Shard(dim, sizes)
+    return Layout(mesh, found, shape, order)

@@ -1,0 +1,189 @@
+"""Joined, rolled, flipped, repeated, padded and windowed tensors equal one process, and fetch only what they need."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.testing import world
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(5)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+A, B, C = normal(5, 3), normal(2, 3), normal(4, 2, 3)
+NOTHING = torch.empty(0, dtype=torch.float64)
+SAMPLES = [
+    Sample(torch.cat, ([A, B],)),
+    Sample(torch.cat, ([A, B, normal(1, 3)], 0)),
+    Sample(torch.cat, ([A, normal(5, 1)], -1)),
+    Sample(torch.cat, ([A, NOTHING, B],), constant=(1,)),
+    Sample(torch.cat, ([NOTHING, NOTHING],)),
+    Sample(torch.cat, ([normal(0, 3), A],)),
+    Sample(torch.cat, ([A.float(), B],), tolerance=1e-4),
+    Sample(torch.cat, ([torch.arange(5), torch.arange(3)],)),
+    Sample(torch.concat, ([A, A],), {"dim": 1}),
+    Sample(torch.cat, (), {"tensors": [A, B]}),
+    Sample(torch.stack, ([A, A],)),
+    Sample(torch.stack, ([A, A, A], -1)),
+    Sample(torch.stack, ([normal(), normal()],)),
+    Sample(torch.hstack, ([A, normal(5, 1)],)),
+    Sample(torch.vstack, ([normal(3), A],)),
+    Sample(torch.dstack, ([A, A],)),
+    Sample(torch.column_stack, ([normal(5), A],)),
+    Sample(torch.roll, (A, 2, 0)),
+    Sample(torch.roll, (A, -7, 0)),
+    Sample(torch.roll, (A, (1, -1), (0, 1))),
+    Sample(torch.roll, (normal(7), 3)),
+    Sample(torch.roll, (A, 4)),
+    Sample(torch.roll, (normal(0, 3), 1, 0)),
+    Sample(torch.flip, (A, (0,))),
+    Sample(Tensor.flip, (A, 0, -1)),
+    Sample(torch.fliplr, (A,)),
+    Sample(torch.flipud, (A,)),
+    Sample(torch.rot90, (A,)),
+    Sample(torch.rot90, (A, 3, (1, 0))),
+    Sample(Tensor.repeat, (A, 2, 1)),
+    Sample(Tensor.repeat, (normal(3), 2, 3)),
+    Sample(Tensor.repeat, (normal(1, 3), 4, 1)),
+    Sample(Tensor.repeat, (A, 0, 1)),
+    Sample(torch.tile, (A, (3,))),
+    Sample(torch.repeat_interleave, (A, 2, 0)),
+    Sample(torch.repeat_interleave, (A, 3)),
+    Sample(F.pad, (A, (1, 2))),
+    Sample(F.pad, (A, (0, 0, 2, 1)), {"value": 1.5}),
+    Sample(F.pad, (A, (0, -1, -2, 3))),
+    Sample(F.pad, (A, (-1, -1, -3, 0))),
+    Sample(F.pad, (C, (1, 2), "reflect")),
+    Sample(F.pad, (normal(1, 1, 5, 4), (1, 2, 4, 3), "reflect")),
+    Sample(F.pad, (C, (2, 1), "replicate")),
+    Sample(F.pad, (normal(1, 5, 4), (7, 1, 0, 2), "replicate")),
+    Sample(F.pad, (normal(2, 7), (7, 2), "circular")),
+    Sample(Tensor.unfold, (normal(9), 0, 3, 1)),
+    Sample(Tensor.unfold, (normal(9, 2), 0, 4, 2)),
+    Sample(Tensor.unfold, (normal(9, 2), 0, 2, 3)),
+    Sample(Tensor.unfold, (A, 0, 5, 1)),
+    Sample(torch.block_diag, (A, B)),
+    Sample(torch.broadcast_tensors, (A, normal(3))),
+    Sample(torch.meshgrid, (normal(3), normal(4)), {"indexing": "ij"}),
+    Sample(torch.cartesian_prod, (normal(3), normal(4))),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_joined_tensors_equal_one_process(sample: Sample) -> None:
+    assert assert_equals_one_process([sample], MESHES, limit=5).cases > 10
+
+
+def rows_sent(size: int, op: Callable[..., Any], *operands: tuple[Tensor, Any]) -> tuple[int, int]:
+    """Numbers that all ranks together send, and the calls of the busiest one; nothing may be gathered implicitly."""
+
+    def body() -> tuple[int, int]:
+        xs = [distribute_tensor(x, Mesh((size,)), [placement]) for x, placement in operands]
+        with count_comms() as meter:
+            op(*xs)
+        assert not meter.implicit
+        return meter.total_bytes, meter.total_calls
+
+    found = world(size).run(body)
+    return sum(sent for sent, _ in found) // operands[0][0].element_size(), max(calls for _, calls in found)
+
+
+X, Y = torch.arange(8.0), torch.arange(8.0)
+
+
+def test_pieces_of_joined_tensors_travel_once() -> None:
+    """Ranks hold 2 of 8 each, and 4 of the 16: the second misses none, the first and the last 2, the third 4 …"""
+    assert rows_sent(4, lambda x, y: torch.cat([x, y]), (X, S0), (Y, S0)) == (2 + 4 + 4 + 2, 1)
+
+
+def test_a_short_tensor_joined_to_a_long_one_moves_little() -> None:
+    """Rows 100 to 102 are new; each boundary moves by less than one row."""
+    sent, calls = rows_sent(4, lambda x, y: torch.cat([x, y]), (torch.zeros(100), S0), (torch.zeros(3), S0))
+    assert (sent <= 9, calls) == (True, 1)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_joining_along_other_dims_moves_nothing(dim: int) -> None:
+    x, y = torch.zeros(5, 3), torch.zeros(5, 2)
+    assert rows_sent(3, lambda x, y: torch.cat([x, y], dim), (x, S0), (y, S0)) == (0, 0)
+    assert rows_sent(3, lambda x: torch.stack([x, x], dim), (x, S0)) == (0, 0)
+
+
+@world(2)
+def test_joined_summands_are_summands() -> None:
+    x = DTensor.from_local(torch.ones(3), Mesh((2,)), [Partial()])
+    with count_comms() as meter:
+        out = as_dtensor(torch.cat([x, x]))
+    assert (out.placements, meter.total_calls) == ((Partial(),), 0)
+    assert out.full_tensor().tolist() == [2.0] * 6
+
+
+@world(3)
+def test_a_plain_tensor_is_joined_in_tuples_and_lists() -> None:
+    x = distribute_tensor(torch.arange(4.0), Mesh((3,)), [S0])
+    for _ in range(2):
+        for pair in ((x, torch.ones(1)), [x, torch.ones(1)]):
+            assert as_dtensor(torch.cat(pair)).full_tensor().tolist() == [0, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("op", "sent"),
+    [
+        (lambda x: x.roll(1, 0), 4),
+        (lambda x: x.roll(2, 0), 8),
+        (lambda x: x.flip(0), 8),
+        (lambda x: F.pad(x, (2, 2)), 0),
+        (lambda x: F.pad(x[None], (1, 1), "circular"), 2),
+        (lambda x: F.pad(x[None], (1, 1), "reflect"), 0),
+        (lambda x: x.unfold(0, 3, 1), 3 * 2),
+        (lambda x: x.unfold(0, 2, 2), 0),
+        (lambda x: x.repeat_interleave(3), 0),
+        (lambda x: x.repeat(2), 8 + 8 - 2 * 4 + 4),
+    ],
+)
+def test_only_what_is_missing_travels(op: Callable[[Any], Any], sent: int) -> None:
+    found, calls = rows_sent(4, op, (X, S0))
+    assert (found, calls) == (sent, int(sent > 0))
+
+
+@world(3)
+def test_uneven_cuts_are_kept() -> None:
+    x = distribute_tensor(torch.arange(7.0), Mesh((3,)), [Shard(0, [4, 0, 3])])
+    assert as_dtensor(x.roll(1)).layout_.cut(0) == (4, 0, 3)
+    assert as_dtensor(x.repeat(2)).layout_.cut(0) == (8, 0, 6)
+    assert as_dtensor(F.pad(x, (1, 2))).layout_.cut(0) == (5, 0, 5)
+    assert as_dtensor(x.unfold(0, 3, 2)).layout_.cut(0) == (2, 0, 1)
+    assert as_dtensor(x.repeat_interleave(2)).layout_.cut(0) == (8, 0, 6)
+
+
+@world(2)
+def test_a_result_is_never_the_operand_itself() -> None:
+    x = distribute_tensor(torch.zeros(4), Mesh((2,)), [S0])
+    for copy in (torch.cat([x]), x.roll(0, 0), x.repeat(1), F.pad(x, (0, 0)), x.flip(())):
+        copy.add_(1)
+    assert not x.full_tensor().any()
+
+
+@world(2)
+def test_what_does_not_fit_is_refused_as_torch_does() -> None:
+    x = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S0])
+    with pytest.raises(RuntimeError, match="sizes must match"):
+        torch.cat([x, x[:, :1]])
+    with pytest.raises(IndexError):
+        torch.cat([x, x], 2)
+    with pytest.raises(RuntimeError, match="equal size"):
+        torch.stack([x, x[1:]])
+    with pytest.raises(RuntimeError, match=r"[Pp]adding size"):
+        F.pad(x, (2, 2), "reflect")
+    with pytest.raises(RuntimeError):
+        x.unfold(0, 5, 1)
