@@ -128,11 +128,13 @@ def test_a_backward_whose_forward_nobody_heard_is_told_with_the_line_that_called
         assert move.cause.place.line == line
 
 
-def test_what_was_asked_for_is_told_as_such_forward_and_backward() -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+def test_what_was_asked_for_is_told_as_such_forward_and_backward(async_op: bool) -> None:
     def body() -> Explanation[None]:
         rows, _ = operands(Mesh((3,)), requires_grad=True)
         with explain() as report:
-            rows.redistribute(placements=[S1]).sum().backward()
+            rows.redistribute(placements=[S1], async_op=async_op).sum().backward()
+        assert report.sent_bytes == sum(move.sent_bytes for move in report.moves)
         return report
 
     for report in on_ranks(3, body):

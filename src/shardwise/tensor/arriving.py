@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Layout
+from shardwise.meter import ASKED
 from shardwise.movement import move, start_move
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
@@ -63,7 +64,7 @@ class Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual())
+        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), ASKED.turned())
         return back.to(grads[0].dtype), None, None, None, None
 
 
