@@ -17,6 +17,11 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
 
 
+def stretched_addmv(input: Tensor, mat: Tensor, vec: Tensor) -> Tensor:
+    """A call without a row."""
+    return torch.addmv(input, mat, vec)
+
+
 A, B, SQUARE = normal(5, 3), normal(3), normal(3, 3)
 SAMPLES = [
     Sample(torch.matmul, (A, normal(3, 4))),
@@ -49,8 +54,33 @@ SAMPLES = [
     Sample(torch.einsum, ("ij,kj->ik", (A, normal(4, 3)))),
     Sample(torch.einsum, ("ii->i", normal(3, 3))),
     Sample(torch.einsum, ("...ij,jk", normal(2, 4, 3), normal(3, 2))),
-    Sample(torch.baddbmm, (normal(2, 5, 4), normal(2, 5, 3), normal(2, 3, 4))),  # no rule: on whole copies
+    Sample(torch.einsum, ("b...ij,...jk", normal(2, 1, 4, 3), normal(5, 3, 2))),
+    Sample(torch.einsum, ("iij,jk", normal(3, 3, 4), normal(4, 2))),
+    Sample(torch.einsum, ("ij,j->i", A, normal(1))),
+    Sample(torch.einsum, ("ba,a", A, B)),
+    Sample(torch.addmm, (normal(5, 4).fill_(float("nan")), A, normal(3, 4)), {"beta": 0}, gradients=False),
+    Sample(torch.addmv, (normal(5), A, B), {"beta": 2.5}),
+    Sample(stretched_addmv, (normal(1), A, B)),
+    Sample(torch.addr, (normal(5, 1), normal(5), B), {"alpha": 0.5}),
+    Sample(torch.addbmm, (normal(4), normal(2, 5, 3), normal(2, 3, 4)), {"alpha": 2}),
+    Sample(torch.baddbmm, (normal(2, 1, 4), normal(2, 5, 3), normal(2, 3, 4)), {"beta": 0.5}),
+    Sample(Tensor.addmm_, (normal(5, 4), A, normal(3, 4)), {"beta": 0.5}),
+    Sample(Tensor.baddbmm_, (normal(2, 5, 4), normal(2, 5, 3), normal(2, 3, 4))),
     Sample(torch.outer, (B, normal(4))),
+    Sample(torch.inner, (normal(2, 5, 3), A)),
+    Sample(torch.inner, (B, normal(3))),
+    Sample(torch.vdot, (normal(5), normal(5))),
+    Sample(torch.linalg.vecdot, (normal(5, 1, 3), normal(4, 3))),
+    Sample(torch.linalg.vecdot, (A, normal(5, 3)), {"dim": 0}),
+    Sample(torch.tensordot, (normal(2, 4, 3), normal(4, 3, 2)), {"dims": 2}),
+    Sample(torch.tensordot, (normal(2, 4, 3), normal(5, 2, 3)), {"dims": ([0, -1], [1, 2])}),
+    Sample(torch.kron, (A, normal(2, 4))),
+    Sample(torch.kron, (normal(1, 3), normal(4, 3, 2))),
+    Sample(torch.linalg.multi_dot, ([B, normal(3, 4), normal(4, 2)],)),
+    Sample(torch.linalg.multi_dot, ([A, normal(3, 4), normal(4)],)),
+    Sample(F.bilinear, (normal(2, 5, 3), normal(2, 5, 2), normal(4, 3, 2), normal(4))),
+    Sample(F.bilinear, (B, normal(2), normal(4, 3, 2))),
+    Sample(Tensor.__rmatmul__, (normal(3, 4), A)),
 ]
 
 
@@ -79,3 +109,23 @@ def test_shapes_that_do_not_fit_are_refused_on_every_rank_alike() -> None:
     x = distribute_tensor(A, Mesh((3,)), [S0])
     with pytest.raises(RuntimeError):
         x @ distribute_tensor(A, Mesh((3,)), [R])
+
+
+@world(2)
+def test_two_rows_are_not_stretched_where_torch_refuses_to() -> None:
+    mesh = Mesh((2,))
+    x, other = distribute_tensor(normal(5, 1), mesh, [R]), distribute_tensor(normal(2, 4), mesh, [S0])
+    for product in (torch.matmul, F.linear):  # the piece of a rank would fit
+        with pytest.raises(RuntimeError):
+            product(x, other)
+
+
+@world(3)
+def test_terms_are_cut_or_contributed_once_without_a_message() -> None:
+    mesh = Mesh((3,))
+    left, right = distribute_tensor(A, mesh, [S1]), distribute_tensor(SQUARE, mesh, [S0])
+    term = distribute_tensor(B, mesh, [Partial()])
+    with count_comms() as meter:
+        assert as_dtensor(torch.addmm(term, left, right)).placements == (Partial(),)
+        assert as_dtensor(torch.einsum("...i,ij", left, right)).placements == (Partial(),)
+    assert meter.total_calls == 0
