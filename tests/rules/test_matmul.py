@@ -118,6 +118,10 @@ def test_two_rows_are_not_stretched_where_torch_refuses_to() -> None:
     for product in (torch.matmul, F.linear):  # the piece of a rank would fit
         with pytest.raises(RuntimeError):
             product(x, other)
+    with pytest.raises(RuntimeError):
+        torch.addmm(x, distribute_tensor(normal(1, 5, 1), mesh, [S1]), other)
+    with pytest.raises(RuntimeError):
+        torch.einsum("ij,jk", x, other[0])
 
 
 @world(3)

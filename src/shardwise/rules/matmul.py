@@ -17,35 +17,64 @@ aten = torch.ops.aten
 STRETCHED = "?"  # stands for the index of a dim of length 1 that is repeated
 
 
-class Indexed(NamedTuple):
-    """A tensor operand and a letter for each of its dims; a term is added to the sum."""
+class Product(NamedTuple):
+    """out[output] = the sum over all other letters of the product of the operands, plus the term.
 
-    operand: Meta
-    letters: str
-    term: bool = False
+    Args:
+        operands, letters: the tensors in the order of the arguments, and a letter for each of their dims.
+        stretch: letters whose dims of length 1 are repeated where others are longer; those of the term always are.
+        term: the number of the operand that is added instead of multiplied.
+    """
+
+    operands: Sequence[Meta]
+    letters: Sequence[str]
+    output: str
+    stretch: str = ""
+    term: int = -1
+
+    def sizes(self) -> dict[str, int]:
+        """How long the dims are that have a letter."""
+        found: dict[str, int] = {}
+        for x, letters in zip(self.operands, self.letters, strict=True):
+            for letter, n in zip(letters, x.shape, strict=True):
+                if n != 1 or letter not in found:
+                    found[letter] = n
+        return found
+
+    def unstretched(self) -> list[str]:
+        """The letters without those of repeated dims, which nobody may cut.
+
+        Raises:
+            RuleError: dims that do not fit.
+        """
+        sizes, found = self.sizes(), []
+        for i, (x, letters) in enumerate(zip(self.operands, self.letters, strict=True)):
+            marked = "".join(a if n == sizes[a] else STRETCHED for a, n in zip(letters, x.shape, strict=True))
+            for a, n in zip(letters, x.shape, strict=True):
+                if n not in (1, sizes[a]) or (n != sizes[a] and i != self.term and a not in self.stretch):
+                    raise RuleError(f"Dims {letters} of shape {x.shape} do not fit the others of a product, {sizes}.")
+            found.append(marked)
+        return found
 
 
-Product = tuple[list[Indexed], str]  # the operands in the order of the arguments; the letters of the result
-
-
-def product_rows(operands: Sequence[Indexed], output: str, local: LocalFunction | None) -> list[Row]:
-    """Rows of `out[output] = sum of the product of the factors (+ terms)`.
+def product_rows(product: Product, local: LocalFunction | None = None) -> list[Row]:
+    """Rows of a product.
 
     An index of the output may be cut wherever it occurs; a summed index may be cut if all factors have it
-    cut, which leaves summands; and the product is linear in each factor. Terms that are added to the sum
-    (a bias) are then summands themselves: one rank contributes them, the others zeros.
+    cut, which leaves summands; and the product is linear in each factor. A term that is added to the sum
+    (a bias) is then a summand itself: one rank contributes it, the others zeros.
     """
-    rows = []
-    factors = [i for i, x in enumerate(operands) if not x.term]
-    for letter in dict.fromkeys("".join(operands[i].letters for i in factors).replace(STRETCHED, "")):
-        if any(x.letters.count(letter) > 1 for x in operands):
+    rows, letters, output = [], product.unstretched(), product.output
+    factors = [i for i in range(len(letters)) if i != product.term]
+    for letter in dict.fromkeys("".join(letters[i] for i in factors).replace(STRETCHED, "")):
+        if any(own.count(letter) > 1 for own in letters):
             continue  # a diagonal
         summed = letter not in output
-        places = tuple(Partial() if x.term and summed else _at(letter, x.letters) for x in operands)
+        places = tuple(Partial() if i == product.term and summed else _at(letter, x) for i, x in enumerate(letters))
         why = f"each rank {'sums' if summed else 'computes'} its own part of index {letter}"
         rows.append(Row(places, Partial() if summed else Shard(output.index(letter)), why, local))
     for index in factors:
-        places = tuple(Partial() if x.term or i == index else REPLICATE for i, x in enumerate(operands))
+        places = tuple(Partial() if i in (index, product.term) else REPLICATE for i in range(len(letters)))
         rows.append(Row(places, Partial(), f"linear in operand {index}", local))
     return rows
 
@@ -54,47 +83,20 @@ def _at(letter: str, letters: str) -> Placement:
     return Shard(letters.index(letter)) if letter in letters else REPLICATE
 
 
-def _indexed(
-    operands: Sequence[Meta], letters: Sequence[str], stretch: str = "", terms: Sequence[int] = ()
-) -> list[Indexed]:
-    """The operands with their letters, the dims marked that are 1 long where others of that letter are longer.
-
-    Args:
-        stretch: letters whose dims of length 1 are repeated; those of terms always are.
-
-    Raises:
-        RuleError: dims that do not fit.
-    """
-    try:
-        pairs = [list(zip(row, x.shape, strict=True)) for x, row in zip(operands, letters, strict=True)]
-        factors = {pair for i, row in enumerate(pairs) if i not in terms for pair in row}
-        sizes = dict(sorted(factors, key=lambda pair: pair[1] != 1))
-        fits = all(n == sizes[a] or (n == 1 and a in stretch) for a, n in factors) and all(
-            n in (1, sizes[a]) for i, row in enumerate(pairs) if i in terms for a, n in row
-        )
-    except (ValueError, KeyError):
-        fits = False
-    if not fits:
-        shapes = ", ".join(str(x.shape) for x in operands)
-        raise RuleError(f"The shapes {shapes} do not fit a product of dims ({', '.join(letters)}).")
-    return [
-        Indexed(x, "".join(a if n == sizes[a] else STRETCHED for a, n in row), i in terms)
-        for i, (x, row) in enumerate(zip(operands, pairs, strict=True))
-    ]
-
-
 def register(
     indices: Callable[..., Product], *ops: Any, in_place: bool = False, local: LocalFunction | None = None
 ) -> None:
     """Give ops the rows that `indices`, a function of their arguments, implies."""
 
     def rows(*args: Any, **kwargs: Any) -> list[Row]:
-        return product_rows(*indices(*args, **kwargs), local)
+        try:
+            return product_rows(indices(*args, **kwargs), local)
+        except ValueError as error:
+            raise RuleError("The operands have other numbers of dims than the product wants.") from error
 
     def shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-        operands, output = indices(*args, **kwargs)
-        sizes = {a: n for x in operands for a, n in zip(x.letters, x.operand.shape, strict=True)}
-        return tuple(sizes[a] for a in output)
+        product = indices(*args, **kwargs)
+        return tuple(map(product.sizes().__getitem__, product.output))
 
     for op in ops:
         RULES[op] = OpRule(rows, in_place, shape, sizeless=True)
@@ -109,7 +111,7 @@ def linear(input: Meta, weight: Meta, bias: Meta | None = None) -> Product:
     operands, letters = [input, weight], [batch + "Y", row]
     if bias is not None:
         operands, letters = [*operands, bias], [*letters, row[:-1][-bias.ndim :] if bias.ndim else ""]
-    return _indexed(operands, letters, terms=(2,)), batch + row[:-1]
+    return Product(operands, letters, batch + row[:-1], term=2)
 
 
 def bilinear(input1: Meta, input2: Meta, weight: Meta, bias: Meta | None = None) -> Product:
@@ -118,7 +120,7 @@ def bilinear(input1: Meta, input2: Meta, weight: Meta, bias: Meta | None = None)
     operands, letters = [input1, input2, weight], [batch + "X", batch + "Y", "ZXY"]
     if bias is not None:
         operands, letters = [*operands, bias], [*letters, "Z"]
-    return _indexed(operands, letters, terms=(3,)), batch + "Z"
+    return Product(operands, letters, batch + "Z", term=3)
 
 
 def _bilinear(site: Site, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -132,13 +134,14 @@ def matmul(input: Meta, other: Meta) -> Product:
     batch = ascii_lowercase[: max(input.ndim, other.ndim, 2) - 2]
     left = batch[len(batch) - (input.ndim - 2) :] + "XY" if input.ndim > 1 else "Y"
     right = batch[len(batch) - (other.ndim - 2) :] + "YZ" if other.ndim > 1 else "Y"
-    return _indexed([input, other], [left, right], batch), batch + "X" * (input.ndim > 1) + "Z" * (other.ndim > 1)
+    output = batch + "X" * (input.ndim > 1) + "Z" * (other.ndim > 1)
+    return Product([input, other], [left, right], output, batch)
 
 
 def reversed_matmul(input: Meta, other: Meta) -> Product:
     """other @ input."""
-    (left, right), output = matmul(other, input)
-    return [right, left], output
+    product = matmul(other, input)
+    return product._replace(operands=product.operands[::-1], letters=product.letters[::-1])
 
 
 def inner(input: Meta, other: Meta) -> Product:
@@ -146,17 +149,17 @@ def inner(input: Meta, other: Meta) -> Product:
     if not input.ndim or not other.ndim:
         raise NotImplementedError("a number is multiplied")
     left, right = ascii_lowercase[: input.ndim - 1], ascii_uppercase[: other.ndim - 1]
-    return _indexed([input, other], [left + "Z", right + "Z"]), left + right
+    return Product([input, other], [left + "Z", right + "Z"], left + right)
 
 
 def outer(input: Meta, vec2: Meta) -> Product:
     """out[a, b] = input[a] vec2[b]."""
-    return _indexed([input, vec2], ["a", "b"]), "ab"
+    return Product([input, vec2], ["a", "b"], "ab")
 
 
 def dot(input: Meta, other: Meta) -> Product:
     """out = sum_a input[a] other[a], conjugated or not."""
-    return _indexed([input, other], ["a", "a"]), ""
+    return Product([input, other], ["a", "a"], "")
 
 
 def vecdot(x: Meta, y: Meta, *, dim: int = -1) -> Product:
@@ -164,7 +167,7 @@ def vecdot(x: Meta, y: Meta, *, dim: int = -1) -> Product:
     letters = ascii_lowercase[: max(x.ndim, y.ndim)]
     at = letters[dim % len(letters)]
     kept = letters.replace(at, "")
-    return _indexed([x, y], [letters[len(letters) - x.ndim :], letters[len(letters) - y.ndim :]], kept), kept
+    return Product([x, y], [letters[len(letters) - x.ndim :], letters[len(letters) - y.ndim :]], kept, kept)
 
 
 def tensordot(a: Meta, b: Meta, dims: Any = 2, out: None = None) -> Product:
@@ -179,14 +182,14 @@ def tensordot(a: Meta, b: Meta, dims: Any = 2, out: None = None) -> Product:
     for d, letter in zip(theirs, summed, strict=True):
         right[d] = letter
     kept = "".join(c for c in left + right if c not in summed)
-    return _indexed([a, b], ["".join(left), "".join(right)], "".join(summed)), kept
+    return Product([a, b], ["".join(left), "".join(right)], kept, "".join(summed))
 
 
 def chain(tensors: Sequence[Meta]) -> Product:
     """A product of matrices; the first and the last one may be vectors."""
     pairs = [ascii_letters[i : i + 2] for i in range(len(tensors))]
     letters = [pairs[0][2 - tensors[0].ndim :], *pairs[1:-1], pairs[-1][: tensors[-1].ndim]]
-    return _indexed(tensors, letters), letters[0][:-1] + letters[-1][1:]
+    return Product(tensors, letters, letters[0][:-1] + letters[-1][1:])
 
 
 def einsum(equation: str, *operands: Any) -> Product:
@@ -203,7 +206,7 @@ def einsum(equation: str, *operands: Any) -> Product:
     for x, term in zip(tensors, terms, strict=True):
         gap = x.ndim - len(term.replace("...", ""))
         letters.append(term.replace("...", dots[len(dots) - gap :]))
-    return _indexed(tensors, letters, ascii_letters), output.replace("...", dots)
+    return Product(tensors, letters, output.replace("...", dots), ascii_letters)
 
 
 def added(term: str, left: str, right: str, output: str) -> Callable[..., Product]:
@@ -213,7 +216,7 @@ def added(term: str, left: str, right: str, output: str) -> Callable[..., Produc
         tensors = [input, *(x for x in (*factors, *named.values()) if isinstance(x, Meta))]
         if term == "m" and input.shape != tensors[1].shape[:1]:
             raise NotImplementedError("torch does not stretch the term for an empty matrix")
-        return _indexed(tensors, [term[len(term) - input.ndim :], left, right], terms=(0,)), output
+        return Product(tensors, [term[len(term) - input.ndim :], left, right], output, term=0)
 
     return indices
 
