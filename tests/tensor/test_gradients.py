@@ -428,3 +428,13 @@ def test_real_data_parallel_gradients_take_one_collective() -> None:
     for grad in grads:
         assert_close(grad.to_local(), plain_grads(squares, X, W)[1])
     assert collectives.world_size() == 2
+
+
+@world(3)
+def test_leaves_that_backward_reaches_in_another_order_on_one_rank_are_reduced_together() -> None:
+    """The kernel of an empty shard may use its operands in another order."""
+    first, second = (leaf(torch.ones(n, dtype=torch.float64), R) for n in (3, 5))
+    order = [second, first] if collectives.rank() == 1 else [first, second]
+    torch.cat([x.to_local(grad_placements=[P]) * x.shape[0] for x in order]).sum().backward()  # type: ignore[no-untyped-call]
+    assert_close(grad_of(first), torch.full((3,), 9.0, dtype=torch.float64))
+    assert_close(grad_of(second), torch.full((5,), 15.0, dtype=torch.float64))

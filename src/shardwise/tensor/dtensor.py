@@ -32,7 +32,7 @@ class DTensor(torch.Tensor):
     _layout: Layout
     _reduced_grad: "DTensor | None" = None  # of a leaf: what was already reduced over its Replicate axes
     _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
-    _watched: bool = False  # of a leaf: whether its accumulated gradients join a batch
+    _watched: int = 0  # of a leaf: if its accumulated gradients join a batch, its place in the order of the program
     _name: str | None = None  # of a parameter: what errors call it
     _passing: bool = False  # moved for one op only: a view of it does not reach the tensor it was moved from
 

@@ -7,6 +7,7 @@ gradient accumulation without communication and bucketed reduction are this one 
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import count
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,7 +38,7 @@ _OUTPUT = Cause("operand", "backward", "its output", "a maximum, minimum or prod
 
 
 class Batch:
-    """Leaves whose gradients one backward has left unreduced, in the order backward reached them."""
+    """Leaves whose gradients one backward has left unreduced."""
 
     def __init__(self) -> None:
         self.leaves: dict[int, DTensor] = {}
@@ -45,6 +46,7 @@ class Batch:
 
 # One batch collects at a time for every rank; simulated ranks are told apart by their transport.
 _collecting: "WeakKeyDictionary[Any, Batch]" = WeakKeyDictionary()
+_watches = count(1)
 
 
 def watch(leaf: DTensor) -> None:
@@ -52,7 +54,7 @@ def watch(leaf: DTensor) -> None:
     with DisableTorchFunctionSubclass():
         if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not _axes_to_reduce(leaf._layout):
             return
-        leaf._watched = True
+        leaf._watched = next(_watches)
         leaf.register_post_accumulate_grad_hook(_joined)  # type: ignore[no-untyped-call]
 
 
@@ -109,9 +111,10 @@ def _reduce(batch: Batch) -> None:
     here = collectives.transport()
     if _collecting.get(here) is batch:
         del _collecting[here]
-    leaves, batch.leaves = list(batch.leaves.values()), {}
+    leaves, batch.leaves = batch.leaves.values(), {}
     waiting = []
-    for leaf in leaves:
+    # Backward may reach leaves in another order on a rank whose kernels took another way, such as one for empty shards.
+    for leaf in sorted(leaves, key=lambda leaf: leaf._watched):
         leaf._grad_batch = None
         raw = _raw_grad.__get__(leaf)
         if raw is not None:
