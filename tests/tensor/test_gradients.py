@@ -435,6 +435,6 @@ def test_leaves_that_backward_reaches_in_another_order_on_one_rank_are_reduced_t
     """The kernel of an empty shard may use its operands in another order."""
     first, second = (leaf(torch.ones(n, dtype=torch.float64), R) for n in (3, 5))
     order = [second, first] if collectives.rank() == 1 else [first, second]
-    torch.cat([x.to_local(grad_placements=[P]) * x.shape[0] for x in order]).sum().backward()  # type: ignore[no-untyped-call]
+    torch.cat([x.to_local(grad_placements=[P]) * x.shape[0] for x in order]).sum().backward()
     assert_close(grad_of(first), torch.full((3,), 9.0, dtype=torch.float64))
     assert_close(grad_of(second), torch.full((5,), 15.0, dtype=torch.float64))

@@ -1,6 +1,7 @@
 """The one table of op rules. Importing this package fills it; the tensor reads it."""
 
 from shardwise.rules import (
+    attention,
     conv,
     dropout,
     embedding,
@@ -18,6 +19,6 @@ from shardwise.rules import (
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 
 __all__ = [
-    "RULES", "Meta", "OpRule", "Row", "Site", "conv", "dropout", "embedding", "join", "loss", "matmul", "normal",
-    "op_rule", "pointwise", "pool", "random", "reduce", "reshape", "view",
+    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "dropout", "embedding", "join", "loss", "matmul",
+    "normal", "op_rule", "pointwise", "pool", "random", "reduce", "reshape", "view",
 ]  # fmt: skip

@@ -12,8 +12,9 @@ from torch import Tensor
 from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import PARTIAL, REPLICATE, Shard
+from shardwise.rules.empty import filled
 from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with
-from shardwise.rules.window import Window, Windows, cropped, each, filled, seen_box, sliding, window_rows
+from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows
 
 aten = torch.ops.aten
 FORWARD: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from shardwise.layout import contiguous_strides
 from shardwise.placement import PARTIAL, Shard
+from shardwise.rules.empty import filled
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
-from shardwise.rules.window import Window, Windows, cropped, each, filled, seen_box, sliding, window_rows
+from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows
 
 aten = torch.ops.aten
 

@@ -159,6 +159,8 @@ class OpRule:
             pieces of a cut one.
         random: the op draws. Ranks outside the mesh, which hold nothing, run it too, so that their generators keep
             in step; and as which numbers can be drawn depends on the dtype, a recipe serves one of those.
+        composed: the op in terms of others, which find their own rules, for arguments that have no row; None lets
+            torch take it apart.
     """
 
     rows: Rule
@@ -168,6 +170,7 @@ class OpRule:
     everywhere: LocalFunction | None = None
     ragged: bool = False
     random: bool = False
+    composed: Callable[..., Any] | None = None
 
 
 RULES: dict[Any, OpRule] = {}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.boxes import Box
@@ -96,16 +95,6 @@ def seen_box(windows: Windows, source: Layout, output: Layout, rank: int) -> Box
     ranges = [window.seen(a, a + n) for window, a, n in pairs]
     return Box(
         (*own.offsets[:lead], *(low for low, _ in ranges)), (*own.sizes[:lead], *(high - low for low, high in ranges))
-    )
-
-
-def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """`x` with zeros where one of its last dims is empty, so many: most kernels refuse a dim of length 0."""
-    shape = x.shape[x.ndim - len(lengths) :]
-    if all(shape):
-        return x
-    return F.pad(
-        x, [n for own, wanted in zip(shape[::-1], lengths[::-1], strict=True) for n in (0, 0 if own else wanted)]
     )
 
 

@@ -160,7 +160,7 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     try:
         found = _found(key, func, rule, args, kwargs)
     except resolve.NoRowError as error:
-        return _without_row(func, args, kwargs, error)
+        return _without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
         return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, rule.in_place))
     recipe, op, unwrap = found
@@ -225,8 +225,10 @@ def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[st
     return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
 
 
-def _without_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuleError) -> Any:
-    """Taken apart by hand or into aten ops; an aten op that has no row either runs on whole copies."""
+def _without_row(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuleError) -> Any:
+    """Taken apart as the rule says, by hand or into aten ops; an aten op without a row either runs on whole copies."""
+    if rule.composed is not None:
+        return rule.composed(*args, **kwargs)
     special = DTensor._specials.get(func)
     if special is not None:
         return special(func, args, kwargs)

@@ -1,0 +1,201 @@
+"""Attention: batch and heads are on their own, cut queries know their places, cut keys meet in one exchange."""
+
+from inspect import signature
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.boxes import Box
+from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.rules.empty import never_empty
+from shardwise.rules.normal import wide
+from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+
+Places = tuple[Placement, ...]
+
+
+def attention(
+    query: Meta, key: Meta, value: Meta, attn_mask: Meta | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> list[Row]:  # fmt: skip
+    """out[…, i, :] = sum_j softmax_j(scale query[…, i, :] key[…, j, :] + mask[…, i, j]) value[…, j, :]."""
+    operands, masks = (query, key, value), () if attn_mask is None else (attn_mask,)
+    at, own = query.ndim - 2, None if attn_mask is None or attn_mask.dtype == torch.bool else _attend
+    if dropout_p > 0 or (is_causal and masks):
+        raise NotImplementedError("no kernel drops weights by their places, or takes a mask beside is_causal")
+    if {key.ndim, value.ndim} != {query.ndim} or any(not 2 <= x.ndim <= query.ndim for x in masks):
+        raise NotImplementedError("operands of other numbers of dims are stretched first")
+
+    def row(dim: int, places: Places, output: Placement, why: str, local: Any = None, follow: int | None = None) -> Row:
+        length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
+        dims = [(x, (at + 1 if output == REPLICATE else dim) - query.ndim + x.ndim) for x in masks]
+        cut = [Shard(d) if d >= 0 and x.shape[d] == length and follow is None else REPLICATE for x, d in dims]
+        return Row((*places, *cut), output, why, local, follow is None, follow)
+
+    rows = []
+    for d in range(at):
+        mine, length = Shard(d), max(x.shape[d] for x in operands)
+        if enable_gqa and d == at - 1 and key.shape[d] != query.shape[d]:
+            why = "each rank computes its own heads, with the keys that they share"
+            rows += [row(d, (mine, p, p), mine, why, _attend, 0) for p in (mine, REPLICATE)]
+        elif query.shape[d] == length:
+            places = tuple(mine if x.shape[d] == length else REPLICATE for x in operands)
+            rows.append(row(d, places, mine, "each rank computes its own batch or heads", own))
+    local = _attend if is_causal else own
+    rows.append(row(at, (Shard(at), REPLICATE, REPLICATE), Shard(at), "each rank answers its own queries", local))
+    why = "softmaxes over cut keys are combined"
+    rows.append(row(at, (REPLICATE, Shard(at), Shard(at)), REPLICATE, why, _attend))
+    columns = Shard(at + 1)
+    rows.append(row(at + 1, (REPLICATE, REPLICATE, columns), columns, "columns of values are on their own", own))
+    rows.append(row(at + 1, (REPLICATE, REPLICATE, PARTIAL), PARTIAL, "linear in the values"))
+    return rows
+
+
+def _attend(
+    site: Site, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    at = query.ndim - 2
+    own, keys = (site.layouts[i].boxes(site.rank)[0] for i in (0, 1))
+    if enable_gqa and any(layout.shape[at - 1] != site.layouts[0].shape[at - 1] for layout in site.layouts[1:3]):
+        key, value = _of_own_heads(site, key, value, at - 1)
+        if attn_mask is not None and attn_mask.ndim > 2 and attn_mask.shape[-3] not in (1, own.sizes[at - 1]):
+            attn_mask = attn_mask.narrow(-3, own.offsets[at - 1], own.sizes[at - 1])
+    if is_causal:
+        first, start = own.offsets[at], keys.offsets[at]
+        stop = min(max(first + own.sizes[at], start), start + keys.sizes[at])  # nobody here looks at what is behind
+        key, value = key.narrow(at, 0, stop - start), value.narrow(at, 0, stop - start)
+        rows = torch.arange(first, first + own.sizes[at], device=query.device).unsqueeze(1)
+        attn_mask = rows >= torch.arange(start, stop, device=query.device)
+    cut = tuple(a for a in site.axes if site.layouts[1].placements[a].is_shard(at))
+    if cut:
+        return _combined(site, cut, query, key, value, attn_mask, scale)
+    empty = not (query.numel() and key.numel() and value.numel())
+    # On nothing torch forgets that the gradient of a mask waits for this rank as well.
+    compute = in_steps if empty and attn_mask is not None else F.scaled_dot_product_attention
+    return compute(query, key, value, attn_mask, scale=scale)
+
+
+def _of_own_heads(site: Site, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
+    """A head of the keys and of the values for every head of the queries here."""
+    of_queries, *others = site.layouts[:3]
+    shared = [of_queries.shape[at] // layout.shape[at] for layout in others]
+
+    def wanted(rank: int) -> list[tuple[int, Box]]:
+        queries, boxes = of_queries.boxes(rank)[0], []
+        for i, (layout, each) in enumerate(zip(others, shared, strict=True)):
+            first, stop = queries.offsets[at] // each, -(-(queries.offsets[at] + queries.sizes[at]) // each)
+            box = layout.boxes(rank)[0]
+            offsets = (*box.offsets[:at], first, *box.offsets[at + 1 :])
+            boxes.append((i, Box(offsets, (*box.sizes[:at], max(stop - first, 0), *box.sizes[at + 1 :]))))
+        return boxes
+
+    parts = site.fetch_parts([key, value], [site.boxes(1), site.boxes(2)], wanted)
+    box = of_queries.boxes(site.rank)[0]
+    heads = torch.arange(box.offsets[at], box.offsets[at] + box.sizes[at], device=key.device)
+    return [
+        part.index_select(at, heads // each - box.offsets[at] // each) for part, each in zip(parts, shared, strict=True)
+    ]
+
+
+def _combined(
+    site: Site,
+    axes: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Each rank sends its weighted values, their weight, and the largest score that both are relative to."""
+    kind = query.device.type
+    lowered = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if lowered else query.dtype
+    with torch.autocast(kind, enabled=False):
+        query, key, value = (wide(x.to(dtype)) for x in (query, key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        if not key.shape[-2]:
+            scores, value = F.pad(scores, (0, 1), value=float("-inf")), F.pad(value, (0, 0, 0, 1))
+        least = torch.finfo(scores.dtype).min
+        top = scores.detach().amax(-1, keepdim=True)
+        weights = (scores - top.clamp(min=least)).exp()
+        out, ranks = weights @ value, site.ranks(axes)
+        beside = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
+        mine = torch.cat([out, *beside], -1)
+        counts = [mine.numel()] * len(ranks)
+        every = site.exchange(mine.reshape(-1).repeat(len(ranks)), counts, counts, ranks)
+        values, sums, tops = every.view(len(ranks), *mine.shape).split([out.shape[-1], 1, 1], -1)
+        shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
+        total = (sums * shares).sum(0)
+        out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # nothing seen gives zeros
+        return out.to(dtype)  # type: ignore[no-any-return]
+
+
+def in_steps(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention as products, a softmax and dropout, each with its own rule."""
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    blind = (scores == float("-inf")).all(-1, keepdim=True)  # a query that sees nothing gets zeros
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    return F.dropout(weights, dropout_p) @ value
+
+
+def _shape(query: Meta, key: Meta, value: Meta, *_: Any, **__: Any) -> tuple[int, ...]:
+    lead = zip(query.shape[:-2], key.shape[:-2], value.shape[:-2], strict=True)
+    return (*(max(sizes) if min(sizes) else 0 for sizes in lead), query.shape[-2], value.shape[-1])
+
+
+MULTI_HEAD = tuple(signature(F.multi_head_attention_forward).parameters)
+BATCHED = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}  # which dim is the batch
+
+
+def multi_head(*args: Any, **kwargs: Any) -> list[Row]:
+    """Examples and queries are on their own, given whole weights; all else is left to the ops it is made of."""
+    named = dict(zip(MULTI_HEAD, args, strict=False)) | kwargs
+    operands = {name: x for name, x in named.items() if isinstance(x, Meta)}
+    mask, batched = operands.get("attn_mask"), operands["query"].ndim == 3
+    kept = {"query", "key", "value", "key_padding_mask", "attn_mask"}
+    if named["dropout_p"] > 0 and named.get("training", True):
+        raise NotImplementedError("weights are dropped by their places")
+    if any(x.placement != REPLICATE and (name not in kept or x.placement == Shard(2)) for name, x in operands.items()):
+        raise NotImplementedError("its weights or features are cut")
+    if {"static_k", "static_v"} & operands.keys():
+        raise NotImplementedError("static keys hold batch and heads in one dim")
+    rows = []
+    if batched and (mask is None or mask.ndim == 2):
+        inputs = tuple(Shard(BATCHED[name]) if name in BATCHED else REPLICATE for name in operands)
+        local = local_with(never_empty, tuple(2 if name in BATCHED else 0 for name in operands))
+        rows.append(Row(inputs, (Shard(1), Shard(0)), "each rank attends to its own examples", local))
+    if not named.get("is_causal"):
+        dims = {"query": 0, "attn_mask": -1 if mask is None else mask.ndim - 2}
+        inputs = tuple(Shard(dims[name]) if name in dims else REPLICATE for name in operands)
+        filled = {"query": operands["query"].ndim, "attn_mask": 2}
+        local = local_with(never_empty, tuple(filled.get(name, 0) for name in operands))
+        rows.append(Row(inputs, (Shard(0), Shard(int(batched))), "each rank answers its own queries", local))
+    return rows
+
+
+def as_written(function: Any) -> Any:
+    """A Python function of torch, not handed to subclasses as a whole, so that the ops in it find their rules."""
+    names = function.__globals__ | {"has_torch_function": lambda _: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+RULES[F.multi_head_attention_forward] = OpRule(multi_head, composed=as_written(F.multi_head_attention_forward))
+RULES[F.scaled_dot_product_attention] = OpRule(attention, shape=_shape, composed=in_steps)

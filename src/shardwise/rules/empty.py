@@ -1,0 +1,46 @@
+"""Kernels that refuse empty dims run on zeros there, and their results are emptied again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.rules.row import Site
+
+
+def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`x` with zeros where one of its last dims is empty, so many: most kernels refuse a dim of length 0."""
+    shape = x.shape[x.ndim - len(lengths) :]
+    if all(shape):
+        return x
+    return F.pad(
+        x, [n for own, wanted in zip(shape[::-1], lengths[::-1], strict=True) for n in (0, 0 if own else wanted)]
+    )
+
+
+def never_empty(dims: tuple[int, ...], site: Site, *args: Any, **kwargs: Any) -> Any:
+    """The op itself on every rank, as a row's local function.
+
+    Args:
+        dims: how many of its last dims each tensor operand must not lack.
+    """
+    numbers = iter(dims)
+
+    def fill(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return filled(x, (1,) * next(numbers))
+        return [fill(y) for y in x] if isinstance(x, list | tuple) else x
+
+    given = [fill(x) for x in args]
+    out = site.call(*given, **{name: fill(x) for name, x in kwargs.items()})
+    if isinstance(out, Tensor):
+        return _emptied(out, site.output.local_shape(site.rank))
+    shapes = iter([layout.local_shape(site.rank) for layout in site.outputs])
+    return tuple(_emptied(x, next(shapes)) if isinstance(x, Tensor) else x for x in out)
+
+
+def _emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
+    for dim, n in enumerate(shape):
+        out = out if n else out.narrow(dim, 0, 0)
+    return out

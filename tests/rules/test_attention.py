@@ -1,0 +1,184 @@
+"""Attention on sharded operands equals one process; keys meet in one exchange."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.testing import world
+from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(4)
+MESHES = (Mesh((3,)), Mesh((2, 2)))
+R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
+attention = F.scaled_dot_product_attention
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def some(*shape: int) -> Tensor:
+    """A mask that blinds some queries."""
+    mask = torch.rand(shape, generator=GENERATOR) > 0.4
+    mask[..., 1, :] = False
+    return mask
+
+
+def causal_and_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """A call without a row; in one process only some kernels take it."""
+    return attention(query, key, value, mask, is_causal=True)
+
+
+Q, K, V = normal(2, 4, 5, 3), normal(2, 4, 6, 3), normal(2, 4, 6, 2)
+FEW_K, FEW_V = K[:, :2].contiguous(), V[:, :2].contiguous()
+SAMPLES = [
+    Sample(attention, (Q, K, V)),
+    Sample(attention, (Q, K, V), {"is_causal": True}),
+    Sample(attention, (Q, K[:, :, :3].contiguous(), V[:, :, :3].contiguous()), {"is_causal": True, "scale": 0.3}),
+    Sample(attention, (Q, K, V, some(5, 6))),
+    Sample(attention, (Q, K, V, some(2, 1, 5, 6))),
+    Sample(attention, (Q, K, V, some(2, 4, 5, 1))),
+    Sample(attention, (Q, K, V, normal(4, 5, 6))),
+    Sample(attention, (Q, K, V, normal(2, 1, 1, 6))),
+    Sample(causal_and_masked, (Q, K, normal(2, 4, 6, 3), some(5, 6)), gradients=False),
+    Sample(attention, (Q, K[:, :1].contiguous(), V[:1].contiguous())),
+    Sample(attention, (Q[0], K[0], V[0]), {"is_causal": True}),
+    Sample(attention, (Q[0, 0], K[0, 0], V[0, 0], some(5, 6))),
+    Sample(attention, (Q, FEW_K, FEW_V), {"enable_gqa": True}),
+    Sample(attention, (Q, FEW_K, FEW_V, some(4, 5, 6)), {"enable_gqa": True}),
+    Sample(attention, (Q, FEW_K, FEW_V), {"enable_gqa": True, "is_causal": True}),
+    Sample(attention, (Q, FEW_K, V), {"enable_gqa": True}),
+    Sample(attention, (normal(1, 6, 2, 3), normal(1, 2, 3, 3), normal(1, 2, 3, 3)), {"enable_gqa": True}),
+    Sample(attention, (Q, K[:, :, :1].contiguous(), V[:, :, :1].contiguous(), normal(5, 1))),
+    Sample(attention, (Q, K[:, :, :0].contiguous(), V[:, :, :0].contiguous())),
+    Sample(attention, (Q * 400, K * 400, V)),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_attention_equals_one_process(sample: Sample) -> None:
+    assert assert_equals_one_process([sample], MESHES, limit=7).cases >= 14
+
+
+@world(4)
+def test_batch_heads_and_causal_queries_are_computed_where_they_are() -> None:
+    mesh = Mesh((4,))
+    for placement in (S0, S1):
+        q, k, v = (distribute_tensor(x, mesh, [placement]) for x in (Q, K, V))
+        with count_comms() as meter:
+            assert as_dtensor(attention(q, k, v, is_causal=True)).placements == (placement,)
+        assert meter.total_calls == 0
+    q, k, v = (distribute_tensor(x, mesh, [p]) for x, p in ((Q, S2), (K, R), (V, R)))
+    with count_comms() as meter:
+        assert as_dtensor(attention(q, k, v, is_causal=True)).placements == (S2,)
+    assert meter.total_calls == 0
+
+
+@world(2)
+def test_shared_heads_are_cut_with_the_queries_that_share_them() -> None:
+    mesh = Mesh((2,))
+    q, k, v = (distribute_tensor(x, mesh, [S1]) for x in (Q, FEW_K, FEW_V))
+    with count_comms() as meter:
+        attention(q, k, v, enable_gqa=True)
+    assert meter.total_calls == 0
+    k, v = (distribute_tensor(x, mesh, [R]) for x in (FEW_K, FEW_V))
+    with count_comms() as meter:
+        assert as_dtensor(attention(q, k, v, enable_gqa=True)).placements == (S1,)
+    assert meter.total_calls == 0
+
+
+@world(3)
+def test_cut_keys_meet_in_one_exchange_that_does_not_grow_with_their_number() -> None:
+    mesh, sent = Mesh((3,)), []
+    for keys in (6, 60):
+        q = distribute_tensor(Q[:, :, :1], mesh, [R])
+        k, v = (distribute_tensor(torch.ones(2, 4, keys, n, dtype=torch.float64), mesh, [S2]) for n in (3, 2))
+        with count_comms() as meter:
+            attention(q, k, v)
+        assert (meter.total_calls, meter.implicit) == (1, [])
+        sent.append(meter.total_bytes)
+    assert sent[0] == sent[1] == 2 * (2 * 4 * (2 + 2)) * 8
+
+
+@world(2)
+def test_attention_under_autocast_has_the_dtype_of_one_process() -> None:
+    single = Q.float(), K.float(), V.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = attention(single[0], single[1], single[2])
+        for placements in ([S1, S1, S1], [S2, R, R], [R, S2, S2]):
+            places = zip(single, placements, strict=True)
+            q, k, v = (distribute_tensor(x, Mesh((2,)), [p]) for x, p in places)
+            out = as_dtensor(attention(q, k, v, is_causal=False))
+            assert out.dtype == expected.dtype == torch.bfloat16
+            torch.testing.assert_close(out.full_tensor(), expected, rtol=0.02, atol=0.02)
+
+
+def test_dropped_weights_are_the_same_for_every_layout() -> None:
+    def dropped(placements: list[Any], ranks: int) -> Tensor:
+        places = zip((Q, K, V), placements, strict=True)
+        q, k, v = (distribute_tensor(x, Mesh((ranks,)), [p]) for x, p in places)
+        torch.manual_seed(5)
+        return as_dtensor(attention(q, k, v, dropout_p=0.5, is_causal=True)).full_tensor()
+
+    expected = world(1).run(dropped, [R, R, R], 1)[0]
+    assert not torch.allclose(expected, attention(Q, K, V, is_causal=True))
+    for placements in ([S0, S0, S0], [S1, S1, S1], [S2, R, R], [R, S2, S2]):
+        for got in world(3).run(dropped, placements, 3):
+            torch.testing.assert_close(got, expected)
+
+
+INPUT = normal(4, 5, 8)
+PADDING = torch.arange(5) >= torch.tensor([[3], [5], [1], [4]])
+LAYERS: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
+    (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {}),
+    (lambda: nn.MultiheadAttention(8, 4, add_bias_kv=True, add_zero_attn=True, bias=False), 3, {"need_weights": False}),
+    (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {"key_padding_mask": PADDING}),
+    (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {"attn_mask": torch.ones(5, 5).triu(1).bool()}),
+    (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {"attn_mask": INPUT[:, :, :5].repeat_interleave(2, 0)}),
+    (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 1, {"src_key_padding_mask": PADDING}),
+    (lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True), 2, {}),
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("number", range(len(LAYERS)))
+def test_attention_layers_equal_one_process(number: int, training: bool) -> None:
+    """In eval mode as well, where torch has a fast path for plain tensors."""
+    make, operands, arguments = LAYERS[number]
+    module = make().double().train(training)
+
+    def run(*inputs: Any) -> list[Any]:
+        layer = deepcopy(module)
+        leaves = [x.requires_grad_() for x in inputs]
+        outs = layer(*leaves, **arguments)
+        outs = [x for x in (outs if isinstance(outs, tuple) else (outs,)) if x is not None]
+        torch.stack([x.sin().sum() for x in outs]).sum().backward()
+        return [*(x.detach() for x in outs), *(x.grad for x in (*leaves, *layer.parameters()))]
+
+    def sharded(placement: Any) -> list[Tensor]:
+        results = run(*(distribute_tensor(INPUT, Mesh((3,)), [placement]) for _ in range(operands)))
+        return [x.full_tensor() if isinstance(x, DTensor) else x for x in results]
+
+    expected = run(*(INPUT.clone() for _ in range(operands)))
+    for placement in (R, S0, S1, S2, Shard(0, (3, 0, 1)), Shard(1, (1, 0, 4))):
+        for got in world(3).run(sharded, placement):
+            torch.testing.assert_close(got, expected)
+
+
+@world(2)
+def test_attention_layers_of_a_cut_batch_send_nothing() -> None:
+    x = distribute_tensor(INPUT, Mesh((2,)), [S0])
+    for module in (
+        nn.MultiheadAttention(8, 2, batch_first=True),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    ):
+        with count_comms() as meter:
+            out = module.double().eval()(*[x] * (3 if isinstance(module, nn.MultiheadAttention) else 1))
+            assert as_dtensor(out[0] if isinstance(out, tuple) else out).placements == (S0,)
+        assert meter.total_calls == 0
