@@ -145,3 +145,12 @@ def test_lengths_known_afterwards_are_told_to_all() -> None:
     assert out.shape == (4, 1)
     assert out.layout_.cut(0) == (1, 3)
     assert out.layout_.cut(1) == ((1, 0), (2, 1))
+
+
+@world(2)
+def test_false_is_not_the_zero_that_it_equals() -> None:
+    """`var(0)` is along a dim, `var(False)` of all elements without Bessel's correction."""
+    x = distribute_tensor(X, Mesh((2,)), [S1])
+    for _ in range(2):  # what was worked out for one must not answer the other
+        assert torch.allclose(as_dtensor(x.var(0)).full_tensor(), X.var(0))
+        assert torch.allclose(as_dtensor(x.var(False)).full_tensor(), X.var(False))

@@ -96,6 +96,8 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         kind = type(a)
         if kind is DTensor:
             key.append(a._layout)
+        elif kind is bool:
+            key.append((bool, a))
         elif kind in PLAIN_VALUES:
             key.append(float if floats and kind is float else a)
         else:
@@ -281,6 +283,8 @@ def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
             key.append(a._layout)
         elif kind is float and rule.sizeless:
             key.append(float)
+        elif kind is bool:
+            key.append((bool, a))  # not the 0 or 1 that it equals: var(False) is of all elements, var(0) along a dim
         elif kind is list or kind is tuple:
             key.append(tuple(x._layout if type(x) is DTensor else x for x in a))
             mixed = mixed or any(isinstance(x, Tensor) and type(x) is not DTensor for x in a)
@@ -414,8 +418,8 @@ def _in_place_rule(func: Any, name: str) -> OpRule:
 
 def _key_part(a: Any) -> Any:
     """What a choice may depend on: numbers of a kind are alike, lists are compared by content."""
-    if isinstance(a, float):
-        return float
+    if isinstance(a, float | bool):
+        return float if isinstance(a, float) else (bool, a)
     return tuple(map(_key_part, a)) if isinstance(a, list | tuple) else a
 
 
