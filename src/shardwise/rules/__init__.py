@@ -3,22 +3,25 @@
 from shardwise.rules import (
     attention,
     conv,
+    count,
     dropout,
     embedding,
     join,
     loss,
     matmul,
     normal,
+    order,
     pointwise,
     pool,
     random,
     reduce,
     reshape,
+    scan,
     view,
 )  # fmt: skip
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 
 __all__ = [
-    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "dropout", "embedding", "join", "loss", "matmul",
-    "normal", "op_rule", "pointwise", "pool", "random", "reduce", "reshape", "view",
+    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "join", "loss",
+    "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "reduce", "reshape", "scan", "view",
 ]  # fmt: skip

@@ -423,19 +423,4 @@ def _key_part(a: Any) -> Any:
     return tuple(map(_key_part, a)) if isinstance(a, list | tuple) else a
 
 
-def _extreme(of_all: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """torch.max and torch.min are three ops in one: of all elements, along a dim, of two tensors."""
-
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
-            return run(of_all, RULES[of_all], args, kwargs)
-        return through_the_dispatcher(func, args, kwargs, promoted)
-
-    return handler
-
-
-_largest, _smallest = _extreme(torch.ops.aten.max.default), _extreme(torch.ops.aten.min.default)
-DTensor._specials |= {torch.max: _largest, Tensor.max: _largest, torch.min: _smallest, Tensor.min: _smallest}
-
-
 DTensor._enter = staticmethod(enter)

@@ -1,0 +1,271 @@
+"""What is largest, smallest, k-th, and everything in order: as in one process, found without gathering the tensor."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor
+from shardwise.layout import Layout
+from shardwise.meter import INSIDE
+from shardwise.placement import Placement, Replicate
+from shardwise.rules import order
+from shardwise.tensor.site import LocalSite
+from shardwise.testing import world
+from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(4)
+INF, NAN = float("inf"), float("nan")
+R, S0 = Replicate(), Shard(0)
+MESHES = (Mesh((3,)), Mesh((5,)), Mesh((2, 2)))
+SORTING: list[Callable[..., Any]] = [torch.sort, torch.argsort]
+MEDIANS: list[Callable[..., Any]] = [torch.median, torch.nanmedian]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def integers(*shape: int, limit: int = 4) -> Tensor:
+    return torch.randint(-limit, limit + 1, shape, generator=GENERATOR)
+
+
+A, B = normal(5, 3), normal(2, 5, 3)
+TIED = integers(5, 3, limit=1).double()
+LINE = normal(7)
+RISING, ROWS = normal(7).sort().values, normal(5, 4).sort().values
+FRACTIONS = torch.tensor([0.2, 0.7], dtype=torch.float64)
+SAMPLES = [
+    *(Sample(op, (x, 0)) for op in (torch.max, torch.min) for x in (TIED, integers(5, 3), TIED > 0)),
+    *(Sample(op, (TIED, 1, True)) for op in (torch.max, torch.min)),
+    Sample(Tensor.max, (B,), {"dim": -2, "keepdim": True}),
+    Sample(torch.max, (TIED - INF, 0)),
+    Sample(torch.max, (A, A.flip(0) + 0.1)),
+    Sample(torch.min, (A,), {"other": A[0] + 0.1}),
+    *(Sample(op, (x,)) for op in (torch.argmax, torch.argmin) for x in (TIED, B, integers(5, 3))),
+    Sample(torch.argmax, (TIED, 0)),
+    Sample(torch.argmin, (TIED,), {"dim": 1, "keepdim": True}),
+    Sample(torch.argmax, (B,), {"keepdim": True}),
+    *(Sample(torch.topk, (A, k, 0)) for k in (0, 1, 3, 5)),
+    Sample(torch.topk, (B, 2), {"dim": 1, "largest": False}),
+    Sample(Tensor.topk, (LINE, 2)),
+    *(Sample(op, (A, 0)) for op in SORTING),
+    *(Sample(op, (LINE,)) for op in SORTING),
+    *(Sample(op, (normal(7, 1), 0), {"descending": True}) for op in SORTING),
+    *(Sample(op, (integers(9),), {"stable": True, "descending": d}) for op in SORTING for d in (False, True)),
+    Sample(torch.sort, (integers(2, 5, 3),), {"dim": 1, "stable": True}),
+    Sample(torch.sort, (normal(0),)),
+    Sample(torch.msort, (A,)),
+    Sample(torch.msort, (LINE,)),
+    Sample(torch.kthvalue, (A, 2)),
+    Sample(torch.kthvalue, (A, 2, 0, True)),
+    Sample(torch.kthvalue, (LINE, 3)),
+    *(Sample(op, (x,)) for op in MEDIANS for x in (TIED, LINE, integers(8))),
+    *(Sample(op, (A, 0, True)) for op in MEDIANS),
+    *(Sample(op, (LINE, 0)) for op in MEDIANS),
+    Sample(torch.mode, (integers(5, 3).double(), 0)),
+    Sample(torch.mode, (integers(9),)),
+    Sample(torch.quantile, (A, 0.3)),
+    Sample(torch.quantile, (A, FRACTIONS, 0, True)),
+    Sample(torch.quantile, (A, FRACTIONS, 1), {"interpolation": "midpoint"}),
+    Sample(torch.nanquantile, (A, 0.5), {"dim": 0, "interpolation": "nearest"}),
+    Sample(torch.searchsorted, (RISING, A)),
+    Sample(torch.searchsorted, (ROWS, A), {"side": "right"}),
+    Sample(torch.searchsorted, (RISING, 0.3), {"out_int32": True}),
+    Sample(torch.searchsorted, (LINE, A), {"sorter": LINE.argsort()}),
+    Sample(torch.bucketize, (A, RISING)),
+    Sample(torch.bucketize, (A, RISING), {"right": True}),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_ops_on_the_order_of_elements_equal_one_process(sample: Sample) -> None:
+    assert_equals_one_process([sample], MESHES, limit=3)
+
+
+@pytest.mark.parametrize("op", [torch.argmax, torch.argmin])
+@world(3)
+def test_nan_is_the_largest_and_the_smallest_and_the_first_one_counts(op: Callable[..., Any]) -> None:
+    whole = torch.tensor([[1.0, 3], [NAN, 0], [NAN, 1], [9, NAN]])
+    for sizes in ([1, 2, 1], [0, 3, 1], [4, 0, 0]):
+        x = distribute_tensor(whole, Mesh((3,), (1, 2, 0)), [Shard(0, sizes)])
+        assert op(x).item() == op(whole).item()
+        assert torch.equal(as_dtensor(op(x, 0)).full_tensor(), op(whole, 0))
+
+
+@world(2)
+def test_results_have_the_names_of_torch() -> None:
+    x = distribute_tensor(A, Mesh((2,)), [S0])
+    assert type(x.max(0)) is torch.return_types.max
+    assert type(x.min(0)) is torch.return_types.min
+    assert type(x.topk(2, 0)) is torch.return_types.topk
+    assert type(x.sort(0)) is torch.return_types.sort
+    assert type(x.flatten().sort()) is torch.return_types.sort
+    assert type(x.flatten().kthvalue(2)) is torch.return_types.kthvalue
+    assert type(x.flatten().median(0)) is torch.return_types.median
+
+
+# ---- lines too long to meet on one rank --------------------------------------------------------------------------
+
+LONG = 3 * order.SMALL // 2
+EVERY_INT64 = torch.iinfo(torch.int64)
+LINES = {
+    "normal": normal(LONG),
+    "few values": integers(LONG, limit=50),
+    "one value": torch.full((LONG,), 7),
+    "all bits": torch.randint(EVERY_INT64.min, EVERY_INT64.max, (LONG,), generator=GENERATOR),
+    "the ends": torch.tensor([EVERY_INT64.max, EVERY_INT64.min, 0, -1]).repeat(LONG // 4),
+    "floats": integers(LONG, limit=50).float().index_fill(0, torch.tensor([5, 900, LONG - 1]), NAN),
+    "zeros": torch.tensor([0.0, -0.0, INF, -INF], dtype=torch.float16).repeat(LONG // 4),
+    "truths": integers(LONG) > 0,
+}
+CUTS: list[Placement] = [S0, Shard(0, [LONG - 10, 0, 10, 0]), Shard(0, [1, 2, 3, LONG - 6])]
+
+
+def laid_out(x: Tensor, cut: Placement) -> DTensor:
+    """On ranks that are not in the order of the pieces; on two axes if the cut is torch.chunk's."""
+    mesh = Mesh((2, 2), (3, 1, 0, 2)) if cut == S0 else Mesh((4,), (2, 0, 3, 1))
+    return distribute_tensor(x, mesh, [cut] * mesh.ndim)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", LINES)
+@world(4)
+def test_a_long_line_is_sorted_stably_and_stays_cut_as_it_was(name: str, cut: Placement) -> None:
+    x = laid_out(LINES[name], cut)
+    for descending in (False, True):
+        expected = torch.sort(LINES[name], stable=True, descending=descending)
+        values, indices = torch.sort(x, stable=True, descending=descending)
+        assert as_dtensor(values).layout_ == x.layout_
+        assert torch.equal(as_dtensor(values).full_tensor().nan_to_num(5000), expected.values.nan_to_num(5000))
+        assert torch.equal(as_dtensor(indices).full_tensor(), expected.indices)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", LINES)
+@world(4)
+def test_the_kth_of_a_long_line_is_found_by_counting(name: str, cut: Placement) -> None:
+    x, line = laid_out(LINES[name], cut), LINES[name].int() if name == "truths" else LINES[name]
+    for k in (1, 17, LONG // 2, LONG):
+        value, index = (as_dtensor(y).full_tensor() for y in torch.kthvalue(x, k))
+        expected = torch.sort(line).values[k - 1]
+        assert torch.equal(value.to(line.dtype).nan_to_num(5000), expected.nan_to_num(5000))
+        assert torch.equal(line[index].nan_to_num(5000), expected.nan_to_num(5000))
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(
+    "op", [torch.median, torch.nanmedian, lambda x: torch.median(x, 0)[0], lambda x: torch.kthvalue(x, 9)[0]]
+)
+@pytest.mark.parametrize("name", ["normal", "floats"])
+@world(4)
+def test_order_statistics_of_long_lines_have_the_gradients_of_torch(
+    name: str, op: Callable[[Any], Any], cut: Placement
+) -> None:
+    whole = LINES["normal"].clone() if name == "normal" else LINES["few values"].double()
+    x = laid_out(whole, cut).requires_grad_()
+    op(x).backward()
+    op(whole.requires_grad_()).backward()
+    assert whole.grad is not None
+    found = as_dtensor(x.grad).full_tensor()
+    if name == "normal" or op in MEDIANS:  # else it goes to any one of the equals
+        assert torch.allclose(found, whole.grad)
+    else:
+        assert found.sum() == whole.grad.sum() == 1
+
+
+@world(4)
+def test_nan_decides_a_median_unless_it_is_to_be_ignored() -> None:
+    x = laid_out(LINES["floats"], CUTS[1])
+    assert torch.isnan(as_dtensor(x.median()).full_tensor())
+    assert x.nanmedian().item() == LINES["floats"].nanmedian().item()
+    assert torch.isnan(as_dtensor((x * NAN).nanmedian()).full_tensor())
+
+
+KEYS = st.lists(
+    st.lists(st.sampled_from([EVERY_INT64.min, -5, 0, 3, 3, 4, 1 << 40, EVERY_INT64.max])), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(KEYS, st.data())
+def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data: st.DataObject) -> None:
+    """For each rank how many of its keys are below the one with that number, and how many equal it."""
+    everything = sorted(key for piece in pieces for key in piece)
+    numbers = st.integers(0, max(len(everything) - 1, 0))
+    wanted = data.draw(st.lists(numbers, min_size=1, max_size=3)) if everything else [0]
+
+    def body() -> tuple[list[list[int]], list[list[int]]]:
+        layouts = (Layout(Mesh((len(pieces),)), [R], ()),)
+        here = LocalSite(torch.sort, layouts, layouts, (0,), (), INSIDE)
+        own = torch.tensor(sorted(pieces[here.rank]), dtype=torch.int64)
+        below, equal = order.split(here, own, wanted, range(len(pieces)))
+        return below.tolist(), equal.tolist()
+
+    for below, equal in world(len(pieces)).run(body):
+        for i, number in enumerate(wanted if everything else []):
+            key = everything[number]
+            assert [row[i] for row in below] == [sum(x < key for x in piece) for piece in pieces]
+            held = [row[i] for row in equal]
+            assert held == [piece.count(key) for piece in pieces]
+
+
+# ---- what is sent --------------------------------------------------------------------------------------------------
+
+
+@world(4)
+def test_a_long_line_travels_once_and_a_little_counting() -> None:
+    x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
+    with count_comms() as meter:
+        torch.sort(x)
+    moved = LONG // 4 * 16  # values and indices
+    counting = 3 * 4 * (8 << order.DIGIT)  # a round: counts for four places go to three others
+    assert meter.implicit == []
+    assert meter.total_calls <= 6
+    assert meter.total_bytes < moved + 4 * counting + 100
+
+
+@world(4)
+def test_an_order_statistic_moves_no_elements() -> None:
+    x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
+    with count_comms() as meter:
+        torch.kthvalue(x, 100)
+    assert meter.implicit == []
+    assert meter.total_bytes < 5 * 3 * (8 << order.DIGIT)
+
+
+@world(4)
+def test_the_best_k_are_chosen_from_the_best_k_of_each_rank() -> None:
+    x = distribute_tensor(normal(1000, 8), Mesh((4,)), [Shard(0, [990, 3, 0, 7])])
+    with count_comms() as meter:
+        torch.topk(x, 5, 0)
+    assert meter.implicit == []
+    assert meter.total_calls == 1
+    assert meter.total_bytes <= 3 * 5 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    "op", [lambda x: x.sort(0), lambda x: x.median(0), lambda x: x.mode(0), lambda x: x.kthvalue(3, 0)]
+)
+@world(4)
+def test_several_lines_are_cut_along_another_dim_to_be_ordered(op: Callable[[Any], Any]) -> None:
+    x = distribute_tensor(normal(64, 32), Mesh((4,)), [S0])
+    with count_comms() as meter:
+        values, indices = op(x)
+    last = values.ndim - 1
+    assert as_dtensor(values).placements == as_dtensor(indices).placements == (Shard(last),)
+    assert len(meter.implicit) == 1
+    assert meter.total_bytes == 64 * 32 * 8 // 4 * 3 // 4
+
+
+@world(4)
+def test_pieces_of_a_sorted_sequence_add_up_where_they_are() -> None:
+    sequence = distribute_tensor(torch.arange(1000.0), Mesh((4,)), [S0])
+    with count_comms() as meter:
+        places = as_dtensor(torch.searchsorted(sequence, torch.tensor([3.0, 700, 2000])))
+    assert meter.total_calls == 0
+    assert places.full_tensor().tolist() == [3, 700, 1000]

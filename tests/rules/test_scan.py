@@ -1,0 +1,95 @@
+"""Running sums, products and extremes of sharded tensors equal one process, and only totals of pieces travel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import Mesh, Shard, count_comms, distribute_tensor
+from shardwise.testing import world
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(3)
+INF, NAN = float("inf"), float("nan")
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=GENERATOR)
+
+
+A, B = normal(7, 3), normal(2, 7, 3)
+WITH_ZEROS = A.masked_fill(A > 1, 0)
+SUMS = [torch.cumsum, torch.cumprod, torch.logcumsumexp]
+EXTREMES = [torch.cummax, torch.cummin]
+SAMPLES = [
+    *(Sample(op, (A, dim)) for op in (*SUMS, *EXTREMES) for dim in (0, -1)),
+    *(Sample(op, (B,), {"dim": 1}) for op in SUMS),
+    *(Sample(op, (normal(), 0)) for op in (torch.cumsum, torch.cummax)),
+    *(Sample(op, (normal(0, 2), 0)) for op in (*SUMS, *EXTREMES)),
+    Sample(Tensor.cumsum, (A,), {"axis": 0}),
+    Sample(torch.cumsum, (integers(7, 3), 0)),
+    Sample(torch.cumsum, (integers(7) > 0, 0)),
+    Sample(torch.cumsum, (A.float(), 0), {"dtype": torch.float64}, tolerance=1e-5),
+    Sample(torch.cumprod, (WITH_ZEROS, 0)),
+    Sample(torch.cumprod, (integers(7, 3), 0), {"dtype": torch.float64}),
+    Sample(torch.logcumsumexp, (torch.tensor([1.0, -INF, -INF, 2, -INF, -INF, 0], dtype=torch.float64), 0)),
+    *(Sample(op, (integers(9), 0)) for op in EXTREMES),
+    *(Sample(op, (integers(7, 3).double(), 0)) for op in EXTREMES),
+    *(Sample(op, (integers(9) > 0, 0)) for op in EXTREMES),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_scans_equal_one_process(sample: Sample) -> None:
+    assert_equals_one_process([sample], MESHES, limit=4)
+
+
+SIZES: list[list[int] | None] = [None, [2, 0, 5, 2], [0, 0, 1, 8], [9, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("op", [*SUMS, *EXTREMES], ids=lambda op: op.__name__)
+def test_pieces_are_taken_in_their_order_not_in_that_of_the_ranks(
+    op: Callable[[Any, int], Any], sizes: list[int] | None
+) -> None:
+    whole = normal(9)
+
+    def body() -> list[Tensor]:
+        x = distribute_tensor(whole, Mesh((4,), (2, 0, 3, 1)), [Shard(0, sizes)])
+        out = op(x, 0)
+        return [as_dtensor(y).full_tensor() for y in (out if isinstance(out, tuple) else (out,))]
+
+    expected = op(whole, 0)
+    for found in world(4).run(body):
+        for y, wanted in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
+            assert torch.allclose(y, wanted)
+
+
+@pytest.mark.parametrize("op", EXTREMES, ids=lambda op: op.__name__)
+@world(3)
+def test_a_running_extreme_stays_nan_behind_the_last_nan(op: Callable[[Any, int], Any]) -> None:
+    whole = torch.tensor([1.0, 3, NAN, 5, 7, NAN, -INF, INF, 2])
+    out = op(distribute_tensor(whole, Mesh((3,)), [Shard(0, [2, 3, 4])]), 0)
+    assert torch.equal(as_dtensor(out.values).full_tensor().isnan(), op(whole, 0).values.isnan())
+    assert torch.equal(as_dtensor(out.indices).full_tensor(), op(whole, 0).indices)
+
+
+@pytest.mark.parametrize(
+    ("op", "numbers"), [(torch.cumsum, 8), (torch.cumprod, 8), (torch.logcumsumexp, 8), (torch.cummax, 16)]
+)
+@world(4)
+def test_a_scan_takes_one_exchange_of_a_total_a_line(op: Callable[[Any, int], Any], numbers: int) -> None:
+    x = distribute_tensor(torch.ones(100, 8, dtype=torch.float64), Mesh((4,)), [Shard(0)])
+    with count_comms() as meter:
+        out = op(x, 0)
+    first = as_dtensor(out[0] if isinstance(out, tuple) else out)
+    assert first.placements == (Shard(0),)
+    assert meter.implicit == []
+    assert meter.total_calls == 1
+    assert meter.total_bytes == 3 * 8 * numbers
