@@ -193,6 +193,11 @@ def moving(move: Move) -> Iterator[None]:
         ears.moving = before
 
 
+def under_way() -> Move | None:
+    """The move that this rank makes at the moment; known only while somebody listens."""
+    return _here.ears.moving
+
+
 def note_collective(kind: str, sent_bytes: int) -> None:
     """Tell the listeners of one collective and what this rank sends in it."""
     ears = _here.ears

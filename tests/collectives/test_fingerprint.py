@@ -69,6 +69,29 @@ def other_purpose() -> str:
         return refusal(lambda: all_reduce(torch.ones(2), "sum", ALL))
 
 
+def other_layouts() -> list[str]:
+    """Rank 1 turns rows into columns where the others turn columns into rows: the same counts, and garbage."""
+    mesh, whole = Mesh((3,)), torch.arange(9.0).view(3, 3)
+    rows, columns = distribute_tensor(whole, mesh, [Shard(0)]), distribute_tensor(whole, mesh, [Shard(1)])
+    if rank() == 1:
+        return refusal(lambda: columns.redistribute(placements=[Shard(0)])).splitlines()
+    return refusal(lambda: rows.redistribute(placements=[Shard(1)])).splitlines()
+
+
+@WORLDS
+def test_moves_between_other_layouts_are_found_though_their_counts_are_the_same(ranks: World) -> None:
+    first, *others = ranks.run(other_layouts)
+    assert others == [first, first]
+    assert first[0].endswith("all ranks must make it for the same purpose.")
+    calls = [row for row in first[1:-1] if "called at" not in row]
+    counts = "all_to_all of float32, send counts (1, 1, 1), receive counts (1, 1, 1)"
+    assert all(row.startswith(f"  rank {r}: {counts} (") for r, row in enumerate(calls))
+    to_columns, to_rows, _ = calls
+    assert to_columns.count("Shard(0)") == to_rows.count("Shard(1)") == 1
+    assert to_columns.index("Shard(0)") < to_columns.index("Shard(1)")
+    assert to_rows.index("Shard(1)") < to_rows.index("Shard(0)")
+
+
 CALL = "all_to_all of float32, send counts {}, receive counts (1, 1, 1)"
 
 
@@ -120,6 +143,7 @@ def test_every_rank_raises_who_differs_and_how_before_anything_is_sent(
         f"  rank 0: {common}",
         f"  rank 1: {of_rank_1}",
         f"  rank 2: {common}",
+        "  Fix: make all ranks of a group call the same collectives in the same order.",
     ]
 
 

@@ -195,6 +195,7 @@ def test_different_calls_raise_a_table_on_every_member(
     assert table == [
         "Ranks (0, 1) disagree on their collective #2: all ranks must make the same call.",
         *(f"  rank {r}: {row}" for r, row in enumerate(rows)),
+        "  Fix: make all ranks of a group call the same collectives in the same order.",
     ]
 
 
@@ -212,6 +213,7 @@ def test_counts_that_do_not_fit_together_name_sender_receiver_and_lines() -> Non
         "Ranks (0, 1) disagree on their collective #1: rank 0 sends 3 elements to rank 1, which expects 1."
         f"\n  rank 0: all_to_all of int64, send counts (1, 3), receive counts (1, 2){call}"
         f"\n  rank 1: all_to_all of int64, send counts (2, 0), receive counts (1, 0){call}"
+        "\n  Fix: make all ranks of a group call the same collectives in the same order."
     )
     assert caught.value.__notes__ == ["on rank 0 of 2, simulated", "ranks 0, 1 raised the same"]
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Marks = tuple[tuple[int, slice, Any, bytes], ...]
+
 # As a 32- or 16-bit float each word is a NaN that no arithmetic makes; as an integer it is beyond any index.
 _WORD = bytes([*os.urandom(2), 0xA0 | os.urandom(1)[0] & 0x0F, 0x7F])
 _MARKS = {8: _WORD * 2, 4: _WORD, 2: _WORD[2:], 1: b"\xa5"}  # by bytes; the last is neither False nor True
@@ -28,17 +30,17 @@ class Seal:
     """
 
     def __init__(self, out: Tensor, counts: Sequence[int], own: int) -> None:
-        self.marks: tuple[tuple[int, Any, Any], ...] = ()
+        self.marks: Marks = ()
         if out.device.type == "cpu" and out.numel():
             self.bytes = out.view(torch.uint8).numpy()
             self.marks = _marks(tuple(counts), own, out.element_size(), _width(out.dtype))
-            for _, where, mark in self.marks:
+            for _, where, mark, _ in self.marks:
                 self.bytes[where] = mark
 
     def unbroken(self) -> int | None:
         """The position of a rank whose piece came short; None if all came."""
-        for position, where, mark in self.marks:
-            if (self.bytes[where] == mark).all():
+        for position, where, _, mark in self.marks:
+            if self.bytes[where].tobytes() == mark:
                 return position
         return None
 
@@ -51,11 +53,14 @@ def _width(dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=256)
-def _marks(counts: tuple[int, ...], own: int, element_size: int, width: int) -> tuple[tuple[int, Any, Any], ...]:
-    """Of each piece its position, the slice of bytes that is marked, and the mark."""
+def _marks(
+    counts: tuple[int, ...], own: int, element_size: int, width: int
+) -> tuple[tuple[int, slice, Any, bytes], ...]:
+    """Of each piece its position, the slice of bytes that is marked, and the mark, as an array and as bytes."""
     found, end = [], 0
     for position, count in enumerate(counts):
         end += count * element_size
         if position != own and count * element_size >= width:
-            found.append((position, slice(end - width, end), np.frombuffer(_MARKS[width], np.uint8)))
+            mark = _MARKS[width]
+            found.append((position, slice(end - width, end), np.frombuffer(mark, np.uint8), mark))
     return tuple(found)

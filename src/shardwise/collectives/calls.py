@@ -10,6 +10,8 @@ from torch import Tensor
 
 Ranks = tuple[int, ...]
 
+SAME_CALLS = "make all ranks of a group call the same collectives in the same order"
+
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("purpose", default=None)
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from shardwise.collectives.board import Board, Report, address, is_reachable, remote_error, report_of
-from shardwise.collectives.calls import Ranks, Stand, disagreement, disagreement_text
+from shardwise.collectives.calls import SAME_CALLS, Ranks, Stand, disagreement, disagreement_text
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 from shardwise.places import user_place
 
@@ -29,8 +29,8 @@ POLL_SECONDS = 0.02
 MAX_TABLE = 16  # ranks of a group that an error lists
 
 SAME_ORDER = (
-    "make all ranks of a group call the same collectives in the same order; shardwise.collectives.check_ranks() "
-    "compares them call by call. Where a rank only needs longer, raise timeout_seconds."
+    f"{SAME_CALLS}; shardwise.collectives.check_ranks() compares them call by call. "
+    "Where a rank only needs longer, raise timeout_seconds."
 )
 LOOK_THERE = (
     "look at the end of its output and, on Linux, for the out-of-memory killer in dmesg. Gloo aborts a process that "

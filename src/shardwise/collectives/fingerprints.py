@@ -3,22 +3,28 @@
 import hashlib
 import json
 import sys
-from dataclasses import asdict
-from weakref import WeakSet
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwise.collectives.calls import Call, Ranks, call_from, describing, disagreement, disagreement_text
+from shardwise import meter
+from shardwise.collectives.calls import SAME_CALLS, Call, Ranks, call_from, describing, disagreement, disagreement_text
 from shardwise.collectives.transport import Transport, gather_with
 from shardwise.errors import MismatchError
 from shardwise.places import called_at, places_of
 
-_checked: WeakSet[Transport] = WeakSet()  # simulated ranks are told apart by their transport
+_checked: WeakKeyDictionary[Transport, ExitStack] = WeakKeyDictionary()  # simulated ranks have one each
 
 
 def switch(here: Transport, on: bool) -> None:
     """Compare, or do not compare, what the rank of this transport does from now on."""
-    (_checked.add if on else _checked.discard)(here)
+    if on and here not in _checked:
+        _checked[here] = ExitStack()
+        _checked[here].enter_context(meter.heard_by(meter.Listener()))  # so that moves say what they are
+    elif not on and here in _checked:
+        _checked.pop(here).close()
 
 
 def are_on(here: Transport) -> bool:
@@ -27,6 +33,9 @@ def are_on(here: Transport) -> bool:
 
 def compare(here: Transport, call: Call, ranks: Ranks) -> None:
     """Raise the same MismatchError on all `ranks` unless they are about to make one and the same collective."""
+    move = meter.under_way()
+    if move is not None and not call.purpose:
+        call = replace(call, purpose=str(move))
     call.check(ranks)
     number, count = here.calls[ranks], len(ranks)
     alike = [call.reduce_op, call.dtype, call.shape if call.reduce_op else (), call.purpose, number]
@@ -48,4 +57,4 @@ def compare(here: Transport, call: Call, ranks: Ranks) -> None:
         why = f"it is collective {', '.join(f'#{number}' for number in numbers)} to them"
     lines = {rank: f"{calls[rank]}{facts['where']}" for rank, facts in zip(ranks, said, strict=True)}
     assert why is not None
-    raise MismatchError(disagreement_text(ranks, numbers[0], why, lines))
+    raise MismatchError(f"{disagreement_text(ranks, numbers[0], why, lines)}\n  Fix: {SAME_CALLS}.")

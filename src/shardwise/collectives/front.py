@@ -133,8 +133,9 @@ def check_ranks(on: bool = True) -> None:
 def fingerprint() -> Iterator[None]:
     """Before each collective inside, forward and backward, compare what the ranks are about to do.
 
-    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, and what
-    `describing` says it is for. All ranks have to enter and leave at the same place of the program.
+    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, and what it
+    is for: the op, the operand and the layouts between which that moves, or what `describing` says. All ranks
+    have to enter and leave at the same place of the program.
 
     Costs one small all-to-all more a collective: 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does
     not count, and its latency; where collectives are small a step takes about twice as long. For debugging.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.collectives.front import is_simulated, rank, world_size
-from shardwise.collectives.processes import TORCH, world_timeout
+from shardwise.collectives.processes import TORCH, timeout_of
 from shardwise.errors import MeshError
 from shardwise.mesh import Mesh
 
@@ -81,7 +81,7 @@ def init_device_mesh(
         made = torch_init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
     else:
         made = DeviceMesh(device_type, torch.arange(mesh.size()).view(mesh.shape), mesh_dim_names=names)
-    timeout = world_timeout(device_type)
+    timeout = timeout_of(None, device_type)
     if timeout is not None and mesh.coordinate(rank()) is not None:
         for axis in range(mesh.ndim):
             made.get_group(axis).set_timeout(timeout)

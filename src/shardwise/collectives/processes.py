@@ -40,8 +40,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 T = TypeVar("T")
 
-SLICE_SECONDS = 0.5  # of waiting, between looks at whether another rank is in trouble
-HURRIED_SECONDS = 0.1  # the same, when one is
+SLICE = timedelta(seconds=0.5)  # of waiting, between looks at whether another rank is in trouble
+HURRIED = timedelta(seconds=0.1)  # the same, when one is
 
 
 class TorchTransport:  # a Transport by shape: rank and world_size are asked of torch
@@ -54,6 +54,8 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         self.mesh_values: dict[int, Mesh] = {}
         self.watch = Watch()
         self._world: ReferenceType[Any] | None = None
+        self._everyone: Ranks = ()
+        self._timeouts: dict[tuple[Ranks, str], float | None] = {}
 
     @property
     def rank(self) -> int:
@@ -71,6 +73,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             return
         self.forget()
         self._world = ref(world)
+        self._everyone = tuple(range(dist.get_world_size()))
         install_hooks(self.watch.stop)
         board = board_of_world()
         if board is not None and dist.get_world_size() > 1:
@@ -82,7 +85,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         """Let go of the world, its groups and its meshes."""
         self.watch.stop()
         self._world = None
-        for kept in (self.calls, self.groups, self.device_meshes, self.mesh_values):
+        for kept in (self.calls, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
@@ -111,7 +114,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             counts = list(recv_counts), list(send_counts)
             return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
 
-        wait = self._started(start, stand, _timeout(group, send.device))
+        wait = self._started(start, stand, self._timeout(ranks, send.device.type))
 
         def finish() -> Tensor:
             wait()
@@ -133,7 +136,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             wait = self._started(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
                 lambda: Stand(reduce_call(local, reduce_op), number, ranks),
-                _timeout(group, local.device),
+                self._timeout(ranks, local.device.type),
             )
             return lambda: (wait(), out)[1]
         count = len(ranks)
@@ -145,9 +148,17 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         return draw_from_torch()
 
     def _group(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        if len(ranks) == dist.get_world_size() and ranks == tuple(range(len(ranks))):
-            return dist.group.WORLD
-        return self.groups.get(ranks)
+        return dist.group.WORLD if ranks == self._everyone else self.groups.get(ranks)
+
+    def _timeout(self, ranks: Ranks, device: str) -> float | None:
+        """How many seconds a collective waits; None where its backend does not tell, or does not wait in this thread.
+
+        NCCL would wait in this thread for every collective that is given a limit; its own watchdog has one.
+        """
+        if (ranks, device) not in self._timeouts:
+            found = timeout_of(self._group(ranks), device) if device == "cpu" else None
+            self._timeouts[ranks, device] = None if found is None else found.total_seconds()
+        return self._timeouts[ranks, device]
 
     def _started(
         self, start: Callable[[], Sequence[Any]], stand: Callable[[], Stand], timeout_seconds: float | None
@@ -178,22 +189,23 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         finally:
             self.watch.waiting = None
 
-    def _wait(self, work: Any, deadline: float) -> None:
+    def _wait(self, work: Any, deadline: float) -> Any:
         """Wait in slices, to hear of failures of which the connections tell nothing, and to end in time.
 
         Gloo alone waits for one peer after the other, each as long as the timeout.
         """
         while True:
             left = deadline - monotonic()
+            slice_ = HURRIED if self.watch.trouble else SLICE
             try:
-                work.wait(_span(min(left, HURRIED_SECONDS if self.watch.trouble else SLICE_SECONDS)))
+                return work.wait(slice_ if left > SLICE.total_seconds() else _span(left))
             except RuntimeError as error:
-                if work.is_completed() or monotonic() >= deadline:
+                if work.is_completed():
+                    return work.wait()  # raises why it failed, or it was done just after the slice
+                if monotonic() >= deadline:
                     raise
                 if self.watch.trouble and known_root() is not None:
                     raise GaveUpError from error
-            else:
-                return
 
     def _start_pairwise(
         self, out: Tensor, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
@@ -229,23 +241,6 @@ def _wait_pairwise(works: Sequence[Any], deadline: float) -> None:
 def _span(seconds: float) -> timedelta:
     """Torch takes a span of zero for no limit."""
     return timedelta(seconds=max(seconds, 0.002))
-
-
-def _timeout(group: dist.ProcessGroup | None, device: torch.device) -> float | None:
-    """How long a collective of a group waits; None where its backend does not tell, or does not wait in this thread.
-
-    NCCL would wait in this thread for every collective that is given a limit; its own watchdog has one.
-    """
-    if device.type != "cpu":
-        return None
-    found = getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
-    return found.total_seconds() if isinstance(found, timedelta) else None
-
-
-def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    world = dist.group.WORLD
-    assert world is not None
-    return (group or world)._get_backend(device)
 
 
 def _unequal(source: int, target: int, sent: int | str, expected: int, stand: Stand) -> str:
@@ -338,10 +333,13 @@ def shutdown() -> None:
     TORCH.forget()
 
 
-def world_timeout(device_type: str) -> timedelta | None:
-    """How long a collective of the world on such devices waits; None where its backend does not tell."""
+def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
+    """How long a collective of a group (None: of the world) on such devices waits; None where that is unknown."""
+    world = dist.group.WORLD
+    assert world is not None
     try:
-        found = getattr(getattr(_backend(None, torch.device(device_type)), "options", None), "_timeout", None)
-    except RuntimeError:  # a world without a backend for them
+        backend = (group or world)._get_backend(torch.device(device_type))
+    except RuntimeError:  # it has none for them
         return None
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from shardwise.collectives import AtOnce, Ranks, draw_from_torch, reduce_stack, using
 from shardwise.collectives.board import Report, remote_error, report_of
-from shardwise.collectives.calls import Call, Stand, disagreement, disagreement_text, exchange_call, reduce_call
+from shardwise.collectives.calls import (
+    SAME_CALLS,
+    Call,
+    Stand,
+    disagreement,
+    disagreement_text,
+    exchange_call,
+    reduce_call,
+)
 from shardwise.errors import MismatchError, RemoteRankError, summary
 from shardwise.places import Place, called_at, places_of, running_at
 from shardwise.testing.failures import DeadlockError, blame
@@ -217,7 +225,7 @@ class _Simulation:
         said = {rank: f"{calls[rank]}{called_at(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
         text = disagreement_text(ranks, self.ranks[ranks[0]].calls[ranks], why, said)
         for rank in ranks:
-            self.give(self.ranks[rank], MismatchError(text))
+            self.give(self.ranks[rank], MismatchError(f"{text}\n  Fix: {SAME_CALLS}."))
 
     def give(self, rank: _Rank, answer: Tensor | BaseException) -> None:
         rank.answer = answer
@@ -234,7 +242,7 @@ class _Simulation:
 
     def declare_deadlock(self, stuck: Sequence[_Rank]) -> None:
         text = self.report("cannot go on, each waits for a rank that does not come")
-        text += "\n  Fix: make all ranks of a group call the same collectives in the same order."
+        text += f"\n  Fix: {SAME_CALLS}."
         self.meetings.clear()
         for rank in stuck:
             self.give(rank, DeadlockError(text))
