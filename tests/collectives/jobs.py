@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise import Mesh, Replicate, Shard, collectives, distribute_tensor
-from shardwise.collectives import all_reduce, all_to_all, barrier, rank
+from shardwise.collectives import all_reduce, all_to_all, barrier, rank, start_all_reduce, start_all_to_all
 from shardwise.errors import RemoteRankError
 from shardwise.experimental import local_map
 
@@ -105,6 +105,17 @@ def fail_in_backward() -> None:
 
 def _raise(grad: torch.Tensor) -> torch.Tensor:
     raise Broken("in backward")
+
+
+def fail_between_start_and_finish() -> None:
+    """All finish what they began; then the others begin something else, which rank 1 does not."""
+    first = start_all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1], WORLD)
+    assert first().tolist() == [1.0, 1.0, 1.0]
+    if rank() == 1:
+        raise Broken("before the second")
+    second = start_all_reduce(torch.ones(2), "sum", WORLD)
+    time.sleep(0.2)
+    second()
 
 
 def call_another_collective() -> None:

@@ -71,6 +71,13 @@ def test_an_exception_inside_an_op_reaches_ranks_that_are_further_on(job: object
     assert errors(found) == {0: told, 1: ("Broken", said, None), 2: told}
 
 
+def test_a_collective_that_was_begun_raises_where_it_is_waited_for(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, jobs.fail_between_start_and_finish, timeout=LONG)
+    told = ("RemoteRankError", "Rank 1 failed: Broken: before the second", 1)
+    assert errors(found) == {0: told, 1: ("Broken", "before the second", None), 2: told}
+    assert "waited in collective #3 of ranks (0, 1, 2): all_reduce sum of float32 (2,)" in found[0].text
+
+
 # ---- ranks that do not come -------------------------------------------------------------------------------
 
 
