@@ -48,12 +48,23 @@ def fill(local: Tensor, boxes: Sequence[Box], shape: Sequence[int], seed: int, v
 def _fill_box(out: Tensor, box: Box, shape: Sequence[int], seed: int, values: Values) -> None:
     at_once = _IN_CACHE * torch.get_num_threads() if out.device.type == "cpu" else _ELSEWHERE
     strides = contiguous_strides(shape)
-    for part in _parts(box.sizes, at_once):
-        index = torch.zeros((), dtype=torch.int64, device=out.device)
-        for dim, (piece, offset, stride) in enumerate(zip(part, box.offsets, strides, strict=True)):
-            along = torch.arange(offset + piece.start, offset + piece.stop, device=out.device) * stride
-            index = index + along.view(-1, *(1,) * (len(part) - dim - 1))
-        out[part].copy_(values(index, seed, out.dtype))
+    for part in _parts(box.sizes, at_once) if box.numel else ():
+        starts = [offset + piece.start for offset, piece in zip(box.offsets, part, strict=True)]
+        sizes = [piece.stop - piece.start for piece in part]
+        out[part].copy_(values(_index(starts, sizes, strides, out.device), seed, out.dtype))
+
+
+def _index(starts: Sequence[int], sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
+    """The row-major indices of a box in a tensor with these strides."""
+    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    numel = math.prod(sizes)
+    if last - first + 1 == numel:  # none is left out between the first and the last
+        return torch.arange(first, last + 1, device=device).view(tuple(sizes))
+    index = torch.full((), first, device=device)
+    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        index = index + (torch.arange(size, device=device) * stride).view(-1, *(1,) * (len(sizes) - dim - 1))
+    return index
 
 
 def _parts(sizes: Sequence[int], at_once: int) -> Iterator[tuple[slice, ...]]:
@@ -185,6 +196,96 @@ def _scaled(z: Tensor, span: int) -> Tensor:
     if span <= mask:
         return _shifted(middle, 32)
     return upper * (span >> 32) + _shifted(middle, 32) + _shifted(lower * (span >> 32) + (middle & mask), 32)
+
+
+# ---- counts, whose parameters differ from element to element ---------------------------------------------------
+
+_FEW = 10  # expected counts below which a walk from 0 upwards ends soon
+_WALK = 64  # steps: a count of so much, where fewer than _FEW are expected, has a chance below 1e-25
+
+
+def poisson(rate: Tensor, index: Tensor, seed: int) -> Tensor:
+    """Events where `rate` are expected: few by inversion, many by Hörmann's transformed rejection (PTRS, 1993).
+
+    Args:
+        rate, index: 1-D; finite doubles that are not negative, and the places of the elements.
+    """
+    few = _walk(torch.exp(-rate), lambda k: rate / k, _inside(index, seed))
+    b = 0.931 + 2.53 * rate.sqrt()
+    a, bound = -0.059 + 0.02483 * b, 0.9277 - 3.6224 / (b - 2)
+    scale = (1.1239 + 1.1328 / (b - 3.4)).log()
+
+    def accepts(k: Tensor, hat: Tensor, of: Tensor) -> Tensor:
+        return (hat + scale[of] <= k * rate[of].log() - rate[of] - torch.lgamma(k + 1)) & (k >= 0)
+
+    return _rejected(few, rate >= _FEW, (a, b, rate + 0.43, bound), accepts, index, seed)
+
+
+def binomial(count: Tensor, p: Tensor, index: Tensor, seed: int) -> Tensor:
+    """Successes in `count` trials of probability `p`: few by inversion, many by Hörmann's BTRS (1993).
+
+    Args:
+        count, p, index: 1-D; finite doubles, whole numbers and chances, and the places of the elements.
+    """
+    rare = torch.minimum(p, 1 - p)
+    odds, expected = rare / (1 - rare), count * rare
+    few = _walk((count * torch.log1p(-rare)).exp(), lambda k: odds * (count - k + 1) / k, _inside(index, seed))
+    width = (expected * (1 - rare)).sqrt()
+    b = 1.15 + 2.53 * width
+    a, bound = -0.0873 + 0.0248 * b + 0.01 * rare, 0.92 - 4.2 / b
+    scale, mode = ((2.83 + 5.1 / b) * width).log(), ((count + 1) * rare).floor()
+
+    def weight(k: Tensor, of: Tensor) -> Tensor:
+        return k * odds[of].log() - torch.lgamma(k + 1) - torch.lgamma(count[of] - k + 1)
+
+    def accepts(k: Tensor, hat: Tensor, of: Tensor) -> Tensor:
+        return (hat + scale[of] <= weight(k, of) - weight(mode[of], of)) & (k >= 0) & (k <= count[of])
+
+    found = _rejected(few, expected >= _FEW, (a, b, expected + 0.5, bound), accepts, index, seed)
+    return torch.where(p > 0.5, count - found, found)
+
+
+def _walk(chance: Tensor, ratio: Callable[[int], Tensor], u: Tensor) -> Tensor:
+    """The smallest k whose distribution function reaches u, from the chance of 0 and those of k to k - 1."""
+    k = torch.zeros_like(u)
+    reached = chance
+    for step in range(1, _WALK):
+        beyond = u > reached
+        if not beyond.any():
+            break
+        k += beyond
+        chance = chance * ratio(step).clamp(min=0)
+        reached = reached + chance
+    return k
+
+
+def _rejected(
+    few: Tensor,
+    many: Tensor,
+    hat: tuple[Tensor, Tensor, Tensor, Tensor],
+    accepts: Callable[[Tensor, Tensor, Tensor], Tensor],
+    index: Tensor,
+    seed: int,
+) -> Tensor:
+    """`few`, and where `many` the first accepted trial of a transformed rejection: every element tries by itself.
+
+    Args:
+        hat: a, b and the centre of the hat; and below what place under it a trial near the centre counts at once.
+        accepts: from trials, the logarithms of their places under the hat and the elements they are for, to whether
+            they count.
+    """
+    found, left, attempt = few.clone(), many.nonzero().squeeze(1), 0
+    while left.numel():
+        first = bits(index[left], seed + attempt * ((1 << 40) + 1))
+        u = _shifted(first, 12).double().add_(0.5).mul_(2.0**-52).sub_(0.5)
+        v = _inside(first, seed)
+        a, b, centre, at_once = (x[left] for x in hat)
+        edge = 0.5 - u.abs()
+        trial = ((2 * a / edge + b) * u + centre).floor()
+        counts = ((edge >= 0.07) & (v <= at_once)) | accepts(trial, v.log() - (a / edge**2 + b).log(), left)
+        found[left[counts]] = trial[counts]
+        left, attempt = left[~counts], attempt + 1
+    return found
 
 
 def below(bound: float, dtype: torch.dtype) -> float:

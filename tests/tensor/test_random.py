@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
     Boxes,
@@ -355,3 +357,130 @@ def test_real_processes_make_the_tensor_of_one() -> None:
     torch.manual_seed(7)
     cut = randn(*SHAPE, dtype=torch.float64, device_mesh=Mesh((2, 2)), placements=[S0, S1])
     assert torch.equal(cut.full_tensor(), everywhere.to_local())
+
+
+# ---- initialisations that are not element by element ----------------------------------------------------------
+
+INITS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "orthogonal_": ((9, 7), nn.init.orthogonal_),
+    "orthogonal_ of a wide one": ((4, 7), lambda x: nn.init.orthogonal_(x, gain=2)),
+    "orthogonal_ of a kernel": ((6, 3, 2, 2), nn.init.orthogonal_),
+    "eye_": ((9, 7), nn.init.eye_),
+    "dirac_": ((6, 3, 3), nn.init.dirac_),
+    "dirac_ in groups": ((6, 3, 3, 2), lambda x: nn.init.dirac_(x, groups=2)),
+    "xavier_uniform_ of a kernel": ((6, 3, 2, 2), nn.init.xavier_uniform_),
+    "kaiming_normal_ of a kernel": ((6, 3, 2, 2), lambda x: nn.init.kaiming_normal_(x, mode="fan_out")),
+}
+
+
+def spread(shape: tuple[int, ...]) -> list[tuple[Mesh, list[Placement]]]:
+    halves = [((0,) * len(shape), (1, *shape[1:])), ((2, *(0,) * (len(shape) - 1)), (shape[0] - 2, *shape[1:]))]
+    middle = ((1, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
+    return [
+        (Mesh((3,), (2, 0, 1)), [R]),
+        (Mesh((3,)), [S0]),
+        (Mesh((2,)), [S1]),
+        (Mesh((3,)), [Shard(0, [0, shape[0] - 1, 1])]),
+        (Mesh((3,)), [OnRanks(1)]),
+        (Mesh((3,)), [Boxes([halves, [], [middle]])]),
+        (Mesh((2, 2)), [S0, S1]),
+        (Mesh((2, 2)), [S1, S1]),
+    ]
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_initialisations_of_the_whole_give_one_tensor_for_any_world_and_layout(name: str) -> None:
+    shape, init = INITS[name]
+
+    def body(mesh: Mesh, placements: list[Placement]) -> Tensor:
+        torch.manual_seed(7)
+        x = empty(*shape, device_mesh=mesh, placements=placements, dtype=torch.float64)
+        assert init(x) is x
+        assert x.placements == empty(*shape, device_mesh=mesh, placements=placements).placements
+        return x.full_tensor()
+
+    (expected,) = world(1).run(body, Mesh((1,)), [R])
+    if "eye" in name or "dirac" in name:
+        assert torch.equal(expected, init(torch.empty(shape, dtype=torch.float64)))
+    elif "orthogonal" in name:
+        flat = expected.flatten(1)
+        flat = flat if flat.shape[0] < flat.shape[1] else flat.t()
+        gain = 2 if "wide" in name else 1
+        assert_close(flat @ flat.t(), gain**2 * torch.eye(len(flat), dtype=torch.float64))
+    for mesh, placements in spread(shape):
+        if name == "orthogonal_ of a kernel" and isinstance(placements[0], Boxes):
+            continue  # torch writes to a view with other dims, and boxes have none
+        for got in world(mesh.size()).run(body, mesh, placements):
+            assert torch.equal(got, expected), (mesh, placements)
+
+
+@pytest.mark.parametrize("init", [nn.init.xavier_normal_, nn.init.kaiming_normal_, nn.init.kaiming_uniform_])
+def test_the_fan_is_that_of_the_whole(init: Callable[[Tensor], Tensor]) -> None:
+    def body() -> float:
+        torch.manual_seed(1)
+        x = empty(300, 200, placements=[S1])
+        init(x)
+        return x.full_tensor().std().item()
+
+    torch.manual_seed(1)
+    wanted = init(torch.empty(300, 200)).std().item()
+    for size in (1, 4):
+        assert world(size).run(body)[0] == pytest.approx(wanted, rel=0.02)
+
+
+# ---- activation checkpoints -----------------------------------------------------------------------------------
+
+SPREADS: list[tuple[Mesh, list[Placement], list[Placement]]] = [
+    (Mesh((2,)), [R], [R]),
+    (Mesh((2,)), [S0], [R]),
+    (Mesh((3,)), [S1], [S0]),
+    (Mesh((3,)), [R], [S1]),
+    (Mesh((2, 2)), [S0, R], [R, S1]),
+    (Mesh((2,)), [Shard(0, [6, 0])], [OnRanks(1)]),
+]
+
+
+def trained(mesh: Mesh, of_x: list[Placement], of_w: list[Placement], mode: bool | None) -> list[Tensor]:
+    """Value, gradients and the generator's state after two blocks with dropout; `mode` is use_reentrant."""
+    generator = torch.Generator().manual_seed(1)
+
+    def leaf(shape: tuple[int, ...], placements: list[Placement]) -> DTensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return as_dtensor(distribute_tensor(values, mesh, placements).requires_grad_())
+
+    x, w = leaf((6, 4), of_x), leaf((4, 8), of_w)
+
+    def block(x: Tensor) -> Tensor:
+        hidden = F.dropout(torch.tanh(x @ w), 0.4)
+        return F.dropout(hidden @ w.t(), 0.3) * hidden.sum()
+
+    torch.manual_seed(3)
+    y: Tensor = x
+    for _ in range(2):
+        y = block(y) if mode is None else checkpoint(block, y, use_reentrant=mode)
+    y.sum().backward()
+    grads = [as_dtensor(leaf.grad).full_tensor() for leaf in (x, w)]
+    return [as_dtensor(y.detach()).full_tensor(), *grads, torch.get_rng_state().double()]
+
+
+@pytest.mark.parametrize("mode", [None, False, True])
+def test_recomputation_drops_what_the_forward_dropped(mode: bool | None) -> None:
+    (expected,) = world(1).run(trained, Mesh((1,)), [R], [R], None)
+    for mesh, of_x, of_w in SPREADS:
+        for got in world(mesh.size()).run(trained, mesh, of_x, of_w, mode):
+            for a, b in zip(got, expected, strict=True):
+                assert_close(a, b, msg=f"{mesh} {of_x} {of_w}")
+
+
+def test_recomputation_without_the_state_drops_something_else() -> None:
+    def body() -> bool:
+        torch.manual_seed(3)
+        x = ones(1000, placements=[S0], requires_grad=True)
+        y = checkpoint(F.dropout, x, use_reentrant=False, preserve_rng_state=False)
+        z = checkpoint(lambda y: y * y, y, use_reentrant=False)
+        z.sum().backward()
+        kept = as_dtensor(y.detach()).full_tensor() != 0
+        assert x.grad is not None
+        return torch.equal(as_dtensor(x.grad).full_tensor() != 0, kept)
+
+    assert world(2).run(body) == [False, False]

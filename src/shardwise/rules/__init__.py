@@ -17,11 +17,13 @@ from shardwise.rules import (
     reduce,
     reshape,
     scan,
+    trials,
     view,
 )  # fmt: skip
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 
 __all__ = [
     "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "join", "loss",
-    "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "reduce", "reshape", "scan", "view",
+    "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "reduce", "reshape", "scan", "trials",
+    "view",
 ]  # fmt: skip

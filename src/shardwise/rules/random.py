@@ -43,20 +43,25 @@ OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor; memory formats a
 
 def tried(op: Any, *args: Any, **kwargs: Any) -> None:
     """Let torch check the arguments, on one element (one row of categories) and numbers nobody else gets."""
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "generator")}
+    try:
+        _try(op, args, kwargs, {})
+    except NotImplementedError:
+        try:  # some ops torch has on halves on other devices only
+            _try(op, args, kwargs, {torch.float16: torch.float32, torch.bfloat16: torch.float32})
+        except NotImplementedError as error:  # which of a rule would mean that it has no row
+            raise TypeError(f"{error}") from error
 
+
+def _try(op: Any, args: Sequence[Any], kwargs: dict[str, Any], dtypes: dict[torch.dtype, torch.dtype]) -> None:
     def stand_in(x: Any) -> Any:
         if isinstance(x, Meta):
             categories = x.shape[-1:] if op in MULTINOMIAL else (1,) * min(x.ndim, 1)
-            half = op is torch.rrelu and x.dtype == torch.float16  # which torch has on other devices
-            return torch.ones((*(1,) * (x.ndim - 1), *categories), dtype=torch.float32 if half else x.dtype)
+            return torch.ones((*(1,) * (x.ndim - 1), *categories), dtype=dtypes.get(x.dtype, x.dtype))
         return None if isinstance(x, torch.Generator) else x
 
-    options = {k: stand_in(v) for k, v in kwargs.items() if k not in ("device", "generator")}
-    try:
-        with torch.random.fork_rng(devices=[]):
-            op(*map(stand_in, args), **options)
-    except NotImplementedError as error:  # which of a rule would mean that it has no row
-        raise TypeError(f"{error}") from error
+    with torch.random.fork_rng(devices=[]):
+        op(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
 
 
 def _refill_rows(op: Any, local: LocalFunction, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
@@ -75,7 +80,7 @@ def _like_rows(op: Any, local: LocalFunction, x: Meta, *args: Any, **kwargs: Any
     return rows + [Row((p,), REPLICATE, "the summands are not read", local) for p in PARTIALS]
 
 
-def _parameter_rows(op: Any, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
+def parameter_rows(op: Any, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
     """out[i] is drawn from a law with parameters a[i], b[i], …"""
     tried(op, *args, **kwargs)
     return [replace(row, local=local) for row in shard_rows(tensors_of(args, kwargs))]
@@ -122,7 +127,7 @@ def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     return int(low or 0), int(high)
 
 
-def _refuse(site: Site, bad: Tensor, message: str) -> None:
+def refuse(site: Site, bad: Tensor, message: str) -> None:
     """Raise on every rank if a value is bad on any; asks the others only where they hold other values."""
     mesh, found = site.layouts[0].mesh, bad.any().long().view(1)
     cut = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in site.layouts)]
@@ -134,7 +139,7 @@ def _refuse(site: Site, bad: Tensor, message: str) -> None:
         raise RuntimeError(message)
 
 
-def _without_gradient(values: Tensor, *sources: Any) -> Tensor:
+def without_gradient(values: Tensor, *sources: Any) -> Tensor:
     """Random values pass zeros back to their parameters, as torch's do."""
     yes = torch.ones((), dtype=torch.bool, device=values.device)
     for x in sources:
@@ -167,25 +172,25 @@ def _like(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 def _bernoulli(site: Site, x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     if isinstance(p, float | int):
-        return _without_gradient(_like("bernoulli", site, x, p, generator=generator), x)
-    return _without_gradient(_chosen(site, x, generator).to(x.dtype), x)
+        return without_gradient(_like("bernoulli", site, x, p, generator=generator), x)
+    return without_gradient(_chosen(site, x, generator).to(x.dtype), x)
 
 
 def _chosen(site: Site, p: Tensor, generator: Any) -> Tensor:
     """True with probability p[i]."""
     p = p.detach()
-    _refuse(site, ~((p >= 0) & (p <= 1)), "bernoulli expects probabilities from 0 to 1.")
+    refuse(site, ~((p >= 0) & (p <= 1)), "bernoulli expects probabilities from 0 to 1.")
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
     return _numbers(site, counter.uniform, wide, p.device, generator) < p
 
 
 def _normal(site: Site, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     if isinstance(std, Tensor):
-        _refuse(site, ~(std >= 0), "normal expects all elements of std >= 0.0")
+        refuse(site, ~(std >= 0), "normal expects all elements of std >= 0.0")
     like = mean if isinstance(mean, Tensor) else std
     scale, shift = (x.detach() if isinstance(x, Tensor) else x for x in (std, mean))
     numbers = _numbers(site, counter.normal, like.dtype, like.device, generator)
-    return _without_gradient((numbers * scale + shift).to(like.dtype), mean, std)
+    return without_gradient((numbers * scale + shift).to(like.dtype), mean, std)
 
 
 def _rrelu(
@@ -206,9 +211,9 @@ def _multinomial(
     site: Site, x: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
     p = x.detach().double()
-    _refuse(site, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
+    refuse(site, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
     here = bool(site.layouts[0].boxes(site.rank))  # nothing sums to nothing
-    _refuse(site, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
+    refuse(site, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:  # the categories whose exponential clocks of rate p ring first
         clocks = torch.empty_like(p)
         layout = site.layouts[0]
@@ -228,7 +233,7 @@ MULTINOMIAL = (torch.multinomial, Tensor.multinomial, aten.multinomial.default)
 READ = (torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default)
 
 
-def _register(ops: Sequence[Any], rows: Callable[..., list[Row]], local: LocalFunction, **kwargs: Any) -> None:
+def register(ops: Sequence[Any], rows: Callable[..., list[Row]], local: LocalFunction, **kwargs: Any) -> None:
     for op in ops:
         RULES[op] = OpRule(partial(rows, op, local), everywhere=local, random=True, **kwargs)
 
@@ -238,17 +243,17 @@ def _overloads(name: str) -> list[Any]:
     return [getattr(packet, o) for o in packet.overloads() if "out" not in o] if packet is not None else []
 
 
-_register([aten.bernoulli_.float], _refill_rows, local_with(_refill, "bernoulli"), in_place=True)
+register([aten.bernoulli_.float], _refill_rows, local_with(_refill, "bernoulli"), in_place=True)
 for _name in ("uniform", "normal", "log_normal", "cauchy", "exponential", "geometric", "random"):
     _in_place = [getattr(Tensor, _name + "_"), *_overloads(_name + "_")]
-    _register(_in_place, _refill_rows, local_with(_refill, _name), in_place=True)
+    register(_in_place, _refill_rows, local_with(_refill, _name), in_place=True)
 for _name in ("uniform", "log_normal", "cauchy", "exponential", "geometric", "random"):
-    _register(_overloads(_name), _like_rows, local_with(_like, _name), shape=shape_of_first)
+    register(_overloads(_name), _like_rows, local_with(_like, _name), shape=shape_of_first)
 for _name in ("rand_like", "randn_like", "randint_like"):
     _ops = [getattr(torch, _name), *(o for o in _overloads(_name) if "Tensor" not in str(o))]
-    _register(_ops, _like_rows, local_with(_like, _name), shape=shape_of_first)
-_register([*READ, aten.bernoulli.p], _like_rows, _bernoulli, shape=shape_of_first)
+    register(_ops, _like_rows, local_with(_like, _name), shape=shape_of_first)
+register([*READ, aten.bernoulli.p], _like_rows, _bernoulli, shape=shape_of_first)
 _normals = [torch.normal, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor]
-_register(_normals, _parameter_rows, _normal, shape=broadcast)
-_register([torch.rrelu], _parameter_rows, _rrelu, shape=shape_of_first)
-_register(MULTINOMIAL, _multinomial_rows, _multinomial, shape=lambda x, n, *_, **__: (*x.shape[:-1], n))
+register(_normals, parameter_rows, _normal, shape=broadcast)
+register([torch.rrelu], parameter_rows, _rrelu, shape=shape_of_first)
+register(MULTINOMIAL, _multinomial_rows, _multinomial, shape=lambda x, n, *_, **__: (*x.shape[:-1], n))

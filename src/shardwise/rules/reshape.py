@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.boxes import Box
-from shardwise.placement import OnRanks, Shard
+from shardwise.placement import Boxes, OnRanks, Shard
 from shardwise.rules.pointwise import PARTIALS
 from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site, local_with
 from shardwise.rules.view import OWNER, SUMMAND, box_of
@@ -40,11 +40,17 @@ def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list
         rows.append(Row((Shard(longer[0]),), Shard(into), why, local, boundary=boundary, granule=scale.denominator))
         why = "elements go to the ranks that hold them under other dims"
         rows += [Row((Shard(d),), Shard(into), why, local, follow=NOBODY) for d in longer[1:]]
+    if after == x.shape and isinstance(x.placement, Boxes):
+        return [Row((x.placement,), x.placement, "the same dims", _unchanged)]
     return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
 
 
 def reshaped_to(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
+
+
+def _unchanged(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    return x.view_as(x)
 
 
 def _scaled(scale: Fraction, boundary: int) -> int:

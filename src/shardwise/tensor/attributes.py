@@ -122,16 +122,6 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with DisableTorchFunctionSubclass():
-        return func(*args)
-
-
-# What is read most often is found at once.
-DTensor._specials |= dict.fromkeys(
-    [getattr(torch._C.TensorBase, name).__get__ for name in ("requires_grad", "dtype", "device", "is_leaf", "grad_fn")],
-    _answer,
-)
 DTensor._set = staticmethod(_set)
 DTensor._specials |= {Tensor.view_as: _view_as}
 DTensor._specials |= dict.fromkeys(

@@ -1,0 +1,84 @@
+"""t_, unsqueeze_ and the like give what they give in one process, and so do gradients through them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import Mesh, Shard
+from shardwise.errors import RuleError
+from shardwise.layout import Layout
+from shardwise.testing import world
+from tests.rules.chance import ELEMENTS, SUMMANDS, VALUES, on, part
+from tests.rules.truth import as_dtensor
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda x: x[0].clone().t_(),
+    "transpose_": lambda x: x.transpose_(0, -1),
+    "swapaxes_": lambda x: x.swapaxes_(1, 2),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze(0).squeeze_(),
+    "two": lambda x: x.unsqueeze_(0).transpose_(0, 2),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_values_and_gradients_equal_one_process(name: str) -> None:
+    view = VIEWS[name]
+
+    def outcome(leaf: Any) -> tuple[Tensor, Tensor]:
+        x = leaf.requires_grad_() * 2
+        out = view(x)
+        weights = torch.arange(float(out.numel()), dtype=torch.float64).view(out.shape)
+        (out * weights).sum().backward()
+        return out.detach(), leaf.grad
+
+    def body(layout: Layout) -> tuple[Tensor, Tensor]:
+        value, grad = map(as_dtensor, outcome(part(layout)))
+        return value.full_tensor(), grad.full_tensor()
+
+    expected = outcome(VALUES.clone())
+    for layout in (*(x for x in ELEMENTS if "Boxes" not in str(x)), SUMMANDS[0]):
+        for got in world(layout.mesh.size()).run(body, layout):
+            assert_close(got, expected, msg=str(layout))
+
+
+def test_it_is_the_tensor_itself_that_changes() -> None:
+    def body() -> None:
+        x = part(on(Mesh((3,)), [Shard(0, [0, 5, 1])]))
+        assert x.transpose_(0, 1) is x
+        assert x.layout_ == Layout(Mesh((3,)), [Shard(1, [0, 5, 1])], (5, 6, 3))
+        assert x.stride() == (18, 3, 1)
+        x.unsqueeze_(-1).add_(1)
+        assert_close(x.full_tensor(), VALUES.transpose(0, 1).unsqueeze(-1) + 1)
+
+    world(3).run(body)
+
+
+def test_what_must_move_to_be_seen_that_way_moves_unless_others_would_miss_it() -> None:
+    layout = Layout(Mesh((2,)), [Shard(0)], (1, 4))
+
+    def body() -> str:
+        x = part(layout, torch.arange(4.0).view(1, 4))
+        x.squeeze_()
+        assert x.full_tensor().tolist() == [0, 1, 2, 3]
+        watched = part(layout, torch.arange(4.0).view(1, 4)).requires_grad_() * 1
+        with pytest.raises(RuleError) as caught:
+            watched.squeeze_()
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert text.startswith("squeeze_ works in place, but Layout((1, 4) as [Shard(0)] on Mesh(0=2)) has to be moved")
+
+
+def test_a_leaf_is_torchs_error() -> None:
+    def body() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            part(on(Mesh((2,)), [Shard(0)])).requires_grad_().transpose_(0, 1)
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert "a leaf Variable that requires grad" in text
