@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
@@ -80,6 +81,8 @@ EXAMPLES = [
     Sample(F.multi_margin_loss, (normal(4), classes())),
     Sample(F.multilabel_margin_loss, (SCORES, torch.tensor([[3, 0, -1, 1]] * 4 + [[-1, 2, 2, 2]]))),
     Sample(F.multilabel_soft_margin_loss, (SCORES, (normal(5, 4) > 0).double(), W4), constant=(1, 2)),
+    Sample(F.multilabel_soft_margin_loss, (normal(4, 4), fraction(4, 4), fraction(4, 4)), constant=(1, 2)),
+    Sample(F.multi_margin_loss, (normal(4, 4), classes(4)), {"weight": W4}, constant=(2,)),
     Sample(F.multilabel_soft_margin_loss, (MANY, (normal(2, 4, 3) > 0).double()), {"reduction": "none"}, constant=(1,)),
     Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, *LENGTHS)),
     Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, *LENGTHS), {"reduction": "none", "blank": 0}),
@@ -116,6 +119,14 @@ CLASSES = [
     Sample(F.nll_loss, (MANY, classes(2, 3), W4), constant=(2,)),
     Sample(F.nll_loss, (MANY, classes(2, 3)), {"reduction": "none", "ignore_index": 1}),
     Sample(F.nll_loss, (normal(4), torch.tensor(2))),
+    Sample(F.linear_cross_entropy, (normal(5, 3), normal(4, 3), SOME_IGNORED)),
+    Sample(F.linear_cross_entropy, (normal(3), normal(4, 3), torch.tensor(2)), {"linear_bias": normal(4)}),
+    Sample(F.linear_cross_entropy, (normal(5, 3), normal(4, 2, 3), classes(5, 2)), {"linear_bias": normal(4, 2)}),
+    Sample(
+        F.linear_cross_entropy,
+        (normal(5, 3), normal(4, 3), classes(5)),
+        {"options": LinearCrossEntropyOptions(batch_chunk_size=2)},
+    ),
 ]
 SAMPLES = [*ELEMENTS, *EXAMPLES, *CLASSES]
 
@@ -127,7 +138,7 @@ def test_losses_equal_one_process(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("placements", [(S0, S1), (S1, S0), (S1, S1), (S0, S0)], ids=str)
-@pytest.mark.parametrize("sample", CLASSES[::2], ids=str)
+@pytest.mark.parametrize("sample", [s for s in CLASSES if s.op is not F.linear_cross_entropy][::2], ids=str)
 def test_batch_and_classes_may_be_cut_at_once(sample: Sample, placements: tuple[Placement, Placement]) -> None:
     """Nothing is gathered: what travels is a few numbers an example, whatever the number of classes."""
     scores, target, *rest = sample.tensors()

@@ -35,7 +35,7 @@ SOFT = [
     Sample(torch.special.log_softmax, (X, 0)),
     Sample(F.softmin, (X, 1)),
     Sample(torch.ops.aten._softmax.default, (X, 1, False), gradients=False),
-    Sample(torch.ops.aten._safe_softmax.default, (X, 1, torch.float32), gradients=False),
+    Sample(torch.ops.aten._safe_softmax.default, (X, 1, torch.float32)),
     Sample(F.softmax, (normal(0, 3), 1)),
     Sample(F.softmax, (normal(3, 0), 1)),
     Sample(F.softmax, (torch.tensor(2.0), 0)),
@@ -47,6 +47,7 @@ NORMS = [
     Sample(torch.layer_norm, (normal(2, 3, 5), (3, 5), normal(3, 5), normal(3, 5))),
     Sample(F.layer_norm, (X + 1e6, X.shape), tolerance=1e-6),
     Sample(F.layer_norm, (normal(0, 4), (4,), normal(4))),
+    Sample(F.layer_norm, (normal(5, 1), (1,), normal(1))),
     Sample(F.rms_norm, (X, (4,), normal(4))),
     Sample(F.rms_norm, (normal(2, 3, 5), (3, 5)), {"eps": 0.2}),
     Sample(F.group_norm, (IMAGES, 2)),
@@ -65,6 +66,7 @@ NORMS = [
     Sample(torch._weight_norm, (X, normal(), -1)),
     Sample(F.local_response_norm, (normal(2, 7, 3), 4), {"k": 0.5}),
     Sample(F.local_response_norm, (IMAGES, 3, 0.1, 0.5)),
+    Sample(F.local_response_norm, (torch.arange(9).view(1, 3, 3), 2), gradients=False),
     Sample(F.normalize, (X,)),
     Sample(F.normalize, (X, 1.0, 0)),
     Sample(F.cosine_similarity, (X, normal(5, 4)), {"dim": 0}),
@@ -85,12 +87,12 @@ def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor]
     x[0, :3], x[1, 1:], x[2], x[3, 1] = -INF, -INF, -INF, INF
 
     def run(scores: Any) -> list[Tensor]:
-        finite = scores[:2].detach().requires_grad_()
+        finite = scores[: 3 if "safe" in str(op) else 2].detach().requires_grad_()
         out = op(finite, 1)
         (torch.where(out.isfinite(), out, 0.0) * probe).sum().backward()
         return [op(scores, 1), out, finite.grad]
 
-    probe = normal(2, 4)
+    probe = normal(3 if "safe" in str(op) else 2, 4)
     want = run(x)
 
     def body() -> list[Tensor]:
@@ -131,6 +133,20 @@ def test_a_wrong_normalized_shape_is_refused_even_where_rows_are_cut(cut: Placem
         F.layer_norm(wrong, (4,))
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[4\], .*\[\(6,\)\]"):
         F.layer_norm(right, (4,), normal(6))
+
+
+@world(2)
+def test_integers_are_refused_even_after_floats_of_the_same_layout() -> None:
+    """How to run is kept under layouts, which have no dtype."""
+    ops: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.softmax(x, 1),
+        lambda x: F.rms_norm(x, (4,), eps=0.1),
+        lambda x: F.group_norm(x, 1),
+    ]
+    for op in ops:
+        op(distribute_tensor(normal(5, 4), Mesh((2,)), [S1]))
+        with pytest.raises(RuntimeError, match="not implemented for"):
+            op(distribute_tensor(normal(5, 4).long(), Mesh((2,)), [S1]))
 
 
 # ---- running statistics -------------------------------------------------------------------------------------

@@ -90,8 +90,10 @@ def embedding_bag(
         raise NotImplementedError("torch says what is wrong with the options")
     if (input.ndim == 1) == (offsets is None):
         raise ValueError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
-    # With the last offset there is one offset more than bags, so bags and offsets cannot be cut alike.
-    dims = range(0 if include_last_offset else 1)
+    # With the last offset there is one offset more than bags, so bags and offsets cannot be cut alike; and ids are
+    # not cut where offsets are not, which would hardly be between bags.
+    uncut = offsets is not None and not (input.placement.is_shard() and offsets.placement.is_shard())
+    dims = range(0 if include_last_offset or uncut else 1)
     local = lookup.embedding_bag if plain and mode != "max" else options.embedding_bag
     rows = _lookup_rows(weight, dims, 1, local, offsets is not None, per_sample_weights, mode == "max")
     return rows if max_norm is None else _unmoved(rows, weight, norm_type)

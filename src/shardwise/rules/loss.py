@@ -72,8 +72,8 @@ def of_examples(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
         raise NotImplementedError("sums over a cut dim are summed over the ranks if torch takes the loss apart")
 
     def placed(x: Meta, dim: int) -> Placement:
-        alike = x is not named.get("weight") and x.shape[dim : dim + 1] == first.shape[dim : dim + 1]
-        return Shard(dim) if alike else REPLICATE
+        own = dim - (first.ndim - x.ndim if x is named.get("weight") else 0)
+        return Shard(own) if own >= 0 and x.shape[own : own + 1] == first.shape[dim : dim + 1] else REPLICATE
 
     why = "each rank scores its own examples"
     rows = [Row(tuple(placed(x, d) for x in tensors), Shard(d), why) for d in range(first.ndim - 1)]
@@ -129,6 +129,8 @@ def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     scores, target, reduction = named["input"], named["target"], named["reduction"]
     classes = min(1, scores.ndim - 1)
     probabilities = target.ndim == scores.ndim
+    if probabilities and named["ignore_index"] >= 0:
+        raise NotImplementedError("torch refuses to ignore a class of probabilities")
     weight = (REPLICATE,) * (len(tensors) - 2)
     local = local_with(_classified, loss, prod(target.shape) // max(scores.shape[classes], 1))
     rows = []

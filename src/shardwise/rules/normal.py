@@ -24,7 +24,9 @@ INF = float("inf")
 
 
 def wide(x: Tensor) -> Tensor:
-    """Sums of short floats are taken in 32 bits, as torch's kernels do."""
+    """Sums of short floats are taken in 32 bits, as torch's kernels do; integers have no such sums."""
+    if not x.is_floating_point():
+        raise RuntimeError(f"Softmax and normalisations are not implemented for {x.dtype}.")
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -33,9 +35,8 @@ def wide(x: Tensor) -> Tensor:
 
 def softmax(kind: str, x: Meta, dim: int | None = None, *args: Any, **kwargs: Any) -> list[Row]:
     """out = exp(x) / sum over dim of exp(x); its logarithm; or zeros where that is 0 / 0."""
-    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-    if dim is None or not all(dtype.is_floating_point for dtype in dtypes or [x.dtype]):
-        raise NotImplementedError("torch chooses the dim, or refuses the dtype")
+    if dim is None:
+        raise NotImplementedError("torch chooses the dim")
     if True in [a for a in args if isinstance(a, bool)]:
         raise NotImplementedError("half_to_float is for one kind of device")
     if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
@@ -60,11 +61,11 @@ def _softmax_of_cut(kind: str, dim: int, site: Site, x: Tensor, /, *args: Any, *
     own = (scores - top.masked_fill(top == -INF, 0)).exp().sum(dim, keepdim=True)
     tops, sums = site.stack(torch.stack([top, own])).unbind(1)
     top = tops.detach().amax(0)
-    total = (sums * (tops.detach() - top).exp()).sum(0)
-    if kind == "log":
-        return (scores - top - total.log()).to(dtype)
-    out = (scores - top).exp() / total
-    return (out.masked_fill(top == -INF, 0) if kind == "safe" else out).to(dtype)
+    nothing = (top == -INF) & (kind == "safe")
+    top = top.masked_fill(nothing, 0)
+    total = (sums * (tops.detach() - top).exp()).sum(0).masked_fill(nothing, 1)
+    out = scores - top - total.log() if kind == "log" else (scores - top).exp() / total
+    return out.to(dtype)
 
 
 # ---- moments ------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def layer_norm(local: Callable[..., Any], x: Meta, normalized_shape: Any, *args:
     others = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, Meta))
     first = x.ndim - len(normalized_shape)
     rows = _kept(len(others), list(range(first)))
-    for d in range(first, x.ndim):
+    for d in (d for d in range(first, x.ndim) if x.shape[d] > 1):
         inputs = (Shard(d), *(Shard(d - first),) * len(others))
         rows.append(Row(inputs, Shard(d), "moments of the pieces travel", local_with(local, first)))
     return rows
@@ -317,11 +318,8 @@ def local_response_norm(x: Meta, size: int, *args: Any, **kwargs: Any) -> list[R
     """out = x / (k + alpha mean of x^2 over `size` neighbouring channels)^beta."""
     if x.ndim < 3:
         raise NotImplementedError("torch says what is wrong with the shapes")
-    halo = local_with(_with_neighbours, size)
-    return [
-        *_kept(0, [d for d in range(x.ndim) if d != 1]),
-        Row((Shard(1),), Shard(1), "neighbouring channels are fetched", halo),
-    ]
+    local = local_with(_with_neighbours, size)
+    return [Row((Shard(d),), Shard(d), "neighbouring channels are fetched", local) for d in range(x.ndim)]
 
 
 def _with_neighbours(reach: int, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -336,6 +334,7 @@ def _with_neighbours(reach: int, site: Site, x: Tensor, *args: Any, **kwargs: An
 
     own, more = boxes[site.rank], wanted(site.rank)
     out: Tensor = site.call(site.fetch(x, 0, wanted), *args, **kwargs)
+    out = out if out.is_floating_point() else out.to(torch.get_default_dtype())  # nothing comes back as it was
     return out.narrow(1, own.offsets[1] - more.offsets[1] if own.sizes[1] else 0, own.sizes[1])
 
 

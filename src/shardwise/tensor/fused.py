@@ -1,0 +1,23 @@
+"""Functions that torch may run as one kernel; its steps, one by one, are right on every layout."""
+
+from typing import Any
+
+import torch.nn.functional as F
+
+from shardwise.tensor.dtensor import DTensor
+
+
+def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The options are about working in chunks, whose gradients torch computes ahead for operands that ask for them."""
+    named = {k: v for k, v in kwargs.items() if k not in ("linear_bias", "options")}
+    x, linear_weight, target = args
+    bias, (classes, *rest) = kwargs["linear_bias"], linear_weight.shape[:-1]
+    if rest:
+        linear_weight, bias = linear_weight.flatten(0, -2), None if bias is None else bias.flatten()
+    if named["ignore_index"] is None:
+        named["ignore_index"] = -100
+    logits = F.linear(x, linear_weight, bias)
+    return F.cross_entropy(logits.unflatten(-1, (classes, *rest)) if rest else logits, target, **named)
+
+
+DTensor._specials[F.linear_cross_entropy] = _linear_cross_entropy
