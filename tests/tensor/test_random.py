@@ -251,6 +251,7 @@ GENERATED: dict[str, Callable[[DTensor, torch.Generator], Any]] = {
     "multinomial": lambda x, g: torch.multinomial(x, 3, generator=g),
     "rrelu": lambda x, g: torch.rrelu(-x, 0.1, 0.9, True, g),
     "poisson": torch.poisson,
+    "gamma, on whole copies": torch._standard_gamma,
     "init.xavier_normal_": lambda x, g: nn.init.xavier_normal_(x, generator=g),
     "init.trunc_normal_": lambda x, g: nn.init.trunc_normal_(x, generator=g),
     "init.kaiming_uniform_": lambda x, g: nn.init.kaiming_uniform_(x, generator=g),
@@ -350,6 +351,11 @@ def test_constants_have_the_shapes_and_dtypes_of_torch() -> None:
     assert filled_again.full_tensor().tolist() == [4.0] * 5
 
 
+def drawn_often() -> None:
+    for _ in range(random.CHECK_EVERY):
+        rand(3)
+
+
 @world(4, real=True)
 def test_real_processes_make_the_tensor_of_one() -> None:
     torch.manual_seed(7)
@@ -357,6 +363,13 @@ def test_real_processes_make_the_tensor_of_one() -> None:
     torch.manual_seed(7)
     cut = randn(*SHAPE, dtype=torch.float64, device_mesh=Mesh((2, 2)), placements=[S0, S1])
     assert torch.equal(cut.full_tensor(), everywhere.to_local())
+    torch.manual_seed(8)
+    kept = as_dtensor(F.dropout(everywhere, 0.4)).to_local()
+    torch.manual_seed(8)
+    assert torch.equal(as_dtensor(F.dropout(cut, 0.4)).full_tensor(), kept)
+    torch.manual_seed(collectives.rank())
+    with pytest.raises(MismatchError, match="disagree on the random seed"):
+        drawn_often()
 
 
 # ---- initialisations that are not element by element ----------------------------------------------------------
