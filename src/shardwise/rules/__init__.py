@@ -17,6 +17,7 @@ from shardwise.rules import (
     reduce,
     reshape,
     scan,
+    slices,
     trials,
     view,
 )  # fmt: skip
@@ -24,6 +25,6 @@ from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 
 __all__ = [
     "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "join", "loss",
-    "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "reduce", "reshape", "scan", "trials",
-    "view",
+    "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "reduce", "reshape", "scan", "slices",
+    "trials", "view",
 ]  # fmt: skip

@@ -15,17 +15,19 @@ PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
 
 # What an op does to Partial operands decides everything about it.
 NONLINEAR = """
-abs absolute acos acosh asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu
+abs absolute acos acosh angle asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu
 clamp clip clamp_min clamp_max clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 float_power
 floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
 hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu less
 less_equal lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor
-logit logsigmoid lt masked_fill maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal pow rad2deg
+logit logsigmoid lt masked_fill maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar pow rad2deg
 reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
 softshrink softsign sqrt square tan tanh tanhshrink threshold trunc xlogy
 """.split()  # fmt: skip
-HOMOGENEOUS = "neg negative positive conj real_if_close".split()  # one operand; f(a + b) = f(a) + f(b)
-ADDITIVE = ("add", "sub", "subtract", "rsub")  # f(a + b, c + d) = f(a, c) + f(b, d)
+HOMOGENEOUS = (
+    "neg negative positive conj conj_physical _conj_physical real_if_close".split()
+)  # one operand; f(a + b) = f(a) + f(b)
+ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(a, c) + f(b, d)
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 COPIES = "clone detach contiguous alias".split()  # the value itself

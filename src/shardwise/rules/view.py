@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, OnRanks, Placement, Shard
-from shardwise.rules.pointwise import PARTIALS, SUMS, copies, shape_of_first
+from shardwise.rules.pointwise import PARTIALS, SUMS, homogeneous, shape_of_first
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
 
 aten = torch.ops.aten
@@ -323,4 +323,4 @@ for _name in ("tril", "triu"):
         RULES[_op] = OpRule(triangle, in_place=True, shape=shape_of_first)
 RULES[Tensor.fill_diagonal_] = OpRule(filled_diagonal, in_place=True, shape=shape_of_first)
 for _op in (torch.real, torch.imag, _getter("real"), _getter("imag")):
-    RULES[_op] = OpRule(copies, shape=shape_of_first, sizeless=True)
+    RULES[_op] = OpRule(homogeneous, shape=shape_of_first, sizeless=True)

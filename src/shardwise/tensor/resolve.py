@@ -206,9 +206,16 @@ def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
 def meta_shape(
     op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]
 ) -> Shapes:
-    """The shape that torch's meta device gives the result; a list of shapes for several results."""
+    """The shape that torch's meta device gives the result; a list of shapes for several results.
+
+    Raises:
+        NoRowError: torch cannot tell without running the op.
+    """
     metas = [torch.empty(o.layout.shape, dtype=o.dtype, device="meta") for o in operands]
-    out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    try:
+        out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    except NotImplementedError as error:
+        raise NoRowError(f"The shape of what {op} gives is known only after it has run.") from error
     if isinstance(out, Tensor):
         return tuple(out.shape)
     if isinstance(out, list | tuple):

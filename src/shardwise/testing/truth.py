@@ -101,8 +101,10 @@ class Sample:
 
 
 def _possible(x: Tensor, placement: Placement) -> bool:
-    """Truth values and bytes have no summands here, and integers no averages."""
+    """Truth values and bytes have no summands here, integers no averages, and complex numbers no maximum."""
     if isinstance(placement, Partial):
+        if x.is_complex():
+            return placement.reduce_op not in ("max", "min")
         return x.is_floating_point() or (x.dtype not in UNSIGNED and placement.reduce_op != "avg")
     return True
 
@@ -122,7 +124,8 @@ def placements_of(x: Tensor, positions: int, rng: random.Random) -> list[Placeme
     for dim in range(x.ndim):
         found += [Shard(dim), Shard(dim, _uneven(x.shape[dim], positions, rng))]
     if x.dtype not in UNSIGNED:
-        found += [Partial(), Partial(rng.choice(["max", "min", "product"]))]
+        extreme = rng.choice(["max", "min", "product"])
+        found += [Partial(), Partial("product" if x.is_complex() else extreme)]  # complex numbers have no order
     if x.is_floating_point():
         found.append(Partial("avg"))
     return found
@@ -190,7 +193,8 @@ def one_process(sample: Sample) -> Outcome:
 
 
 def _leaf(x: Tensor, sample: Sample, number: int) -> Tensor:
-    return x.requires_grad_(sample.gradients and x.is_floating_point() and number not in sample.constant)
+    differentiable = x.is_floating_point() or x.is_complex()
+    return x.requires_grad_(sample.gradients and differentiable and number not in sample.constant)
 
 
 def _backward(values: Sequence[Tensor], sample: Sample) -> None:
@@ -200,7 +204,8 @@ def _backward(values: Sequence[Tensor], sample: Sample) -> None:
 
 
 def cotangent(out: Tensor) -> Tensor:
-    return torch.arange(1, out.numel() + 1, dtype=torch.float64).view(out.shape).sin().to(out.dtype)
+    numbers = torch.arange(1, out.numel() + 1, dtype=torch.float64).view(out.shape)
+    return (torch.complex(numbers.sin(), numbers.cos()) if out.is_complex() else numbers.sin()).to(out.dtype)
 
 
 Operands = list[tuple[Layout, Parts]]
