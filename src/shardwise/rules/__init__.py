@@ -6,6 +6,7 @@ from shardwise.rules import (
     count,
     dropout,
     embedding,
+    image,
     join,
     loss,
     matmul,
@@ -14,6 +15,7 @@ from shardwise.rules import (
     pointwise,
     pool,
     random,
+    recurrent,
     reduce,
     reshape,
     scan,
@@ -24,7 +26,7 @@ from shardwise.rules import (
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 
 __all__ = [
-    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "join", "loss",
-    "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "reduce", "reshape", "scan", "slices",
-    "trials", "view",
+    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "image", "join",
+    "loss", "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "recurrent", "reduce", "reshape",
+    "scan", "slices", "trials", "view",
 ]  # fmt: skip

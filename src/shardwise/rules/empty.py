@@ -35,12 +35,13 @@ def never_empty(dims: tuple[int, ...], site: Site, *args: Any, **kwargs: Any) ->
     given = [fill(x) for x in args]
     out = site.call(*given, **{name: fill(x) for name, x in kwargs.items()})
     if isinstance(out, Tensor):
-        return _emptied(out, site.output.local_shape(site.rank))
+        return emptied(out, site.output.local_shape(site.rank))
     shapes = iter([layout.local_shape(site.rank) for layout in site.outputs])
-    return tuple(_emptied(x, next(shapes)) if isinstance(x, Tensor) else x for x in out)
+    return tuple(emptied(x, next(shapes)) if isinstance(x, Tensor) else x for x in out)
 
 
-def _emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
+def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """`out` with dims of length 0 where `shape` has them."""
     for dim, n in enumerate(shape):
         out = out if n else out.narrow(dim, 0, 0)
     return out

@@ -33,7 +33,7 @@ def max_pool(
 ) -> list[Row]:  # fmt: skip
     """out[at] = the largest of the window at `at`, and where it is among all elements of the spatial dims."""
     windows = _pooling_windows(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
-    return pool_rows(input, windows, local_with(_in_windows, windows))
+    return pool_rows(input, windows, local_with(in_windows, windows))
 
 
 def avg_pool(
@@ -42,7 +42,7 @@ def avg_pool(
 ) -> list[Row]:  # fmt: skip
     """out[at] = the mean of the window at `at`."""
     windows = _pooling_windows(dims, input, kernel_size, stride, padding, 1, ceil_mode)
-    rows = pool_rows(input, windows, local_with(_in_windows, windows))
+    rows = pool_rows(input, windows, local_with(in_windows, windows))
     return [*rows, Row((PARTIAL,), PARTIAL, "a mean of sums")]
 
 
@@ -66,7 +66,7 @@ def adaptive_pool(dims: int, input: Meta, output_size: Any, return_indices: bool
     wanted = each(output_size, dims)
     lengths = input.shape[-dims:]
     windows = tuple(_shares(n, n if out is None else out) for n, out in zip(lengths, wanted, strict=True))
-    return pool_rows(input, windows, local_with(_in_shares, windows))
+    return pool_rows(input, windows, local_with(resized, windows, "output_size"))
 
 
 def adaptive_avg_pool(dims: int, input: Meta, output_size: Any) -> list[Row]:
@@ -84,13 +84,21 @@ def _shares(length: int, out: int) -> Window:
     return Window(length, out, size, 1, 0, max(size - 1, 0))
 
 
-def _in_windows(windows: Windows, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def in_windows(windows: Windows, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The op on this rank's piece."""
     return _on_piece(windows, site, input, lambda piece: site.call(piece, *args, **kwargs))
 
 
-def _in_shares(windows: Windows, site: Site, input: Tensor, output_size: Any, *args: Any, **kwargs: Any) -> Any:
-    own = [max(n, 1) for n in site.output.boxes(site.rank)[0].sizes[-len(windows) :]]
-    return _on_piece(windows, site, input, lambda piece: site.call(piece, own, *args, **kwargs))
+def resized(windows: Windows, name: str, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The op on this rank's piece, where its first argument, or the one called `name`, is the size of the result."""
+
+    def run(piece: Tensor) -> Any:
+        lengths = zip(windows, piece.shape[-len(windows) :], strict=True)
+        own = [n * window.scale // window.step if window.step else window.out for window, n in lengths]
+        rest = {k: a for k, a in kwargs.items() if k != name}
+        return site.call(piece, own, *args[name not in kwargs :], **rest)
+
+    return _on_piece(windows, site, input, run)
 
 
 def _share_of_mean(whole: tuple[int, ...], site: Site, input: Tensor, output_size: Any) -> Any:

@@ -67,7 +67,7 @@ Windows = tuple[Window, ...]  # of the last dims
 
 def each(value: Any, count: int) -> tuple[int, ...]:
     """An argument that is one number for all dims, or one a dim."""
-    values = (value,) if isinstance(value, int) or value is None else tuple(value)
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
     return values * count if len(values) == 1 else values
 
 

@@ -1,0 +1,179 @@
+"""Ops on planes: resizing, sampling, patches, and channels that become pixels."""
+
+from functools import partial
+from math import prod
+from operator import mul
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.boxes import Box
+from shardwise.placement import PARTIAL, REPLICATE, Shard
+from shardwise.rules.empty import emptied, filled, never_empty
+from shardwise.rules.pool import in_windows, pool_rows, resized
+from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.window import Window, each, sliding
+
+HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
+
+
+def interpolate(
+    input: Meta, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> list[Row]:  # fmt: skip
+    """Pixels between pixels. A plane may be cut where its length is multiplied or divided by a whole number."""
+    dims = input.ndim - 2
+    lengths = input.shape[2:]
+    scales = each(scale_factor, dims) if size is None else (None,) * dims
+    wanted = each(size, dims) if size is not None else tuple(int(n * f) for n, f in zip(lengths, scales, strict=True))
+    windows = []
+    for n, out, factor in zip(lengths, wanted, scales, strict=True):
+        regular = mode in HALO and not align_corners and not antialias
+        exact = regular and (factor is None or recompute_scale_factor or n * factor == out)
+        halo = HALO.get(mode, 0)
+        if exact and n and out % n == 0:
+            f = out // n
+            windows.append(Window(n, out, 1, f, -halo * f, halo * f))
+        elif exact and out and n % out == 0 and (factor is None or (n // out).bit_count() == 1):
+            f = n // out  # lengths times 1 / f are whole numbers for powers of two only
+            windows.append(Window(n, out, f, 1, -min(halo, 1) * f, f - 1 + min(halo, 1) * f))
+        else:
+            windows.append(Window(n, out, 0))
+    local = local_with(in_windows, tuple(windows)) if size is None else local_with(resized, tuple(windows), "size")
+    return pool_rows(input, windows, local)
+
+
+def pixel_shuffle(input: Meta, upscale_factor: int) -> list[Row]:
+    """r r channels become a plane r times as high and as wide."""
+    return _rearranged(input, upscale_factor, 1)
+
+
+def pixel_unshuffle(input: Meta, downscale_factor: int) -> list[Row]:
+    """The other way round."""
+    return _rearranged(input, 1, downscale_factor)
+
+
+def _rearranged(x: Meta, up: int, down: int) -> list[Row]:
+    local = local_with(_pixels, up * up, down)
+    rows = [Row((Shard(d),), Shard(d), "planes are on their own", local) for d in range(x.ndim - 3)]
+    for d, more, less in ((x.ndim - 3, down**2, up**2), (x.ndim - 2, up, down), (x.ndim - 1, up, down)):
+        boundary = local_with(_scaled, more, less)
+        rows.append(Row((Shard(d),), Shard(d), "pixels stay together", local, boundary=boundary, granule=less))
+    return rows
+
+
+def _pixels(channels: int, side: int, site: Site, input: Tensor, *factor: int, **named: int) -> Tensor:
+    whole = filled(input, (*(1,) * (input.ndim - 3), channels, side, side))
+    return emptied(site.call(whole, *factor, **named), site.output.local_shape(site.rank))
+
+
+def _scaled(factor: int, divisor: int, b: int) -> int:
+    return b * factor // divisor
+
+
+def channel_shuffle(input: Meta, groups: int) -> list[Row]:
+    """Channels change places."""
+    return [Row((Shard(d),), Shard(d), "only channels change places") for d in range(input.ndim) if d != 1]
+
+
+def grid_sample(input: Meta, grid: Meta, *_: Any, **__: Any) -> list[Row]:
+    """out[n, c, at] = input[n, c] at the place grid[n, at]."""
+    rows = [Row((Shard(0), Shard(0)), Shard(0), "each rank samples its own examples")]
+    rows.append(Row((Shard(1), REPLICATE), Shard(1), "each rank samples its own channels"))
+    why = "each rank looks up its own places"
+    return rows + [Row((REPLICATE, Shard(d)), Shard(d + 1), why) for d in range(1, grid.ndim - 1)]
+
+
+def affine_grid(theta: Meta, size: Any, align_corners: bool | None = None) -> list[Row]:
+    """Places of the pixels of images of `size`, by a matrix an example."""
+    return [Row((Shard(0),), Shard(0), "each rank makes its own examples' places", _own_grid)]
+
+
+def _own_grid(site: Site, theta: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
+    count = theta.shape[0]
+    out: Tensor = site.call(filled(theta, (1, 1, 1)), [max(count, 1), *size[1:]], *args, **kwargs)
+    return emptied(out, site.output.local_shape(site.rank))
+
+
+# ---- patches ------------------------------------------------------------------------------------------------
+
+
+def unfold(input: Meta, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> list[Row]:
+    """out[n, (c, k), (i, j)] = the patch of input[n, c] at (i, j): rows of patches are cut with rows of the image."""
+    sizes = zip(input.shape[-2:], *(each(a, 2) for a in (kernel_size, stride, padding, dilation)), strict=True)
+    high, wide = (sliding(n, k, s, p, d, (n + 2 * p - (k - 1) * d - 1) // s + 1) for n, k, s, p, d in sizes)
+    if high.out < 1 or wide.out < 1:
+        return []  # torch says what is wrong
+    channels, local = input.ndim - 3, local_with(_patches, high, wide.out)
+    rows = [Row((Shard(d),), Shard(d), "each rank cuts its own images up", local) for d in range(channels)]
+    boundary, why = local_with(mul, prod(each(kernel_size, 2))), "each rank cuts its own channels up"
+    rows.append(Row((Shard(channels),), Shard(channels), why, local, boundary=boundary))
+    boundary, why = local_with(_rows_of_patches, high, wide.out), "edges are fetched from their neighbours"
+    return [*rows, Row((Shard(channels + 1),), Shard(channels + 1), why, local, boundary=boundary)]
+
+
+def _rows_of_patches(high: Window, wide: int, b: int) -> int:
+    return high.boundary(b) * wide
+
+
+def _patches(high: Window, wide: int, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def seen(rank: int) -> Box:
+        own, out = site.layouts[0].boxes(rank)[0], site.output.boxes(rank)[0]
+        low, stop = high.seen(out.offsets[-1] // wide, (out.offsets[-1] + out.sizes[-1]) // wide)
+        return Box((*own.offsets[:-2], low, own.offsets[-1]), (*own.sizes[:-2], stop - low, own.sizes[-1]))
+
+    own = site.output.boxes(site.rank)[0]
+    piece = filled(site.fetch(input, 0, seen), (1, high.least, 1))
+    out: Tensor = site.call(piece, *args, **kwargs)
+    start = high.before(own.offsets[-1] // wide, seen(site.rank).offsets[-2]) * wide if own.sizes[-1] else 0
+    return out.narrow(-1, start, own.sizes[-1]).narrow(-2, 0, own.sizes[-2])
+
+
+def fold(input: Meta, output_size: Any, kernel_size: Any, *_: Any, **__: Any) -> list[Row]:
+    """The sum of patches where they lie."""
+    size, channels = prod(each(kernel_size, 2)), input.ndim - 2
+    local = local_with(_images, size)
+    rows = [Row((Shard(d),), Shard(d), "each rank adds up its own images", local) for d in range(channels)]
+    boundary, why = local_with(_scaled, 1, size), "each rank adds up its own channels"
+    rows.append(Row((Shard(channels),), Shard(channels), why, local, boundary=boundary, granule=size))
+    rows.append(Row((Shard(channels + 1),), PARTIAL, "each rank adds up its own patches", local))
+    return [*rows, Row((PARTIAL,), PARTIAL, "a sum of sums", local)]
+
+
+def _images(size: int, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    box, patches = site.layouts[0].boxes(site.rank)[0], site.layouts[0].shape[-1]
+    before = box.offsets[-1]
+    whole = F.pad(input, (before, patches - before - box.sizes[-1]))
+    channels = input.shape[-2] // size
+    out: Tensor = site.call(whole if channels else F.pad(whole, (0, 0, 0, size)), *args, **kwargs)
+    return emptied(out, site.output.local_shape(site.rank))
+
+
+def fractional_pool(dims: int, input: Meta, *_: Any, _random_samples: Meta | None = None, **__: Any) -> list[Row]:
+    """The largest of windows that begin where samples say, one a plane."""
+    if _random_samples is None:
+        raise NotImplementedError("samples are drawn first")
+    planes = input.ndim - dims
+    local = local_with(never_empty, (dims + 1, 2))
+    places = [(d, d + 2 - planes) for d in range(planes)]
+    return [Row((Shard(d), Shard(own)), Shard(d), "planes are on their own", local) for d, own in places]
+
+
+def _with_samples(op: Any, dims: int, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Samples of numbers that depend on no layout."""
+    planes = input.detach().flatten(-dims)[..., :1].expand(*input.shape[:-dims], dims)
+    samples = torch.rand_like(planes if input.ndim == dims + 2 else planes.unsqueeze(0))
+    return op(input, *args, **{**kwargs, "_random_samples": samples})
+
+
+RULES[F.interpolate] = OpRule(interpolate)
+RULES[F.unfold], RULES[F.fold] = OpRule(unfold), OpRule(fold)
+RULES[F.grid_sample], RULES[F.affine_grid] = OpRule(grid_sample), OpRule(affine_grid)
+RULES[F.pixel_shuffle], RULES[F.pixel_unshuffle] = OpRule(pixel_shuffle), OpRule(pixel_unshuffle)
+RULES[torch.channel_shuffle] = OpRule(channel_shuffle)
+for _dims in (2, 3):
+    for _name in (f"fractional_max_pool{_dims}d", f"fractional_max_pool{_dims}d_with_indices"):
+        _op = getattr(F, _name)
+        RULES[_op] = OpRule(partial(fractional_pool, _dims), composed=partial(_with_samples, _op, _dims))
