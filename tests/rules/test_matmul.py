@@ -133,3 +133,19 @@ def test_terms_are_cut_or_contributed_once_without_a_message() -> None:
         assert as_dtensor(torch.addmm(term, left, right)).placements == (Partial(),)
         assert as_dtensor(torch.einsum("...i,ij", left, right)).placements == (Partial(),)
     assert meter.total_calls == 0
+
+
+@world(2)
+def test_products_under_autocast_have_the_dtypes_of_one_process() -> None:
+    mesh = Mesh((2,))
+    x, weight, kernel = A[:, :3].float(), SQUARE.float(), SQUARE.float().unsqueeze(-1)
+    calls = ((F.linear, weight), (torch.matmul, weight), (torch.bmm, None), (F.conv1d, kernel))
+    with torch.autocast("cpu", torch.bfloat16):
+        for op, other in calls:
+            operands = (weight[None], weight[None]) if other is None else (x.mT if op is F.conv1d else x, other)
+            expected = op(*operands)
+            for placements in ((S0, R), (R, S0), (S1, R), (S1, S1)):
+                parts = [distribute_tensor(t, mesh, [p]) for t, p in zip(operands, placements, strict=True)]
+                out = as_dtensor(op(*parts))
+                assert out.dtype == expected.dtype == torch.bfloat16
+                torch.testing.assert_close(out.full_tensor(), expected, rtol=0.05, atol=0.05)

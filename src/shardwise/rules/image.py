@@ -26,7 +26,7 @@ def interpolate(
     """Pixels between pixels. A plane may be cut where its length is multiplied or divided by a whole number."""
     dims = input.ndim - 2
     lengths = input.shape[2:]
-    scales = each(scale_factor, dims) if size is None else (None,) * dims
+    scales: tuple[Any, ...] = each(scale_factor, dims) if size is None else (None,) * dims
     wanted = each(size, dims) if size is not None else tuple(int(n * f) for n, f in zip(lengths, scales, strict=True))
     windows = []
     for n, out, factor in zip(lengths, wanted, scales, strict=True):
