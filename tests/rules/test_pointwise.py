@@ -39,8 +39,8 @@ def truths(*shape: int) -> Tensor:
 
 X, ROW, COLUMN = fraction(5, 3), fraction(3), fraction(5, 1)
 TWO = """
-    add atan2 complex copysign div divide eq float_power floor_divide fmax fmin fmod ge greater greater_equal gt heaviside
-    hypot isclose le less less_equal logaddexp logaddexp2 lt maximum minimum mul multiply ne nextafter
+    add atan2 complex copysign div divide eq float_power floor_divide fmax fmin fmod ge greater greater_equal gt
+    heaviside hypot isclose le less less_equal logaddexp logaddexp2 lt maximum minimum mul multiply ne nextafter
     not_equal polar pow remainder rsub sub subtract true_divide xlogy
 """.split()
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
