@@ -178,6 +178,29 @@ def test_order_statistics_of_long_lines_have_the_gradients_of_torch(
         assert found.sum() == whole.grad.sum() == 1
 
 
+@pytest.mark.parametrize("between", ["linear", "lower", "higher", "nearest", "midpoint"])
+@pytest.mark.parametrize("name", ["normal", "few values", "floats", "zeros"])
+@world(4)
+def test_quantiles_of_a_long_line_are_interpolated_as_torch_does(name: str, between: str) -> None:
+    whole = LINES[name].double()
+    fractions = torch.tensor([0.0, 0.25, 0.5, 0.77777, 1.0], dtype=torch.float64)
+    for op in (torch.quantile, torch.nanquantile):
+        plain, q = whole.clone().requires_grad_(), fractions.clone().requires_grad_()
+        expected = op(plain, q, interpolation=between)
+        x = laid_out(whole, CUTS[1])
+        shared = distribute_tensor(fractions, x.device_mesh, [R]).requires_grad_()
+        x.requires_grad_()
+        found = op(x, shared, interpolation=between)
+        assert torch.allclose(as_dtensor(found).full_tensor(), expected, equal_nan=True)
+        if name == "normal":
+            found.sum().backward()
+            expected.sum().backward()
+            for ours, theirs in ((x, plain), (shared, q)):
+                assert (ours.grad is None) == (theirs.grad is None)
+                if theirs.grad is not None:
+                    assert torch.allclose(as_dtensor(ours.grad).full_tensor(), theirs.grad)
+
+
 @world(4)
 def test_nan_decides_a_median_unless_it_is_to_be_ignored() -> None:
     x = laid_out(LINES["floats"], CUTS[1])
@@ -192,26 +215,26 @@ KEYS = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(KEYS, st.data())
-def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data: st.DataObject) -> None:
+@given(KEYS, st.data(), st.sampled_from([1, order.SMALL]))
+def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data: st.DataObject, times: int) -> None:
     """For each rank how many of its keys are below the one with that number, and how many equal it."""
     everything = sorted(key for piece in pieces for key in piece)
     numbers = st.integers(0, max(len(everything) - 1, 0))
     wanted = data.draw(st.lists(numbers, min_size=1, max_size=3)) if everything else [0]
+    sizes = [len(piece) * times for piece in pieces]
 
     def body() -> tuple[list[list[int]], list[list[int]]]:
         layouts = (Layout(Mesh((len(pieces),)), [R], ()),)
         here = LocalSite(torch.sort, layouts, layouts, (0,), (), INSIDE)
-        own = torch.tensor(sorted(pieces[here.rank]), dtype=torch.int64)
-        below, equal = order.split(here, own, wanted, range(len(pieces)))
+        own = torch.tensor(sorted(pieces[here.rank] * times), dtype=torch.int64)
+        below, equal = order.split(here, own, [n * times for n in wanted], sizes, range(len(pieces)))
         return below.tolist(), equal.tolist()
 
     for below, equal in world(len(pieces)).run(body):
         for i, number in enumerate(wanted if everything else []):
             key = everything[number]
-            assert [row[i] for row in below] == [sum(x < key for x in piece) for piece in pieces]
-            held = [row[i] for row in equal]
-            assert held == [piece.count(key) for piece in pieces]
+            assert [row[i] for row in below] == [sum(x < key for x in piece) * times for piece in pieces]
+            assert [row[i] for row in equal] == [piece.count(key) * times for piece in pieces]
 
 
 # ---- what is sent --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from shardwise.placement import PARTIAL, REPLICATE, Shard
 from shardwise.rules import reduce
 from shardwise.rules.pointwise import nonlinear
 from shardwise.rules.reduce import carried, counts, given, over, own_dim, own_part, register, seat
-from shardwise.rules.row import Meta, Row, Site
+from shardwise.rules.row import Meta, Row, Site, local_with
 
 LAST = 1 << 62  # an index behind all others that is exact as a double
 SMALL = 1 << 13  # elements that may as well meet on every rank: they cost less than the latency of another exchange
@@ -97,16 +97,10 @@ def along_line(x: Meta, dim: int, cut: Any) -> Any:
 
 
 def _sorted(site: Site, x: Tensor, result: str, dim: int, descending: bool) -> Any:
-    sizes = [box.sizes[dim] for box in site.boxes(0)]
-    start, length = site.boxes(0)[seat(site)].offsets[dim], x.numel()
     keys, order = sort_keys(x.reshape(-1), descending).sort(stable=True)
-    pairs = carried(x.reshape(-1)[order], order + start).t()
-    if sum(sizes) <= SMALL:
-        pairs = in_one(site, pairs, sizes, piece_order(site, dim))
-    else:
-        pairs, start = _to_their_places(site, dim, keys, pairs), 0
-    order = sort_keys(pairs[:, 0], descending).argsort(stable=True)[start : start + length]
-    values, indices = pairs[order].unbind(1)
+    pairs = carried(x.reshape(-1)[order], order + site.boxes(0)[seat(site)].offsets[dim]).t()
+    pairs = _to_their_places(site, dim, keys, pairs)
+    values, indices = pairs[sort_keys(pairs[:, 0], descending).argsort(stable=True)].unbind(1)
     values, indices = values.to(x.dtype).view_as(x), indices.long().view_as(x)
     return {"sort": torch.return_types.sort((values, indices)), "argsort": indices, "msort": values}[result]
 
@@ -125,7 +119,7 @@ def _to_their_places(site: Site, dim: int, keys: Tensor, rows: Tensor) -> Tensor
     sizes = [site.boxes(0)[i].sizes[dim] for i in order]
     here, place = order.index(seat(site)), [order.index(i) for i in range(len(order))]
     starts = [0, *accumulate(sizes)][:-1]
-    first, equal = split(site, keys, starts, order)
+    first, equal = split(site, keys, starts, sizes, order)
     earlier = equal.cumsum(0) - equal  # equals that come first because their pieces do
     cuts = first + (first.new_tensor(starts) - first.sum(0) - earlier).clamp(min=0).minimum(equal)
     pieces = cuts.diff(dim=1, append=first.new_tensor(sizes).unsqueeze(1)).tolist()
@@ -136,17 +130,19 @@ def _to_their_places(site: Site, dim: int, keys: Tensor, rows: Tensor) -> Tensor
     return torch.cat([received[i] for i in order]).view(-1, rows.shape[1])
 
 
-def split(site: Site, keys: Tensor, wanted: Sequence[int], order: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """For each rank in `order`: how many of its rising `keys` are below each of the keys that have numbers `wanted`
-    when all are in order, and how many equal it.
-
-    Every exchange decides some bits of those keys: the ranks tell how many of theirs are below each of the marks
-    that divide what is still possible.
-    """
-    own = keys[[0, -1]] if keys.numel() else keys.new_tensor([ALL_BITS.max, ALL_BITS.min])
-    ends = site.stack(torch.cat([own, keys.new_tensor([keys.numel()])]))[list(order)]
-    low, high, upper = int(ends[:, 0].min()), int(ends[:, 1].max()), ends[:, 2:].expand(-1, len(wanted))
-    target = keys.new_tensor(wanted).unsqueeze(1)
+def split(site: Site, keys: Tensor, wanted: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> Any:
+    """For each rank in `order`: how many of its rising keys are below each of those that have numbers `wanted` when the
+    keys of all ranks (`sizes`, in that order) are in order, and how many equal it. Every exchange decides some bits:
+    the ranks tell how many of their keys are below each of the marks that divide what is still possible."""
+    target, upper = keys.new_tensor(wanted).unsqueeze(1), keys.new_tensor(sizes).unsqueeze(1).expand(-1, len(wanted))
+    if sum(sizes) <= SMALL:
+        every = in_one(site, keys, [sizes[order.index(i)] for i in range(len(order))], order)
+        found = torch.cat([every.sort().values, keys.new_tensor([ALL_BITS.max])])[target.squeeze(1)]
+        lower = torch.stack([torch.searchsorted(piece, found) for piece in every.split(list(sizes))])
+        upper = torch.stack([torch.searchsorted(piece, found, right=True) for piece in every.split(list(sizes))])
+        return lower, upper - lower
+    ends = site.stack(keys[[0, -1]] if keys.numel() else keys.new_tensor([ALL_BITS.max, ALL_BITS.min]))
+    low, high = int(ends[:, 0].min()), int(ends[:, 1].max())
     base, shift = torch.full_like(target, low), max((high - low).bit_length() - DIGIT, 0)
     while True:
         marks = base + (torch.arange(1 << DIGIT, device=keys.device) << shift)
@@ -170,47 +166,65 @@ def order_statistic(name: str, input: Meta, dim: int | None = None, keepdim: boo
 
 
 def _order_statistic(site: Site, x: Tensor, dims: reduce.Dims, keepdim: bool, name: str, *k: int) -> Any:
-    lengths, flat = counts(site, None), x.reshape(-1)
-    order = list(range(len(lengths))) if dims is None else piece_order(site, dims[0])
-    total, wanted = sum(lengths), k[0] - 1 if k else 0
-    if total <= SMALL:
-        line = in_one(site, flat, lengths, order)
-        if dims is None:
-            return getattr(torch, name)(line)
-        return getattr(torch, name)(line.view([-1 if d in dims else 1 for d in range(x.ndim)]), *k, *dims, keepdim)
-    if not 0 <= wanted < total:
-        return torch.kthvalue(flat.new_zeros(1), k[0])  # torch's own error
-    if not k:
-        real = int(site.stack(flat.isnan().logical_not().sum()).sum())
-        wanted = total - 1 if real == 0 or (real < total and name == "median") else (real - 1) // 2
-    keys, by_key = sort_keys(flat).sort(stable=True)
-    first, same = (found.squeeze(1) for found in split(site, keys, [wanted], order))
-    nth = wanted - first.sum() - (same.cumsum(0) - same)
-    owner = int(((nth >= 0) & (nth < same)).nonzero())
-    at = int(first[owner] + nth[owner])
-    own = by_key[at : at + 1] if order[owner] == seat(site) else by_key[:0]
-    start = site.boxes(0)[seat(site)].offsets[dims[0]] if dims else 0
-    value, place = site.stack(carried(flat[own].sum(), own.sum() + start))[order[owner]].unbind()
-    value, shape = value.to(x.dtype), site.output.local_shape(site.rank)
+    flat, total = x.reshape(-1), sum(counts(site, None))
+    if total == 0 or (k and not 0 < k[0] <= total):
+        none = x.new_zeros([min(n, 1) for n in site.layouts[0].shape])
+        return getattr(torch, name)(none, *k, *((*dims, keepdim) if dims else ()))  # torch's own answer, or error
+    real = total if k else int(site.stack(flat.isnan().logical_not().sum()).sum())
+    middle = total - 1 if real == 0 or (real < total and name == "median") else (real - 1) // 2
+    value, place = (found.squeeze(0) for found in pick(site, flat, [k[0] - 1 if k else middle], dims))
     if dims:
-        return getattr(torch.return_types, name)((value.view(shape), place.long().view(shape)))
+        shape = site.output.local_shape(site.rank)
+        return getattr(torch.return_types, name)((value.view(shape), place.view(shape)))
     largest = bool(value != -inf)  # all equals share the gradient
     same = (flat == value) | (flat.isnan() & value.isnan())
     equals = torch.where(same, flat, reduce.worst(largest, x.dtype))
     return reduce.extremes(site, equals, None, False, (largest,))
 
 
-def quantile(input: Meta, q: Any, dim: int | None = None, keepdim: bool = False, **_: Any) -> list[Row]:
+def pick(site: Site, x: Tensor, wanted: list[int], dims: reduce.Dims) -> tuple[Tensor, Tensor]:
+    """The elements that have numbers `wanted` when those of all ranks are in order, and where along dims they are."""
+    order = list(range(len(site.ranks()))) if dims is None else piece_order(site, dims[0])
+    keys, by_key = sort_keys(x).sort(stable=True)
+    first, same = split(site, keys, wanted, [counts(site, None)[i] for i in order], order)
+    nth = first.new_tensor(wanted) - first.sum(0) - (same.cumsum(0) - same)
+    here = order.index(seat(site))
+    mine = (nth[here] >= 0) & (nth[here] < same[here])
+    own = by_key[(first + nth)[here][mine]]
+    start = site.boxes(0)[seat(site)].offsets[dims[0]] if dims else 0
+    values = x.new_zeros(len(wanted)).masked_scatter(mine, x[own])
+    values, places = site.stack(carried(values, torch.zeros_like(nth[here]).masked_scatter(mine, own + start))).sum(0)
+    return values.to(x.dtype), places.long()
+
+
+def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bool = False, **_: Any) -> list[Row]:
     """out[q] = between the two elements that have the fraction q of all along dim below them."""
     q_too, lead = ((REPLICATE,), q.ndim) if isinstance(q, Meta) else ((), 0)
     dims = tuple(range(input.ndim)) if dim is None else (own_dim(input, dim),)
-    cuts = [(row, row.output.dim) for row in over(input, dims, keepdim, None) if isinstance(row.output, Shard)]
-    return [Row((*row.inputs, *q_too), Shard(after + lead), row.why, _quantile) for row, after in cuts]
+    line = local_with(_quantile_of_line, name) if len(dims) == input.ndim or along_line(input, dims[0], True) else None
+    rows = []
+    for row in over(input, dims, keepdim, line and REPLICATE, line):
+        cut = Shard(row.output.dim + lead) if isinstance(row.output, Shard) else REPLICATE
+        rows.append(Row((*row.inputs, *q_too), cut, row.why, line if cut == REPLICATE else _quantile))
+    return rows
 
 
 def _quantile(site: Site, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     some = input if input.numel() else input.new_zeros([max(n, 1) for n in input.shape]) + input.sum()
     return site.call(some, *args, **kwargs)[tuple(map(slice, site.output.local_shape(site.rank)))]
+
+
+def _quantile_of_line(name: str, site: Site, /, input: Tensor, q: Any, *_: Any, **named: Any) -> Any:
+    flat, total, between = input.reshape(-1), sum(counts(site, None)), named.get("interpolation", "linear")
+    getattr(torch, name)(flat.detach().new_zeros(min(total, 1)), q, interpolation=between)  # torch's own errors
+    real = int(site.stack(flat.isnan().logical_not().sum()).sum())
+    some = real == total or (real > 0 and name == "nanquantile")  # else nan, which is behind all others
+    rank = torch.as_tensor(q, dtype=flat.dtype, device=flat.device).reshape(-1) * (real - 1)
+    rounded = {"lower": rank.floor(), "higher": rank.ceil(), "nearest": rank.round()}.get(between, rank)
+    numbers = [int(n) if some else total - 1 for n in torch.cat([rounded.floor(), rounded.ceil()]).tolist()]
+    below, above = pick(site, flat, numbers, None)[0].chunk(2)
+    found = below if rounded is not rank else below.lerp(above, 0.5 if between == "midpoint" else rank.frac())
+    return found.view(site.output.local_shape(site.rank))
 
 
 def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: Any) -> list[Row]:
@@ -239,9 +253,9 @@ register(top, None, "topk")
 for _name in ("sort", "argsort", "msort"):
     register(partial(sort, _name), None, _name)
 register(lambda input, k, dim=-1, keepdim=False: order_statistic("kthvalue", input, dim, keepdim, k), None, "kthvalue")
-for _name in ("median", "nanmedian"):
-    register(partial(order_statistic, _name), None, _name)
+for _rule, _names in ((order_statistic, ("median", "nanmedian")), (quantile, ("quantile", "nanquantile"))):
+    for _name in _names:
+        register(partial(_rule, _name), None, _name)
 register(lambda input, dim=-1, keepdim=False: over(input, (own_dim(input, dim),), keepdim, None), None, "mode")
-register(quantile, None, "quantile nanquantile")
 register(searchsorted, None, "searchsorted")
 register(bucketize, None, "bucketize")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.pointwise import SUMS, broadcast, shard_rows, spellings
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Shapes, Site, local_with
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Site, local_with
 
 Dims = tuple[int, ...] | None  # None: all dims of whatever shape this rank holds
-NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "x": "input", "a": "input"}
+NAMES = {"axis": "dim", "keepdims": "keepdim", "p": "ord", "self": "input", "x": "input", "a": "input"}
 WHY = "each rank reduces its own part"
 
 
@@ -46,9 +46,7 @@ def given(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
     return local_with(_given, function, fixed)
 
 
-def _given(
-    function: Callable[..., Any], fixed: tuple[Any, ...], site: Site, /, input: Tensor, *_: Any, **__: Any
-) -> Any:
+def _given(function: Any, fixed: tuple[Any, ...], site: Site, /, input: Tensor, *_: Any, **__: Any) -> Any:
     return function(site, input, *fixed)
 
 
@@ -148,25 +146,21 @@ def _own_diagonal(site: Site, x: Tensor) -> Tensor:
 
 
 def variance(root: bool, with_mean: bool, input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """out = the mean square distance from the mean, or its root; Chan's formula joins those of unequal shards.
-
-    Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances (1979).
-    """
+    """out = the mean square distance from the mean, or its root: those of unequal shards meet in one exchange.
+    How they are joined: Chan, Golub, LeVeque, Updating formulae for computing sample variances (1979)."""
     dims, keepdim, correction = _spread_arguments(input, args, kwargs)
     return over_all(input, dims, keepdim, REPLICATE, _variance, root, with_mean, correction)
 
 
-def _spread_arguments(x: Meta, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], bool, int]:
+def _spread_arguments(x: Meta, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], bool, float]:
     args = (None, *args) if args and isinstance(args[0], bool) else args
     named: tuple[Any, ...] = (kwargs.get("dim"), kwargs.get("unbiased", True), kwargs.get("keepdim", False))
     dim, unbiased, keepdim = args + named[len(args) :]
     correction = kwargs.get("correction")
-    if isinstance(correction, float):
-        raise NotImplementedError("a choice of rows serves all floats, but not all corrections")
-    return (*reduced_dims(x, (dim, keepdim), {}), int(unbiased) if correction is None else correction)
+    return (*reduced_dims(x, (dim, keepdim), {}), float(unbiased if correction is None else correction))
 
 
-def _variance(site: Site, x: Tensor, dims: Dims, keepdim: bool, root: bool, with_mean: bool, correction: int) -> Any:
+def _variance(site: Site, x: Tensor, dims: Dims, keepdim: bool, root: bool, with_mean: bool, correction: float) -> Any:
     part, along = own_part(site, x, dims, 0)
     part = part.float() if x.dtype in (torch.float16, torch.bfloat16) else part
     part = torch.view_as_real(part) if x.is_complex() else part
@@ -188,9 +182,12 @@ def _variance(site: Site, x: Tensor, dims: Dims, keepdim: bool, root: bool, with
     return (result, mean.to(x.dtype)) if with_mean else result
 
 
-def vector_norm(input: Meta, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> list[Row]:
+def norm(input: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, **_: Any) -> list[Row]:
     """out = (sum |x|^ord)^(1/ord) over some dims; the norms of all shards meet in one exchange."""
-    return over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _norm_of_shards, float(ord), dtype)
+    if ord == "nuc":
+        return []
+    order = 2.0 if ord in ("fro", None) else float(ord)
+    return over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _norm_of_shards, order, dtype)
 
 
 def _norm_of_shards(site: Site, x: Tensor, dims: Dims, keepdim: bool, ord: float, dtype: Any = None) -> Tensor:
@@ -202,14 +199,9 @@ def _norm_of_shards(site: Site, x: Tensor, dims: Dims, keepdim: bool, ord: float
     return every.sum(0) if ord == 0 else torch.linalg.vector_norm(every, ord, 0)  # torch knows its gradient at zero
 
 
-def norm(input: Meta, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None, **_: Any) -> list[Row]:
-    """torch.norm: a vector norm, unless it needs singular values."""
-    return [] if p == "nuc" else vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
-
-
-def dist(input: Meta, other: Meta, p: float = 2) -> list[Row]:
+def dist(input: Meta, other: Meta, ord: float = 2) -> list[Row]:
     """out = the norm of input - other."""
-    local = local_with(_norm_of_difference, float(p))
+    local = local_with(_norm_of_difference, float(ord))
     return [Row(row.inputs, REPLICATE, row.why, local) for row in shard_rows([input, other])]
 
 
@@ -254,9 +246,7 @@ def extreme(kinds: tuple[bool, ...], input: Meta, *args: Any, **kwargs: Any) -> 
 
 def extremes(site: Site, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...]) -> Any:
     """The largest (True), the smallest (False) of all ranks' elements; equal ones share the gradient wherever they are.
-
-    They are exchanged at once, not left to be reduced later: only here it is known how many elements are equal.
-    """
+    They are exchanged at once, not left to be reduced: only here it is known how many elements are equal."""
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() else torch.int64)
     found, results = [], []
     for largest in kinds:
@@ -287,9 +277,7 @@ class Shared(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0], None, None
 
 
-def register(
-    rows: Rule, shape: Callable[..., Shapes] | None, names: str, *ops: Any, sizeless: bool = True, ragged: bool = False
-) -> None:
+def register(rows: Rule, shape: Any, names: str, *ops: Any, sizeless: bool = True, ragged: bool = False) -> None:
     """Register a rule for all spellings of `names`, and for `ops`."""
     found = [op for name in names.split() for op, in_place in spellings(name) if not in_place]
     for op in (*found, *ops):
@@ -298,8 +286,8 @@ def register(
 
 
 def _renamed(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, called with NumPy's names of arguments as well, as torch's functions are."""
-    return wraps(rule)(lambda *args, **kwargs: rule(*args, **{NUMPY_NAMES.get(k, k): v for k, v in kwargs.items()}))
+    """`rule`, called with other names of arguments: torch's functions take NumPy's as well."""
+    return wraps(rule)(lambda *args, **kwargs: rule(*args, **{NAMES.get(k, k): v for k, v in kwargs.items()}))
 
 
 for _reduce_op, _linear, _names in (
@@ -310,10 +298,9 @@ for _reduce_op, _linear, _names in (
 register(mean, reduced_shape, "mean")
 register(trace, None, "trace")
 for _root, _name in ((False, "var"), (True, "std")):
-    register(partial(variance, _root, False), None, _name)
-    register(partial(variance, _root, True), None, f"{_name}_mean")
-register(norm, None, "norm", sizeless=False)
-register(vector_norm, None, "linalg_vector_norm", torch.linalg.vector_norm, sizeless=False)
+    register(partial(variance, _root, False), None, _name, sizeless=False)
+    register(partial(variance, _root, True), None, f"{_name}_mean", sizeless=False)
+register(norm, None, "norm linalg_vector_norm", torch.linalg.vector_norm, sizeless=False)
 register(dist, None, "dist", sizeless=False)
 register(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register(log_sum_exp, reduced_shape, "logsumexp")
