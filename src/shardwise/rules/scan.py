@@ -36,7 +36,7 @@ def _before(site: Site, dim: int, own: Tensor) -> Tensor:
     """What each piece before this rank's comes to, in the order of the pieces along a new first dim."""
     boxes = site.boxes(0)
     here = boxes[seat(site)].offsets[dim]
-    earlier = [i for i, box in enumerate(boxes) if box.offsets[dim] < here and box.sizes[dim]]
+    earlier = [i for i, box in enumerate(boxes) if box.offsets[dim] < here]
     return site.stack(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
 
 
