@@ -108,8 +108,8 @@ def _unique(site: Site, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) ->
 
 
 register(bincount, None, "bincount", ragged=True)
-register(histc, None, "histc", sizeless=False)
-register(isin, None, "isin")
+register(histc, lambda input, bins=100, *_, **__: (bins,), "histc", sizeless=False)
+register(isin, lambda elements, *_, **__: getattr(elements, "shape", ()), "isin")
 register(nonzero, None, "nonzero argwhere", ragged=True)
 register(masked_select, None, "masked_select", ragged=True)
 register(unique, None, "", torch.unique, Tensor.unique, ragged=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardwise.placement import PARTIAL, REPLICATE, Shard
 from shardwise.rules import reduce
-from shardwise.rules.pointwise import nonlinear
+from shardwise.rules.pointwise import nonlinear, shape_of_first
 from shardwise.rules.reduce import carried, counts, given, over, own_dim, own_part, register, seat
-from shardwise.rules.row import Meta, Row, Site, local_with
+from shardwise.rules.row import Meta, Row, Shapes, Site, local_with
 
 LAST = 1 << 62  # an index behind all others that is exact as a double
 SMALL = 1 << 13  # elements that may as well meet on every rank: they cost less than the latency of another exchange
@@ -58,6 +58,10 @@ def top(input: Meta, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     """out = the k largest (smallest) along dim: the best k of each rank's best k."""
     dim = own_dim(input, dim)
     return over(input, (dim,), True, REPLICATE, given(_top, k, dim, largest))
+
+
+def _top_shape(input: Meta, k: int, dim: int = -1, *_: Any, **__: Any) -> Shapes:
+    return [tuple(k if d == own_dim(input, dim) else n for d, n in enumerate(input.shape))] * 2
 
 
 def _top(site: Site, x: Tensor, k: int, dim: int, largest: bool) -> Any:
@@ -249,13 +253,14 @@ def bucketize(input: Any, boundaries: Meta, **_: Any) -> list[Row]:
 for _largest, _name in ((True, "max"), (False, "min")):
     register(partial(extreme_or_maximum, _largest), None, _name)
     register(partial(best, _largest, False), reduce.reduced_shape, f"arg{_name}")
-register(top, None, "topk")
-for _name in ("sort", "argsort", "msort"):
-    register(partial(sort, _name), None, _name)
+register(top, _top_shape, "topk")
+register(partial(sort, "sort"), lambda input, *_, **__: [input.shape] * 2, "sort")
+for _name in ("argsort", "msort"):
+    register(partial(sort, _name), shape_of_first, _name)
 register(lambda input, k, dim=-1, keepdim=False: order_statistic("kthvalue", input, dim, keepdim, k), None, "kthvalue")
 for _rule, _names in ((order_statistic, ("median", "nanmedian")), (quantile, ("quantile", "nanquantile"))):
     for _name in _names:
         register(partial(_rule, _name), None, _name)
 register(lambda input, dim=-1, keepdim=False: over(input, (own_dim(input, dim),), keepdim, None), None, "mode")
-register(searchsorted, None, "searchsorted")
-register(bucketize, None, "bucketize")
+register(searchsorted, lambda sorted_sequence, input, **_: getattr(input, "shape", ()), "searchsorted")
+register(bucketize, lambda input, boundaries, **_: getattr(input, "shape", ()), "bucketize")

@@ -1,4 +1,4 @@
-"""Reductions: a cut dim that is reduced leaves summands, or a few numbers a rank that meet in one small exchange."""
+"""Reductions, and running ones: a cut dim that is reduced leaves summands, or a few numbers a rank for one exchange."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules.pointwise import SUMS, broadcast, shard_rows, spellings
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Site, local_with
+from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, spellings
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Shapes, Site, local_with
 
 Dims = tuple[int, ...] | None  # None: all dims of whatever shape this rank holds
 NAMES = {"axis": "dim", "keepdims": "keepdim", "p": "ord", "self": "input", "x": "input", "a": "input"}
@@ -160,6 +160,11 @@ def _spread_arguments(x: Meta, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return (*reduced_dims(x, (dim, keepdim), {}), float(unbiased if correction is None else correction))
 
 
+def _spread_shape(with_mean: bool, input: Meta, *args: Any, **kwargs: Any) -> Shapes:
+    shape = reduced_shape(input, *_spread_arguments(input, args, kwargs)[:2])
+    return [shape, shape] if with_mean else shape
+
+
 def _variance(site: Site, x: Tensor, dims: Dims, keepdim: bool, root: bool, with_mean: bool, correction: float) -> Any:
     part, along = own_part(site, x, dims, 0)
     part = part.float() if x.dtype in (torch.float16, torch.bfloat16) else part
@@ -188,6 +193,10 @@ def norm(input: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtyp
         return []
     order = 2.0 if ord in ("fro", None) else float(ord)
     return over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _norm_of_shards, order, dtype)
+
+
+def _norm_shape(input: Meta, ord: Any = 2, *dims: Any, **named: Any) -> Shapes:
+    return reduced_shape(input, *dims[:2], **named)
 
 
 def _norm_of_shards(site: Site, x: Tensor, dims: Dims, keepdim: bool, ord: float, dtype: Any = None) -> Tensor:
@@ -277,6 +286,52 @@ class Shared(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0], None, None
 
 
+def scan(name: str, input: Meta, dim: int, dtype: torch.dtype | None = None) -> list[Row]:
+    """out[i] = the sum (product, …) of input[0] to input[i] along dim."""
+    dim = own_dim(input, dim)
+    rows = over(input, (dim,), True, Shard(dim), given(_scanned, name, dim, dtype))
+    exact = name == "cumsum" and (dtype is None or dtype.is_floating_point or dtype.is_complex)
+    return rows + [Row((p,), p, "running sums of summands") for p in SUMS if exact]
+
+
+def _scanned(site: Site, x: Tensor, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    if name == "logcumsumexp":
+        total = log_of_sum(*own_part(site, x, (dim,), -inf, True), False)
+    else:
+        total = x.sum(dim) if name == "cumsum" else x.prod(dim)
+    before = _before(site, dim, total).movedim(0, dim)
+    scanned: Tensor = getattr(torch, name)(torch.cat([before, x], dim), dim)
+    return scanned.narrow(dim, before.shape[dim], x.shape[dim]).to(dtype or scanned.dtype)
+
+
+def _before(site: Site, dim: int, own: Tensor) -> Tensor:
+    """What each piece before this rank's comes to, in the order of the pieces along a new first dim."""
+    boxes = site.boxes(0)
+    here = boxes[seat(site)].offsets[dim]
+    earlier = [i for i, box in enumerate(boxes) if box.offsets[dim] < here]
+    return site.stack(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
+
+
+def scan_of_extremes(largest: bool, input: Meta, dim: int) -> list[Row]:
+    """out[i] = the largest (smallest) of input[0] to input[i] along dim, and where the last of its equals is."""
+    dim = own_dim(input, dim)
+    return over(input, (dim,), True, Shard(dim), given(_scanned_extremes, largest, dim))
+
+
+def _scanned_extremes(site: Site, x: Tensor, largest: bool, dim: int) -> Any:
+    part, _ = own_part(site, x, (dim,), worst(largest, x.dtype), True)
+    values, at = part.flip(dim).max(dim) if largest else part.flip(dim).min(dim)
+    length, start = x.shape[dim], site.boxes(0)[seat(site)].offsets[dim]
+    heads, places = _before(site, dim, carried(values, start + length - 1 - at)).movedim(0, dim + 1)
+    behind = torch.cat([heads.to(x.dtype), x], dim)
+    scanned = behind.cummax(dim) if largest else behind.cummin(dim)
+    own = torch.arange(start, start + length, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim))
+    table = torch.cat([places.long(), own.expand_as(x)], dim)
+    values, at = (found.narrow(dim, heads.shape[dim], length) for found in scanned)
+    return type(scanned)((values, table.gather(dim, at)))
+
+
 def register(rows: Rule, shape: Any, names: str, *ops: Any, sizeless: bool = True, ragged: bool = False) -> None:
     """Register a rule for all spellings of `names`, and for `ops`."""
     found = [op for name in names.split() for op, in_place in spellings(name) if not in_place]
@@ -296,14 +351,19 @@ for _reduce_op, _linear, _names in (
 ):  # fmt: skip
     register(partial(joined, _reduce_op, _linear), reduced_shape, _names)
 register(mean, reduced_shape, "mean")
-register(trace, None, "trace")
+register(trace, lambda input: (), "trace")
 for _root, _name in ((False, "var"), (True, "std")):
-    register(partial(variance, _root, False), None, _name, sizeless=False)
-    register(partial(variance, _root, True), None, f"{_name}_mean", sizeless=False)
-register(norm, None, "norm linalg_vector_norm", torch.linalg.vector_norm, sizeless=False)
-register(dist, None, "dist", sizeless=False)
+    for _both in (False, True):
+        _rule, _shape = partial(variance, _root, _both), partial(_spread_shape, _both)
+        register(_rule, _shape, _name + "_mean" * _both, sizeless=False)
+register(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, sizeless=False)
+register(dist, lambda input, other, ord=2: (), "dist", sizeless=False)
 register(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register(log_sum_exp, reduced_shape, "logsumexp")
 register(partial(extreme, (True,)), reduced_shape, "amax")
 register(partial(extreme, (False,)), reduced_shape, "amin")
-register(partial(extreme, (False, True)), None, "aminmax")
+register(partial(extreme, (False, True)), lambda input, **named: [reduced_shape(input, **named)] * 2, "aminmax")
+for _name in ("cumsum", "cumprod", "logcumsumexp"):
+    register(partial(scan, _name), shape_of_first, _name)
+for _largest, _name in ((True, "cummax"), (False, "cummin")):
+    register(partial(scan_of_extremes, _largest), lambda input, dim: [input.shape] * 2, _name)
