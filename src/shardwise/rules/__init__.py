@@ -18,7 +18,6 @@ from shardwise.rules import (
     recurrent,
     reduce,
     reshape,
-    scan,
     slices,
     trials,
     view,
@@ -28,5 +27,5 @@ from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 __all__ = [
     "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "image", "join",
     "loss", "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "recurrent", "reduce", "reshape",
-    "scan", "slices", "trials", "view",
+    "slices", "trials", "view",
 ]  # fmt: skip
