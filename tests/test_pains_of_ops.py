@@ -263,3 +263,29 @@ def test_optimisers_on_cut_parameters(name: str) -> None:
             optimiser.step()
     for got, want in zip(mine, plain, strict=True):
         assert_close(whole(got.detach()), want.detach())
+
+
+# ---- hidden gathers ---------------------------------------------------------------------------------------------
+
+# What each rank may send at most, in bytes, of a tensor of 64 x 8 doubles: 4,096 bytes, of which a rank holds 1,024.
+FRUGAL: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "x[3]": (lambda x: x[3], 3 * 64),
+    "x[1:5]": (lambda x: x[1:5], 0),
+    "index_select": (lambda x: x.index_select(0, torch.tensor([3, 60])), 512),
+    "topk": (lambda x: x.topk(2, 0)[0], 3 * 2 * 8 * 16),
+    "cumsum": (lambda x: x.cumsum(0), 3 * 64),
+    "softmax": (lambda x: x.softmax(0), 3 * 2 * 64),
+}
+
+
+@pytest.mark.parametrize("name", FRUGAL)
+@world(4)
+def test_ops_along_a_cut_dim_do_not_gather_the_tensor(name: str) -> None:
+    """M2: the whole tensor came to every rank without a word."""
+    op, most = FRUGAL[name]
+    full = normal(64, 8)
+    x = at(full)
+    with count_comms() as meter:
+        out = op(x)
+    assert meter.total_bytes <= most
+    assert_close(whole(out), op(full))

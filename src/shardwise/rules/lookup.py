@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.boxes import Box
-from shardwise.errors import IdError, IdTypeError
+from shardwise.errors import IdError, IdTypeError, LayoutError
 from shardwise.layout import Layout
 from shardwise.placement import Boxes, OnRanks, Shard
 from shardwise.rules.distinct import Bags, Distinct, distinct, looked_up, spread
@@ -473,7 +473,7 @@ def raise_bad_ids(site: Site, verdict: Verdict) -> None:
     if position == FINE:
         return
     if position == BAD_BAGS:
-        raise ValueError(
+        raise LayoutError(
             f"{site.name_of(1)}: the offsets on rank {rank} do not describe bags of the ids that this rank holds: they "
             f"must rise from its first id to at most its last. Fix: cut ids and offsets between the same bags."
         )

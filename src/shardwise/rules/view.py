@@ -106,7 +106,7 @@ def rearranged_dims(op: Callable[..., Any], local: Any, x: Meta, *args: Any, **k
     (view,), _ = views_of(op, x, args, kwargs)
     rows = []
     for d in range(x.ndim):
-        at = view.place_of(d)
+        at = None if local is _local_expand and x.shape[d] == 1 else view.place_of(d)  # it may be any of those of 1
         if at is not None and view.dims[at] == Along(d, 0, 1, x.shape[d]):
             rows.append(Row((Shard(d),), Shard(at), "a dim that stays whole stays cut", local))
     rows += [Row((p,), p, SUMMAND) for p in PARTIALS]

@@ -106,6 +106,10 @@ def _set(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         return Tensor.set_(x, value)  # type: ignore[call-overload, no-any-return]
 
 
+def _refuse_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise RuleError(f"{name_of(func)}(): a DTensor has no sparse form. Fix: call it on full_tensor() or to_local().")
+
+
 def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of itself it is an alias with a node of its own, by which torch finds the leaf that gradients go to."""
     x, other = args
@@ -133,4 +137,8 @@ DTensor._specials |= dict.fromkeys(
         Tensor.resize_as_,
     ),
     _refuse,
+)
+DTensor._specials |= dict.fromkeys(
+    (Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn),
+    _refuse_sparse,
 )

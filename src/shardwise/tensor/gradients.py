@@ -201,7 +201,7 @@ def as_cotangent(value: Tensor, layout: Layout, of: Layout, cause: Cause = _BORD
         if have == REPLICATE and want == Partial():
             placements[axis] = want
             shares *= layout.mesh.shape[axis]
-    value = value / shares if shares > 1 else value
+    value = value * (1 / shares) if shares > 1 else value  # short complex dtypes cannot be divided
     return move(value, layout.replace(placements), dual, cause)
 
 

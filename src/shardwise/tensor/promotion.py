@@ -77,4 +77,9 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
             f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
             f"Fix: DTensor.from_local(x, mesh, [Replicate()]) if every rank has the same, or the placements it has."
         )
+    if x.layout not in (torch.strided, torch.sparse_coo):
+        raise RuleError(
+            f"{name}: a plain tensor of layout {x.layout} beside DTensors is not supported. "
+            f"Fix: to_dense() it, or work on local parts inside shardwise.experimental.local_map."
+        )
     return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
