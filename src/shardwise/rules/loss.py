@@ -1,8 +1,7 @@
 """Losses. Each rank scores what it holds; a mean over unequal pieces divides sums by what the whole batch counts."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
-from inspect import signature
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,26 +12,15 @@ from torch import Tensor
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.normal import INF, wide
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, arguments, local_with
 
 Loss = Callable[..., Any]
 Named = dict[str, Any]
 
 
-@lru_cache
-def _defaults(loss: Loss) -> Named:
-    return {name: parameter.default for name, parameter in signature(loss).parameters.items()}
-
-
-def _named(loss: Loss, args: tuple[Any, ...], kwargs: Named) -> Named:
-    """The arguments of a call of `loss` by name, with the defaults."""
-    defaults = _defaults(loss)
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-
-
 def _checked(loss: Loss, args: tuple[Any, ...], kwargs: Named) -> tuple[Named, list[Meta]]:
     """The arguments by name, and those of them that are tensors, in the order of the call."""
-    named = _named(loss, args, kwargs)
+    named = arguments(loss, args, kwargs)
     if named.get("size_average") is not None or named.get("reduce") is not None:
         raise NotImplementedError("size_average and reduce are translated by torch")
     return named, [x for x in named.values() if isinstance(x, Meta)]
@@ -89,7 +77,7 @@ def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Ro
 
 def _share(loss: Loss, reduction: str, count: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
     """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
-    named = _named(loss, args, kwargs)
+    named = arguments(loss, args, kwargs)
     tensors = [x for x in named.values() if isinstance(x, Tensor)]
     own = tensors[0].shape if loss in ELEMENTS else tensors[0].shape[:-1]
     if loss in ELEMENTS and any(x.shape != own for x in tensors):
@@ -145,7 +133,7 @@ def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
 
 
 def _classified(loss: Loss, whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
-    named = _named(loss, args, kwargs)
+    named = arguments(loss, args, kwargs)
     scores, target, weight, reduction = (named[name] for name in ("input", "target", "weight", "reduction"))
     classes = min(1, scores.ndim - 1)
     cut = [axis for axis in site.axes if site.layouts[0].placements[axis].is_shard(classes)]
@@ -251,7 +239,7 @@ def ctc(*args: Any, **kwargs: Any) -> list[Row]:
 
 
 def _ctc(whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
-    named = _named(F.ctc_loss, args, kwargs)
+    named = arguments(F.ctc_loss, args, kwargs)
     box = site.layouts[0].boxes(site.rank)[0]
     own = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
     for name in ("input_lengths", "target_lengths"):

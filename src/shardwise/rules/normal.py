@@ -21,6 +21,7 @@ from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
 
 aten = torch.ops.aten
 INF = float("inf")
+Maybe = Tensor | None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def layer_norm(local: Callable[..., Any], x: Meta, normalized_shape: Any, *args:
     rows = _kept(len(others), list(range(first)))
     for d in (d for d in range(first, x.ndim) if x.shape[d] > 1):
         inputs = (Shard(d), *(Shard(d - first),) * len(others))
-        rows.append(Row(inputs, Shard(d), "moments of the pieces travel", local_with(local, first)))
+        rows.append(Row(inputs, Shard(d), "moments of the pieces travel", local))
     return rows
 
 
@@ -113,31 +114,28 @@ def _normalized_shape(x: Meta, normalized_shape: Any, *args: Any, **kwargs: Any)
 
 
 def _layer_norm_of_cut(
-    first: int,
-    site: Site,
-    x: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
+    site: Site, x: Tensor, normalized_shape: Any, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any
 ) -> Tensor:
     full = wide(x)
-    count, mean, spread = _own_moments(full, tuple(range(first, x.ndim)))
+    count, mean, spread = _own_moments(full, _last(normalized_shape))
     total, mean, spread = _pooled(site, site.ranks(), mean.new_tensor(count), mean, spread)
     return _scaled(full - mean, spread / total, weight, bias, eps).to(x.dtype)
 
 
 def _rms_norm_of_cut(
-    first: int, site: Site, x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    site: Site, x: Tensor, normalized_shape: Any, weight: Maybe = None, eps: float | None = None
 ) -> Tensor:
     full = wide(x)
-    squares = site.stack(full.square().sum(tuple(range(first, x.ndim)), keepdim=True)).sum(0)
+    squares = site.stack(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
     eps = torch.finfo(full.dtype).eps if eps is None else eps
     return _scaled(full, squares / prod(normalized_shape), weight, None, eps).to(x.dtype)
 
 
-def _scaled(x: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _last(normalized_shape: Any) -> tuple[int, ...]:
+    return tuple(range(-len(normalized_shape), 0))
+
+
+def _scaled(x: Tensor, variance: Tensor, weight: Maybe, bias: Maybe, eps: float) -> Tensor:
     scale = (variance + eps).rsqrt()
     out = x * (scale if weight is None else scale * weight)
     return out if bias is None else out + bias
@@ -196,7 +194,7 @@ def _check_sizes(op: Any, x: Meta, named: Named) -> None:
     if x.ndim < 2 or groups < 1 or (op in GROUP and x.shape[1] % groups):
         raise NotImplementedError("torch says what is wrong with the shapes")
     members = prod(x.shape[2:]) if op in INSTANCE else prod(x.shape) // max(1, groups if op in GROUP else x.shape[1])
-    if named["measured"] and members == 1:
+    if named["measured"] and members == 1 and op in (F.group_norm, F.instance_norm, F.batch_norm):
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
 
 
@@ -287,7 +285,7 @@ def _update(site: Site, named: Named, numbers: dict[str, int], mean: Tensor, var
             named[name].mul_(1 - named["momentum"]).add_(part, alpha=named["momentum"])
 
 
-def _own_channels(site: Site, named: Named, numbers: dict[str, int], name: str) -> Tensor | None:
+def _own_channels(site: Site, named: Named, numbers: dict[str, int], name: str) -> Maybe:
     """The part of weight or bias for the channels of the input that are here."""
     if name not in numbers:
         return None

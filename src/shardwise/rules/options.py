@@ -17,64 +17,47 @@ from shardwise.errors import IdError
 from shardwise.placement import Shard
 from shardwise.rules import lookup
 from shardwise.rules.distinct import Bags
-from shardwise.rules.row import Site
+from shardwise.rules.row import Site, arguments
 
 
-def embedding(
-    site: Site,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
+def embedding(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding` with any option."""
-    with _bounded(site, weight, input, max_norm, norm_type):
-        rows = lookup.embedding(site, input, weight, sparse=sparse)
-    factor = by_frequency(site, input) if scale_grad_by_freq else None
+    named = arguments(F.embedding, args, kwargs)
+    ids, padding_idx = named["input"], named["padding_idx"]
+    with _bounded(site, named["weight"], ids, named["max_norm"], named["norm_type"]):
+        rows = lookup.embedding(site, ids, named["weight"], sparse=named["sparse"])
+    factor = by_frequency(site, ids) if named["scale_grad_by_freq"] else None
     if padding_idx is not None:
-        factor = torch.ones_like(input, dtype=rows.dtype) if factor is None else factor
-        factor = factor.masked_fill(input == _padding_row(site, padding_idx), 0)
+        factor = torch.ones_like(ids, dtype=rows.dtype) if factor is None else factor
+        factor = factor.masked_fill(ids == _padding_row(site, padding_idx), 0)
     return rows if factor is None else _graded(rows, factor)
 
 
-def embedding_bag(
-    site: Site,
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
+def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding_bag` with any option: rows come to the ranks that have the ids."""
+    named = arguments(F.embedding_bag, args, kwargs)
+    bags, weight, mode, last = (named[name] for name in ("input", "weight", "mode", "include_last_offset"))
+    offsets, weights, padding_idx = (named[name] for name in ("offsets", "per_sample_weights", "padding_idx"))
     starts = lookup.from_own_first_id(site, offsets)
-    lookup.refuse_bad_ids(site, input, Bags(mode, starts, include_last_offset))
+    lookup.refuse_bad_ids(site, bags, Bags(mode, starts, last))
     find = lookup.whole_rows if mode == "max" else lookup.embedding  # all but maxima is linear in the rows
-    with _bounded(site, weight, input, max_norm, norm_type):
-        rows, ids = find(site, input, weight, sparse=sparse).flatten(0, -2), input.reshape(-1)
-    if scale_grad_by_freq:
+    with _bounded(site, weight, bags, named["max_norm"], named["norm_type"]):
+        rows, ids = find(site, bags, weight, sparse=named["sparse"]).flatten(0, -2), bags.reshape(-1)
+    if named["scale_grad_by_freq"]:
         rows = _graded(rows, by_frequency(site, ids))
     places = torch.arange(ids.numel(), device=ids.device)
     if padding_idx is not None:
         places = places.masked_fill(ids == _padding_row(site, padding_idx), ids.numel())
-    if per_sample_weights is not None:
+    if weights is not None:
         wanted = dict(zip(site.ranks(), site.boxes(0), strict=True))
-        per_sample_weights = site.fetch(per_sample_weights, 2 + (offsets is not None), wanted.__getitem__)
+        weights = site.fetch(weights, 2 + (offsets is not None), wanted.__getitem__)
     return F.embedding_bag(
-        places.view(input.shape),
+        places.view(bags.shape),
         F.pad(rows, (0, 0, 0, 1)),  # and the row that padded places stand for
         starts if starts is None else starts.long(),
         mode=mode,
-        per_sample_weights=per_sample_weights,
-        include_last_offset=include_last_offset,
+        per_sample_weights=weights,
+        include_last_offset=last,
         padding_idx=ids.numel(),
     )
 
@@ -88,19 +71,10 @@ def _padding_row(site: Site, padding_idx: int) -> int:
 
 def _graded(rows: Tensor, factor: Tensor) -> Tensor:
     """Rows as they are, with a factor for the gradient of each; a factor of zero stops even an infinite one."""
-    return _Graded.apply(rows, factor.unsqueeze(-1).to(rows.dtype))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Graded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (factor,) = ctx.saved_tensors
-        return (grads[0] * factor).masked_fill(factor == 0, 0), None
+    if rows.requires_grad:
+        factor = factor.unsqueeze(-1).to(rows.dtype)
+        rows.register_hook(lambda grad: (grad * factor).masked_fill(factor == 0, 0))
+    return rows.view_as(rows)  # another tensor, whose own hooks see the gradient before
 
 
 # ---- what all ranks look up ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -137,6 +138,17 @@ class Site(Protocol):
 def local_with(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
     """`function` with its first arguments given; the same object for the same ones, so that axes can share it."""
     return partial(function, *fixed)
+
+
+@lru_cache
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in signature(function).parameters.items()}
+
+
+def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a Python function by name, with the defaults, in the order of its signature."""
+    defaults = _defaults(function)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 Rule = Callable[..., list[Row]]
