@@ -7,6 +7,7 @@ from shardwise.rules import (
     dropout,
     embedding,
     image,
+    index,
     join,
     loss,
     matmul,
@@ -25,7 +26,7 @@ from shardwise.rules import (
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
 
 __all__ = [
-    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "image", "join",
-    "loss", "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "recurrent", "reduce", "reshape",
-    "slices", "trials", "view",
+    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "image", "index",
+    "join", "loss", "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "recurrent", "reduce",
+    "reshape", "slices", "trials", "view",
 ]  # fmt: skip
