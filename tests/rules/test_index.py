@@ -1,11 +1,15 @@
 """Reading and writing at places equals one process; rows travel, tables stay."""
 
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.testing.truth import MESHES, Sample, assert_equals_one_process
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.testing import world
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(11)
 
@@ -81,3 +85,67 @@ WRITES = [
 @pytest.mark.parametrize("sample", [*READS, *WRITES], ids=str)
 def test_reads_and_writes_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases > 10
+
+
+def test_no_read_or_write_gathers_the_table() -> None:
+    """Each rank has one seventh of 7 x 64 numbers; reads of 2 rows, and writes of 2, cost 2 rows a rank at most."""
+    table, rows, values = normal(7, 64), torch.tensor([6, 2]), normal(2, 64)
+
+    def body(op: Callable[..., Any], *operands: tuple[Tensor, Any]) -> int:
+        xs = [distribute_tensor(x, Mesh((7,)), [placement]) for x, placement in operands]
+        with count_comms() as meter:
+            op(*xs)
+        assert not meter.implicit
+        return meter.total_bytes
+
+    whole, cut = Replicate(), Shard(0)
+    row, verdicts = 64 * 8, 7 * 7 * 3 * 8
+    ops: list[tuple[Callable[..., Any], list[tuple[Tensor, Any]], int]] = [
+        (lambda x, i: x.index_select(0, i), [(table, cut), (rows, whole)], 2 * 6 * row),
+        (lambda x, i: x.index_select(0, i), [(table, cut), (rows, cut)], 2 * row + 2 * 8 + verdicts),
+        (lambda x, i: x.gather(0, i[None].expand(2, 2).contiguous()), [(table, cut), (rows, whole)], 4 * 6 * 8),
+        (lambda x, i: x.take(i), [(table, cut), (rows, whole)], 2 * 6 * 8),
+        (lambda x, i, v: x.index_add(0, i, v), [(table, cut), (rows, whole), (values, whole)], 0),
+        (lambda x, i, v: x.index_copy_(0, i, v), [(table, cut), (rows, whole), (values, whole)], 0),
+        (lambda x, i, v: x.index_add_(0, i, v), [(table, cut), (rows, cut), (values, cut)], 2 * row + 2 * 8 + verdicts),
+        (lambda x, i, v: x.index_put_((i,), v), [(table, cut), (rows, cut), (values, cut)], 2 * row + 2 * 8 + verdicts),
+        (lambda x, i: x.scatter_(0, i[None], 1.0), [(table, cut), (rows, whole)], 0),
+    ]
+    for op, operands, most in ops:
+        assert sum(world(7).run(body, op, *operands)) <= most, operands
+
+
+@world(2)
+def test_summands_are_added_to_without_reducing_them() -> None:
+    x = DTensor.from_local(torch.zeros(5, 2), Mesh((2,)), [Partial()])
+    rows = distribute_tensor(torch.tensor([1, 1, 4]), Mesh((2,)), [Shard(0)])
+    values = distribute_tensor(torch.ones(3, 2), Mesh((2,)), [Shard(0)])
+    one = distribute_tensor(torch.tensor([1]), Mesh((2,)))
+    with count_comms() as meter:
+        x.index_add_(0, rows, values)
+        out = as_dtensor(x.index_select(0, one))
+    assert (out.placements, meter.total_calls) == ((Partial(),), 0)
+    assert out.full_tensor().tolist() == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.bfloat16, torch.complex64])
+@world(3)
+def test_numbers_of_any_kind_travel(dtype: torch.dtype) -> None:
+    full = torch.arange(14).view(7, 2).to(dtype)
+    x = distribute_tensor(full, Mesh((3,)), [Shard(0)])
+    ids = torch.tensor([6, 0, 3])
+    for placement in (Replicate(), Shard(0)):
+        rows = x.index_select(0, distribute_tensor(ids, Mesh((3,)), [placement]))
+        assert torch.equal(as_dtensor(rows).full_tensor(), full[ids])
+    x[1] = x[6]
+    assert torch.equal(x.full_tensor()[1], full[6])
+
+
+@world(3)
+def test_nothing_infinite_is_multiplied_by_zero() -> None:
+    full = torch.full((4, 2), float("inf"))
+    x = distribute_tensor(full, Mesh((3,)), [Shard(0)]).requires_grad_()
+    out = x.index_select(0, distribute_tensor(torch.tensor([3, 0]), Mesh((3,))))
+    out.clamp(max=1).sum().backward()
+    assert torch.equal(as_dtensor(out.detach()).full_tensor(), full[:2])
+    assert not as_dtensor(x.grad).full_tensor().isnan().any()

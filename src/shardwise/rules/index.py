@@ -271,8 +271,8 @@ def _places(site: Site, call: Call, ranks: tuple[int, ...]) -> Place:
     elif call.form.kind == "along":
         (index,), box = call.ids, box_of(site.layouts[1], site.rank)
         for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
-            own = torch.arange(offset, offset + n, device=index.device)
-            where.append(own.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
+            line = torch.arange(offset, offset + n, device=index.device)
+            where.append(line.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
         where[call.dims[0]], bad = _checked(call, index, shape[call.dims[0]], call.dims[0])
     else:
         checked = [

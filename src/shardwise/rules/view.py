@@ -208,10 +208,15 @@ def _local_slice(view: View, number: int, site: Site, x: Tensor) -> Tensor:
         x, own = site.fetch(x, 0, wanted), wanted(site.rank)
     if site.rank not in holders:
         return x.reshape(-1)[:0].view(site.outputs[number].local_shape(site.rank))
+    return x[index_in(view, own)]
+
+
+def index_in(view: View, own: Box) -> Any:
+    """What to write in brackets to take this part of a view from the part `own` of the operand."""
     index: list[Any] = [at - own.offsets[d] for d, at in sorted(view.fixed.items())]
     for place, along in enumerate(view.dims):
         index.insert(_index_place(view, place), None if isinstance(along, int) else _local_part(along, own))
-    return x[tuple(index)]
+    return tuple(index)
 
 
 def box_of(layout: Layout, rank: int) -> Box:

@@ -2,13 +2,13 @@
 
 from shardwise.tensor import (  # open the doors
     arriving,
+    compositions,
     dispatch,
     factories,
     functions,
     fused,
     indexing,
     inplace_views,
-    items,
     random_functions,
     sparse,
 )
@@ -19,6 +19,7 @@ from shardwise.tensor.promotion import strict
 __all__ = [
     "DTensor",
     "arriving",
+    "compositions",
     "dispatch",
     "distribute_tensor",
     "factories",
@@ -26,7 +27,6 @@ __all__ = [
     "fused",
     "indexing",
     "inplace_views",
-    "items",
     "moved",
     "plain",
     "random_functions",

@@ -7,7 +7,7 @@ aten ops, and each of those finds its rule (door 2, `shardwise.tensor.wrapper`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class DTensor(torch.Tensor):
 
     # Set by the modules that know them; the class itself imports nothing from above.
     _enter: Handler
-    _specials: dict[Any, Handler]
+    _specials: ClassVar[dict[Any, Handler]] = {}
     _from_local: Callable[..., "DTensor"]
     _to_local: Callable[["DTensor", Sequence[Placement] | None], Tensor]
     _backward: Callable[..., None]

@@ -336,4 +336,4 @@ class FromPlain(_Border):
 
 DTensor._read_grad, DTensor._write_grad = staticmethod(read), staticmethod(write)
 DTensor._backward = staticmethod(backward)
-DTensor._specials = {torch.autograd.backward: _backward_of_torch, torch.autograd.grad: grad}
+DTensor._specials |= {torch.autograd.backward: _backward_of_torch, torch.autograd.grad: grad}

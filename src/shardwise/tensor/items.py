@@ -10,21 +10,20 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.boxes import Box
 from shardwise.tensor.dtensor import DTensor, plain
-from shardwise.tensor.promotion import promoted
-from shardwise.tensor.wrapper import refuse_view_of_copy, through_the_dispatcher
+from shardwise.tensor.wrapper import refuse_view_of_copy
 
 
-def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, index, value = args
-    places = _places(x, index) if type(x) is DTensor and isinstance(value, int | float) else None
+def write_number(x: DTensor, index: Any, value: float) -> bool:
+    """x[index] = value where the index names single elements; False, and nothing done, where it does not."""
+    places = _places(x, index)
     if places is None:
-        return through_the_dispatcher(func, args, kwargs, promoted)
+        return False
     refuse_view_of_copy("x[i] = number", x)
     with DisableTorchFunctionSubclass():
         rank = collectives.rank()
         neutral = x._layout.neutral(rank)
         _write(plain(x), x._layout.boxes(rank), places, value if neutral is None else neutral)
-    return None
+    return True
 
 
 def _places(x: DTensor, index: Any) -> list[Tensor] | None:
@@ -61,6 +60,3 @@ def _write(local: Tensor, boxes: Sequence[Box], places: Sequence[Tensor], value:
         own = [at - offset for at, offset in zip(places, box.offsets, strict=True)]
         here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
         piece[tuple(at[here] for at in own)] = value
-
-
-DTensor._specials[Tensor.__setitem__] = _set_item

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import RuleError
@@ -62,7 +63,8 @@ def into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         why = "a plain tensor changes in place by whole copies of the operands"
         return moved(x, target, Cause("operand", name_of(func), x._name or "the operand", why, target)).to_local()
 
-    return func(*(whole(a) for a in args), **{k: whole(a) for k, a in kwargs.items()})
+    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def is_strict() -> bool:

@@ -1,0 +1,351 @@
+"""Brackets on distributed tensors equal brackets in one process, and move no more than they must."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import Mesh, OnRanks, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise.errors import RuleError
+from shardwise.testing import world
+from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(17)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+A, B = normal(7, 3), normal(4, 5, 3)
+ROWS, COLUMNS = torch.tensor([5, 0, -1, 3]), torch.tensor([2, 0, 1, 1])
+MASK = torch.tensor([True, False, True, True, False, False, True])
+
+BASIC: dict[str, tuple[Tensor, Any]] = {
+    "row": (A, 3),
+    "last row": (A, -1),
+    "element": (A, (2, 1)),
+    "column": (A, (slice(None), 1)),
+    "slice": (A, slice(1, 5)),
+    "steps": (A, slice(None, None, 3)),
+    "from the end": (A, (slice(-3, None), slice(None, -1))),
+    "empty slice": (A, slice(5, 2)),
+    "beyond the end": (A, slice(5, 99)),
+    "new dims": (A, (None, slice(1, 6, 2), None, 2, None)),
+    "ellipsis": (B, (..., 0)),
+    "ellipsis in the middle": (B, (1, ..., slice(1, 3))),
+    "everything": (A, ...),
+    "nothing": (A, ()),
+    "numpy number": (A, np.int64(2)),
+    "number in a tensor": (A, torch.tensor(4)),
+}
+PLACES: dict[str, tuple[Tensor, Any]] = {
+    "rows": (A, ROWS),
+    "list of rows": (A, [5, 0, -1]),
+    "no rows": (A, []),
+    "columns": (A, (slice(None), COLUMNS)),
+    "elements": (A, (ROWS, COLUMNS)),
+    "grid": (A, (ROWS[:, None], COLUMNS)),
+    "rows of a slice": (A, (slice(1, 6), [0, 2])),
+    "rows and a number": (B, (1, COLUMNS[:3])),
+    "with a new dim": (A, (None, ROWS)),
+    "apart": (B, (torch.tensor([3, 0]), slice(None), torch.tensor([1, 2]))),
+    "mask": (A, MASK),
+    "list of truth values": (A, MASK.tolist()),
+    "mask of elements": (A, A > 0),
+    "mask of later dims": (B, (slice(None), B[0] > 0)),
+    "mask of a later dim": (B, (slice(1, 3), torch.tensor([True, False, True, True, False]))),
+    "mask and number": (A, (MASK, 1)),
+    "mask and columns": (A, (MASK, COLUMNS)),
+    "true": (A, True),
+    "false": (A, (False, 1)),
+}
+
+
+def taken(index: Any) -> Callable[[Any], Any]:
+    def op(x: Any) -> Any:
+        return x[index]
+
+    return op
+
+
+@pytest.mark.parametrize("name", [*BASIC, *PLACES])
+def test_what_brackets_give_equals_one_process(name: str) -> None:
+    x, index = {**BASIC, **PLACES}[name]
+    assert assert_equals_one_process([Sample(taken(index), (x,))], MESHES, limit=6).cases > 10
+
+
+@pytest.mark.parametrize("name", [*BASIC, *PLACES])
+def test_what_is_assigned_to_brackets_equals_one_process(name: str) -> None:
+    x, index = {**BASIC, **PLACES}[name]
+    place = x[index]
+
+    def assigned(x: Any, value: Any) -> Any:
+        out = x.clone()
+        out[index] = value
+        return out
+
+    samples = [
+        Sample(assigned, (x, normal(*place.shape))),
+        Sample(assigned, (x, normal(*place.shape[-1:]) if place.ndim and place.shape[-1] > 1 else normal())),
+        Sample(lambda x: assigned(x, 2.5), (x,)),
+    ]
+    assert assert_equals_one_process(samples, MESHES, limit=4).cases > 10
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (lambda x, rows: x[rows], (A, torch.tensor([[5, 5], [0, -1]]))),
+        (lambda x, rows, columns: x[rows, columns], (A, ROWS, COLUMNS)),
+        (lambda x, mask: x[mask], (A, MASK)),
+        (lambda x, mask: x[mask], (A, A > 0)),
+        (lambda x, rows: x[:, rows], (A, COLUMNS)),
+        (lambda x, row: x[row], (A, torch.tensor(5))),
+    ],
+)
+def test_index_tensors_may_be_distributed(op: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
+    assert assert_equals_one_process([Sample(op, args)], MESHES, limit=12).cases > 20
+
+
+def assigned(x: Any, rows: Any, value: Any) -> Any:
+    out = x.clone()
+    out[rows] = value
+    return out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (A, ROWS, normal(4, 3)),
+        (A, ROWS, normal(3)),
+        (A, MASK, normal(4, 3)),
+        (A, MASK, normal(3)),
+        (A, A > 0, normal()),
+    ],
+    ids=["rows", "one row", "masked", "one row masked", "elements"],
+)
+def test_what_is_assigned_to_distributed_places_equals_one_process(args: tuple[Tensor, ...]) -> None:
+    assert assert_equals_one_process([Sample(assigned, args)], MESHES, limit=12).cases > 20
+
+
+@pytest.mark.parametrize("placement", [S0, Shard(0, [1, 0, 6]), S1, R, OnRanks(2)], ids=str)
+@pytest.mark.parametrize("value", [A[0], A[:1, None], 2, torch.tensor(3.0).double()], ids=["row", "ones", "2", "3"])
+@world(3)
+def test_nothing_moves_when_whole_values_are_written(placement: Any, value: Any) -> None:
+    want = A.clone()
+    x = distribute_tensor(A, Mesh((3,)), [placement])
+    with count_comms() as meter:
+        for index in (3, slice(1, 6, 2), (slice(None), None), ROWS, MASK, (5, ...)):
+            want[index] = value
+            x[index] = value
+    assert meter.total_calls == 0
+    assert torch.equal(x.full_tensor(), want)
+
+
+@world(3)
+def test_values_go_to_the_owners_of_their_rows() -> None:
+    """Row 6 is on rank 2; the values are on rank 0: 3 numbers of 8 bytes, and the rows 0 to 2 stay where they are."""
+    x = distribute_tensor(torch.zeros(7, 3, dtype=torch.float64), Mesh((3,)), [S0])
+    values = distribute_tensor(A[:3], Mesh((3,)), [Shard(0, [3, 0, 0])])
+    with count_comms() as meter:
+        x[6] = values[2]
+        x[:3] = values
+    assert meter.total_bytes <= (3 * 8 * 3 if collectives.rank() == 0 else 0)
+    assert torch.equal(x.full_tensor(), torch.cat([A[:3], torch.zeros(3, 3), A[2:3]]))
+
+
+@world(3)
+def test_rows_that_indices_name_travel_once_to_each_rank() -> None:
+    x = distribute_tensor(A, Mesh((3,)), [S0])  # rows 0 to 2, 3 to 5, 6
+    with count_comms() as meter:
+        rows = as_dtensor(x[[6, 0, 6, 4]])
+    held = {0: 1, 1: 1, 2: 2}[collectives.rank()]
+    assert rows.placements == (R,)
+    assert (meter.total_bytes, meter.total_calls, meter.implicit) == (held * 2 * 3 * 8, 1, [])
+    assert torch.equal(rows.to_local(), A[[6, 0, 6, 4]])
+
+
+@world(3)
+def test_cut_indices_travel_to_the_rows_and_the_rows_back() -> None:
+    x = distribute_tensor(A, Mesh((3,)), [S0])
+    ids = distribute_tensor(torch.tensor([0, 6, 6, 1, 2, 2]), Mesh((3,)), [S0])
+    with count_comms() as meter:
+        rows = as_dtensor(x[ids])
+    assert rows.placements == (S0,)
+    assert not meter.implicit
+    verdicts, places, sent = (
+        2 * 3 * 8,
+        {0: 1, 1: 2, 2: 2}[collectives.rank()] * 8,
+        {0: 3, 1: 0, 2: 2}[collectives.rank()],
+    )
+    assert meter.total_bytes == verdicts + places + sent * 3 * 8
+    assert torch.equal(rows.full_tensor(), A[[0, 6, 6, 1, 2, 2]])
+
+
+@world(2)
+def test_assignments_to_views_reach_the_original() -> None:
+    want, x = A.clone(), distribute_tensor(A, Mesh((2,)), [S0])
+    for y in (want, x):
+        y[2:][1:, 0] = 1
+        y.t()[1] = 2
+        y.view(-1)[5:9] = 3
+        y[1:5] += 10
+        y[ROWS] *= 2
+        y[:, 2] -= 1
+    assert torch.equal(x.full_tensor(), want)
+
+
+@world(2)
+def test_a_row_that_had_to_be_moved_is_not_assigned_to() -> None:
+    x = distribute_tensor(A, Mesh((2,)), [S0])
+    with pytest.raises(RuleError, match="Fix: change the original"):
+        x[0][1] = 1
+    with pytest.raises(RuleError, match="Fix: change the original"):
+        x[0] += 1
+    x[0, 1] = 1
+    x[0] = x[0] + 1
+    assert x.full_tensor()[0].tolist() == [A[0, 0] + 1, 2, A[0, 2] + 1]
+
+
+@world(2)
+def test_plain_tensors_and_distributed_indices_and_values() -> None:
+    plain, x = A.clone(), distribute_tensor(A, Mesh((2,)), [S0])
+    rows = distribute_tensor(ROWS, Mesh((2,)), [S0])
+    assert torch.equal(as_dtensor(plain[rows]).full_tensor(), A[ROWS])
+    plain[rows] = x[:4]
+    want = A.clone()
+    want[ROWS] = A[:4]
+    assert torch.equal(plain, want)
+
+
+@world(2)
+def test_iteration_membership_and_reversal() -> None:
+    x = distribute_tensor(A, Mesh((2,)), [S0])
+    for got, want in zip(x, A, strict=True):
+        assert torch.equal(as_dtensor(got).full_tensor(), want)
+    for got, want in zip(reversed(x), reversed(A), strict=True):
+        assert torch.equal(as_dtensor(got).full_tensor(), want)
+    assert float(A[6, 1]) in x
+    assert 100.0 not in x
+    assert x[6, 1].item() == A[6, 1].item()
+    assert len(x[2:]) == 5
+
+
+SCATTERED = [
+    Sample(torch.select_scatter, (A, normal(3), 0, 5)),
+    Sample(torch.select_scatter, (A, normal(7)), {"dim": 1, "index": -1}),
+    Sample(torch.slice_scatter, (A, normal(2, 3)), {"start": 1, "end": 6, "step": 3}),
+    Sample(Tensor.slice_scatter, (B, normal(4, 2, 3), 1, 3)),
+    Sample(torch.diagonal_scatter, (A, normal(3))),
+    Sample(torch.diagonal_scatter, (A, normal(2), 1)),
+    Sample(torch.index_put, (A, (MASK,), normal(4, 3))),
+    Sample(torch.index_put, (A, (MASK, COLUMNS), normal(4)), {"accumulate": True}),
+]
+
+
+@pytest.mark.parametrize("sample", SCATTERED, ids=str)
+def test_scattered_slices_equal_one_process(sample: Sample) -> None:
+    assert assert_equals_one_process([sample], MESHES, limit=6).cases > 10
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "swapaxes_": lambda x: x.swapaxes_(0, -1),
+    "swapdims_": lambda x: x.swapdims_(1, 0),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze_(0).unsqueeze_(-1).squeeze_(),
+    "squeeze_ one": lambda x: x.unsqueeze_(0).squeeze_(0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("placement", [S0, S1, Shard(0, [0, 6, 1]), R, OnRanks(1), Partial()], ids=str)
+@world(3)
+def test_views_in_place_change_the_layout_with_the_shape(name: str, placement: Any) -> None:
+    want = A.clone()
+    leaf = distribute_tensor(A, Mesh((3,)), [R]).redistribute(placements=[placement]).requires_grad_()
+    x = leaf.clone()
+    out = IN_PLACE[name](x)
+    IN_PLACE[name](want)
+    assert out is x
+    assert x.shape == want.shape
+    assert_close(as_dtensor(x.detach()).full_tensor(), want)
+    (x * want).sum().backward()
+    assert_close(as_dtensor(leaf.grad).full_tensor(), A)
+
+
+@world(2)
+def test_a_cut_dim_does_not_go_in_place_where_gradients_would_be_lost() -> None:
+    x = distribute_tensor(torch.ones(1, 3), Mesh((2,)), [S0]).requires_grad_().clone()
+    with pytest.raises(RuleError, match="squeeze_ works in place"):
+        x.squeeze_(0)
+    assert x.shape == (1, 3)
+
+
+BAD: dict[str, tuple[Any, type[Exception]]] = {
+    "row": (7, IndexError),
+    "negative row": (-8, IndexError),
+    "element": ((0, 3), IndexError),
+    "too many": ((0, 0, 0), IndexError),
+    "rows": ([0, 7], IndexError),
+    "negative rows": ([-8], IndexError),
+    "mask": ([True, False], IndexError),
+    "fractions": (torch.ones(2), IndexError),
+    "backwards": (slice(None, None, -1), ValueError),
+    "words": ("a", TypeError),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+def test_bad_brackets_are_the_same_error_on_every_rank(name: str, placement: Any) -> None:
+    index, kind = BAD[name]
+
+    def body() -> set[str]:
+        x = distribute_tensor(A, Mesh((3,)), [placement])
+        said = set()
+        with pytest.raises(kind) as caught:
+            x[index]
+        said.add(str(caught.value))
+        with pytest.raises(kind) as caught:
+            x[index] = 1
+        said.add(str(caught.value))
+        return said
+
+    with pytest.raises(kind):
+        A[index]
+    first, *others = world(3).run(body)
+    assert all(said == first for said in others)
+
+
+def test_a_bad_index_on_one_rank_is_the_same_error_on_every_rank() -> None:
+    def body() -> set[str]:
+        x = distribute_tensor(A, Mesh((3,)), [S0])
+        rows = distribute_tensor(torch.tensor([0, 1, 9, 2]), Mesh((3,)), [S0])
+        said = set()
+        with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 0 with size 7") as caught:
+            x[rows]
+        said.add(str(caught.value))
+        with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 0 with size 7") as caught:
+            x.index_put_((rows,), torch.ones((), dtype=torch.float64))
+        return said | {str(caught.value)}
+
+    assert len({frozenset(said) for said in world(3).run(body)}) == 1
+
+
+@world(2)
+def test_values_that_cannot_be_assigned_are_refused() -> None:
+    x = distribute_tensor(A, Mesh((2,)), [S0])
+    with pytest.raises(TypeError, match="can't assign a list"):
+        x[0] = [1, 2, 3]  # type: ignore[assignment]
+    with pytest.raises(RuntimeError):
+        x[1:3] = torch.ones(3, 3)
+    with pytest.raises(RuntimeError):
+        x[ROWS] = torch.ones(3, 3)
