@@ -209,7 +209,7 @@ def _read(form: Form, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Te
         found = _taken(x, call, place.at[place.owner == me]).reshape(-1).repeat(len(ranks))
         sent = [counts[me] * prod(kept)] * len(ranks)
     got = site.exchange(found, sent, [n * prod(kept) for n in counts], ranks).view(sum(counts), *kept)
-    out: Tensor = got.index_select(0, order.argsort()).view(*call.added, *kept)
+    out: Tensor = got.index_select(0, order.argsort()).view((*call.added, *kept))
     return out.movedim(tuple(range(len(call.added))), tuple(range(call.start, call.start + len(call.added))))
 
 
