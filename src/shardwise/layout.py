@@ -5,6 +5,8 @@ from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
 from operator import index
+from typing import Self
+from weakref import WeakValueDictionary
 
 from shardwise.boxes import Box, check_cover
 from shardwise.errors import LayoutError
@@ -16,6 +18,8 @@ Cut = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 class Layout:
     """A global shape, a mesh, and one placement an axis of the mesh. Frozen; equal by value.
+
+    Equal layouts are one object while any of them lives, so that comparing a hundred of them costs nothing.
 
     Args:
         mesh: the ranks.
@@ -29,7 +33,18 @@ class Layout:
         LayoutError: placements that do not describe a tensor of this shape on this mesh.
     """
 
-    __slots__ = ("_boxes", "_dual", "_hash", "kind", "mesh", "partial_axes", "placements", "shape", "shard_order")
+    __slots__ = (
+        "__weakref__",
+        "_boxes",
+        "_dual",
+        "_hash",
+        "kind",
+        "mesh",
+        "partial_axes",
+        "placements",
+        "shape",
+        "shard_order",
+    )
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -38,13 +53,13 @@ class Layout:
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # whose positions hold contributions to the value
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         mesh: Mesh,
         placements: Sequence[Placement],
         shape: Sequence[int],
         shard_order: Sequence[int] | None = None,
-    ) -> None:
+    ) -> Self:
         shape = tuple(map(index, shape))
         if shape and min(shape) < 0:
             raise LayoutError(f"A global shape has no negative sizes, got {shape}.")
@@ -54,16 +69,23 @@ class Layout:
             )
         order = _canonical_order(mesh, placements, len(shape), shard_order)
         canonical = _canonical_placements(mesh, placements, shape, order)
+        key = mesh, canonical, shape, order
+        known = _known.get(key)
+        if known is not None:
+            return known  # type: ignore[return-value]
+        self = object.__new__(cls)
         put = object.__setattr__
         put(self, "mesh", mesh)
         put(self, "placements", canonical)
         put(self, "shape", shape)
         put(self, "shard_order", order)
         put(self, "kind", (mesh, tuple(map(_without_sizes, canonical)), len(shape), order))
-        put(self, "_hash", hash((mesh, canonical, shape, order)))
+        put(self, "_hash", hash(key))
         put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
         put(self, "_boxes", {})
         put(self, "_dual", None)
+        _known[key] = self
+        return self
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"A Layout is frozen; make a new one instead of setting {name}.")
@@ -205,6 +227,9 @@ class Layout:
     def contributions(self) -> list[tuple[int, ...]]:
         """All answers of `contribution`, in order; a single empty one without Partial."""
         return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
+
+
+_known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
 
 
 def _without_sizes(placement: Placement) -> Placement:
