@@ -9,6 +9,7 @@ from shardwise.tensor import (  # open the doors
     fused,
     indexing,
     inplace_views,
+    optimisers,
     random_functions,
     sparse,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "indexing",
     "inplace_views",
     "moved",
+    "optimisers",
     "plain",
     "random_functions",
     "sparse",

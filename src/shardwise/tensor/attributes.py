@@ -28,19 +28,21 @@ SAME = frozenset(
 )
 
 
-def same(func: Any, attribute: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if attribute == "register_hook":
-        return _register_hook(x, *args[1:], **kwargs)
-    if attribute == "register_post_accumulate_grad_hook":
-        args = (x, _as_user_code(*args[1:], **kwargs))
-        kwargs = {}
+def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` says of the local tensor holds for the whole one."""
     with DisableTorchFunctionSubclass():
-        out = func(*args, **kwargs)
-    turned_on = attribute == "requires_grad_" or (attribute == "requires_grad" and len(args) > 1)
-    if turned_on and type(x) is DTensor:
-        gradients.watch(x)
+        return func(*args, **kwargs)
+
+
+def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = same(func, args, kwargs)
+    if type(args[0]) is DTensor:
+        gradients.watch(args[0])
     return out
+
+
+def _register_post_accumulate_grad_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return same(func, (args[0], _as_user_code(*args[1:], **kwargs)), {})
 
 
 def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,8 +55,12 @@ def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run_hook
 
 
-def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
+def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hook sees the gradient as a DTensor, and may return another one of any placements."""
+    return _hooked(*args, **kwargs)
+
+
+def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
     layout = x._layout
 
     def on_local(grad: Tensor) -> Tensor | None:
@@ -71,10 +77,11 @@ def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> Any:
         return x.register_hook(on_local)  # type: ignore[no-untyped-call]
 
 
-def attribute_of(func: Any, kind: str, attribute: str, args: tuple[Any, ...]) -> Any:
-    x = args[0]
+def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` reads or sets an attribute that may differ between the local tensor and the whole."""
+    x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
-        value = None if kind == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
+        value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
         with DisableTorchFunctionSubclass():
             return tag(func(*args), x._layout) if value is None else func(x, value)
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
@@ -127,7 +134,13 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 DTensor._set = staticmethod(_set)
-DTensor._specials |= {Tensor.view_as: _view_as}
+DTensor._specials |= {
+    Tensor.view_as: _view_as,
+    Tensor.requires_grad_: _requires_grad,
+    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.register_hook: _register_hook,
+    Tensor.register_post_accumulate_grad_hook: _register_post_accumulate_grad_hook,
+}
 DTensor._specials |= dict.fromkeys(
     (
         Tensor.share_memory_,

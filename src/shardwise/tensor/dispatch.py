@@ -22,7 +22,7 @@ from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.row import Shapes
 from shardwise.tensor import attributes, lists, meshes, resolve
-from shardwise.tensor.dtensor import DTensor, passing, plain
+from shardwise.tensor.dtensor import DTensor, Handler, passing, plain
 from shardwise.tensor.names import name_of
 from shardwise.tensor.promotion import all_promoted, into_plain, promoted
 from shardwise.tensor.results import labelled, measured
@@ -33,6 +33,7 @@ CACHE_LIMIT = 1 << 16
 Found = tuple[resolve.Recipe, Callable[..., Any], bool]  # recipe, what computes, whether it needs plain tensors
 _cache: dict[Any, Found] = {}
 _choices: dict[Any, tuple[Row, ...]] = {}
+_handlers: dict[Any, Handler] = {}  # of functions that have no rule
 # What ran on the locals as they were, and the layouts of its results; None where it works in place.
 _at_once: dict[Any, tuple[Callable[..., Any], Layout | tuple[Layout | None, ...] | None]] = {}
 NO_KEY = object()  # stands in a key for a value that the answer may depend on in ways that a key cannot tell
@@ -65,7 +66,7 @@ NATIVE: dict[Any, Callable[..., Any]] = {
 
 def forget() -> None:
     """Drop what was worked out so far; needed after a rule in `RULES` was replaced."""
-    for known in (_cache, _choices, _at_once):
+    for known in (_cache, _choices, _handlers, _at_once):
         known.clear()
 
 
@@ -74,17 +75,29 @@ def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = RULES.get(func)
     if rule is not None:
         return run(func, rule, args, kwargs)
+    handler = _handlers.get(func)
+    if handler is None:
+        handler = _handlers[func] = _handler_of(func)
+    return handler(func, args, kwargs)
+
+
+def _handler_of(func: Any) -> Handler:
+    """What answers for a function that has no rule, by its name."""
     special = DTensor._specials.get(func)
     if special is not None:
-        return special(func, args, kwargs)
+        return special
     name = getattr(func, "__name__", "")
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else name
     if attribute in attributes.SAME:
-        return attributes.same(func, attribute, args, kwargs)
+        return attributes.same
     if name in ("__get__", "__set__"):
-        return attributes.attribute_of(func, name, attribute, args)
+        return attributes.attribute_of
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return lists.run(func, name, args, kwargs)
+        return lists.run
+    return _taken_apart
+
+
+def _taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return through_the_dispatcher(func, args, kwargs, promoted)
 
 

@@ -28,6 +28,7 @@ from shardwise.steps import plan_move
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
 _raw_grad: Any = torch._C.TensorBase.grad
+_get_raw = _raw_grad.__get__
 
 _READ = Cause("gradient", ".grad", "gradients", "the summands of Replicate axes are added when a gradient is read")
 _SET = Cause("gradient", ".grad =", "the gradient", "it is kept in the layout of its tensor")
@@ -71,10 +72,17 @@ def _joined(leaf: Tensor) -> None:
 
 def read(x: DTensor) -> DTensor | None:
     """The gradient of `x` in its own layout (a gradient of a Partial tensor is Replicate)."""
-    with DisableTorchFunctionSubclass():
-        if x._grad_batch is not None:
+    if x._grad_batch is not None:
+        with DisableTorchFunctionSubclass():
             _reduce(x._grad_batch)
-        raw = _raw_grad.__get__(x)
+    if torch._C._is_torch_function_enabled():
+        with DisableTorchFunctionSubclass():
+            raw = _get_raw(x)
+    else:
+        raw = _get_raw(x)
+    if type(raw) is DTensor and raw._layout is x._layout:
+        return raw
+    with DisableTorchFunctionSubclass():
         if _axes_to_reduce(x._layout):
             if raw is not None:  # a leaf that was not watched, or a non-leaf that retains its gradient
                 _keep_reduced([(x, raw)])
@@ -334,6 +342,7 @@ class FromPlain(_Border):
         return move(grads[0], ctx.layout.dual(), ctx.border, _BORDER), None, None
 
 
-DTensor._read_grad, DTensor._write_grad = staticmethod(read), staticmethod(write)
+DTensor.grad = property(read, write, DTensor.grad.fdel, DTensor.grad.__doc__)  # type: ignore[assignment, attr-defined]
+DTensor._write_grad = staticmethod(write)
 DTensor._backward = staticmethod(backward)
 DTensor._specials |= {torch.autograd.backward: _backward_of_torch, torch.autograd.grad: grad}

@@ -1,41 +1,92 @@
 """Ops on lists of tensors: the foreach and fused kernels of optimisers, element by element on the locals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
+from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
+from shardwise.mesh import Mesh
 from shardwise.meter import Cause
 from shardwise.movement import move
-from shardwise.placement import REPLICATE, Partial
+from shardwise.placement import REPLICATE, Partial, Shard
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.meshes import outside
+from shardwise.tensor.wrapper import refuse_view_of_copy
 
-REDUCTIONS = ("_foreach_max", "_foreach_powsum")
 LINEAR = ("_foreach_neg", "_foreach_zero")  # what summands allow as well
+ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
+    "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
+    "_foreach_max": torch.max,
+}
 
 
-def run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+_SUMMANDS = Cause("operand", "_foreach_norm", "a tensor in summands", "a norm is of the reduced values")
+
+# torch takes the foreach way by itself for the types in these lists of its own.
+for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _types.append(DTensor)
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a list op. The tensors at one position of the lists are brought to the layout of the first list's."""
-    if name.startswith("_foreach_norm"):
-        return _norms(args, kwargs)
-    if name in REDUCTIONS:
-        raise RuleError(f"{name} is not supported on DTensors. Fix: reduce the tensors of the list one by one.")
+    name: str = func.__name__
+    if name in ONE_BY_ONE:
+        return _reductions(name, *args, **kwargs)
     lead = next(a for a in args if _is_tensor_list(a))
-    layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
     in_place = name.endswith("_")
-    new_args = [_laid_out(name, a, layouts, in_place and a is lead) for a in args]
-    new_kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
+    if in_place:
+        _refuse_views_of_copies(name, lead)
+    layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
+    if layouts is None:
+        layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
+        args = tuple(_laid_out(name, a, layouts, in_place and a is lead) for a in args)
+        kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
     with DisableTorchFunctionSubclass():
-        out = func(*new_args, **new_kwargs)
+        out = func(*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _found_anywhere(args[1], lead)
     if in_place or out is None:
         return out
-    return type(out)(tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True))
+    return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])
+
+
+def _same_layouts(args: Sequence[Any]) -> list[Layout] | None:
+    """The layouts of the first list, if all lists have these and none is in summands; None if not."""
+    found: list[Layout] | None = None
+    for a in args:
+        if _is_tensor_list(a):
+            if type(a[0]) is not DTensor and all(type(x) is Tensor and x.ndim == 0 for x in a):
+                continue  # step counters and other numbers
+            try:
+                layouts = [x._layout for x in a]
+            except AttributeError:  # a plain tensor
+                return None
+            if found is None:
+                found = layouts
+            elif layouts != found:
+                return None
+        elif type(a) is DTensor and not (a._layout.shape == () and a._layout.is_replicated):
+            return None
+    return None if found is None or any(layout.partial_axes for layout in found) else found
+
+
+def _refuse_views_of_copies(name: str, lead: Sequence[Tensor]) -> None:
+    with DisableTorchFunctionSubclass():
+        views = [x for x in lead if x._is_view()]
+    for x in views:
+        if type(x) is DTensor:
+            refuse_view_of_copy(name, x)
 
 
 def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
@@ -110,8 +161,80 @@ def _scalar(name: str, x: DTensor) -> Tensor:
     return plain(whole)
 
 
-def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """One norm a tensor, each a small exchange."""
-    tensors, *rest = args
-    exponent, dtype = rest[0] if rest else kwargs.get("ord", 2), kwargs.get("dtype")
-    return tuple(torch.linalg.vector_norm(x if dtype is None else x.to(dtype), exponent) for x in tensors)
+# ---- reductions -------------------------------------------------------------------------------------------------
+
+
+def _reductions(name: str, self: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """One number a tensor. All norms of a mesh and dtype share an exchange."""
+    whole: dict[int, Tensor] = {}
+    if name == "_foreach_norm":
+        for mesh, members in _together(self):
+            row = _norms([self[i] for i in members], *args, **kwargs)
+            number = Layout(mesh, [REPLICATE] * mesh.ndim, ())
+            whole |= zip(members, [tag(x, number) for x in row.unbind()], strict=True)
+    one = ONE_BY_ONE[name]
+    return tuple([whole[i] if i in whole else one(x, *args, **kwargs) for i, x in enumerate(self)])
+
+
+def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
+    """Which DTensors may share an exchange: those of one mesh, dtype and device that hold anything."""
+    groups: dict[Any, list[int]] = {}
+    with DisableTorchFunctionSubclass():
+        for i, x in enumerate(tensors):
+            if type(x) is DTensor and 0 not in x._layout.shape:
+                groups.setdefault((x._layout.mesh, x.dtype, x.device), []).append(i)
+    return [(mesh, members) for (mesh, *_), members in groups.items() if not outside(mesh)]
+
+
+def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+    """Norms of tensors of one mesh and dtype, plain: the norm over ranks of what each rank has in its part.
+
+    A row a rank of the axes that cut any of them. Of what is repeated along such an axis, its first position tells.
+    """
+    tensors = [moved(x, x._layout.reduced(), _SUMMANDS) if x._layout.partial_axes else x for x in tensors]
+    distinct = {id(x._layout): x._layout for x in tensors}
+    mesh: Mesh = tensors[0]._layout.mesh
+    rank = collectives.rank()
+    here = mesh.coordinate(rank)
+    assert here is not None
+    axes = {a for layout in distinct.values() for a, p in enumerate(layout.placements) if p != REPLICATE}
+    tells = {
+        known: all(not here[a] or layout.placements[a] != REPLICATE for a in axes) for known, layout in distinct.items()
+    }
+    empty = {known for known, layout in distinct.items() if not layout.local_numel(rank)}
+    nothing = 0.0 if ord >= 0 else float("inf")
+    with DisableTorchFunctionSubclass():
+        result = (tensors[0].dtype if dtype is None else dtype).to_real()
+        exact = torch.float32 if result.itemsize < 4 else dtype
+        full = iter(torch._foreach_norm([x for x in tensors if id(x._layout) not in empty], ord, dtype=exact))
+        # Of an empty part torch knows no largest element.
+        parts = [x.sum(dtype=exact).abs() + nothing if id(x._layout) in empty else next(full) for x in tensors]
+        row = torch.stack(parts)
+        if not all(tells.values()):
+            telling = torch.tensor([tells[id(x._layout)] for x in tensors], device=row.device)
+            row = torch.where(telling, row, nothing)
+    if axes:
+        placements = [Shard(0) if a in axes else REPLICATE for a in range(mesh.ndim)]
+        rows = Layout(mesh, placements, (prod(mesh.shape[a] for a in axes), len(tensors)))
+        row = plain(torch.linalg.vector_norm(tag(row[None], rows), ord or 1, 0))  # counts add up
+    return row.to(result)
+
+
+def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's norm of a model, which need not ask for the norm of each tensor."""
+
+    @wraps(original)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        groups = _together(tensors)
+        if len(groups) != 1 or len(groups[0][1]) != len(tensors) or any(args) or any(kwargs.values()):
+            return original(tensors, norm_type, *args, **kwargs)
+        (mesh, _), *_ = groups
+        total = torch.linalg.vector_norm(_norms(tensors, float(norm_type)), float(norm_type))
+        return tag(total, Layout(mesh, [REPLICATE] * mesh.ndim, ()))
+
+    return total_norm
+
+
+clip_grad._get_total_norm = _of_all(clip_grad._get_total_norm)
+torch.nn.utils.get_total_norm = clip_grad._get_total_norm

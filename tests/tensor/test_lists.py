@@ -1,0 +1,158 @@
+"""Ops on lists of tensors equal those of one process; the norms of a model take one exchange."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import (
+    DTensor,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    count_comms,
+    distribute_tensor,
+)
+from shardwise.errors import RuleError
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+VALUES = [torch.arange(n * 3.0).reshape(n, 3).sin() * 4 for n in (5, 2, 7, 4)] + [torch.tensor([[3.0]])]
+LINES: dict[str, list[Placement]] = {
+    "rows": [S0] * 5,
+    "columns": [S1] * 5,
+    "copies": [R] * 5,
+    "uneven": [Shard(0, [0, 5, 0]), Shard(0, [1, 0, 1]), S0, R, R],
+    "on ranks": [OnRanks(0), OnRanks(2), OnRanks(0), S1, R],
+}
+GRIDS: dict[str, list[list[Placement]]] = {
+    "two dims": [[S0, S1]] * 5,
+    "rows, copies": [[S0, R], [R, S0], [R, R], [S0, S0], [R, S1]],
+    "a table": [[OnRanks(1), R], [OnRanks(0), OnRanks(1)], [R, S0], [R, R], [R, R]],
+}
+ORDERS = (2.0, 1.0, 0.5, 0.0, 3.0, float("inf"), -float("inf"), -1.0)
+
+
+def spread(mesh: Mesh, places: list[list[Placement]]) -> list[Tensor]:
+    return [distribute_tensor(v, mesh, p) for v, p in zip(VALUES, places, strict=True)]
+
+
+@pytest.mark.parametrize("name", [*LINES, *GRIDS])
+def test_norms_of_a_list_equal_one_process_and_take_one_exchange(name: str) -> None:
+    places = GRIDS.get(name) or [[p] for p in LINES[name]]
+
+    @world(4 if name in GRIDS else 3)
+    def body() -> None:
+        tensors = spread(Mesh((2, 2)) if name in GRIDS else Mesh((3,)), places)
+        for order in ORDERS:
+            with count_comms() as meter:
+                mine = torch._foreach_norm(tensors, order)
+            assert sum(meter.calls.values()) <= 1
+            for one, value in zip(mine, VALUES, strict=True):
+                assert_close(as_dtensor(one).full_tensor(), torch.linalg.vector_norm(value, order), msg=f"{order}")
+
+    body()
+
+
+@pytest.mark.parametrize("name", [*LINES, *GRIDS])
+def test_clipping_takes_one_exchange_whether_foreach_was_asked_for_or_not(name: str) -> None:
+    places = GRIDS.get(name) or [[p] for p in LINES[name]]
+
+    @world(4 if name in GRIDS else 3)
+    def body() -> None:
+        mesh = Mesh((2, 2)) if name in GRIDS else Mesh((3,))
+        for foreach in (None, True):
+            ours = [nn.Parameter(x) for x in spread(mesh, places)]
+            theirs = [nn.Parameter(v.clone()) for v in VALUES]
+            for p, q, g in zip(ours, theirs, spread(mesh, places), strict=True):
+                p.grad = g * 2
+                q.grad = q.detach() * 2
+            want = nn.utils.clip_grad_norm_(theirs, 0.5, foreach=foreach)
+            with count_comms() as meter:
+                total = nn.utils.clip_grad_norm_(ours, 0.5, foreach=foreach)
+            assert sum(meter.calls.values()) <= 1
+            assert_close(as_dtensor(total).full_tensor(), want)
+            for p, q in zip(ours, theirs, strict=True):
+                assert_close(as_dtensor(p.grad).full_tensor(), q.grad)
+
+    body()
+
+
+@world(3)
+def test_a_norm_that_is_not_finite_is_an_error_if_asked_for() -> None:
+    p = nn.Parameter(distribute_tensor(VALUES[0], Mesh((3,)), [S0]))
+    p.grad = distribute_tensor(VALUES[0] / 0, Mesh((3,)), [S0])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+    assert not as_dtensor(nn.utils.clip_grad_norm_([p], 1.0)).full_tensor().isfinite()
+
+
+@world(4)
+def test_norms_of_copies_are_counted_once_and_their_gradients_are_those_of_one_process() -> None:
+    mesh = Mesh((2, 2))
+    for places in GRIDS.values():
+        ours = [x.requires_grad_() for x in spread(mesh, places)]
+        theirs = [v.clone().requires_grad_() for v in VALUES]
+        torch.stack(torch._foreach_norm(ours, 2)).sum().backward()
+        torch.stack(torch._foreach_norm(theirs, 2)).sum().backward()
+        for mine, their in zip(ours, theirs, strict=True):
+            assert_close(as_dtensor(mine.grad).full_tensor(), their.grad)
+
+
+@world(3)
+def test_short_floats_are_added_up_in_longer_ones() -> None:
+    value = torch.full((3, 1024), 300.0, dtype=torch.float16)  # its square is more than float16 holds
+    mine = torch._foreach_norm([distribute_tensor(value, Mesh((3,)), [S0])])[0]
+    want = torch._foreach_norm([value])[0]
+    assert mine.dtype == want.dtype == torch.float16
+    assert_close(as_dtensor(mine).full_tensor(), want)
+
+
+@world(3)
+def test_norms_of_summands_are_those_of_the_sum() -> None:
+    parts = DTensor.from_local(VALUES[0], Mesh((3,)), [Partial()])
+    assert_close(as_dtensor(torch._foreach_norm([parts])[0]).full_tensor(), VALUES[0].norm() * 3)
+
+
+@world(3)
+def test_empty_tensors_and_plain_ones_stand_among_others() -> None:
+    nothing = distribute_tensor(torch.zeros(0, 3), Mesh((3,)), [S0])
+    full = distribute_tensor(VALUES[0], Mesh((3,)), [S0])
+    norms = torch._foreach_norm([nothing, full, VALUES[1]])
+    assert_close([float(n) for n in norms], [0.0, float(VALUES[0].norm()), float(VALUES[1].norm())])
+    with pytest.raises((RuntimeError, IndexError)):
+        torch._foreach_norm([full, nothing], float("inf"))
+
+
+@world(3)
+def test_other_reductions_of_lists_equal_one_process() -> None:
+    tensors: list[Tensor] = [distribute_tensor(v, Mesh((3,)), [S0]) for v in VALUES]
+    for mine, value in zip(torch._foreach_max(tensors), VALUES, strict=True):
+        assert float(mine) == float(value.max())
+    for mine, value in zip(torch._foreach_powsum(tensors, 3), torch._foreach_powsum(VALUES, 3), strict=True):
+        assert_close(as_dtensor(mine).full_tensor(), value)
+
+
+@world(3)
+def test_lists_of_other_layouts_are_brought_to_those_of_the_first() -> None:
+    mesh = Mesh((3,))
+    first: list[Tensor] = [distribute_tensor(v, mesh, [S0]) for v in VALUES]
+    second: list[Tensor] = [distribute_tensor(v, mesh, [S1]) for v in VALUES]
+    for mine, v in zip(torch._foreach_mul(first, second), VALUES, strict=True):
+        assert_close(as_dtensor(mine).full_tensor(), v * v)
+    torch._foreach_add_(first, second)
+    for x, v in zip(first, VALUES, strict=True):
+        assert as_dtensor(x).placements == (S0,)
+        assert_close(as_dtensor(x).full_tensor(), v + v)
+
+
+@world(3)
+def test_lists_are_not_changed_through_copies_that_were_moved() -> None:
+    x = distribute_tensor(torch.arange(12.0).reshape(4, 3), Mesh((3,)), [S0])
+    view: Tensor = x.view(3, 4)  # rows of another length: they had to be moved
+    with pytest.raises(RuleError, match="would not change"):
+        torch._foreach_mul_([view], 2.0)
