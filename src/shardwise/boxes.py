@@ -33,6 +33,11 @@ class Box(NamedTuple):
             sizes.append(stop - start)
         return Box(tuple(offsets), tuple(sizes))
 
+    def along(self, dim: int, start: int, length: int) -> "Box":
+        """The box that reaches from `start` on along `dim`, `length` far, and as far as this one along all others."""
+        offsets = (*self.offsets[:dim], start, *self.offsets[dim + 1 :])
+        return Box(offsets, (*self.sizes[:dim], length, *self.sizes[dim + 1 :]))
+
     def relative_to(self, outer: "Box") -> tuple[slice, ...]:
         """Slices that pick this box out of a local tensor that holds `outer`."""
         pairs = zip(self.offsets, self.sizes, outer.offsets, strict=True)
@@ -112,11 +117,9 @@ def _without(outer: Box, hole: Box) -> list[Box]:
     if common is None:
         return [outer]
     parts = []
-    offsets, sizes = list(outer.offsets), list(outer.sizes)
     for dim, (start, size) in enumerate(zip(*common, strict=True)):
-        for first, last in ((offsets[dim], start), (start + size, offsets[dim] + sizes[dim])):
+        for first, last in ((outer.offsets[dim], start), (start + size, outer.offsets[dim] + outer.sizes[dim])):
             if first < last:
-                part_offsets = (*offsets[:dim], first, *offsets[dim + 1 :])
-                parts.append(Box(part_offsets, (*sizes[:dim], last - first, *sizes[dim + 1 :])))
-        offsets[dim], sizes[dim] = start, size
+                parts.append(outer.along(dim, first, last - first))
+        outer = outer.along(dim, start, size)
     return parts

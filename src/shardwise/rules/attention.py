@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwise.boxes import Box
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.empty import never_empty
-from shardwise.rules.normal import wide
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.normal import INF, Maybe, wide
+from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, register
 
 Places = tuple[Placement, ...]
 
@@ -55,7 +55,7 @@ def attention(
 
 
 def _attend(
-    site: Site, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    site: Site, query: Tensor, key: Tensor, value: Tensor, attn_mask: Maybe = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     at = query.ndim - 2
@@ -88,9 +88,7 @@ def _of_own_heads(site: Site, key: Tensor, value: Tensor, at: int) -> list[Tenso
         queries, boxes = of_queries.boxes(rank)[0], []
         for i, (layout, each) in enumerate(zip(others, shared, strict=True)):
             first, stop = queries.offsets[at] // each, -(-(queries.offsets[at] + queries.sizes[at]) // each)
-            box = layout.boxes(rank)[0]
-            offsets = (*box.offsets[:at], first, *box.offsets[at + 1 :])
-            boxes.append((i, Box(offsets, (*box.sizes[:at], max(stop - first, 0), *box.sizes[at + 1 :]))))
+            boxes.append((i, layout.boxes(rank)[0].along(at, first, max(stop - first, 0))))
         return boxes
 
     parts = site.fetch_parts([key, value], [site.boxes(1), site.boxes(2)], wanted)
@@ -102,13 +100,7 @@ def _of_own_heads(site: Site, key: Tensor, value: Tensor, at: int) -> list[Tenso
 
 
 def _combined(
-    site: Site,
-    axes: tuple[int, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
+    site: Site, axes: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, mask: Maybe, scale: float | None
 ) -> Tensor:
     """Each rank sends its weighted values, their weight, and the largest score that both are relative to."""
     kind = query.device.type
@@ -116,11 +108,9 @@ def _combined(
     dtype = torch.get_autocast_dtype(kind) if lowered else query.dtype
     with torch.autocast(kind, enabled=False):
         query, key, value = (wide(x.to(dtype)) for x in (query, key, value))
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = _scores(query, key, mask, scale)
         if not key.shape[-2]:
-            scores, value = F.pad(scores, (0, 1), value=float("-inf")), F.pad(value, (0, 0, 0, 1))
+            scores, value = F.pad(scores, (0, 1), value=-INF), F.pad(value, (0, 0, 0, 1))
         least = torch.finfo(scores.dtype).min
         top = scores.detach().amax(-1, keepdim=True)
         weights = (scores - top.clamp(min=least)).exp()
@@ -136,20 +126,25 @@ def _combined(
         return out.to(dtype)  # type: ignore[no-any-return]
 
 
+def _scores(query: Tensor, key: Tensor, mask: Maybe, scale: float | None) -> Tensor:
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -INF) if mask.dtype == torch.bool else scores + mask
+
+
 def in_steps(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Maybe = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention as products, a softmax and dropout, each with its own rule."""
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    scores = _scores(query, key, attn_mask, scale)
     if is_causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
-    blind = (scores == float("-inf")).all(-1, keepdim=True)  # a query that sees nothing gets zeros
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -INF)
+    blind = (scores == -INF).all(-1, keepdim=True)  # a query that sees nothing gets zeros
     weights = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     return F.dropout(weights, dropout_p) @ value
 
@@ -197,5 +192,5 @@ def as_written(function: Any) -> Any:
     return copy
 
 
-RULES[F.multi_head_attention_forward] = OpRule(multi_head, composed=as_written(F.multi_head_attention_forward))
-RULES[F.scaled_dot_product_attention] = OpRule(attention, shape=_shape, composed=in_steps)
+register(OpRule(multi_head, composed=as_written(F.multi_head_attention_forward)), F.multi_head_attention_forward)
+register(OpRule(attention, shape=_shape, composed=in_steps), F.scaled_dot_product_attention)

@@ -13,7 +13,7 @@ from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import PARTIAL, REPLICATE, Shard
 from shardwise.rules.empty import filled
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, local_with, register
 from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows
 
 aten = torch.ops.aten
@@ -121,16 +121,10 @@ def _parts(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank:
     if conv.groups > 1:
         of_group = conv.channels[1] // conv.groups
         first, count = bias.offsets[0] // of_group, bias.sizes[0] // of_group
-        seen = _along(seen, at, conv.channels[0] // conv.groups, first, count)
-        weight = _along(weight, 0, conv.rows // conv.groups, first, count)
+        inputs, rows = conv.channels[0] // conv.groups, conv.rows // conv.groups
+        seen = seen.along(at, first * inputs, count * inputs)
+        weight = weight.along(0, first * rows, count * rows)
     return count, seen, weight, bias
-
-
-def _along(box: Box, dim: int, of_group: int, first: int, count: int) -> Box:
-    """The box with another range of `dim`: some groups."""
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = first * of_group, count * of_group
-    return Box(tuple(offsets), tuple(sizes))
 
 
 def _convolve(
@@ -167,5 +161,6 @@ def transposed(
     return convolution_rows(input, weight, bias, stride, padding, dilation, True, output_padding, groups)
 
 
-RULES.update(dict.fromkeys(FORWARD, OpRule(forward)) | dict.fromkeys(TRANSPOSED, OpRule(transposed)))
-RULES.update(dict.fromkeys((torch.convolution, aten.convolution.default), OpRule(convolution_rows)))
+register(OpRule(forward), *FORWARD)
+register(OpRule(transposed), *TRANSPOSED)
+register(OpRule(convolution_rows), torch.convolution, aten.convolution.default)

@@ -72,16 +72,14 @@ def distinct(ids: Tensor) -> Distinct:
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted ids and their positions. On CPUs numpy sorts ids and positions packed in one word, which is faster."""
     bits = ids.numel().bit_length()
-    if ids.device.type != "cpu" or bits > 31 or ids.numel() == 0:
-        in_order, order = ids.long().sort(stable=True)
-        return in_order, order
-    low, high = torch.aminmax(ids)
-    if int(low) < -(1 << 31) or int(high) >= 1 << 31:
-        in_order, order = ids.long().sort(stable=True)
-        return in_order, order
-    packed = ids.long().bitwise_left_shift(bits).bitwise_or_(torch.arange(ids.numel()))
-    keys = torch.from_numpy(np.sort(packed.numpy()))
-    return keys.bitwise_right_shift(bits), keys.bitwise_and((1 << bits) - 1)
+    if ids.device.type == "cpu" and 0 < bits <= 31:
+        low, high = torch.aminmax(ids)
+        if int(low) >= -(1 << 31) and int(high) < 1 << 31:
+            packed = ids.long().bitwise_left_shift(bits).bitwise_or_(torch.arange(ids.numel()))
+            keys = torch.from_numpy(np.sort(packed.numpy()))
+            return keys.bitwise_right_shift(bits), keys.bitwise_and((1 << bits) - 1)
+    in_order, order = ids.long().sort(stable=True)
+    return in_order, order
 
 
 def spread(rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:

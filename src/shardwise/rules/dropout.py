@@ -6,7 +6,6 @@ that of a product with the kept noise.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +14,22 @@ from shardwise import counter
 from shardwise.boxes import Box
 from shardwise.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_rows
-from shardwise.rules.random import tried
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.random import fill, register
+from shardwise.rules.row import Meta, Row, Site, local_with
 
 aten = torch.ops.aten
 SELU_SCALE = 1.7580993408473766  # -alpha times scale of SELU (arXiv 1706.02515): where alpha dropout sends units
 
 
-def _rows(
-    op: Any, local: LocalFunction, linear: bool, results: int, x: Meta, p: float, train: bool | None = True
-) -> list[Row]:
+def _rows(linear: bool, results: int, x: Meta, p: float, train: bool | None = True) -> list[Row]:
     """out[i] = x[i] or 0, scaled; alpha dropout adds a number, so its summands must be added up first."""
-    tried(op, x, p, train)
     rows = list(shard_rows([x]))
     off = train is False or p == 0
     rows += [Row((q,), q, "summands are dropped alike") for q in (PARTIALS if off else SUMS if linear else ())]
     if results == 1:
-        return [replace(row, local=local) for row in rows]
+        return rows
     kept = [REPLICATE if isinstance(row.output, Partial) else row.output for row in rows]
-    return [replace(row, output=(row.output, mask), local=local) for row, mask in zip(rows, kept, strict=True)]  # type: ignore[arg-type]
+    return [replace(row, output=(row.output, mask)) for row, mask in zip(rows, kept, strict=True)]  # type: ignore[arg-type]
 
 
 def _dropout(alpha: bool, features: bool, site: Site, x: Tensor, p: float, train: bool) -> Tensor:
@@ -54,9 +50,7 @@ def _kept(site: Site, x: Tensor, p: float, features: bool) -> Tensor:
     values, layout = partial(counter.bernoulli, 1 - p), site.layouts[0]
     boxes, shape = layout.boxes(site.rank), layout.shape
     if not features:
-        noise = torch.empty_like(x.detach())
-        counter.fill(noise, boxes, shape, site.seed(), values)
-        return noise
+        return fill(torch.empty_like(x.detach()), site, layout, values)
     seed, pieces = site.seed(), []
     for box in boxes:
         piece = x.new_empty(box.sizes[:2])
@@ -77,19 +71,10 @@ def _native_dropout(site: Site, x: Tensor, p: float, train: bool | None) -> tupl
 
 
 for _op, _alpha, _features in (
-    (torch.dropout, False, False),
-    (torch.feature_dropout, False, True),
-    (torch.alpha_dropout, True, False),
-    (torch.feature_alpha_dropout, True, True),
-):
+    (torch.dropout, False, False), (torch.feature_dropout, False, True),
+    (torch.alpha_dropout, True, False), (torch.feature_alpha_dropout, True, True),
+):  # fmt: skip
     _local = local_with(_dropout, _alpha, _features)
-    RULES[_op] = OpRule(
-        partial(_rows, _op, _local, not _alpha, 1), shape=shape_of_first, everywhere=_local, random=True
-    )
-for _native in (torch.native_dropout, aten.native_dropout.default):
-    RULES[_native] = OpRule(
-        partial(_rows, _native, _native_dropout, True, 2),
-        shape=lambda x, *_: [x.shape, x.shape],
-        everywhere=_native_dropout,
-        random=True,
-    )
+    register([_op], partial(_rows, not _alpha, 1), _local, shape=shape_of_first)
+_natives = torch.native_dropout, aten.native_dropout.default
+register(_natives, partial(_rows, True, 2), _native_dropout, shape=lambda x, *_: [x.shape] * 2)

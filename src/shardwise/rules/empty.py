@@ -19,17 +19,17 @@ def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
     )
 
 
-def never_empty(dims: tuple[int, ...], site: Site, *args: Any, **kwargs: Any) -> Any:
+def never_empty(dims: tuple[int | tuple[int, ...], ...], site: Site, *args: Any, **kwargs: Any) -> Any:
     """The op itself on every rank, as a row's local function.
 
     Args:
-        dims: how many of its last dims each tensor operand must not lack.
+        dims: how many of its last dims each tensor operand must not lack, or how many zeros an empty one gets.
     """
-    numbers = iter(dims)
+    lengths = iter((1,) * n if isinstance(n, int) else n for n in dims)
 
     def fill(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return filled(x, (1,) * next(numbers))
+            return filled(x, next(lengths))
         return [fill(y) for y in x] if isinstance(x, list | tuple) else x
 
     given = [fill(x) for x in args]

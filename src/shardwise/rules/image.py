@@ -13,7 +13,7 @@ from shardwise.boxes import Box
 from shardwise.placement import PARTIAL, REPLICATE, Shard
 from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.pool import in_windows, pool_rows, resized
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, register
 from shardwise.rules.window import Window, each, sliding
 
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
@@ -56,17 +56,12 @@ def pixel_unshuffle(input: Meta, downscale_factor: int) -> list[Row]:
 
 
 def _rearranged(x: Meta, up: int, down: int) -> list[Row]:
-    local = local_with(_pixels, up * up, down)
+    local = local_with(never_empty, ((*(1,) * (x.ndim - 3), up * up, down, down),))
     rows = [Row((Shard(d),), Shard(d), "planes are on their own", local) for d in range(x.ndim - 3)]
     for d, more, less in ((x.ndim - 3, down**2, up**2), (x.ndim - 2, up, down), (x.ndim - 1, up, down)):
         boundary = local_with(_scaled, more, less)
         rows.append(Row((Shard(d),), Shard(d), "pixels stay together", local, boundary=boundary, granule=less))
     return rows
-
-
-def _pixels(channels: int, side: int, site: Site, input: Tensor, *factor: int, **named: int) -> Tensor:
-    whole = filled(input, (*(1,) * (input.ndim - 3), channels, side, side))
-    return emptied(site.call(whole, *factor, **named), site.output.local_shape(site.rank))
 
 
 def _scaled(factor: int, divisor: int, b: int) -> int:
@@ -120,9 +115,9 @@ def _rows_of_patches(high: Window, wide: int, b: int) -> int:
 
 def _patches(high: Window, wide: int, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     def seen(rank: int) -> Box:
-        own, out = site.layouts[0].boxes(rank)[0], site.output.boxes(rank)[0]
+        out = site.output.boxes(rank)[0]
         low, stop = high.seen(out.offsets[-1] // wide, (out.offsets[-1] + out.sizes[-1]) // wide)
-        return Box((*own.offsets[:-2], low, own.offsets[-1]), (*own.sizes[:-2], stop - low, own.sizes[-1]))
+        return site.layouts[0].boxes(rank)[0].along(input.ndim - 2, low, stop - low)
 
     own = site.output.boxes(site.rank)[0]
     piece = filled(site.fetch(input, 0, seen), (1, high.least, 1))
@@ -168,12 +163,9 @@ def _with_samples(op: Any, dims: int, input: Tensor, *args: Any, **kwargs: Any) 
     return op(input, *args, **{**kwargs, "_random_samples": samples})
 
 
-RULES[F.interpolate] = OpRule(interpolate)
-RULES[F.unfold], RULES[F.fold] = OpRule(unfold), OpRule(fold)
-RULES[F.grid_sample], RULES[F.affine_grid] = OpRule(grid_sample), OpRule(affine_grid)
-RULES[F.pixel_shuffle], RULES[F.pixel_unshuffle] = OpRule(pixel_shuffle), OpRule(pixel_unshuffle)
-RULES[torch.channel_shuffle] = OpRule(channel_shuffle)
+for _rule in (interpolate, unfold, fold, grid_sample, affine_grid, pixel_shuffle, pixel_unshuffle, channel_shuffle):
+    register(OpRule(_rule), getattr(F, _rule.__name__))
 for _dims in (2, 3):
     for _name in (f"fractional_max_pool{_dims}d", f"fractional_max_pool{_dims}d_with_indices"):
         _op = getattr(F, _name)
-        RULES[_op] = OpRule(partial(fractional_pool, _dims), composed=partial(_with_samples, _op, _dims))
+        register(OpRule(partial(fractional_pool, _dims), composed=partial(_with_samples, _op, _dims)), _op)

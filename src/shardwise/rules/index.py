@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shardwise.layout import contiguous_strides
 from shardwise.placement import PARTIAL, REPLICATE, OnRanks, Placement, Shard
-from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.pointwise import PARTIALS, SUMS, cut_at, shape_of_first
+from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, register
 from shardwise.rules.view import box_of, named
 
 aten = torch.ops.aten
@@ -148,10 +148,7 @@ def _each_or_flat(call: Call) -> Cuts:
     shape, added = call.read_shape([call.x.shape[d] for d in call.kept]), call.added
 
     def of_values(dim: int) -> tuple[Placement, ...]:
-        if not isinstance(call.values, Meta):
-            return ()
-        own = dim - (len(shape) - call.values.ndim)
-        return (Shard(own) if own >= 0 and call.values.shape[own] == shape[dim] else REPLICATE,)
+        return (cut_at(call.values, dim, shape),) if isinstance(call.values, Meta) else ()
 
     kept = {}
     for i, d in enumerate(call.kept):
@@ -159,24 +156,20 @@ def _each_or_flat(call: Call) -> Cuts:
         kept[d] = Cut((REPLICATE,) * len(call.ids), of_values(at), at)
     cuts = {}
     for b in range(len(added)):
-        owns = [b - (len(added) - i.ndim) for i in call.ids]
-        ids = tuple(
-            Shard(own) if own >= 0 and i.shape[own] == added[b] else REPLICATE
-            for i, own in zip(call.ids, owns, strict=True)
-        )
+        ids = tuple(cut_at(i, b, added) for i in call.ids)
         cuts[b] = Cut(ids, of_values(call.start + b), call.start + b)
     return kept, cuts, list(cuts)
 
 
 def _along(call: Call) -> Cuts:
     (index,), alike = call.ids, [call.values] if isinstance(call.values, Meta) else []
+    every = {d: Cut((Shard(d),), (Shard(d),) * len(alike), d) for d in range(index.ndim)}
     kept = {
-        d: Cut((Shard(d),), tuple(Shard(d) for _ in alike), d)
-        for d in range(call.x.ndim)
+        d: cut
+        for d, cut in every.items()
         if d != call.dims[0] and all(y.shape[d] == call.x.shape[d] for y in (index, *alike))
     }
-    same = all(y.shape == index.shape for y in alike)
-    cuts = {b: Cut((Shard(b),), tuple(Shard(b) for _ in alike), b) for b in range(index.ndim) if same}
+    cuts = every if all(y.shape == index.shape for y in alike) else {}
     return kept, cuts, [call.dims[0]]
 
 
@@ -392,9 +385,8 @@ def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
 
 def _own_places(site: Site, x: Tensor, mask: Tensor, source: Tensor) -> Any:
     counts = site.stack(mask.sum().view(1)).view(-1).tolist()
-    boxes = dict(zip(site.ranks(), site.boxes(0), strict=True))
-    here = boxes[site.rank].offsets[0]
-    before = sum(n for n, box in zip(counts, boxes.values(), strict=True) if box.sizes[0] and box.offsets[0] < here)
+    here, boxes = box_of(site.layouts[0], site.rank).offsets[0], site.boxes(0)
+    before = sum(n for n, box in zip(counts, boxes, strict=True) if box.sizes[0] and box.offsets[0] < here)
     if source.numel() < sum(counts):
         raise RuntimeError(
             f"masked_scatter: {sum(counts)} places are true, but the source has {source.numel()} elements."
@@ -427,21 +419,16 @@ def _read_shape(form: Form, x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ..
 
 
 def _spelled(name: str) -> list[Any]:
-    packet = getattr(aten, name, None)
-    overloads = packet.overloads() if packet is not None else ()
-    return [
-        *named(name),
-        *(getattr(packet, o) for o in overloads if not {"out", "names", "Dimname", "twin"} & {*o.split("_")}),
-    ]
+    packet = getattr(aten, name)
+    kinds = [o for o in packet.overloads() if not {"out", "names", "Dimname", "twin"} & {*o.split("_")}]
+    return [*named(name), *(getattr(packet, o) for o in kinds)]
 
 
 for _name, _mode, _names, _kind, _wraps in OPS:
     for _in_place in (False,) if _mode == "read" else (False, True):
         _form = Form(tuple(_names.split()), _kind, _in_place, _wraps)
         _shape: Callable[..., Any] = partial(_read_shape, _form) if _mode == "read" else shape_of_first
-        for _op in _spelled(_name + "_" * _in_place):
-            RULES[_op] = OpRule(partial(rows, _form, _mode), _in_place, _shape)
-RULES[masked] = OpRule(masked_rows, ragged=True)
-for _in_place in (False, True):
-    for _op in _spelled("masked_scatter" + "_" * _in_place):
-        RULES[_op] = OpRule(masked_scatter, _in_place, shape_of_first)
+        register(OpRule(partial(rows, _form, _mode), _in_place, _shape), *_spelled(_name + "_" * _in_place))
+register(OpRule(masked_rows, ragged=True), masked)
+register(OpRule(masked_scatter, shape=shape_of_first), *_spelled("masked_scatter"))
+register(OpRule(masked_scatter, True, shape_of_first), *_spelled("masked_scatter_"))

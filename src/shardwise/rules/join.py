@@ -16,7 +16,7 @@ from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
-from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import NOBODY, Meta, OpRule, Row, Site, local_with, register
 from shardwise.rules.view import OWNER, Along, box_of, named, nothing, position
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _between(runs: Runs, low: int, high: int) -> list[Run]:
 def _box_of_run(run: Run, dim: int, held: Box) -> Box:
     """Of what its operand holds elsewhere, the indices of the run along `dim`."""
     length = run.length if run.step else 1
-    return _with_dim(held, dim, run.start - length + 1 if run.step < 0 else run.start, length)
+    return held.along(dim, run.start - length + 1 if run.step < 0 else run.start, length)
 
 
 def assembled(
@@ -75,7 +75,7 @@ def assembled(
             r: [(run.operand, _box_of_run(run, dim, held[run.operand][r])) for run in runs if run.operand != FILLED]
             for r, runs in parts.items()
         }
-        nothing = {r: [(0, _with_dim(box, dim, 0, 0))] for r, box in held[0].items()}
+        nothing = {r: [(0, box.along(dim, 0, 0))] for r, box in held[0].items()}
         wanted = {r: list(dict.fromkeys(boxes[r])) or nothing[r] for r in boxes}
         found = site.fetch_parts(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
         by_box, mine = dict(zip(wanted[site.rank], found, strict=True)), iter(boxes[site.rank])
@@ -90,22 +90,12 @@ def assembled(
         else:
             shape = site.output.local_shape(site.rank)
             xs = [torch.cat([x.reshape(-1)[:0] for x in (*found, *xs)]).view(shape)]
-        held = [{rank: _with_dim(box, dim, *_interval(result[rank], dim)) for rank, box in held[0].items()}]
+        held = [{r: box.along(dim, result[r].offsets[dim], result[r].sizes[dim]) for r, box in held[0].items()}]
     return xs[0]
 
 
 def _with_lead(box: Box, lead: int) -> Box:
     return Box((0,) * lead + box.offsets, (1,) * lead + box.sizes) if lead else box
-
-
-def _with_dim(box: Box, dim: int, start: int, length: int) -> Box:
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = start, length
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def _interval(box: Box, dim: int) -> tuple[int, int]:
-    return box.offsets[dim], box.sizes[dim]
 
 
 def _along(x: Tensor, dim: int, run: Run, value: float) -> Tensor:
@@ -303,26 +293,22 @@ def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
 
 def _windows(dim: int, size: int, step: int, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     def wanted(rank: int) -> Box:
-        first, count = _interval(box_of(site.output, rank), dim)
-        return _with_dim(box_of(site.layouts[0], rank), dim, first * step, (count - 1) * step + size if count else 0)
+        own = box_of(site.output, rank)
+        first, count = own.offsets[dim], own.sizes[dim]
+        return box_of(site.layouts[0], rank).along(dim, first * step, (count - 1) * step + size if count else 0)
 
     own = site.fetch(x, 0, wanted)
     return own.unfold(dim, size, step) if own.shape[dim] else own.unsqueeze(-1).expand(*own.shape, size)
 
 
-for _op in (*named("cat", "concat", "concatenate"), aten.cat.default):
-    RULES[_op] = OpRule(cat, shape=_cat_shape)
-for _op in (torch.stack, aten.stack.default):
-    RULES[_op] = OpRule(stack, shape=_stack_shape, sizeless=True)
-for _name, _rule in (("roll", roll), ("flip", flip)):
-    for _op in (*named(_name), getattr(aten, _name).default):
-        RULES[_op] = OpRule(_rule, shape=shape_of_first)
-for _op in (Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default):
-    RULES[_op] = OpRule(repeat)
-RULES[F.pad] = RULES[aten.pad.default] = OpRule(pad)
-RULES[aten.constant_pad_nd.default] = OpRule(partial(padded_as, "constant"))
+register(OpRule(cat, shape=_cat_shape), *named("cat", "concat", "concatenate"), aten.cat.default)
+register(OpRule(stack, shape=_stack_shape, sizeless=True), torch.stack, aten.stack.default)
+register(OpRule(roll, shape=shape_of_first), *named("roll"), aten.roll.default)
+register(OpRule(flip, shape=shape_of_first), *named("flip"), aten.flip.default)
+register(OpRule(repeat), Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default)
+register(OpRule(pad), F.pad, aten.pad.default)
+register(OpRule(partial(padded_as, "constant")), aten.constant_pad_nd.default)
 for _name, _mode in (("reflection", "reflect"), ("replication", "replicate")):
-    for _ndim in (1, 2, 3):
-        RULES[getattr(aten, f"{_name}_pad{_ndim}d").default] = OpRule(partial(padded_as, _mode))
-for _op in (Tensor.unfold, aten.unfold.default):
-    RULES[_op] = OpRule(unfold)
+    _pads = [getattr(aten, f"{_name}_pad{ndim}d").default for ndim in (1, 2, 3)]
+    register(OpRule(partial(padded_as, _mode)), *_pads)
+register(OpRule(unfold), Tensor.unfold, aten.unfold.default)

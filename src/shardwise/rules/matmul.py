@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.placement import REPLICATE, Partial, Placement, Shard
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with, made_of
 
 aten = torch.ops.aten
 STRETCHED = "?"  # stands for the index of a dim of length 1 that is repeated
@@ -138,12 +138,6 @@ def matmul(input: Meta, other: Meta) -> Product:
     return Product([input, other], [left, right], output, batch)
 
 
-def reversed_matmul(input: Meta, other: Meta) -> Product:
-    """other @ input."""
-    product = matmul(other, input)
-    return product._replace(operands=product.operands[::-1], letters=product.letters[::-1])
-
-
 def inner(input: Meta, other: Meta) -> Product:
     """out[…, …'] = sum_k input[…, k] other[…', k]."""
     if not input.ndim or not other.ndim:
@@ -152,22 +146,9 @@ def inner(input: Meta, other: Meta) -> Product:
     return Product([input, other], [left + "Z", right + "Z"], left + right)
 
 
-def outer(input: Meta, vec2: Meta) -> Product:
-    """out[a, b] = input[a] vec2[b]."""
-    return Product([input, vec2], ["a", "b"], "ab")
-
-
 def dot(input: Meta, other: Meta) -> Product:
     """out = sum_a input[a] other[a], conjugated or not."""
     return Product([input, other], ["a", "a"], "")
-
-
-def vecdot(x: Meta, y: Meta, *, dim: int = -1) -> Product:
-    """out[…] = sum over dim of conj(x) y."""
-    letters = ascii_lowercase[: max(x.ndim, y.ndim)]
-    at = letters[dim % len(letters)]
-    kept = letters.replace(at, "")
-    return Product([x, y], [letters[len(letters) - x.ndim :], letters[len(letters) - y.ndim :]], kept, kept)
 
 
 def tensordot(a: Meta, b: Meta, dims: Any = 2, out: None = None) -> Product:
@@ -183,13 +164,6 @@ def tensordot(a: Meta, b: Meta, dims: Any = 2, out: None = None) -> Product:
         right[d] = letter
     kept = "".join(c for c in left + right if c not in summed)
     return Product([a, b], ["".join(left), "".join(right)], kept, "".join(summed))
-
-
-def chain(tensors: Sequence[Meta]) -> Product:
-    """A product of matrices; the first and the last one may be vectors."""
-    pairs = [ascii_letters[i : i + 2] for i in range(len(tensors))]
-    letters = [pairs[0][2 - tensors[0].ndim :], *pairs[1:-1], pairs[-1][: tensors[-1].ndim]]
-    return Product(tensors, letters, letters[0][:-1] + letters[-1][1:])
 
 
 def einsum(equation: str, *operands: Any) -> Product:
@@ -244,13 +218,9 @@ register(
     matmul, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.mm, Tensor.mm, torch.bmm,
     Tensor.bmm, torch.mv, Tensor.mv, aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default,
 )  # fmt: skip
-register(reversed_matmul, Tensor.__rmatmul__)
 register(dot, torch.dot, Tensor.dot, aten.dot.default, torch.vdot, Tensor.vdot, aten.vdot.default)
 register(inner, torch.inner, Tensor.inner)
-register(outer, torch.outer, Tensor.outer, torch.ger, Tensor.ger)
-register(vecdot, torch.linalg.vecdot)
 register(tensordot, torch.tensordot)
-register(chain, torch.linalg.multi_dot)
 register(einsum, torch.einsum)
 for _name, _letters in {
     "addmm": ("mn", "mk", "kn", "mn"), "addmv": ("m", "mk", "k", "m"), "addr": ("mn", "m", "n", "mn"),
@@ -259,4 +229,5 @@ for _name, _letters in {
     register(added(*_letters), getattr(torch, _name), getattr(Tensor, _name), getattr(aten, _name).default)
     _in_place = getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default
     register(added(*_letters), *_in_place, in_place=True)
-RULES.update(dict.fromkeys((torch.kron, Tensor.kron), OpRule(kron)))
+RULES[Tensor.__rmatmul__] = made_of(lambda input, other: torch.matmul(other, input))
+RULES[torch.kron] = RULES[Tensor.kron] = OpRule(kron)

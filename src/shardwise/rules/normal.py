@@ -17,7 +17,7 @@ from shardwise.boxes import Box
 from shardwise.errors import RuleError
 from shardwise.placement import REPLICATE, Boxes, Partial, Placement, Shard
 from shardwise.rules.pointwise import shape_of_first
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, made_of, register
 
 aten = torch.ops.aten
 INF = float("inf")
@@ -296,20 +296,10 @@ def _own_channels(site: Site, named: Named, numbers: dict[str, int], name: str) 
 # ---- weight_norm and local_response_norm --------------------------------------------------------------------
 
 
-def weight_norm(v: Meta, g: Meta, dim: int = 0) -> list[Row]:
-    """out = g v / |v|, with a norm for each index of `dim` (-1: one norm)."""
-    local = local_with(_weight_norm, dim)
-    rows = [Row((Shard(dim), Shard(dim)), Shard(dim), "each rank has whole norms", local)] if dim >= 0 else []
-    dims = [d for d in range(v.ndim) if d != dim]
-    return rows + [Row((Shard(d), REPLICATE), Shard(d), "squares are summed over the ranks", local) for d in dims]
-
-
-def _weight_norm(dim: int, site: Site, v: Tensor, g: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    full = wide(v)
-    squares = full.square().sum([d for d in range(v.ndim) if d != dim], keepdim=dim >= 0)
-    axes = _axes_not_cutting(site, dim)
-    summed = site.stack(squares, site.ranks(axes)).sum(0) if axes else squares
-    return (full * (g / summed.sqrt())).to(v.dtype)
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v / |v|, with a norm for each index of `dim` (-1: one norm)."""
+    norms: Tensor = torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=dim >= 0)
+    return v * (g / norms)
 
 
 def local_response_norm(x: Meta, size: int, *args: Any, **kwargs: Any) -> list[Row]:
@@ -321,16 +311,13 @@ def local_response_norm(x: Meta, size: int, *args: Any, **kwargs: Any) -> list[R
 
 
 def _with_neighbours(reach: int, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    boxes = dict(zip(site.ranks(), site.boxes(0), strict=True))
-
     def wanted(rank: int) -> Box:
-        box = boxes[rank]
+        box = site.layouts[0].boxes(rank)[0]
         start = max(box.offsets[1] - reach // 2, 0)
         stop = min(box.offsets[1] + box.sizes[1] + (reach - 1) // 2, site.layouts[0].shape[1])
-        sizes = (box.sizes[0], max(stop - start, 0) if box.sizes[1] else 0, *box.sizes[2:])
-        return Box((box.offsets[0], start, *box.offsets[2:]), sizes)
+        return box.along(1, start, max(stop - start, 0) if box.sizes[1] else 0)
 
-    own, more = boxes[site.rank], wanted(site.rank)
+    own, more = site.layouts[0].boxes(site.rank)[0], wanted(site.rank)
     out: Tensor = site.call(site.fetch(x, 0, wanted), *args, **kwargs)
     out = out if out.is_floating_point() else out.to(torch.get_default_dtype())  # nothing comes back as it was
     return out.narrow(1, own.offsets[1] - more.offsets[1] if own.sizes[1] else 0, own.sizes[1])
@@ -341,15 +328,12 @@ def _with_neighbours(reach: int, site: Site, x: Tensor, *args: Any, **kwargs: An
 for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
     _homes = [getattr(home, _name) for home in (F, torch, Tensor, torch.special)]
     _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, sizeless=True)
-    RULES.update(dict.fromkeys([*_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default], _rule))
-RULES[aten._safe_softmax.default] = OpRule(partial(softmax, "safe"), shape=shape_of_first, sizeless=True)
-for _local, _ops in (
-    (_layer_norm_of_cut, (F.layer_norm, torch.layer_norm, aten.layer_norm.default)),
-    (_rms_norm_of_cut, (F.rms_norm, torch.rms_norm, aten.rms_norm.default)),
-):
+    register(_rule, *_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default)
+register(OpRule(partial(softmax, "safe"), shape=shape_of_first, sizeless=True), aten._safe_softmax.default)
+for _name, _local in (("layer_norm", _layer_norm_of_cut), ("rms_norm", _rms_norm_of_cut)):
     _rule = OpRule(partial(layer_norm, _local), shape=_normalized_shape, sizeless=True)
-    RULES.update(dict.fromkeys(_ops, _rule))
+    register(_rule, getattr(F, _name), getattr(torch, _name), getattr(aten, _name).default)
 for _op in NAMES:
-    RULES[_op] = OpRule(partial(channelwise, _op), shape=shape_of_first)
-RULES[torch._weight_norm] = RULES[aten._weight_norm.default] = OpRule(weight_norm, shape=shape_of_first)
-RULES[F.local_response_norm] = OpRule(local_response_norm, shape=shape_of_first)
+    register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
+register(made_of(_weight_norm), torch._weight_norm, aten._weight_norm.default)
+register(OpRule(local_response_norm, shape=shape_of_first), F.local_response_norm)

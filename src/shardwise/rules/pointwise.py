@@ -1,6 +1,7 @@
 """Ops that work on each element by itself: a table of names and of what they do to a sum."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules.row import RULES, Meta, OpRule, Row
+from shardwise.rules.row import RULES, Meta, OpRule, Row, Rule, register
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
@@ -37,10 +38,9 @@ LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
 
-def broadcast(*operands: Meta | Any, **_: Any) -> tuple[int, ...]:
+def broadcast(*operands: Any, **named: Any) -> tuple[int, ...]:
     """The shape that the operands are stretched to."""
-    shapes = [x.shape for x in operands if isinstance(x, Meta)]
-    shapes += [x.shape for x in _.values() if isinstance(x, Meta)]
+    shapes = [x.shape for x in tensors_of(operands, named)]
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     return tuple(torch.broadcast_shapes(*shapes))
@@ -50,14 +50,14 @@ def shard_rows(operands: list[Meta], why: str = "each rank computes its own elem
     """Rows that need no knowledge of the op: every operand cut alike, in every dim or into the same boxes."""
     shape = broadcast(*operands)
     for dim in range(len(shape)):
-        yield Row(tuple(_cut_at(x, dim, shape) for x in operands), Shard(dim), why)
+        yield Row(tuple(cut_at(x, dim, shape) for x in operands), Shard(dim), why)
     for x in operands:
         if isinstance(x.placement, OnRanks | Boxes) and all(y.shape in {shape, ()} for y in operands):
             inputs = tuple(x.placement if y.shape == shape else REPLICATE for y in operands)
             yield Row(inputs, x.placement, "the rank that holds the elements computes them")
 
 
-def _cut_at(x: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
+def cut_at(x: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
     """`dim` of the result as a dim of `x`, where `x` is not stretched there."""
     own = dim - (len(shape) - x.ndim)
     return Shard(own) if own >= 0 and x.shape[own] == shape[dim] else REPLICATE
@@ -89,8 +89,7 @@ def additive(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = a[i] ± alpha b[i]: sums of summands. A number is not split into summands, so it waits for the sum."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
-    both_tensors = isinstance(args[0], Meta) and len(args) > 1 and isinstance(args[1], Meta)
-    if both_tensors:
+    if len(tensors_of(args[:2], {})) == 2:
         rows += [Row((p,) * len(operands), p, "sums are added summand by summand") for p in SUMS]
     return rows
 
@@ -99,10 +98,9 @@ def bilinear(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = a[i] b[i]: linear in a for a fixed b, and the other way round."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
-    for index in range(len(operands)):
-        inputs = tuple(Partial() if i == index else REPLICATE for i in range(len(operands)))
-        rows.append(Row(inputs, Partial(), "each summand is multiplied by the whole other factor"))
-        rows.append(Row(tuple(Partial("avg") if p.is_partial() else p for p in inputs), Partial("avg"), "the same"))
+    for index, p in product(range(len(operands)), SUMS):
+        inputs = tuple(p if i == index else REPLICATE for i in range(len(operands)))
+        rows.append(Row(inputs, p, "each summand is multiplied by the whole other factor"))
     return rows
 
 
@@ -153,16 +151,15 @@ def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 def spellings(name: str) -> list[tuple[Any, bool]]:
     """Every callable by which users or torch reach the op `name`, and whether it works in place."""
     found: list[tuple[Any, bool]] = []
+    both = (name, False), (name + "_", True)
     for home in (torch, Tensor, F, torch._C._nn, torch.special):
-        for spelled, in_place in ((name, False), (name + "_", True)):
-            function = getattr(home, spelled, None)
-            if callable(function):
-                found.append((function, in_place))
-    for dunder in (f"__{name}__", f"__i{name}__"):
+        functions = [(getattr(home, spelled, None), in_place) for spelled, in_place in both]
+        found += [(function, in_place) for function, in_place in functions if callable(function)]
+    for dunder in (f"__{name}__", f"__i{name}__", f"__r{name}__"):
         function = getattr(Tensor, dunder, None)
         if callable(function) and function not in NO_OPS:
             found.append((function, dunder.startswith("__i")))
-    for spelled, in_place in ((name, False), (name + "_", True)):
+    for spelled, in_place in both:
         packet = getattr(torch.ops.aten, spelled, None)
         overloads = packet.overloads() if packet is not None else ()
         found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if _gives_a_tensor(op)]
@@ -176,49 +173,24 @@ def _gives_a_tensor(overload: Any) -> bool:
     return all(any("Tensor" in str(a.type) for a in side) for side in sides) and not any(a.is_out for a in sides[0])
 
 
-def register(
-    names: tuple[str, ...] | list[str],
-    rows: Callable[..., list[Row]],
-    shape: Callable[..., tuple[int, ...]] = broadcast,
-) -> None:
+def _register(names: Sequence[str], rows: Rule, shape: Callable[..., tuple[int, ...]] = broadcast) -> None:
     for name in names:
         for function, in_place in spellings(name):
             if function not in RULES:
                 RULES[function] = OpRule(rows, in_place, shape, sizeless=True)
 
 
-register(NONLINEAR, nonlinear)
-register(["where"], selected)
-register(HOMOGENEOUS, homogeneous)
-register(ADDITIVE, additive)
-register(BILINEAR, bilinear)
-register(NUMERATOR, numerator)
-register(COPIES, copies)
-register(CONVERSIONS, conversion, shape_of_first)
-register(LIKE, copies)
-register(FILLED, filled_like)
-for _op in (
-    torch.ops.aten.addcmul.default,
-    torch.ops.aten.addcdiv.default,
-    torch.addcmul,
-    torch.addcdiv,
-    Tensor.addcmul,
-    Tensor.addcdiv,
-    Tensor.__rpow__,
-    Tensor.__radd__,
-    Tensor.__rmul__,
-):
-    RULES.setdefault(_op, OpRule(nonlinear, False, broadcast))
-RULES[torch.ops.aten._to_copy.default] = OpRule(conversion, False, shape_of_first)
-for _op in (
-    Tensor.addcmul_,
-    Tensor.addcdiv_,
-    torch.ops.aten.addcmul_.default,
-    torch.ops.aten.addcdiv_.default,
-):
-    RULES.setdefault(_op, OpRule(nonlinear, True, broadcast))
-for _name in ("copy_", "zero_", "fill_"):
-    RULES.setdefault(getattr(Tensor, _name), OpRule(nonlinear, True, broadcast))
-RULES[Tensor.__rsub__] = RULES[Tensor.sub]
-RULES[Tensor.__rdiv__] = OpRule(nonlinear, False, broadcast)
-RULES[Tensor.__rtruediv__] = RULES[Tensor.__rdiv__]
+register(OpRule(nonlinear, shape=broadcast), Tensor.__rdiv__)  # the operand is the denominator
+_register(NONLINEAR, nonlinear)
+_register(["addcmul", "addcdiv"], nonlinear)
+_register(["where"], selected)
+_register(HOMOGENEOUS, homogeneous)
+_register(ADDITIVE, additive)
+_register(BILINEAR, bilinear)
+_register(NUMERATOR, numerator)
+_register(COPIES, copies)
+_register(CONVERSIONS, conversion, shape_of_first)
+_register(LIKE, copies)
+_register(FILLED, filled_like)
+register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)
+register(OpRule(nonlinear, True, broadcast), Tensor.copy_, Tensor.zero_, Tensor.fill_)

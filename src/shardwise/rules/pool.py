@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -133,15 +134,14 @@ def _global_index(index: Tensor, piece: Sequence[int], offsets: Sequence[int], w
     return found
 
 
-for _dims in (1, 2, 3):
-    _max, _avg = OpRule(partial(max_pool, _dims)), OpRule(partial(avg_pool, _dims))
-    _most, _mean = OpRule(partial(adaptive_pool, _dims)), OpRule(partial(adaptive_avg_pool, _dims))
-    for _home in (F, torch, aten):
-        for _name, _rule in (
-            (f"max_pool{_dims}d", _max), (f"max_pool{_dims}d_with_indices", _max), (f"avg_pool{_dims}d", _avg),
-            (f"adaptive_max_pool{_dims}d", _most), (f"adaptive_max_pool{_dims}d_with_indices", _most),
-            (f"adaptive_avg_pool{_dims}d", _mean), (f"_adaptive_avg_pool{_dims}d", _mean),
-        ):  # fmt: skip
-            _op = getattr(_home, _name, None)
-            if _op is not None:
-                RULES[getattr(_op, "default", _op)] = _rule
+NAMES = (
+    (max_pool, "max_pool{}d max_pool{}d_with_indices"),
+    (avg_pool, "avg_pool{}d"),
+    (adaptive_pool, "adaptive_max_pool{}d adaptive_max_pool{}d_with_indices"),
+    (adaptive_avg_pool, "adaptive_avg_pool{}d _adaptive_avg_pool{}d"),
+)
+for _dims, (_rule, _names) in product((1, 2, 3), NAMES):
+    for _home, _name in product((F, torch, aten), _names.format(_dims, _dims).split()):
+        _op = getattr(_home, _name, None)
+        if _op is not None:
+            RULES[getattr(_op, "default", _op)] = OpRule(partial(_rule, _dims))

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from shardwise import counter
 from shardwise.counter import Values
-from shardwise.placement import REPLICATE, OnRanks, Shard
-from shardwise.rules.pointwise import PARTIALS, broadcast, shape_of_first, shard_rows, tensors_of
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with
+from shardwise.layout import Layout
+from shardwise.placement import OnRanks, Shard
+from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Site, local_with
 
 aten = torch.ops.aten
 
@@ -64,45 +65,43 @@ def _try(op: Any, args: Sequence[Any], kwargs: dict[str, Any], dtypes: dict[torc
         op(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
 
 
-def _refill_rows(op: Any, local: LocalFunction, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """x becomes random; what it was does not matter."""
-    tried(op, x, *args, **kwargs)
-    rows = [replace(row, local=local) for row in shard_rows([x])]
-    return rows + [Row((p,), p, "one summand carries the numbers", local) for p in PARTIALS]
-
-
-def _like_rows(op: Any, local: LocalFunction, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """out is random and shaped like x."""
-    tried(op, x, *args, **kwargs)
-    rows = [replace(row, local=local) for row in shard_rows([x])]
-    if op in READ and not args and "p" not in kwargs:
-        return rows  # the operand is the parameter
-    return rows + [Row((p,), REPLICATE, "the summands are not read", local) for p in PARTIALS]
-
-
-def parameter_rows(op: Any, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
-    """out[i] is drawn from a law with parameters a[i], b[i], …"""
+def _checked(op: Any, rows: Rule, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
+    """The rows of a random op, whose numbers all come from its local function."""
     tried(op, *args, **kwargs)
-    return [replace(row, local=local) for row in shard_rows(tensors_of(args, kwargs))]
+    return [replace(row, local=local) for row in rows(*args, **kwargs)]
 
 
-def _multinomial_rows(op: Any, local: LocalFunction, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def _refilled(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """x becomes random; what it was does not matter."""
+    return [*shard_rows([x]), *(Row((p,), p, "one summand carries the numbers") for p in PARTIALS)]
+
+
+def _bernoulli_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out is shaped like x, which holds the probabilities where none is given."""
+    return (filled_like if args or "p" in kwargs else nonlinear)(x)
+
+
+def _multinomial_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out[i, j]: a category of row i, so rows must be whole."""
-    tried(op, x, *args, **kwargs)
-    rows = [Row((Shard(0),), Shard(0), "each rank draws for its own rows", local)] if x.ndim == 2 else []
+    rows = [Row((Shard(0),), Shard(0), "each rank draws for its own rows")] if x.ndim == 2 else []
     if isinstance(x.placement, OnRanks):
-        rows.append(Row((x.placement,), x.placement, "the rank that holds the rows draws", local))
+        rows.append(Row((x.placement,), x.placement, "the rank that holds the rows draws"))
     return rows
 
 
 # ---- numbers of this rank -----------------------------------------------------------------------------------
 
 
+def fill(out: Tensor, site: Site, layout: Layout, values: Values, generator: Any = None) -> Tensor:
+    """`out`, filled as this rank's part of a random tensor of this layout."""
+    counter.fill(out, layout.boxes(site.rank), layout.shape, site.seed(generator), values)
+    return out
+
+
 def _numbers(site: Site, values: Values, dtype: torch.dtype, device: torch.device, generator: Any) -> Tensor:
     """This rank's part of a random tensor laid out as the op's result."""
     out = torch.empty(site.output.local_shape(site.rank), dtype=dtype, device=device)
-    counter.fill(out, site.output.boxes(site.rank), site.output.shape, site.seed(generator), values)
-    return out
+    return fill(out, site, site.output, values, generator)
 
 
 def _law(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> Values:
@@ -155,8 +154,7 @@ def _refill(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tens
     layout, generator = site.layouts[0], kwargs.get("generator")
     # Autograd must see one op that changes x, not one a chunk.
     new = torch.empty_like(x) if x.requires_grad and torch.is_grad_enabled() else x
-    law = _law(name, x.dtype, args, kwargs)
-    counter.fill(new, layout.boxes(site.rank), layout.shape, site.seed(generator), law)
+    fill(new, site, layout, _law(name, x.dtype, args, kwargs), generator)
     neutral = layout.neutral(site.rank)
     if neutral is not None:
         new.fill_(neutral)
@@ -165,23 +163,17 @@ def _refill(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tens
 
 def _like(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     out = torch.empty_like(x.detach(), **{k: v for k, v in kwargs.items() if k in OPTIONS})
-    law = _law(name, out.dtype, args, kwargs)
-    counter.fill(out, site.output.boxes(site.rank), site.output.shape, site.seed(kwargs.get("generator")), law)
+    fill(out, site, site.output, _law(name, out.dtype, args, kwargs), kwargs.get("generator"))
     return out.requires_grad_(kwargs.get("requires_grad", False))
 
 
 def _bernoulli(site: Site, x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     if isinstance(p, float | int):
         return without_gradient(_like("bernoulli", site, x, p, generator=generator), x)
-    return without_gradient(_chosen(site, x, generator).to(x.dtype), x)
-
-
-def _chosen(site: Site, p: Tensor, generator: Any) -> Tensor:
-    """True with probability p[i]."""
-    p = p.detach()
-    refuse(site, ~((p >= 0) & (p <= 1)), "bernoulli expects probabilities from 0 to 1.")
-    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return _numbers(site, counter.uniform, wide, p.device, generator) < p
+    chance = x.detach()
+    refuse(site, ~((chance >= 0) & (chance <= 1)), "bernoulli expects probabilities from 0 to 1.")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return without_gradient((_numbers(site, counter.uniform, wide, x.device, generator) < chance).to(x.dtype), x)
 
 
 def _normal(site: Site, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
@@ -194,12 +186,7 @@ def _normal(site: Site, mean: Any, std: Any = 1.0, *, generator: Any = None) -> 
 
 
 def _rrelu(
-    site: Site,
-    x: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
+    site: Site, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Tensor:
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)
@@ -215,10 +202,7 @@ def _multinomial(
     here = bool(site.layouts[0].boxes(site.rank))  # nothing sums to nothing
     refuse(site, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:  # the categories whose exponential clocks of rate p ring first
-        clocks = torch.empty_like(p)
-        layout = site.layouts[0]
-        law = partial(counter.exponential, 1.0)
-        counter.fill(clocks, layout.boxes(site.rank), layout.shape, site.seed(generator), law)
+        clocks = fill(torch.empty_like(p), site, site.layouts[0], partial(counter.exponential, 1.0), generator)
         return torch.sort(p / clocks, dim=-1, descending=True, stable=True)[1][..., :num_samples].contiguous()
     sums = p.cumsum(-1)
     total = sums[..., -1:]
@@ -230,12 +214,11 @@ def _multinomial(
 # ---- the table ----------------------------------------------------------------------------------------------
 
 MULTINOMIAL = (torch.multinomial, Tensor.multinomial, aten.multinomial.default)
-READ = (torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default)
 
 
-def register(ops: Sequence[Any], rows: Callable[..., list[Row]], local: LocalFunction, **kwargs: Any) -> None:
+def register(ops: Sequence[Any], rows: Rule, local: LocalFunction, **kwargs: Any) -> None:
     for op in ops:
-        RULES[op] = OpRule(partial(rows, op, local), everywhere=local, random=True, **kwargs)
+        RULES[op] = OpRule(partial(_checked, op, rows, local), everywhere=local, random=True, **kwargs)
 
 
 def _overloads(name: str) -> list[Any]:
@@ -243,17 +226,18 @@ def _overloads(name: str) -> list[Any]:
     return [getattr(packet, o) for o in packet.overloads() if "out" not in o] if packet is not None else []
 
 
-register([aten.bernoulli_.float], _refill_rows, local_with(_refill, "bernoulli"), in_place=True)
+register([aten.bernoulli_.float], _refilled, local_with(_refill, "bernoulli"), in_place=True)
 for _name in ("uniform", "normal", "log_normal", "cauchy", "exponential", "geometric", "random"):
     _in_place = [getattr(Tensor, _name + "_"), *_overloads(_name + "_")]
-    register(_in_place, _refill_rows, local_with(_refill, _name), in_place=True)
+    register(_in_place, _refilled, local_with(_refill, _name), in_place=True)
 for _name in ("uniform", "log_normal", "cauchy", "exponential", "geometric", "random"):
-    register(_overloads(_name), _like_rows, local_with(_like, _name), shape=shape_of_first)
+    register(_overloads(_name), filled_like, local_with(_like, _name), shape=shape_of_first)
 for _name in ("rand_like", "randn_like", "randint_like"):
     _ops = [getattr(torch, _name), *(o for o in _overloads(_name) if "Tensor" not in str(o))]
-    register(_ops, _like_rows, local_with(_like, _name), shape=shape_of_first)
-register([*READ, aten.bernoulli.p], _like_rows, _bernoulli, shape=shape_of_first)
+    register(_ops, filled_like, local_with(_like, _name), shape=shape_of_first)
+_bernoullis = [torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default, aten.bernoulli.p]
+register(_bernoullis, _bernoulli_rows, _bernoulli, shape=shape_of_first)
 _normals = [torch.normal, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor]
-register(_normals, parameter_rows, _normal, shape=broadcast)
-register([torch.rrelu], parameter_rows, _rrelu, shape=shape_of_first)
+register(_normals, nonlinear, _normal, shape=broadcast)
+register([torch.rrelu], nonlinear, _rrelu, shape=shape_of_first)
 register(MULTINOMIAL, _multinomial_rows, _multinomial, shape=lambda x, n, *_, **__: (*x.shape[:-1], n))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.rules import row
 from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, spellings
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Shapes, Site, local_with
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Shapes, Site, local_with, made_of
 
 Dims = tuple[int, ...] | None  # None: all dims of whatever shape this rank holds
 NAMES = {"axis": "dim", "keepdims": "keepdim", "p": "ord", "self": "input", "x": "input", "a": "input"}
@@ -208,14 +209,9 @@ def _norm_of_shards(site: Site, x: Tensor, dims: Dims, keepdim: bool, ord: float
     return every.sum(0) if ord == 0 else torch.linalg.vector_norm(every, ord, 0)  # torch knows its gradient at zero
 
 
-def dist(input: Meta, other: Meta, ord: float = 2) -> list[Row]:
-    """out = the norm of input - other."""
-    local = local_with(_norm_of_difference, float(ord))
-    return [Row(row.inputs, REPLICATE, row.why, local) for row in shard_rows([input, other])]
-
-
-def _norm_of_difference(ord: float, site: Site, /, input: Tensor, other: Tensor, *_: Any, **__: Any) -> Tensor:
-    return _norm_of_shards(site, input - other, None, False, ord)
+def _dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    distance: Tensor = torch.linalg.vector_norm(input - other, p)
+    return distance
 
 
 def cdist(x1: Meta, x2: Meta, *args: Any, **kwargs: Any) -> list[Row]:
@@ -357,7 +353,7 @@ for _root, _name in ((False, "var"), (True, "std")):
         _rule, _shape = partial(variance, _root, _both), partial(_spread_shape, _both)
         register(_rule, _shape, _name + "_mean" * _both, sizeless=False)
 register(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, sizeless=False)
-register(dist, lambda input, other, ord=2: (), "dist", sizeless=False)
+row.register(made_of(_dist), *(op for op, _ in spellings("dist")))
 register(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register(log_sum_exp, reduced_shape, "logsumexp")
 register(partial(extreme, (True,)), reduced_shape, "amax")

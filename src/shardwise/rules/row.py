@@ -188,6 +188,22 @@ class OpRule:
 RULES: dict[Any, OpRule] = {}
 
 
+def register(rule: OpRule, *ops: Any) -> None:
+    """Give ops a rule. Two rules for one op are an error."""
+    for op in ops:
+        assert op not in RULES, f"two rules for {op}"
+        RULES[op] = rule
+
+
+def made_of(composed: Callable[..., Any]) -> OpRule:
+    """The rule of an op that is always run as `composed` says."""
+    return OpRule(_no_rows, composed=composed)
+
+
+def _no_rows(*_: Any, **__: Any) -> list[Row]:
+    raise NotImplementedError("it is put together from other ops")
+
+
 def op_rule(
     *ops: Any,
     in_place: bool = False,
@@ -196,12 +212,10 @@ def op_rule(
     everywhere: LocalFunction | None = None,
     ragged: bool = False,
 ) -> Callable[[Rule], Rule]:
-    """Register a rule for ops. Two rules for one op are an error."""
+    """Register the function below as the rule of ops; the options are those of `OpRule`."""
 
     def add(rule: Rule) -> Rule:
-        for op in ops:
-            assert op not in RULES, f"two rules for {op}"
-            RULES[op] = OpRule(rule, in_place, shape, sizeless, everywhere, ragged)
+        register(OpRule(rule, in_place, shape, sizeless, everywhere, ragged), *ops)
         return rule
 
     return add

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.placement import REPLICATE, Shard
+from shardwise.placement import Shard
 from shardwise.rules.empty import never_empty
-from shardwise.rules.pointwise import SUMS, tensors_of
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, local_with
+from shardwise.rules.pointwise import SUMS, broadcast, cut_at, tensors_of
+from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, local_with, register
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ LINALG = {
 }  # fmt: skip
 OLDER = {
     "det slogdet logdet inverse cholesky cholesky_inverse qr svd pinverse matrix_exp matrix_power lu": (2,),
-    "cholesky_solve triangular_solve cdist": (2, 2), "lu_unpack": (2, 1), "lu_solve": (2, 2, 1),
+    "cholesky_solve triangular_solve": (2, 2), "lu_unpack": (2, 1), "lu_solve": (2, 2, 1),
 }  # fmt: skip
 
 
@@ -36,15 +36,13 @@ def slice_rows(
         operands: the tensors, and how many of their dims.
         seen: which of the dims before them it looks at as well.
     """
-    shapes = [x.shape[: max(x.ndim - k, 0)] for x, k in operands]
-    lead = torch.broadcast_shapes(*shapes)
-    rows = []
-    for d, n in enumerate(lead):
-        own = [d - len(lead) + len(shape) for shape in shapes]
-        cut = tuple(Shard(i) if i >= 0 and s[i] == n else REPLICATE for i, s in zip(own, shapes, strict=True))
-        if d not in seen:
-            rows.append(Row(cut, Shard(d), f"slices along dim {d} are on their own", local))
-    return rows
+    leads = [x._replace(shape=x.shape[: max(x.ndim - k, 0)]) for x, k in operands]
+    shape = broadcast(*leads)
+    return [
+        Row(tuple(cut_at(x, d, shape) for x in leads), Shard(d), f"slices along dim {d} are on their own", local)
+        for d in range(len(shape))
+        if d not in seen
+    ]
 
 
 def sliced(looks: Sequence[int], *args: Any, **kwargs: Any) -> list[Row]:
@@ -104,26 +102,21 @@ def pairs(last: int, input: Meta) -> list[Row]:
     return [*slice_rows([(input, last)]), *(Row((p,), p, "a view of summands") for p in SUMS)]
 
 
-def _register(rule: Any, *ops: Any) -> None:
-    for op in ops:
-        RULES.setdefault(op, OpRule(rule))
-
-
-for _table, _homes in ((LINALG, (torch.linalg,)), (OLDER, (torch, Tensor))):
+for _homes, _table in (((torch.linalg,), LINALG), ((torch, Tensor), OLDER)):
     for _names, _looks in _table.items():
-        for _name in _names.split():
-            _register(partial(sliced, _looks), *(getattr(home, _name) for home in _homes if hasattr(home, _name)))
-for _name, _rule in (("det", (2,)), ("slogdet", (2,)), ("svd", (2,)), ("eigh", (2,))):
-    _register(partial(sliced, _rule), getattr(aten, f"_linalg_{_name}").default)
-_register(solve, torch.linalg.solve, torch.linalg.solve_ex)
-_register(cross, torch.linalg.cross, aten.linalg_cross.default)
-_register(lambda input, other, dim=None: cross(input, other, dim), torch.cross, Tensor.cross)
-_register(matrix_norm, torch.linalg.matrix_norm)
+        _ops = [getattr(home, name) for name in _names.split() for home in _homes if hasattr(home, name)]
+        register(OpRule(partial(sliced, _looks)), *_ops)
+_decompositions = [getattr(aten, f"_linalg_{name}").default for name in ("det", "slogdet", "svd", "eigh")]
+register(OpRule(partial(sliced, (2,))), *_decompositions)
+register(OpRule(solve), torch.linalg.solve, torch.linalg.solve_ex)
+register(OpRule(cross), torch.linalg.cross, aten.linalg_cross.default)
+register(OpRule(lambda input, other, dim=None: cross(input, other, dim)), torch.cross, Tensor.cross)
+register(OpRule(matrix_norm), torch.linalg.matrix_norm)
 for _suffix, _dims in (("", -1), ("2", (-2, -1)), ("n", None)):
-    for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
-        _register(partial(fourier, _dims), getattr(torch.fft, f"{_name}{_suffix}"))
-_register(short_time, torch.stft, Tensor.stft)
+    _transforms = [getattr(torch.fft, name + _suffix) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")]
+    register(OpRule(partial(fourier, _dims)), *_transforms)
+register(OpRule(short_time), torch.stft, Tensor.stft)
 for _count in (1, 2, 3):
-    _register(partial(unpool, _count), getattr(F, f"max_unpool{_count}d"))
-_register(partial(pairs, 0), torch.view_as_real, aten.view_as_real.default)
-_register(partial(pairs, 1), torch.view_as_complex, aten.view_as_complex.default)
+    register(OpRule(partial(unpool, _count)), getattr(F, f"max_unpool{_count}d"))
+register(OpRule(partial(pairs, 0)), torch.view_as_real, aten.view_as_real.default)
+register(OpRule(partial(pairs, 1)), torch.view_as_complex, aten.view_as_complex.default)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shardwise import counter
-from shardwise.rules.pointwise import broadcast
-from shardwise.rules.random import parameter_rows, refuse, register, without_gradient
+from shardwise.rules.pointwise import broadcast, nonlinear
+from shardwise.rules.random import refuse, register, without_gradient
 from shardwise.rules.row import Site
 
 aten = torch.ops.aten
@@ -36,5 +36,5 @@ def _drawn(site: Site, law: Callable[..., Tensor], parameters: list[Tensor], gen
     return law(*flat, index.reshape(-1), site.seed(generator)).view(shape)
 
 
-register([torch.poisson, aten.poisson.default], parameter_rows, _poisson, shape=broadcast)
-register([torch.binomial, aten.binomial.default], parameter_rows, _binomial, shape=broadcast)
+register([torch.poisson, aten.poisson.default], nonlinear, _poisson, shape=broadcast)
+register([torch.binomial, aten.binomial.default], nonlinear, _binomial, shape=broadcast)
