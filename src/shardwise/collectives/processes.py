@@ -54,12 +54,15 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         self.mesh_values: dict[int, Mesh] = {}
         self.watch = Watch()
         self._world: ReferenceType[Any] | None = None
+        self._rank = -1
         self._everyone: Ranks = ()
         self._timeouts: dict[tuple[Ranks, str], float | None] = {}
 
     @property
     def rank(self) -> int:
-        return dist.get_rank()
+        if self._world is None or self._world() is not dist.group.WORLD:
+            return dist.get_rank()
+        return self._rank  # which costs less than to ask
 
     @property
     def world_size(self) -> int:
@@ -73,6 +76,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             return
         self.forget()
         self._world = ref(world)
+        self._rank = dist.get_rank()
         self._everyone = tuple(range(dist.get_world_size()))
         install_hooks(self.watch.stop)
         board = board_of_world()

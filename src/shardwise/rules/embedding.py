@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from shardwise.errors import IdTypeError
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules import lookup, options
 from shardwise.rules.pointwise import SUMS, shape_of_first
-from shardwise.rules.row import Meta, Row, op_rule
+from shardwise.rules.row import LocalFunction, Meta, Row, Site, op_rule, prepared
 
 aten = torch.ops.aten
 
@@ -47,6 +48,45 @@ def embedding(
     local = options.embedding if special else lookup.embedding
     rows = _lookup_rows(weight, range(input.ndim), input.ndim, local)
     return rows if max_norm is None else _unmoved(rows, weight, norm_type)
+
+
+def _whole_rows_here(site: Site) -> LocalFunction | None:
+    """Where this rank has whole rows of the table and nobody else has other ids: torch's own lookup on CPUs, which
+    refuses ids that the table has not. What it refuses goes the long way, to the error."""
+    ids, table = site.layouts
+    boxes = table.boxes(site.rank)
+    if lookup.asked_axes(site) or lookup.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
+        return None
+    num_rows = table.shape[0]
+    if not boxes[0].numel or boxes[0].sizes[0] != num_rows:
+        return None
+
+    def look_up(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Any:
+        if max_norm is not None or scale_grad_by_freq:
+            return NotImplemented
+        padding = -1
+        if padding_idx is not None:
+            if not -num_rows <= padding_idx < num_rows:
+                return NotImplemented
+            padding = padding_idx % num_rows
+        try:
+            return torch.embedding(weight, input, padding, False, sparse)
+        except (IndexError, RuntimeError):
+            return NotImplemented
+
+    return look_up
+
+
+for _local in (lookup.embedding, options.embedding):
+    prepared(_whole_rows_here)(_local)
 
 
 def _unmoved(rows: list[Row], weight: Meta, norm_type: float) -> list[Row]:

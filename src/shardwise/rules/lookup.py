@@ -129,8 +129,8 @@ def bag_call(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """The lookup that a call of `F.embedding_bag` asks for, for `lookup_together`."""
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    offsets = given.get("offsets")
-    bags = Bags(given.get("mode", "mean"), from_own_first_id(site, offsets), given.get("include_last_offset", False))
+    offsets = from_own_first_id(site, given.get("offsets"))
+    bags = Bags(given.get("mode", "mean"), offsets, given.get("include_last_offset", False))
     return site, given["input"], given["weight"], bags, given.get("sparse", False)
 
 
@@ -388,14 +388,8 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
     if box.sizes[0] == num_rows:
         if bags is None:
             return F.embedding(ids, weight, sparse=sparse)
-        return F.embedding_bag(
-            ids,
-            weight,
-            bags.offsets,
-            mode=bags.mode,
-            sparse=sparse,
-            include_last_offset=bags.include_last_offset,
-        )
+        last = bags.include_last_offset
+        return F.embedding_bag(ids, weight, bags.offsets, mode=bags.mode, sparse=sparse, include_last_offset=last)
     flat = ids.reshape(-1)
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
     own = flat[mine] - box.offsets[0]
@@ -456,15 +450,18 @@ def refuse_bad_ids(site: Site, ids: Tensor, bags: Bags | None) -> None:
 def _verdict_everywhere(site: Site, ids: Tensor, bags: Bags | None) -> Verdict:
     """The first bad id of all ranks; asks the others only where they have ids that this rank has not."""
     position, bad = _first_bad(site, ids.reshape(-1), bags)
-    shape = site.layouts[0].mesh.shape
-    axes = tuple(a for a, p in enumerate(site.layouts[0].placements) if isinstance(p, Shard) and shape[a] > 1)
-    if not axes:
+    if not (axes := asked_axes(site)):
         return position, bad, site.rank
     ranks = site.ranks(axes)
-    count = [2] * len(ranks)
     own = torch.tensor([position, bad], dtype=torch.int64, device=ids.device)
-    every = site.exchange(own.repeat(len(ranks)), count, count, ranks)
+    every = site.exchange(own.repeat(len(ranks)), [2] * len(ranks), [2] * len(ranks), ranks)
     return _worst(every.view(-1, 2).tolist(), ranks)
+
+
+def asked_axes(site: Site) -> tuple[int, ...]:
+    """The mesh axes along which other ranks have other ids."""
+    ids = site.layouts[0]
+    return tuple(a for a, p in enumerate(ids.placements) if isinstance(p, Shard) and ids.mesh.shape[a] > 1)
 
 
 def raise_bad_ids(site: Site, verdict: Verdict) -> None:

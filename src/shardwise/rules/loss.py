@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.normal import INF, wide
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, arguments, local_with
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, arguments, local_with, prepared
 
 Loss = Callable[..., Any]
 Named = dict[str, Any]
@@ -75,6 +75,17 @@ def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Ro
     return [Row(row.inputs, PARTIAL, row.why, local) for row in rows]
 
 
+def _known_share(loss: Loss, reduction: str, count: int, site: Site) -> LocalFunction | None:
+    """Where this rank has something to score, and no weights that all ranks have to add up."""
+    shapes = [layout.local_shape(site.rank) for layout in site.layouts]
+    own = prod(torch.broadcast_shapes(*shapes) if loss in ELEMENTS else shapes[0][:-1])
+    if not own or reduction == "batchmean" or (loss in (F.mse_loss, F.l1_loss) and len(shapes) > 2):
+        return None
+    share = own / count
+    return loss if reduction == "sum" else lambda *args, **kwargs: loss(*args, **kwargs) * share
+
+
+@prepared(_known_share, python=True)
 def _share(loss: Loss, reduction: str, count: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
     """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
     named = arguments(loss, args, kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.boxes import Box
 from shardwise.placement import Boxes, OnRanks, Shard
 from shardwise.rules.pointwise import PARTIALS
-from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import NOBODY, RULES, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared
 from shardwise.rules.view import OWNER, SUMMAND, box_of
 
 aten = torch.ops.aten
@@ -72,19 +72,41 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range
     return groups
 
 
+def _in_place_already(groups: Any, must_view: bool, site: Site) -> LocalFunction | None:
+    """Where no element goes to another rank: this rank's part under its new dims."""
+    held = _held(site)
+    if any(_to_regroup(site, held, old) for old, _ in groups):
+        return None
+    return partial(_viewed, site.output.local_shape(site.rank), must_view, site.copied)
+
+
+@prepared(_in_place_already)
 def _local_reshape(groups: Any, must_view: bool, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    layout = site.layouts[0]
-    held = {rank: box_of(layout, rank) for rank in site.ranks()}
-    holders = [rank for rank in held if layout.boxes(rank)]
+    held = _held(site)
     for old, new in reversed(groups):
-        later = [d for d in old[1:] if prod(layout.shape[old[0] : d]) != 1]
-        if any(held[rank].sizes[d] != layout.shape[d] for rank in holders for d in later):
+        if _to_regroup(site, held, old):
             x, held = _regrouped(site, x, held, old, new)
-    shape = site.output.local_shape(site.rank)
+    return _viewed(site.output.local_shape(site.rank), must_view, site.copied, x)
+
+
+def _held(site: Site) -> dict[int, Box]:
+    return {rank: box_of(site.layouts[0], rank) for rank in site.ranks()}
+
+
+def _to_regroup(site: Site, held: dict[int, Box], old: range) -> bool:
+    """Whether some rank's elements of the run of dims `old` are not in one piece."""
+    layout = site.layouts[0]
+    later = [d for d in old[1:] if prod(layout.shape[old[0] : d]) != 1]
+    return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
+
+
+def _viewed(
+    shape: tuple[int, ...], must_view: bool, copied: Callable[[Tensor], Tensor], x: Tensor, *_: Any, **__: Any
+) -> Tensor:
     try:
         return x.view(shape)
     except RuntimeError:  # the strides of this part allow no view
-        return site.copied(x.reshape(shape)) if must_view else x.reshape(shape)
+        return copied(x.reshape(shape)) if must_view else x.reshape(shape)
 
 
 def _regrouped(site: Site, x: Tensor, held: dict[int, Box], old: range, new: range) -> tuple[Tensor, dict[int, Box]]:

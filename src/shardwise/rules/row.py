@@ -140,6 +140,36 @@ def local_with(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
     return partial(function, *fixed)
 
 
+# By local function: what works out beforehand what it comes to, and whether that is Python code.
+PREPARED: dict[Callable[..., Any], tuple[Callable[..., LocalFunction | None], bool]] = {}
+
+
+def prepared(
+    prepare: Callable[..., LocalFunction | None], python: bool = False
+) -> Callable[[LocalFunction], LocalFunction]:
+    """For a local function of which most can be known before it runs.
+
+    Args:
+        prepare: called once for a rank and the layouts, with the first arguments that `local_with` gave and the site;
+            what it returns is called with the op's arguments instead of the local function. It may answer
+            NotImplemented, and None may be returned in its place: then the local function runs.
+        python: it looks at shapes, or calls Python code that does.
+    """
+
+    def add(local: LocalFunction) -> LocalFunction:
+        PREPARED[local] = prepare, python
+        return local
+
+    return add
+
+
+def preparation(local: LocalFunction | None, site: Site) -> tuple[LocalFunction | None, bool]:
+    """What a local function comes to on the rank of `site`, and whether that is Python code; None for itself."""
+    function, fixed = (local.func, local.args) if isinstance(local, partial) else (local, ())
+    prepare, python = PREPARED.get(function, (None, False))  # type: ignore[arg-type]
+    return (None if prepare is None else prepare(*fixed, site)), python
+
+
 @lru_cache
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in signature(function).parameters.items()}

@@ -12,7 +12,7 @@ from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, SUMS, homogeneous, shape_of_first
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared
 
 aten = torch.ops.aten
 SUMMAND = "a view of summands is a summand of the view"
@@ -122,10 +122,20 @@ def nothing(site: Site, x: Tensor) -> Tensor:
     return x.reshape(-1)[:0].view(site.output.local_shape(site.rank))
 
 
+def _of_known_shape(method: str, site: Site) -> LocalFunction | None:
+    """`x.method(shape)` with the shape of the result on this rank; None where it holds nothing."""
+    if not site.layouts[0].boxes(site.rank):
+        return None
+    shape, call = site.output.local_shape(site.rank), getattr(Tensor, method)
+    return lambda x, *_, **__: call(x, shape)
+
+
+@prepared(partial(_of_known_shape, "reshape"))
 def _as_result(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     return x.reshape(site.output.local_shape(site.rank))  # a piece of length 1 of a longer dim is not squeezed
 
 
+@prepared(partial(_of_known_shape, "expand"))
 def _local_expand(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     if not site.layouts[0].boxes(site.rank):
         return nothing(site, x)
@@ -157,9 +167,10 @@ def sliced(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[R
             pairs = [(at, view.dims[at]) for at, view in zip(places, views, strict=True) if at is not None]
             cuts = tuple(Shard(at) for at, _ in pairs)
             boundaries = tuple(local_with(position, along) for _, along in pairs)
-            why = "slices of a cut dim stay where they are"
+            whole = all(along == Along(d, 0, 1, x.shape[d]) for _, along in pairs)
+            why = "a dim that stays whole stays cut" if whole else "slices of a cut dim stay where they are"
             output: Placement | tuple[Placement, ...] = cuts if several else cuts[0]
-            rows.append(Row((Shard(d),), output, why, local, boundary=boundaries))
+            rows.append(Row((Shard(d),), output, why, None if whole else local, boundary=None if whole else boundaries))
         elif not several:
             rows.append(Row((Shard(d),), REPLICATE, "one index of a cut dim goes to every rank", local))
     rows += [Row((p,), p, SUMMAND) for p in PARTIALS]

@@ -121,7 +121,7 @@ def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of itself it is an alias with a node of its own, by which torch finds the leaf that gradients go to."""
     x, other = args
     if x is not other:
-        return through_the_dispatcher(func, args, kwargs, promoted)
+        return x.view(other.shape) if type(x) is DTensor else through_the_dispatcher(func, args, kwargs, promoted)
     with DisableTorchFunctionSubclass():
         return tag(func(x, x), x._layout)
 

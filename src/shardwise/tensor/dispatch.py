@@ -20,9 +20,10 @@ from shardwise.layout import Layout
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
-from shardwise.rules.row import Shapes
+from shardwise.rules.row import Shapes, preparation
+from shardwise.rules.view import basic
 from shardwise.tensor import attributes, lists, meshes, resolve
-from shardwise.tensor.dtensor import DTensor, Handler, passing, plain
+from shardwise.tensor.dtensor import DTensor, Handler, _as_subclass, passing, plain
 from shardwise.tensor.names import name_of
 from shardwise.tensor.promotion import all_promoted, into_plain, promoted
 from shardwise.tensor.results import labelled, measured
@@ -62,6 +63,13 @@ NATIVE: dict[Any, Callable[..., Any]] = {
     Tensor.__rsub__: torch.rsub,
     Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
 }
+
+
+# Python functions that only compare sizes: they may see DTensors, if all operands are, which saves unwrapping those.
+SIZELESS = frozenset(
+    (basic, F.silu, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
+     F.binary_cross_entropy_with_logits)
+)  # fmt: skip
 
 
 def forget() -> None:
@@ -187,7 +195,7 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     with DisableTorchFunctionSubclass():
         if recipe.moves or recipe.rows:
             return _run_laid_out(func, found, args, kwargs)
-        call = _OnLocals(recipe, op) if unwrap else op
+        call = _OnLocals(recipe, op) if unwrap and (op not in SIZELESS or recipe.local is not None) else op
         out = call(*args, **kwargs)
         everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
         if everywhere and NO_KEY not in ready:
@@ -200,29 +208,50 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
 class _OnLocals:
     """An op that wants plain local tensors: Python code, or a row's local function."""
 
-    __slots__ = ("op", "outputs", "recipe")
+    __slots__ = ("op", "outputs", "ready", "recipe")
 
     def __init__(self, recipe: resolve.Recipe, op: Callable[..., Any]) -> None:
         self.recipe = recipe
         self.op = op
         self.outputs = _known_outputs(recipe)
+        # By rank, for simulated ones share this: what the local function comes to, and whether that is Python code.
+        self.ready: dict[int, tuple[Callable[..., Any] | None, bool]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        operands: list[DTensor] = []
-
-        def local(x: Any) -> Any:
-            if type(x) is DTensor:
-                operands.append(x)
-                return plain(x)
-            return [local(y) for y in x] if type(x) is list or type(x) is tuple else x
-
-        locals_ = [local(a) for a in args]
-        named = {k: local(a) for k, a in kwargs.items()} if kwargs else kwargs
         recipe = self.recipe
         if recipe.local is None:
-            return self.op(*locals_, **named)
-        site = LocalSite(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
-        return recipe.local(site, *locals_, **named)
+            locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
+            return self.op(*locals_, **{k: a if type(a) in PLAIN_VALUES else _local(a) for k, a in kwargs.items()})
+        rank = collectives.rank()
+        if rank not in self.ready:
+            self.ready[rank] = preparation(recipe.local, self._site([]))
+        ready, python = self.ready[rank]
+        if ready is not None and not python:
+            out = ready(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        operands: list[DTensor] = []
+        locals_ = [_local(a, operands) for a in args]
+        named = {k: _local(a, operands) for k, a in kwargs.items()}
+        if ready is not None and python:
+            out = ready(*locals_, **named)
+            if out is not NotImplemented:
+                return out
+        return recipe.local(self._site(operands), *locals_, **named)
+
+    def _site(self, operands: list[DTensor]) -> LocalSite:
+        recipe = self.recipe
+        return LocalSite(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
+
+
+def _local(x: Any, seen: list[DTensor] | None = None) -> Any:
+    """An argument with local tensors for DTensors, which are added to `seen`; for where DTensors count as local."""
+    kind = type(x)
+    if kind is DTensor:
+        if seen is not None:
+            seen.append(x)
+        return x.detach() if x.is_sparse else _as_subclass(x, Tensor)
+    return [_local(y, seen) for y in x] if kind is list or kind is tuple else x
 
 
 def _known_outputs(recipe: resolve.Recipe) -> tuple[Layout, ...]:

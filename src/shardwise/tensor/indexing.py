@@ -1,6 +1,7 @@
 """Brackets: x[…] and x[…] = value, made of slices, rows that are fetched, and reads and writes at places."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from operator import index as as_int
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
+from shardwise.layout import Layout
 from shardwise.meter import Cause
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
@@ -19,13 +21,14 @@ from shardwise.rules.row import Boundary, local_with
 from shardwise.rules.view import View, basic, box_of, index_in, position, views_of
 from shardwise.tensor import cuts, meshes
 from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, moved, tag
 from shardwise.tensor.items import write_number
 from shardwise.tensor.promotion import into_plain, promoted
 from shardwise.tensor.wrapper import refuse_view_of_copy, run_on_whole, through_the_dispatcher
 
 aten = torch.ops.aten
 WHOLE = (None, None, None)  # the slice of everything
+NUMBERS = frozenset((int, type(None)))
 
 
 class Index(NamedTuple):
@@ -55,6 +58,9 @@ def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(x) is not DTensor:
         lead = next(a for a in pytree.tree_leaves(brackets) if type(a) is DTensor)
         x = promoted(x, lead._layout.mesh, "x[…]")
+    items = _plain_items(x, brackets)
+    if items is not None:
+        return DTensor._enter(basic, (x, *items), {})
     index = _parsed(x, brackets)
     if index.is_basic or index.has_items:
         x = DTensor._enter(basic, (x, *index.items), {})
@@ -80,7 +86,8 @@ def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _write(x: DTensor, brackets: Any, value: Any) -> None:
     if not isinstance(value, Tensor | int | float | complex):
         raise TypeError(f"can't assign a {type(value).__name__} to a {x.dtype} DTensor")
-    index = _parsed(x, brackets)
+    items = _plain_items(x, brackets)
+    index = _parsed(x, brackets) if items is None else Index(items, {})
     if any(isinstance(p, Boxes) for p in x._layout.placements):
         whole = x._layout.replicated()
         copy = moved(x, whole, Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices", whole)).clone()
@@ -147,6 +154,24 @@ class _Flag(NamedTuple):
     """A single truth value: a new dim of length 1 or 0."""
 
     mask: Tensor
+
+
+def _plain_items(x: DTensor, brackets: Any) -> tuple[Any, ...] | None:
+    """Slices, single indices and new dims alone, as `_parsed` would give them, without its detours; else None."""
+    items: list[Any] = []
+    new = 0
+    for p in brackets if type(brackets) is tuple else (brackets,):
+        if type(p) is slice:
+            item = p.start, p.stop, p.step
+            if not NUMBERS.issuperset(map(type, item)):
+                return None
+            items.append(item)
+        elif p is None or type(p) is int:
+            new += p is None
+            items.append(p)
+        else:
+            return None
+    return tuple(items) if len(items) - new <= len(x._layout.shape) else None
 
 
 def _parsed(x: DTensor, brackets: Any) -> Index:
@@ -243,36 +268,41 @@ def _as_list(index: Index) -> list[Any]:
 
 def _own_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
     """The part of x[items] that this rank holds of x: an alias. A single index of a cut dim is on its owner only."""
-    layout, rank = x._layout, collectives.rank()
+    found, index = _own_part(x._layout, items, collectives.rank())
     with DisableTorchFunctionSubclass():
-        (view,), _ = views_of(basic, Meta(layout.shape, x.dtype, REPLICATE), items, {})
-    rows = [_row(x, view, axis) for axis in range(layout.mesh.ndim)]
+        if index is not None:
+            return tag(x[index], found)
+        return tag(x[(slice(0, 0),) * len(x._layout.shape)].view(found.local_shape(collectives.rank())), found)
+
+
+@lru_cache(maxsize=4096)
+def _own_part(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
+    """The layout of that view, and what to write in brackets behind the local tensor; None for nothing."""
+    with DisableTorchFunctionSubclass():
+        (view,), _ = views_of(basic, Meta(layout.shape, torch.float32, REPLICATE), items, {})
+    rows = [_row(layout, view, axis) for axis in range(layout.mesh.ndim)]
     found = cuts.output_layouts([layout], rows, view.shape)
     assert not isinstance(found, tuple)
-    with DisableTorchFunctionSubclass():
-        local = plain(x)
-        if found.boxes(rank):
-            return tag(local[index_in(view, box_of(layout, rank))], found)
-        return tag(local[(slice(0, 0),) * local.ndim].view(found.local_shape(rank)), found)
+    return found, index_in(view, box_of(layout, rank)) if found.boxes(rank) else None
 
 
-def _row(x: DTensor, view: View, axis: int) -> Row:
-    placement = x._layout.placements[axis]
+def _row(layout: Layout, view: View, axis: int) -> Row:
+    placement = layout.placements[axis]
     boundary: Boundary | None = None
     output: Placement = placement
     if isinstance(placement, Shard):
         at = view.place_of(placement.dim)
         if at is None:
-            output = OnRanks(_owner(x, placement.dim, view.fixed[placement.dim])[axis])
+            output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
             output, boundary = Shard(at), local_with(position, view.dims[at])
     return Row((cuts.kind(placement),), output, "", boundary=boundary)
 
 
-def _owner(x: DTensor, dim: int, index: int) -> tuple[int, ...]:
+def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
     """The coordinates of a rank that holds `index` of `dim`."""
-    mesh = x._layout.mesh
-    boxes = {rank: x._layout.boxes(rank) for rank in mesh.ranks}
+    mesh = layout.mesh
+    boxes = {rank: layout.boxes(rank) for rank in mesh.ranks}
     rank = next(r for r, held in boxes.items() if held and 0 <= index - held[0].offsets[dim] < held[0].sizes[dim])
     coordinate = mesh.coordinate(rank)
     assert coordinate is not None

@@ -1,7 +1,7 @@
 """From an op and the layouts of its operands to what has to be done. Pure; the tensor caches the answers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -163,10 +163,11 @@ def _choose(
     except NotImplementedError as error:
         raise NoRowError(f"{name}: {error}.") from error
     kinds = tuple(kind(p) for p in current)
-    rows = [row for row in (*rows, _replicated(len(current), rule.everywhere)) if _possible(row, kinds, rule.in_place)]
+    every = (*rows, _replicated(len(current), rule.everywhere))
+    rows = [row for row in every if _possible(row, kinds, rule.in_place)]
     for row in rows:
         if row.inputs == kinds:
-            return row
+            return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
     rows = [row for row in rows if _follows(row, kinds)]
     if not rows:
         raise NoRowError(
@@ -174,7 +175,16 @@ def _choose(
             f"{' that keeps its first operand where it is' if rule.in_place else ''}. "
             f"Fix: redistribute the operands, for example to Replicate()."
         )
-    return min(rows, key=lambda row: _price(row, layouts, axis))
+    row = min(rows, key=lambda row: _price(row, layouts, axis))
+    return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
+
+
+def _alone(row: Row, every: Sequence[Row]) -> Row:
+    """On an axis of one rank nothing is cut: that rank computes what it would of whole operands."""
+    if row.local is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are not in the order of the whole
+        return row
+    whole = next(r for r in every if all(p == REPLICATE for p in r.inputs))
+    return replace(row, local=whole.local)
 
 
 def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:

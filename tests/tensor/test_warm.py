@@ -1,0 +1,163 @@
+"""What is worked out at a first call serves later ones, for each rank by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.errors import IdError
+from shardwise.layout import Layout
+from shardwise.placement import Placement
+from shardwise.rules import RULES
+from shardwise.tensor import resolve
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+UNEVEN = Shard(0, (1, 3, 2))
+IDS = torch.tensor([[4, 0], [1, 4], [2, 3]])
+X, Y, TABLE = (torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(3))
+
+# name: (op, operands, their placements on a mesh of three ranks)
+CALLS: dict[str, tuple[Callable[..., Any], list[Tensor], list[Placement]]] = {
+    "view": (lambda x: x.view(-1, 2, 2), [X], [UNEVEN]),
+    "reshape to one dim": (lambda x: x.reshape(-1), [X], [UNEVEN]),
+    "view_as": (lambda x: x.view_as(torch.empty(3, 8)), [X], [Shard(0, (2, 4, 0))]),
+    "reshape of a cut that is not in one piece": (lambda x: x.reshape(8, 3), [X], [Shard(1, (1, 0, 3))]),
+    "flatten": (lambda x: x.view(6, 2, 2).flatten(1), [X], [UNEVEN]),
+    "expand": (lambda x: x.unsqueeze(1).expand(6, 3, 4), [X], [UNEVEN]),
+    "squeeze": (lambda x: x.view(6, 1, 4).squeeze(), [X], [UNEVEN]),
+    "split": (lambda x: torch.cat([2 * part for part in x.split([1, 3], 1)], 1), [X], [UNEVEN]),
+    "split of a cut dim": (lambda x: x.split([1, 5])[1], [X], [UNEVEN]),
+    "chunk": (lambda x: x.chunk(2, 1)[1], [X], [UNEVEN]),
+    "unbind": (lambda x: x.unbind(1)[2], [X], [UNEVEN]),
+    "x[:, -1]": (lambda x: x[:, -1], [X], [UNEVEN]),
+    "x[2:, None, ::2]": (lambda x: x[2:, None, ::2], [X], [UNEVEN]),
+    "x[4]": (lambda x: x[4], [X], [UNEVEN]),
+    "mse_loss": (F.mse_loss, [X, Y], [UNEVEN, UNEVEN]),
+    "mse_loss with an empty rank": (F.mse_loss, [X, Y], [Shard(0, (6, 0, 0))] * 2),
+    "l1_loss, summed": (lambda x, y: F.l1_loss(x, y, reduction="sum"), [X, Y], [UNEVEN, UNEVEN]),
+    "kl_div": (lambda x, y: F.kl_div(x, y, reduction="batchmean"), [X, Y.exp()], [UNEVEN, UNEVEN]),
+    "cosine_embedding_loss": (lambda x, y: F.cosine_embedding_loss(x, y, y[:, 0]), [X, Y], [UNEVEN, UNEVEN]),
+    "cross_entropy": (F.cross_entropy, [X, IDS.view(-1) % 4], [UNEVEN, UNEVEN]),
+    "embedding, whole table": (F.embedding, [IDS, TABLE], [R, R]),
+    "embedding, cut ids": (F.embedding, [IDS, TABLE], [S0, R]),
+    "embedding, columns": (F.embedding, [IDS, TABLE], [R, Shard(1, (1, 0, 3))]),
+    "embedding, rows": (F.embedding, [IDS, TABLE], [R, UNEVEN]),
+    "embedding, one rank has all rows": (F.embedding, [IDS, TABLE], [R, Shard(0, (0, 6, 0))]),
+    "embedding with padding": (lambda i, w: F.embedding(i, w, padding_idx=-2), [IDS, TABLE], [R, S1]),
+}
+
+
+def _gradients(op: Callable[..., Any], operands: list[Tensor]) -> list[Any]:
+    """The value, and the gradients of its sum of squares."""
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in operands]
+    out = op(*leaves)
+    out.square().sum().backward()
+    return [out, *(x.grad for x in leaves if x.requires_grad)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_of_three_calls_equals_one_process_on_every_rank(name: str) -> None:
+    op, operands, placements = CALLS[name]
+    expected = _gradients(op, operands)
+
+    def run() -> None:
+        for _ in range(3):
+            mine = [distribute_tensor(x, Mesh((3,)), [p]) for x, p in zip(operands, placements, strict=True)]
+            for found, wanted in zip(_gradients(op, list(mine)), expected, strict=True):
+                assert_close(as_dtensor(found).full_tensor().detach(), wanted.detach())
+
+    world(3).run(run)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(-1, 2, 2),
+    "view_as": lambda x: x.view_as(torch.empty(6, 2, 2)),
+    "flatten": lambda x: x.flatten(),
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "x[:, -1]": lambda x: x[:, -1],
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_warm_views_share_memory_and_send_nothing(name: str) -> None:
+    def run() -> None:
+        x = distribute_tensor(X, Mesh((3,)), [UNEVEN])
+        for number in (7, 8, 9):
+            with count_comms() as meter:
+                view = VIEWS[name](x)
+            assert meter.total_bytes == 0
+            view.fill_(number)
+            assert (VIEWS[name](as_dtensor(x).full_tensor()) == number).all()
+
+    world(3).run(run)
+
+
+def test_what_is_assigned_to_a_part_is_what_the_same_rank_holds_each_time() -> None:
+    def run() -> None:
+        x, whole = distribute_tensor(X, Mesh((3,)), [UNEVEN]), X.clone()
+        for number in range(3):
+            for brackets in ((slice(None), -1), 4, (slice(2, 6), slice(0, 2)), (slice(None, None, 4), None, 1)):
+                x[brackets] = whole[brackets] = float(number)
+                assert_close(x.full_tensor(), whole)
+
+    world(3).run(run)
+
+
+def test_a_warm_lookup_refuses_ids_that_the_table_has_not() -> None:
+    def run() -> None:
+        table = distribute_tensor(TABLE, Mesh((2,)), [S1])
+        good, bad = (distribute_tensor(ids, Mesh((2,)), [R]) for ids in (IDS, IDS + 2))
+        for _ in range(2):
+            assert_close(as_dtensor(F.embedding(good, table)).full_tensor(), F.embedding(IDS, TABLE))
+            with pytest.raises(IdError, match="id 6 at position"):
+                F.embedding(bad, table)
+            with pytest.raises(IdError, match="padding_idx 6"):
+                F.embedding(good, table, padding_idx=6)
+
+    world(2).run(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int32])
+@pytest.mark.parametrize("bad", [-1, 6, 2**40])
+def test_torchs_own_lookup_refuses_bad_ids_of_every_dtype_of_tables(dtype: torch.dtype, bad: int) -> None:
+    def run() -> None:
+        for table in (TABLE.to(dtype), TABLE.to(dtype)[:, :1], TABLE.t().contiguous().t().to(dtype)):
+            for ids in (torch.tensor([0, bad]), torch.tensor(bad)):
+                with pytest.raises(IdError):
+                    F.embedding(distribute_tensor(ids, Mesh((1,)), [R]), distribute_tensor(table, Mesh((1,)), [R]))
+
+    world(1).run(run)
+
+
+def test_a_rank_alone_on_an_axis_runs_the_op_itself() -> None:
+    layout = Layout(Mesh((2, 1)), [S0, S1], (5, 4))
+    for op in (torch.mean, torch.amax, torch.var):
+        rows = resolve.choose("", RULES[op], [resolve.Operand(layout, torch.float32)], (resolve.Slot(0),), {})
+        assert [row.local is None for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize("op", [torch.mean, torch.amax, torch.var, torch.argmax, torch.Tensor.flatten])
+def test_beside_an_axis_of_one_rank_another_axis_is_still_cut(op: Callable[[Tensor], Tensor]) -> None:
+    def run() -> None:
+        for shape in ((2, 1), (1, 2)):
+            for placements in ([S0, S1], [S1, S0], [S0, S0], [Partial(), S0]):
+                x = distribute_tensor(X, Mesh(shape), placements)
+                assert_close(as_dtensor(op(x)).full_tensor(), op(X))
+
+    world(2).run(run)
+
+
+def test_a_rank_outside_the_mesh_has_nothing_of_a_warm_view() -> None:
+    def run() -> list[tuple[int, ...]]:
+        x = distribute_tensor(X, Mesh((2,), (0, 2)), [Shard(0, (1, 5))])
+        return [tuple(as_dtensor(x.view(-1, 2, 2)[:, -1]).to_local().shape) for _ in range(2)][1:]
+
+    assert world(3).run(run) == [[(1, 2)], [(0, 2)], [(5, 2)]]
