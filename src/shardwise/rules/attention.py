@@ -1,6 +1,5 @@
 """Attention: batch and heads are on their own, cut queries know their places, cut keys meet in one exchange."""
 
-from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -12,7 +11,7 @@ from shardwise.boxes import Box
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.empty import never_empty
 from shardwise.rules.normal import INF, Maybe, wide
-from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, register
+from shardwise.rules.row import Meta, OpRule, Row, Site, arguments, local_with, register
 
 Places = tuple[Placement, ...]
 
@@ -154,17 +153,16 @@ def _shape(query: Meta, key: Meta, value: Meta, *_: Any, **__: Any) -> tuple[int
     return (*(max(sizes) if min(sizes) else 0 for sizes in lead), query.shape[-2], value.shape[-1])
 
 
-MULTI_HEAD = tuple(signature(F.multi_head_attention_forward).parameters)
 BATCHED = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}  # which dim is the batch
 
 
 def multi_head(*args: Any, **kwargs: Any) -> list[Row]:
     """Examples and queries are on their own, given whole weights; all else is left to the ops it is made of."""
-    named = dict(zip(MULTI_HEAD, args, strict=False)) | kwargs
+    named = arguments(F.multi_head_attention_forward, args, kwargs)
     operands = {name: x for name, x in named.items() if isinstance(x, Meta)}
     mask, batched = operands.get("attn_mask"), operands["query"].ndim == 3
     kept = {"query", "key", "value", "key_padding_mask", "attn_mask"}
-    if named["dropout_p"] > 0 and named.get("training", True):
+    if named["dropout_p"] > 0 and named["training"]:
         raise NotImplementedError("weights are dropped by their places")
     if any(x.placement != REPLICATE and (name not in kept or x.placement == Shard(2)) for name, x in operands.items()):
         raise NotImplementedError("its weights or features are cut")
@@ -175,7 +173,7 @@ def multi_head(*args: Any, **kwargs: Any) -> list[Row]:
         inputs = tuple(Shard(BATCHED[name]) if name in BATCHED else REPLICATE for name in operands)
         local = local_with(never_empty, tuple(2 if name in BATCHED else 0 for name in operands))
         rows.append(Row(inputs, (Shard(1), Shard(0)), "each rank attends to its own examples", local))
-    if not named.get("is_causal"):
+    if not named["is_causal"]:
         dims = {"query": 0, "attn_mask": -1 if mask is None else mask.ndim - 2}
         inputs = tuple(Shard(dims[name]) if name in dims else REPLICATE for name in operands)
         filled = {"query": operands["query"].ndim, "attn_mask": 2}

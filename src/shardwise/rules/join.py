@@ -6,6 +6,7 @@ is gathered.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -235,12 +236,8 @@ def repeat(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
     lead = len(counts) - x.ndim
     runs = [(Run(0, 0, k, 0),) if n == 1 else (Run(0, 0, n),) * k for n, k in zip(x.shape, counts[lead:], strict=False)]
     new = [((Run(0, 0, k, 0),), None) for k in counts[:lead]]
-    dims = {d: (runs[d], local_with(_times, counts[lead + d])) for d in range(x.ndim)}
+    dims = {d: (runs[d], local_with(mul, counts[lead + d])) for d in range(x.ndim)}
     return _rows(x, {**{i - lead: pair for i, pair in enumerate(new)}, **dims}, lead)
-
-
-def _times(count: int, boundary: int) -> int:
-    return boundary * count
 
 
 def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> list[Row]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.placement import REPLICATE, Partial, Placement, Shard
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with, made_of
+from shardwise.rules.row import RULES, Meta, OpRule, Row, local_with, made_of
 
 aten = torch.ops.aten
 STRETCHED = "?"  # stands for the index of a dim of length 1 that is repeated
@@ -57,7 +57,7 @@ class Product(NamedTuple):
         return found
 
 
-def product_rows(product: Product, local: LocalFunction | None = None) -> list[Row]:
+def product_rows(product: Product) -> list[Row]:
     """Rows of a product.
 
     An index of the output may be cut wherever it occurs; a summed index may be cut if all factors have it
@@ -72,10 +72,10 @@ def product_rows(product: Product, local: LocalFunction | None = None) -> list[R
         summed = letter not in output
         places = tuple(Partial() if i == product.term and summed else _at(letter, x) for i, x in enumerate(letters))
         why = f"each rank {'sums' if summed else 'computes'} its own part of index {letter}"
-        rows.append(Row(places, Partial() if summed else Shard(output.index(letter)), why, local))
+        rows.append(Row(places, Partial() if summed else Shard(output.index(letter)), why))
     for index in factors:
         places = tuple(Partial() if i in (index, product.term) else REPLICATE for i in range(len(letters)))
-        rows.append(Row(places, Partial(), f"linear in operand {index}", local))
+        rows.append(Row(places, Partial(), f"linear in operand {index}"))
     return rows
 
 
@@ -83,14 +83,12 @@ def _at(letter: str, letters: str) -> Placement:
     return Shard(letters.index(letter)) if letter in letters else REPLICATE
 
 
-def register(
-    indices: Callable[..., Product], *ops: Any, in_place: bool = False, local: LocalFunction | None = None
-) -> None:
+def register(indices: Callable[..., Product], *ops: Any, in_place: bool = False) -> None:
     """Give ops the rows that `indices`, a function of their arguments, implies."""
 
     def rows(*args: Any, **kwargs: Any) -> list[Row]:
         try:
-            return product_rows(indices(*args, **kwargs), local)
+            return product_rows(indices(*args, **kwargs))
         except ValueError as error:
             raise RuleError("The operands have other numbers of dims than the product wants.") from error
 
@@ -114,17 +112,8 @@ def linear(input: Meta, weight: Meta, bias: Meta | None = None) -> Product:
     return Product(operands, letters, batch + row[:-1], term=2)
 
 
-def bilinear(input1: Meta, input2: Meta, weight: Meta, bias: Meta | None = None) -> Product:
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """out[..., o] = sum_ij input1[..., i] weight[o, i, j] input2[..., j] + bias[o]."""
-    batch = ascii_lowercase[: input1.ndim - 1]
-    operands, letters = [input1, input2, weight], [batch + "X", batch + "Y", "ZXY"]
-    if bias is not None:
-        operands, letters = [*operands, bias], [*letters, "Z"]
-    return Product(operands, letters, batch + "Z", term=3)
-
-
-def _bilinear(site: Site, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Torch's own cannot do without a dim of `input2`."""
     out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return out if bias is None else out + bias
 
@@ -213,7 +202,6 @@ def kron(input: Meta, other: Meta) -> list[Row]:
 
 
 register(linear, F.linear, aten.linear.default)
-register(bilinear, F.bilinear, local=_bilinear)
 register(
     matmul, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.mm, Tensor.mm, torch.bmm,
     Tensor.bmm, torch.mv, Tensor.mv, aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default,
@@ -229,5 +217,6 @@ for _name, _letters in {
     register(added(*_letters), getattr(torch, _name), getattr(Tensor, _name), getattr(aten, _name).default)
     _in_place = getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default
     register(added(*_letters), *_in_place, in_place=True)
+RULES[F.bilinear] = made_of(_bilinear)
 RULES[Tensor.__rmatmul__] = made_of(lambda input, other: torch.matmul(other, input))
 RULES[torch.kron] = RULES[Tensor.kron] = OpRule(kron)

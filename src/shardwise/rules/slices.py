@@ -66,13 +66,6 @@ def cross(input: Meta, other: Meta, dim: int | None = -1) -> list[Row]:
     return slice_rows([(input, 0), (other, 0)], (seen,))
 
 
-def matrix_norm(A: Meta, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **_: Any) -> list[Row]:
-    """A norm of each matrix."""
-    if sorted(d % A.ndim for d in dim) != [A.ndim - 2, A.ndim - 1]:
-        raise NotImplementedError("dims before the last two are brought to the end first")
-    return slice_rows([(A, 2)])
-
-
 def fourier(
     dims: Any, input: Meta, n: Any = None, dim: Any = None, norm: str | None = None, *, s: Any = None
 ) -> list[Row]:
@@ -111,7 +104,6 @@ register(OpRule(partial(sliced, (2,))), *_decompositions)
 register(OpRule(solve), torch.linalg.solve, torch.linalg.solve_ex)
 register(OpRule(cross), torch.linalg.cross, aten.linalg_cross.default)
 register(OpRule(lambda input, other, dim=None: cross(input, other, dim)), torch.cross, Tensor.cross)
-register(OpRule(matrix_norm), torch.linalg.matrix_norm)
 for _suffix, _dims in (("", -1), ("2", (-2, -1)), ("n", None)):
     _transforms = [getattr(torch.fft, name + _suffix) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")]
     register(OpRule(partial(fourier, _dims)), *_transforms)
