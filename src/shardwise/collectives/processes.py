@@ -67,7 +67,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
     @property
     def world_size(self) -> int:
         self.attend()  # every mesh is checked against the size: a rank that fails soon after can already say so
-        return dist.get_world_size()
+        return len(self._everyone)
 
     def attend(self) -> None:
         """Take note of the world, which others may have made, and let the other ranks know who this one is."""

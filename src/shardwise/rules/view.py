@@ -94,8 +94,8 @@ def _read(view: Tensor, shape: tuple[int, ...]) -> View:
 
 
 def _shapes(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...] | list[tuple[int, ...]]:
-    views, several = views_of(op, x, args, kwargs)
-    return [view.shape for view in views] if several else views[0].shape
+    out = op(_probe(x.shape, x.dtype), *args, **kwargs)
+    return tuple(out.shape) if isinstance(out, Tensor) else [tuple(y.shape) for y in out]
 
 
 # ---- dims that change their places ---------------------------------------------------------------------------

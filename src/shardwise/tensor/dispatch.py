@@ -4,8 +4,7 @@ The answer to "how does this op run on these layouts" is kept under the layouts 
 warm op costs a dictionary look-up, the op itself, and giving the result its layout.
 """
 
-from collections.abc import Callable
-from inspect import signature
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardwise.layout import Layout
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
-from shardwise.rules.row import Shapes, preparation
+from shardwise.rules.row import Shapes, arguments, preparation
 from shardwise.rules.view import basic
 from shardwise.tensor import attributes, lists, meshes, resolve
 from shardwise.tensor.dtensor import DTensor, Handler, _as_subclass, passing, plain
@@ -173,13 +172,15 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
         return _into_out(func, args, kwargs)
     if not args:
         args, kwargs = _first_by_position(kwargs)
-    key, mixed = _key(func, rule, args, kwargs)
-    if rule.random:
-        key.append(_dtypes(args, kwargs))
-    if mixed:
-        if rule.in_place and type(args[0]) is not DTensor:
-            return into_plain(func, args, kwargs)
-        return run(func, rule, *all_promoted(func, args, kwargs))
+    key: Any = ready
+    if NO_KEY in ready:
+        key, mixed = _key(func, rule, args, kwargs)
+        if rule.random:
+            key.append(_dtypes(args, kwargs))
+        if mixed:
+            if rule.in_place and type(args[0]) is not DTensor:
+                return into_plain(func, args, kwargs)
+            return run(func, rule, *all_promoted(func, args, kwargs))
     try:
         found = _found(key, func, rule, args, kwargs)
     except resolve.NoRowError as error:
@@ -188,7 +189,8 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
         return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, rule.in_place))
     recipe, op, unwrap = found
     mesh = recipe.layouts[0].mesh
-    if meshes.outside(mesh) and not rule.random:
+    everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
+    if not (everywhere or rule.random) and meshes.outside(mesh):
         return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs)
     if rule.in_place:
         refuse_view_of_copy(name_of(func), args[0])
@@ -197,7 +199,6 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
             return _run_laid_out(func, found, args, kwargs)
         call = _OnLocals(recipe, op) if unwrap and (op not in SIZELESS or recipe.local is not None) else op
         out = call(*args, **kwargs)
-        everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
         if everywhere and NO_KEY not in ready:
             if len(_at_once) >= CACHE_LIMIT:
                 _at_once.clear()
@@ -340,7 +341,7 @@ def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
     return key, mixed
 
 
-def _found(key: list[Any], func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+def _found(key: Sequence[Any], func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """The recipe, from the cache or worked out now."""
     try:
         found = _cache.get(tuple(key))
@@ -448,7 +449,7 @@ def _chosen(
 
 
 def _asks_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(signature(func).bind(*args, **kwargs).arguments.get("inplace"))
+    return bool(arguments(func, args, kwargs).get("inplace"))
 
 
 def _in_place_rule(func: Any, name: str) -> OpRule:
