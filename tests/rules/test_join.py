@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
@@ -187,3 +187,12 @@ def test_what_does_not_fit_is_refused_as_torch_does() -> None:
         F.pad(x, (2, 2), "reflect")
     with pytest.raises(RuntimeError):
         x.unfold(0, 5, 1)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Partial(), OnRanks(1)], ids=str)
+@world(2)
+def test_a_tensor_without_dims_can_be_flipped_as_torch_can(placement: Placement) -> None:
+    x = distribute_tensor(torch.tensor(3.0), Mesh((2,)), [placement])
+    assert x.flip(0).item() == x.flip(-1).item() == 3
+    with pytest.raises(IndexError):
+        x.flip(1)

@@ -225,7 +225,8 @@ def _rolled(n: int, shift: int) -> Runs:
 
 def flip(x: Meta, *dims: Any, **kwargs: Any) -> list[Row]:
     """out[i] = x[n - 1 - i]."""
-    found = {_dim(x.ndim, d): x.shape[d] for d in _numbers(dims or (kwargs["dims"],))}
+    wanted = [_dim(x.ndim, d) for d in _numbers(dims or (kwargs["dims"],))]
+    found = {d: x.shape[d] for d in wanted if x.ndim}  # torch gives a tensor without dims one to name
     return _rows(x, {d: ((Run(0, n - 1, n, -1),), None) for d, n in found.items()})
 
 
