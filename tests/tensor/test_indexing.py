@@ -349,3 +349,12 @@ def test_values_that_cannot_be_assigned_are_refused() -> None:
         x[1:3] = torch.ones(3, 3)
     with pytest.raises(RuntimeError):
         x[ROWS] = torch.ones(3, 3)
+
+
+@world(3)
+def test_a_new_dim_beside_an_empty_slice() -> None:
+    """The view has a dim of length 1 that seems to run along the one that is empty."""
+    x = distribute_tensor(torch.ones(5, 3, 2), Mesh((3,)), [Replicate()])
+    assert tuple(x[-2, None, :0].shape) == (1, 0, 2)
+    x[-2, None, :0] += 1
+    assert bool((x == 1).all())

@@ -83,7 +83,7 @@ def _read(view: Tensor, shape: tuple[int, ...]) -> View:
             raise NotImplementedError("a dim of the view runs along several dims")
     for dim in range(len(shape)):  # a new dim of length 1 has any stride
         claims = [i for i, a in enumerate(dims) if isinstance(a, Along) and a.dim == dim]
-        longest = max(claims, key=lambda i: view.shape[i], default=None)
+        longest = max(claims, key=lambda i: (view.shape[i] != 1, view.shape[i]), default=None)
         for i in claims:
             if i != longest:
                 if view.shape[i] != 1:
