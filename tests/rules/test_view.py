@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
@@ -261,3 +261,11 @@ def test_pieces_that_a_split_dim_cannot_hold_are_moved() -> None:
     kept = as_dtensor(distribute_tensor(full, Mesh((3,)), [Shard(0, [4, 8, 0])]).view(3, 4))
     assert kept.placements == (Shard(0, (1, 2, 0)),)
     assert kept.to_local().shape == ((1, 2, 0)[collectives.rank()], 4)
+
+
+@pytest.mark.parametrize("placements", [[Shard(1, [0, 1]), Replicate()], [Shard(0, [0, 1]), Shard(1, [0, 1])]])
+@world(4)
+def test_dims_of_one_element_merge_however_they_are_cut(placements: list[Placement]) -> None:
+    x = distribute_tensor(torch.ones(1, 1), Mesh((2, 2)), placements)
+    for shape in ((1,), (-1,), (1, 1, 1), ()):
+        assert as_dtensor(x.reshape(shape)).sum().item() == 1

@@ -96,7 +96,8 @@ def _held(site: Site) -> dict[int, Box]:
 def _to_regroup(site: Site, held: dict[int, Box], old: range) -> bool:
     """Whether some rank's elements of the run of dims `old` are not in one piece."""
     layout = site.layouts[0]
-    later = [d for d in old[1:] if prod(layout.shape[old[0] : d]) != 1]
+    first = next((d for d in old if layout.shape[d] != 1), old.start)  # whose cut is the result's
+    later = [d for d in old if d != first]
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
 
 
