@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor, rank
 from shardwise.layout import Layout
 from shardwise.meter import INSIDE
 from shardwise.placement import Placement, Replicate
@@ -292,3 +292,14 @@ def test_pieces_of_a_sorted_sequence_add_up_where_they_are() -> None:
         places = as_dtensor(torch.searchsorted(sequence, torch.tensor([3.0, 700, 2000])))
     assert meter.total_calls == 0
     assert places.full_tensor().tolist() == [3, 700, 1000]
+
+
+@world(4)
+def test_a_line_that_no_rank_of_an_axis_holds_has_no_elements_there() -> None:
+    """Its ranks gave a zero that the layout does not know of, without a gradient."""
+    x = distribute_tensor(torch.ones(1, 3), Mesh((2, 2)), [Shard(0), Shard(1)]).requires_grad_()
+    for value in (x.kthvalue(1, 1).values, x.median(1).values):
+        value = as_dtensor(value)
+        assert value.to_local().shape == value.layout_.local_shape(rank())
+        assert value.requires_grad
+        assert value.mean().item() == 1

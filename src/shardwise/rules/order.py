@@ -21,6 +21,11 @@ DIGIT = 11  # bits of a key that one exchange decides, with 16 KiB of counts
 ALL_BITS = torch.iinfo(torch.int64)
 
 
+def _two(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Both along a dim of length 2, as views that users may change in place, unlike those that unbind gives."""
+    return x.select(dim, 0), x.select(dim, 1)
+
+
 def extreme_or_maximum(largest: bool, input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """torch.max and torch.min are three ops in one: of all elements, along a dim, of two tensors."""
     if any(isinstance(a, Meta) for a in (*args, *kwargs.values())):
@@ -45,7 +50,7 @@ def _best(site: Site, x: Tensor, largest: bool, with_value: bool, dims: tuple[in
     else:
         where = torch.unravel_index(at, box.sizes)
         at = sum(((i + box.offsets[d]) * prod(whole[d + 1 :]) for d, i in enumerate(where)), torch.zeros_like(at))
-    every, places = site.stack(carried(values, at)).unbind(1)
+    every, places = _two(site.stack(carried(values, at)), 1)
     top = every.amax(0) if largest else every.amin(0)
     winner = torch.where((every == top) | every.isnan(), places, LAST).argmin(0, keepdim=True)
     shape = site.output.local_shape(site.rank)
@@ -69,7 +74,7 @@ def _top(site: Site, x: Tensor, k: int, dim: int, largest: bool) -> Any:
     box = boxes[seat(site)]
     values, at = x.topk(min(k, box.sizes[dim]) if k <= whole else k, dim, largest)
     pairs = carried(values, at + box.offsets[dim]).movedim(dim + 1, 0)
-    every, places = in_one(site, pairs, [min(k, b.sizes[dim]) for b in boxes], piece_order(site, dim)).unbind(1)
+    every, places = _two(in_one(site, pairs, [min(k, b.sizes[dim]) for b in boxes], piece_order(site, dim)), 1)
     found, order = every.to(x.dtype).sort(dim=0, descending=largest, stable=True)
     indices = places.gather(0, order)[:k].long()
     return torch.return_types.topk((found[:k].movedim(0, dim), indices.movedim(0, dim)))
@@ -104,7 +109,7 @@ def _sorted(site: Site, x: Tensor, result: str, dim: int, descending: bool) -> A
     keys, order = sort_keys(x.reshape(-1), descending).sort(stable=True)
     pairs = carried(x.reshape(-1)[order], order + site.boxes(0)[seat(site)].offsets[dim]).t()
     pairs = _to_their_places(site, dim, keys, pairs)
-    values, indices = pairs[sort_keys(pairs[:, 0], descending).argsort(stable=True)].unbind(1)
+    values, indices = _two(pairs[sort_keys(pairs[:, 0], descending).argsort(stable=True)], 1)
     values, indices = values.to(x.dtype).view_as(x), indices.long().view_as(x)
     return {"sort": torch.return_types.sort((values, indices)), "argsort": indices, "msort": values}[result]
 
@@ -171,14 +176,16 @@ def order_statistic(name: str, input: Meta, dim: int | None = None, keepdim: boo
 
 def _order_statistic(site: Site, x: Tensor, dims: reduce.Dims, keepdim: bool, name: str, *k: int) -> Any:
     flat, total = x.reshape(-1), sum(counts(site, None))
+    shape = site.output.local_shape(site.rank)
+    if dims and total == 0 < prod(site.layouts[0].shape):  # the line is held by other ranks
+        return getattr(torch.return_types, name)((flat.view(shape), flat.detach().long().view(shape)))
     if total == 0 or (k and not 0 < k[0] <= total):
         none = x.new_zeros([min(n, 1) for n in site.layouts[0].shape])
         return getattr(torch, name)(none, *k, *((*dims, keepdim) if dims else ()))  # torch's own answer, or error
     real = total if k else int(site.stack(flat.isnan().logical_not().sum()).sum())
     middle = total - 1 if real == 0 or (real < total and name == "median") else (real - 1) // 2
-    value, place = (found.squeeze(0) for found in pick(site, flat, [k[0] - 1 if k else middle], dims))
+    value, place = (found[0] for found in pick(site, flat, [k[0] - 1 if k else middle], dims))
     if dims:
-        shape = site.output.local_shape(site.rank)
         return getattr(torch.return_types, name)((value.view(shape), place.view(shape)))
     largest = bool(value != -inf)  # all equals share the gradient
     same = (flat == value) | (flat.isnan() & value.isnan())
@@ -197,7 +204,8 @@ def pick(site: Site, x: Tensor, wanted: list[int], dims: reduce.Dims) -> tuple[T
     own = by_key[(first + nth)[here][mine]]
     start = site.boxes(0)[seat(site)].offsets[dims[0]] if dims else 0
     values = x.new_zeros(len(wanted)).masked_scatter(mine, x[own])
-    values, places = site.stack(carried(values, torch.zeros_like(nth[here]).masked_scatter(mine, own + start))).sum(0)
+    pairs = carried(values, torch.zeros_like(nth[here]).masked_scatter(mine, own + start))
+    values, places = _two(site.stack(pairs).sum(0), 0)
     return values.to(x.dtype), places.long()
 
 
