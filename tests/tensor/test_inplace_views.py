@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Mesh, Shard
+from shardwise import Mesh, Shard, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
@@ -82,3 +82,20 @@ def test_a_leaf_is_torchs_error() -> None:
 
     (text,) = set(world(2).run(body))
     assert "a leaf Variable that requires grad" in text
+
+
+@pytest.mark.parametrize("alias", [lambda x: x, lambda x: x.detach(), lambda x: x.data, lambda x: x[0].detach()])
+@world(4)
+def test_a_copy_that_stands_for_a_view_is_not_changed_in_place_under_another_name(alias: Callable[[Any], Any]) -> None:
+    x = distribute_tensor(torch.zeros(4, 4), Mesh((4,)), [Shard(0)])
+    with pytest.raises(RuleError, match="that had to be moved to be made"):
+        alias(x.unfold(0, 2, 1)).add_(1)
+
+
+@world(3)
+def test_values_in_order_are_no_views_of_several_results() -> None:
+    """Torch refuses to change in place what unbind gave, and so what was made with it."""
+    x = distribute_tensor(torch.arange(3.0), Mesh((3,)), [Shard(0)]).requires_grad_()
+    for value in (x.kthvalue(2, 0).values, x.median(0).values, x.msort(), x.sort().values, x.topk(2).values):
+        value.mul_(2)
+    assert x.kthvalue(2, 0).values.mul_(2).item() == 2

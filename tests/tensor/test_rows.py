@@ -154,3 +154,22 @@ def test_false_is_not_the_zero_that_it_equals() -> None:
     for _ in range(2):  # what was worked out for one must not answer the other
         assert torch.allclose(as_dtensor(x.var(0)).full_tensor(), X.var(0))
         assert torch.allclose(as_dtensor(x.var(False)).full_tensor(), X.var(False))
+
+
+@pytest.mark.parametrize("layout", [Partial(), S0, R])
+@world(3)
+def test_an_operand_that_is_read_and_changed_by_an_op_on_whole_copies_is_one_tensor(layout: Any) -> None:
+    """The copy that was only read overwrote the one that had changed."""
+    plain = torch.arange(1.0, 4.0)
+    x = distribute_tensor(plain.clone(), Mesh((3,)), [layout])
+    x.addcmul_(x.clone(), x)
+    assert x.tolist() == (plain + plain * plain).tolist()
+
+
+@world(2)
+def test_out_does_not_take_part_in_gradients() -> None:
+    x = distribute_tensor(torch.ones(3), Mesh((2,)), [S0]).requires_grad_()
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.mul(x, 2, out=torch.empty_like(x))
+    with torch.no_grad():
+        assert torch.mul(x, 2, out=torch.empty_like(x)).tolist() == [2, 2, 2]

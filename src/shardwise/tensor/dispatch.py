@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import RuleError
@@ -285,6 +286,12 @@ def _without_row(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[st
 def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`out=` keeps its layout: the result is moved there."""
     out = kwargs["out"]
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{name_of(func)}(): functions with out=... arguments don't support automatic differentiation, but one of "
+            f"the arguments requires grad."
+        )
     result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
     fits = isinstance(out, Tensor) and isinstance(result, Tensor) and out.shape == result.shape
     if not fits or not torch.can_cast(result.dtype, out.dtype):

@@ -34,7 +34,6 @@ class DTensor(torch.Tensor):
     _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
     _watched: int = 0  # of a leaf: if its accumulated gradients join a batch, its place in the order of the program
     _name: str | None = None  # of a parameter: what errors call it
-    _passing: bool = False  # moved for one op only: a view of it does not reach the tensor it was moved from
 
     # Set by the modules that know them; the class itself imports nothing from above.
     _enter: Handler
@@ -196,6 +195,11 @@ class DTensor(torch.Tensor):
         """The value of a tensor of one element, on every rank of the mesh; reduces or fetches it if need be."""
         if self.numel() != 1:
             raise RuntimeError(f"A tensor of shape {tuple(self.shape)} has no single value to convert to a number.")
+        if self._layout.mesh.coordinate(collectives.rank()) is None:
+            raise RuleError(
+                f"item(): rank {collectives.rank()} is outside {self._layout.mesh} and holds no value. "
+                f"Fix: redistribute the tensor to a mesh of all ranks, or ask on the ranks of its mesh only."
+            )
         with torch.no_grad():
             return self.full_tensor().item()
 
@@ -320,8 +324,9 @@ def plain(x: Tensor) -> Tensor:
 
 def passing(local: Tensor) -> Tensor:
     """Mark what was moved for one op, so that nobody changes it in place and believes to have changed the original."""
-    root = local._base if local._is_view() else local
-    root._passing = True  # type: ignore[union-attr]
+    with DisableTorchFunctionSubclass():
+        if not local.is_sparse:
+            local.untyped_storage()._passing = True  # type: ignore[attr-defined]  # views and detach() share it
     return local
 
 

@@ -91,10 +91,16 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     for x in changed:
         refuse_view_of_copy(str(func), x)
     back: list[tuple[DTensor, Tensor]] = []
+    copies: dict[int, Tensor] = {}  # an operand that is read as well as changed is one tensor
 
     def whole(x: Any) -> Any:
         if type(x) is not DTensor:
             return x
+        if id(x) not in copies:
+            copies[id(x)] = copied(x)
+        return copies[id(x)]
+
+    def copied(x: DTensor) -> Tensor:
         copy = _whole(x, Cause("no row", str(func), x._name or "an operand", why))
         if any(x is y for y in changed):
             if not x._layout.is_replicated:
@@ -142,8 +148,8 @@ def _whole(x: DTensor, cause: Cause) -> Tensor:
 def refuse_view_of_copy(name: str, x: DTensor) -> None:
     """In place on such a view nothing of the original would change."""
     with DisableTorchFunctionSubclass():
-        root = x._base if x._is_view() else x
-    if getattr(root, "_passing", False):
+        storage = None if x.is_sparse else x.untyped_storage()
+    if getattr(storage, "_passing", False):
         raise RuleError(
             f"{name} works in place on a view of {x._layout} that had to be moved to be made, so the original "
             f"would not change. Fix: change the original, or clone() the view if only that is to change."
