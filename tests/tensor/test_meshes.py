@@ -129,3 +129,58 @@ def test_ranks_outside_the_mesh_hold_results_without_elements() -> None:
     for out in (x.amax(0), x @ x.mT, x.max(), torch.sort(x, 0)[0], x[2:4]):
         out = as_dtensor(out)
         assert tuple(out.to_local().shape) == out.layout_.local_shape(rank())
+
+
+# ---- ranks outside the mesh take part in what crosses meshes --------------------------------------------------------
+
+PAIR, ALL = Mesh((2,), (1, 0)), Mesh((5,))
+
+
+@world(5)
+def test_brackets_and_values_on_another_mesh_are_fetched_from_it() -> None:
+    plain = torch.arange(4.0)
+    x, y = distribute_tensor(plain.clone(), PAIR, [S0]), distribute_tensor(plain.clone(), ALL, [S0])
+    x[distribute_tensor(plain > 1, ALL, [S0])] = 3
+    y[distribute_tensor(plain > 2, PAIR, [S0])] = 7
+    y[:2] = x[2:]
+    rows = y[distribute_tensor(torch.tensor([0, 3]), PAIR, [S0])]
+    assert y.tolist() == [3, 3, 2, 7]
+    assert rows.tolist() == [3, 7]
+    if rank() in PAIR.ranks:
+        assert x.tolist() == [0, 1, 3, 3]
+
+
+@world(5)
+def test_gradients_come_back_to_plain_tensors_on_ranks_outside_the_mesh() -> None:
+    """Ranks outside that were not connected did not go backward, and the others waited for them."""
+    mine = torch.ones(3, requires_grad=True)
+    x = DTensor.from_local(mine, PAIR, [R], run_check=False, shape=(3,))
+    (x.redistribute(ALL, [S0]) * 2).sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == ([2.0] * 3 if rank() in PAIR.ranks else [0.0] * 3)
+
+
+@world(5)
+def test_a_plain_table_looked_up_on_a_mesh_of_some_ranks_has_a_gradient_of_its_shape_everywhere() -> None:
+    table = torch.ones(3, 4, requires_grad=True)
+    F.embedding(distribute_tensor(torch.tensor([0, 1]), PAIR, [R]), table).sum().backward()
+    assert table.grad is not None
+    assert table.grad[:, 0].tolist() == ([1, 1, 0] if rank() in PAIR.ranks else [0, 0, 0])
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.sum().item(), lambda x: F.one_hot(x.long().abs()), torch.nonzero])
+@world(3)
+def test_what_only_the_ranks_of_the_mesh_know_is_a_clear_error_outside_it(ask: Any) -> None:
+    x = distribute_tensor(torch.ones(3), Mesh((1,), (1,)), [R])
+    if rank() == 1:
+        ask(x)
+    else:
+        with pytest.raises(RuleError, match="is outside Mesh"):
+            ask(x)
+
+
+@world(3)
+def test_results_outside_the_mesh_may_be_changed_in_place() -> None:
+    x = distribute_tensor(torch.ones(3), Mesh((1,), (1,)), [R]).requires_grad_()
+    total = F.cross_entropy(x, torch.full((3,), 1 / 3))
+    total.msort().mul_(2).backward()

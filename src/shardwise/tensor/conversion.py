@@ -61,7 +61,8 @@ def from_local(
             raise LayoutError(
                 f"from_local: rank {collectives.rank()} is outside {mesh}, so it must be told the global shape."
             )
-        return tag(local.new_empty(layout.local_shape(collectives.rank())), layout)
+        nothing = local.reshape(-1)[:0].view(layout.local_shape(collectives.rank()))  # connected: backward meets peers
+        return wrap(nothing, layout, grad_placements)
     layout = _agreed_layout(local, mesh, wanted, shape) if run_check else _layout_of_parts(local, mesh, wanted, shape)
     if stride is not None and tuple(stride) != contiguous_strides(layout.shape):
         raise LayoutError(

@@ -322,7 +322,7 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, border: Layout) -> Tensor:
-        ctx.layout, ctx.border = layout, border
+        ctx.layout, ctx.border, ctx.shape = layout, border, local.shape
         return local.view_as(local)
 
 
@@ -339,6 +339,8 @@ class FromPlain(_Border):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.layout.mesh.coordinate(collectives.rank()) is None:  # nothing of it was used here
+            return grads[0].new_zeros(ctx.shape), None, None
         return move(grads[0], ctx.layout.dual(), ctx.border, _BORDER), None, None
 
 

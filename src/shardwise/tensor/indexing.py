@@ -53,6 +53,14 @@ class Index(NamedTuple):
         return left + basic - sum(map(_consumed, self.tensors.values())) + max(places, default=0)
 
 
+def _on_one_mesh(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensor, what stands in the brackets and the value on the mesh of the first: ranks outside it send theirs."""
+    parts = (*(args[1] if isinstance(args[1], tuple) else args[1:2]), *args[2:])
+    if any(type(p) is DTensor and p._layout.mesh != args[0]._layout.mesh for p in parts):
+        args, _ = meshes.on_one_mesh(func, args, {}, in_place=True)
+    return args
+
+
 def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, brackets = args
     if type(x) is not DTensor:
@@ -61,6 +69,7 @@ def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     items = _plain_items(x, brackets)
     if items is not None:
         return DTensor._enter(basic, (x, *items), {})
+    x, brackets = _on_one_mesh(func, (x, brackets))
     index = _parsed(x, brackets)
     if index.is_basic or index.has_items:
         x = DTensor._enter(basic, (x, *index.items), {})
@@ -73,12 +82,13 @@ def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    x, brackets, value = args
-    if type(x) is not DTensor:
+    if type(args[0]) is not DTensor:
         into_plain(func, args, kwargs)
-    elif not (isinstance(value, int | float) and write_number(x, brackets, value)) and not meshes.outside(
-        x._layout.mesh
-    ):
+        return
+    x, brackets, value = _on_one_mesh(func, args)
+    if isinstance(value, int | float) and write_number(x, brackets, value):
+        return
+    if not meshes.outside(x._layout.mesh):
         refuse_view_of_copy("x[…] = value", x)
         _write(x, brackets, value)
 

@@ -89,7 +89,9 @@ def nothing(func: Callable[..., Any], layouts: Any, mesh: Mesh, args: tuple[Any,
         meta_args, meta_kwargs = pytree.tree_map(on_meta, (args, kwargs))
         try:
             metas = func(*meta_args, **meta_kwargs)
-        except NotImplementedError as error:
+        except RuntimeError as error:  # among them NotImplementedError
+            if not isinstance(error, NotImplementedError) and "on meta tensors" not in str(error):
+                raise
             raise RuleError(
                 f"{name_of(func)}: rank {collectives.rank()} is outside {mesh} and cannot know how long the result is. "
                 f"Fix: call it on the ranks of the mesh only."
@@ -116,7 +118,7 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, *operands: Tensor) -> Tensor:
         ctx.operands = [(x.new_zeros(()), x.shape) for x in operands]
-        return local.view_as(local)
+        return torch.empty_like(local)  # not a view, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
