@@ -80,6 +80,8 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     changed = _changed_operands(func, args, kwargs)
     if meshes.are_several(args, kwargs):
         args, kwargs = meshes.on_one_mesh(func, args, kwargs, bool(changed))
+        if not all(any(x is y for y in pytree.tree_leaves((args, kwargs))) for x in changed):
+            raise RuleError(f"{func} changes an operand that is on another mesh than its first. Fix: redistribute it.")
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
     mesh, device = first._layout.mesh, first.device
     generator = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)), None)
@@ -90,25 +92,14 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
         return args[0] if changed else meshes.nothing(func, None, mesh, args, kwargs)
     for x in changed:
         refuse_view_of_copy(str(func), x)
-    back: list[tuple[DTensor, Tensor]] = []
-    copies: dict[int, Tensor] = {}  # an operand that is read as well as changed is one tensor
-
-    def whole(x: Any) -> Any:
-        if type(x) is not DTensor:
-            return x
-        if id(x) not in copies:
-            copies[id(x)] = copied(x)
-        return copies[id(x)]
-
-    def copied(x: DTensor) -> Tensor:
-        copy = _whole(x, Cause("no row", str(func), x._name or "an operand", why))
-        if any(x is y for y in changed):
-            if not x._layout.is_replicated:
-                copy = copy.clone()  # autograd may have kept what the move gave
-            back.append((x, copy))
-        return copy
-
-    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    operands = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor}
+    copies = {}  # one of an operand that is read as well as changed
+    for key, x in operands.items():
+        copies[key] = _whole(x, Cause("no row", str(func), x._name or "an operand", why))
+        if any(x is y for y in changed) and not x._layout.is_replicated:
+            copies[key] = copies[key].clone()  # autograd may have kept what the move gave
+    back = [(operands[key], copies[key]) for key in dict.fromkeys(map(id, changed))]
+    args, kwargs = pytree.tree_map(lambda x: copies.get(id(x), x), (args, kwargs))
     numbers = random.seeded_alike(mesh, generator, device) if seeded else nullcontext()
     if generator is not None:
         args, kwargs = pytree.tree_map(lambda x: None if x is generator else x, (args, kwargs))
