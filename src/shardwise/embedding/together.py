@@ -53,8 +53,8 @@ def embedding_bags(
             recipe, site, args, named = dispatch.prepared(F.embedding_bag, (ids, weight, start), kwargs)
             axes = lookup.travelling_axes(site)
             if axes and recipe.local is lookup.embedding_bag:
-                call = lookup.bag_call(site, args, named)
-                shared.setdefault((site.ranks(axes), weight.dtype), []).append((index, call))
+                members = shared.setdefault((site.ranks(axes), weight.dtype), [])
+                members.append((index, lookup.bag_call(site, args, named)))
             else:
                 assert recipe.local is not None
                 assert recipe.output is not None

@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwise.errors import IdTypeError
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules import lookup, options
-from shardwise.rules.pointwise import SUMS, shape_of_first
-from shardwise.rules.row import LocalFunction, Meta, Row, Site, op_rule, prepared
+from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
+from shardwise.rules.row import LocalFunction, Meta, Row, Site, arguments, op_rule, prepared
 
 aten = torch.ops.aten
 
@@ -33,21 +33,14 @@ def _embedding_shape(input: Meta, weight: Meta, *args: Any, **kwargs: Any) -> tu
 
 
 @op_rule(F.embedding, shape=_embedding_shape, sizeless=True)
-def embedding(
-    input: Meta,
-    weight: Meta,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> list[Row]:
+def embedding(*args: Any, **kwargs: Any) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
-    _check_ids(input, (), "embedding")
-    special = padding_idx is not None or max_norm is not None or scale_grad_by_freq
+    named = arguments(F.embedding, args, kwargs)
+    ids, weight = named["input"], named["weight"]
+    _check_ids(ids, (), "embedding")
+    special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
     local = options.embedding if special else lookup.embedding
-    rows = _lookup_rows(weight, range(input.ndim), input.ndim, local)
-    return rows if max_norm is None else _unmoved(rows, weight, norm_type)
+    return _unmoved(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
 
 
 def _whole_rows_here(site: Site) -> LocalFunction | None:
@@ -89,11 +82,12 @@ for _local in (lookup.embedding, options.embedding):
     prepared(_whole_rows_here)(_local)
 
 
-def _unmoved(rows: list[Row], weight: Meta, norm_type: float) -> list[Row]:
-    """Rows for which the table stays where it is, because some of it changes in place."""
-    own = Shard(weight.placement.dim) if isinstance(weight.placement, Shard) else weight.placement
-    rows = [row for row in rows if row.inputs[1] == own]
-    if not rows or norm_type <= 0:
+def _unmoved(rows: list[Row], named: dict[str, Any]) -> list[Row]:
+    """With a `max_norm`, rows for which the table stays where it is, because some of it changes in place."""
+    if named["max_norm"] is None:
+        return rows
+    rows = [row for row in rows if row.inputs[1] == without_sizes(named["weight"].placement)]
+    if not rows or named["norm_type"] <= 0:
         raise NotImplementedError("a table that is Partial or in Boxes is renormalised as a whole")
     return rows
 
@@ -105,38 +99,29 @@ def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: An
 
 
 @op_rule(F.embedding_bag, shape=_bag_shape, sizeless=True)
-def embedding_bag(
-    input: Meta,
-    weight: Meta,
-    offsets: Meta | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Meta | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> list[Row]:
+def embedding_bag(*args: Any, **kwargs: Any) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
     Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. Offsets count from the
     first id of the whole input; where input and offsets are cut, they must be cut between the same bags.
     """
-    _check_ids(input, (1, 2), "embedding_bag")
-    plain = max_norm is None and not scale_grad_by_freq and per_sample_weights is None and padding_idx is None
-    weighted_wrong = per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape)
-    if mode not in ("sum", "mean", "max") or weighted_wrong or (mode == "max" and (sparse or scale_grad_by_freq)):
+    named = arguments(F.embedding_bag, args, kwargs)
+    ids, offsets, mode, factors = (named[name] for name in ("input", "offsets", "mode", "per_sample_weights"))
+    _check_ids(ids, (1, 2), "embedding_bag")
+    by_frequency = named["scale_grad_by_freq"]
+    special = by_frequency or any(named[x] is not None for x in ("max_norm", "per_sample_weights", "padding_idx"))
+    weighted_wrong = factors is not None and (mode != "sum" or factors.shape != ids.shape)
+    if mode not in ("sum", "mean", "max") or weighted_wrong or (mode == "max" and (named["sparse"] or by_frequency)):
         raise NotImplementedError("torch says what is wrong with the options")
-    if (input.ndim == 1) == (offsets is None):
+    if (ids.ndim == 1) == (offsets is None):
         raise ValueError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
     # With the last offset there is one offset more than bags, so bags and offsets cannot be cut alike; and ids are
     # not cut where offsets are not, which would hardly be between bags.
-    uncut = offsets is not None and not (input.placement.is_shard() and offsets.placement.is_shard())
-    dims = range(0 if include_last_offset or uncut else 1)
-    local = lookup.embedding_bag if plain and mode != "max" else options.embedding_bag
-    rows = _lookup_rows(weight, dims, 1, local, offsets is not None, per_sample_weights, mode == "max")
-    return rows if max_norm is None else _unmoved(rows, weight, norm_type)
+    uncut = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())
+    dims = range(0 if named["include_last_offset"] or uncut else 1)
+    local = options.embedding_bag if special or mode == "max" else lookup.embedding_bag
+    rows = _lookup_rows(named["weight"], dims, 1, local, offsets is not None, factors, mode == "max")
+    return _unmoved(rows, named)
 
 
 def _lookup_rows(
@@ -190,8 +175,7 @@ def embedding_of_table(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -
 def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: float) -> list[Row]:
     """weight[i] *= min(1, max_norm / |weight[i]|) for every i of indices."""
     _check_ids(indices, (), "embedding_renorm_")
-    placement = weight.placement
-    own = Shard(placement.dim) if isinstance(placement, Shard) else placement
+    own = without_sizes(weight.placement)
     if isinstance(own, Partial | Boxes) or norm_type <= 0:
         raise NotImplementedError("a table that is Partial or in Boxes is renormalised as a whole")
     return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]

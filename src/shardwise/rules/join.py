@@ -18,7 +18,7 @@ from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
 from shardwise.rules.row import NOBODY, Meta, OpRule, Row, Site, local_with, register
-from shardwise.rules.view import OWNER, Along, box_of, named, nothing, position
+from shardwise.rules.view import OWNER, Along, box_of, named, nothing, position, uncut_rows
 
 aten = torch.ops.aten
 FILLED = -1
@@ -194,8 +194,7 @@ def _rows(
     why = "indices go where they belong"
     cut = {d: boundary for d, (_, boundary) in dims.items() if d >= 0}
     rows += [Row((Shard(d),), Shard(d + lead), why, local, boundary=boundary) for d, boundary in cut.items()]
-    rows += [Row((p,), p, "summands are treated one by one") for p in (PARTIALS if value == 0 else ())]
-    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+    return rows + uncut_rows(x, local, PARTIALS if value == 0 else (), "summands are treated one by one")
 
 
 def _local_runs(dims: Any, value: float, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:

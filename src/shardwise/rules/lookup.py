@@ -27,7 +27,7 @@ from shardwise.errors import IdError, IdTypeError, LayoutError
 from shardwise.layout import Layout
 from shardwise.placement import Boxes, OnRanks, Shard
 from shardwise.rules.distinct import Bags, Distinct, distinct, looked_up, spread
-from shardwise.rules.row import Site
+from shardwise.rules.row import Site, arguments
 
 # int64 words before the ids: how many ids there are for this owner, whether the sender has more ids for some
 # owner than its first message holds, position of the sender's first bad id or FINE, that id.
@@ -60,37 +60,15 @@ class Request:
 # ---- entry points: the local functions of the rules --------------------------------------------------------
 
 
-def embedding(
-    site: Site,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: None = None,
-    max_norm: None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
+def embedding(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding`: the op's own arguments, on locals."""
-    return _lookup(site, input, weight, None, sparse)
+    named = arguments(F.embedding, args, kwargs)
+    return _lookup(site, named["input"], named["weight"], None, named["sparse"])
 
 
-def embedding_bag(
-    site: Site,
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: None = None,
-    include_last_offset: bool = False,
-    padding_idx: None = None,
-) -> Tensor:
+def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding_bag`."""
-    bags = Bags(mode, from_own_first_id(site, offsets), include_last_offset)
-    return _lookup(site, input, weight, bags, sparse)
+    return _lookup(*bag_call(site, args, kwargs))
 
 
 def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
@@ -111,8 +89,8 @@ def whole_rows(site: Site, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
     return out
 
 
-# site, ids, table, bags, sparse gradients, and the axes on which ids travel if not the usual ones
-Call = tuple[Site, Tensor, Tensor, Bags | None, bool] | tuple[Site, Tensor, Tensor, Bags | None, bool, tuple[int, ...]]
+UsualCall = tuple[Site, Tensor, Tensor, Bags | None, bool]  # site, ids, table, bags, sparse gradients
+Call = UsualCall | tuple[Site, Tensor, Tensor, Bags | None, bool, tuple[int, ...]]  # and the axes on which ids travel
 
 
 def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
@@ -125,13 +103,11 @@ def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
     return [_finish(request, blocks) for request, blocks in zip(requests, received, strict=True)]
 
 
-def bag_call(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+def bag_call(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> UsualCall:
     """The lookup that a call of `F.embedding_bag` asks for, for `lookup_together`."""
-    names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    offsets = from_own_first_id(site, given.get("offsets"))
-    bags = Bags(given.get("mode", "mean"), offsets, given.get("include_last_offset", False))
-    return site, given["input"], given["weight"], bags, given.get("sparse", False)
+    named = arguments(F.embedding_bag, tuple(args), kwargs)
+    bags = Bags(named["mode"], from_own_first_id(site, named["offsets"]), named["include_last_offset"])
+    return site, named["input"], named["weight"], bags, named["sparse"]
 
 
 def from_own_first_id(site: Site, offsets: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.normal import INF, wide
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, arguments, local_with, prepared
+from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, arguments, local_with, prepared, register
 
 Loss = Callable[..., Any]
 Named = dict[str, Any]
@@ -90,9 +90,7 @@ def _share(loss: Loss, reduction: str, count: int, site: Site, /, *args: Any, **
     """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
     named = arguments(loss, args, kwargs)
     tensors = [x for x in named.values() if isinstance(x, Tensor)]
-    own = tensors[0].shape if loss in ELEMENTS else tensors[0].shape[:-1]
-    if loss in ELEMENTS and any(x.shape != own for x in tensors):
-        own = torch.broadcast_shapes(*(x.shape for x in tensors))  # slow
+    own = torch.broadcast_shapes(*(x.shape for x in tensors)) if loss in ELEMENTS else tensors[0].shape[:-1]
     if reduction == "mean" and named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss):
         weights = site.stack(named["weight"].sum()).sum(0)
         return loss(**{**named, "reduction": "sum"}) / weights  # type: ignore[no-any-return]
@@ -100,18 +98,6 @@ def _share(loss: Loss, reduction: str, count: int, site: Site, /, *args: Any, **
         return loss(**{**named, "reduction": "mean"}) * (own.numel() / count)  # type: ignore[no-any-return]
     summed: Tensor = loss(**{**named, "reduction": "sum" if own.numel() else "none"}).sum()
     return summed if reduction == "sum" else summed / count
-
-
-def _shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    named, tensors = _checked(loss, args, kwargs)
-    if named["reduction"] != "none":
-        return ()
-    return broadcast(*tensors) if loss in ELEMENTS else tensors[0].shape[:-1]
-
-
-for _loss in (*ELEMENTS, *EXAMPLES):
-    _rows = elementwise if _loss in ELEMENTS else of_examples
-    RULES[_loss] = OpRule(partial(_rows, _loss), shape=partial(_shape, _loss))
 
 
 # ---- losses of class scores ---------------------------------------------------------------------------------
@@ -226,21 +212,9 @@ def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
     return torch.logsumexp(x.masked_fill(nothing, 0), dim).masked_fill(nothing.squeeze(dim), -INF)
 
 
-def _classified_shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    named, _ = _checked(loss, args, kwargs)
-    scores, target = named["input"], named["target"]
-    if named["reduction"] != "none":
-        return ()
-    return target.shape if target.ndim < scores.ndim else (*scores.shape[:1], *scores.shape[2:])
-
-
-for _scorer in (F.cross_entropy, F.nll_loss):
-    RULES[_scorer] = OpRule(partial(classified, _scorer), shape=partial(_classified_shape, _scorer))
-
-
-def ctc(*args: Any, **kwargs: Any) -> list[Row]:
+def ctc(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     """out = the sum or mean over the batch of -log P(targets | log_probs), one example a column of log_probs."""
-    named, tensors = _checked(F.ctc_loss, args, kwargs)
+    named, tensors = _checked(loss, args, kwargs)
     if [x.ndim for x in tensors[:2]] != [3, 2]:
         raise NotImplementedError("targets in one row are not cut between examples")
     reduction = named["reduction"]
@@ -263,9 +237,25 @@ def _ctc(whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
     return losses if reduction == "none" else losses.sum()
 
 
-def _ctc_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-    named, tensors = _checked(F.ctc_loss, args, kwargs)
-    return tensors[0].shape[1:2] if named["reduction"] == "none" else ()
+# ---- which loss is what -------------------------------------------------------------------------------------
 
 
-RULES[F.ctc_loss] = OpRule(ctc, shape=_ctc_shape)
+def _shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    named, tensors = _checked(loss, args, kwargs)
+    scores = tensors[0].shape
+    if named["reduction"] != "none":
+        return ()
+    if loss in ELEMENTS:
+        return broadcast(*tensors)
+    if loss in EXAMPLES:
+        return scores[:-1]
+    if loss is F.ctc_loss:
+        return scores[1:2]
+    return named["target"].shape if named["target"].ndim < len(scores) else scores[:1] + scores[2:]
+
+
+for _rule, _losses in (
+    (elementwise, ELEMENTS), (of_examples, EXAMPLES), (classified, (F.cross_entropy, F.nll_loss)), (ctc, (F.ctc_loss,)),
+):  # fmt: skip
+    for _loss in _losses:
+        register(OpRule(partial(_rule, _loss), shape=partial(_shape, _loss)), _loss)

@@ -126,7 +126,7 @@ def conversion(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
     rows = list(shard_rows([x]))
     if named:
-        beside = tuple(_without_sizes(y.placement) for y in named)
+        beside = tuple(without_sizes(y.placement) for y in named)
         rows.append(Row((REPLICATE,), REPLICATE, "a copy of what this rank holds"))
         return [Row((*row.inputs, *beside), row.output, row.why, aligned=False) for row in rows]
     if all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
@@ -134,7 +134,8 @@ def conversion(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     return rows
 
 
-def _without_sizes(placement: Placement) -> Placement:
+def without_sizes(placement: Placement) -> Placement:
+    """A cut of the same dim, wherever its pieces end."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 

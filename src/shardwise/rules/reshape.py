@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.boxes import Box
-from shardwise.placement import Boxes, OnRanks, Shard
-from shardwise.rules.pointwise import PARTIALS
-from shardwise.rules.row import NOBODY, RULES, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared
-from shardwise.rules.view import OWNER, SUMMAND, box_of
+from shardwise.placement import Boxes, Shard
+from shardwise.rules.row import NOBODY, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared, register
+from shardwise.rules.view import box_of, named, uncut_rows
 
 aten = torch.ops.aten
 
@@ -28,7 +27,7 @@ def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list
     after = reshaped_to(op, x, *args, **kwargs)
     groups = tuple(_groups(x.shape, after))
     local = local_with(_local_reshape, groups, op in (Tensor.view, aten.view.default))
-    rows = [Row((p,), p, SUMMAND) for p in PARTIALS]
+    rows = []
     for old, new in groups:
         longer = [d for d in old if x.shape[d] != 1] or list(old)
         into = next((d for d in new if after[d] != 1), new[0] if new else None)
@@ -42,7 +41,7 @@ def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list
         rows += [Row((Shard(d),), Shard(into), why, local, follow=NOBODY) for d in longer[1:]]
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the same dims", _unchanged)]
-    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+    return rows + uncut_rows(x, local)
 
 
 def reshaped_to(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
@@ -159,7 +158,7 @@ def other_dtype(x: Meta, dtype: torch.dtype) -> list[Row]:
         boundary = local_with(_scaled, ratio)
         cut = Shard(x.ndim - 1)
         rows.append(Row((cut,), cut, why, _own_bits, boundary=boundary, granule=ratio.denominator))
-    return rows + [Row((x.placement,), x.placement, OWNER)] * isinstance(x.placement, OnRanks)
+    return rows + uncut_rows(x, None, ())
 
 
 def _own_bits(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +172,7 @@ def viewed(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     return other_dtype(x, given) if isinstance(given, torch.dtype) else reshaped(Tensor.view, x, *args, **kwargs)
 
 
-for _op in (torch.reshape, Tensor.reshape, torch.flatten, Tensor.flatten, torch.ravel, Tensor.ravel, torch.unflatten,
-            Tensor.unflatten, aten.view.default, aten._unsafe_view.default):  # fmt: skip
-    RULES[_op] = OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op))
-RULES[Tensor.view] = OpRule(viewed, shape=partial(reshaped_to, Tensor.view))
-RULES[aten.view.dtype] = OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view))
+for _op in (*named("reshape", "flatten", "ravel", "unflatten"), aten.view.default, aten._unsafe_view.default):
+    register(OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op)), _op)
+register(OpRule(viewed, shape=partial(reshaped_to, Tensor.view)), Tensor.view)
+register(OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view)), aten.view.dtype)

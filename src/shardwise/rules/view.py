@@ -1,6 +1,6 @@
 """Views: the same elements under other dims. What a view does to strides says where every dim of the operand goes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.placement import REPLICATE, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, SUMS, homogeneous, shape_of_first
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared
+from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, local_with, prepared, register
 
 aten = torch.ops.aten
 SUMMAND = "a view of summands is a summand of the view"
@@ -109,8 +109,15 @@ def rearranged_dims(op: Callable[..., Any], local: Any, x: Meta, *args: Any, **k
         at = None if local is _local_expand and x.shape[d] == 1 else view.place_of(d)  # it may be any of those of 1
         if at is not None and view.dims[at] == Along(d, 0, 1, x.shape[d]):
             rows.append(Row((Shard(d),), Shard(at), "a dim that stays whole stays cut", local))
-    rows += [Row((p,), p, SUMMAND) for p in PARTIALS]
-    return rows + [Row((x.placement,), x.placement, OWNER, local or on_owner)] * isinstance(x.placement, OnRanks)
+    return rows + uncut_rows(x, local or on_owner)
+
+
+def uncut_rows(
+    x: Meta, local: LocalFunction | None, partials: Sequence[Placement] = PARTIALS, why: str = SUMMAND
+) -> list[Row]:
+    """Rows for an operand that is cut along no dim: in summands, or on one rank, which then runs `local`."""
+    rows = [Row((p,), p, why) for p in partials]
+    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
 
 
 def on_owner(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +180,7 @@ def sliced(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[R
             rows.append(Row((Shard(d),), output, why, None if whole else local, boundary=None if whole else boundaries))
         elif not several:
             rows.append(Row((Shard(d),), REPLICATE, "one index of a cut dim goes to every rank", local))
-    rows += [Row((p,), p, SUMMAND) for p in PARTIALS]
-    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+    return rows + uncut_rows(x, local)
 
 
 def _frozen(a: Any) -> Any:
@@ -207,12 +213,10 @@ def _local_slice(view: View, number: int, site: Site, x: Tensor) -> Tensor:
     holders = [rank for rank in held if layout.boxes(rank)]
 
     def wanted(rank: int) -> Box:
-        if rank not in holders:
-            return held[rank]
-        offsets, sizes = list(held[rank].offsets), list(held[rank].sizes)
-        for d, at in view.fixed.items():
-            offsets[d], sizes[d] = at, 1
-        return Box(tuple(offsets), tuple(sizes))
+        box = held[rank]
+        for d, at in view.fixed.items() if rank in holders else ():
+            box = box.along(d, at, 1)
+        return box
 
     own = held[site.rank]
     if any(held[rank].sizes[d] != layout.shape[d] for d in view.fixed for rank in holders):
@@ -258,13 +262,11 @@ def diagonal(x: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row
     local = local_with(_local_diagonal, offset, a, b)
     others = [d for d in range(x.ndim) if d not in (a, b)]
     rows = [Row((Shard(d),), Shard(i), "a dim that stays whole stays cut", local) for i, d in enumerate(others)]
+    why = "each rank has a part of the diagonal"
     for d, start in ((a, max(-offset, 0)), (b, max(offset, 0))):
         boundary = local_with(position, Along(d, start, 1, length))
-        rows.append(
-            Row((Shard(d),), Shard(len(others)), "each rank has a part of the diagonal", local, boundary=boundary)
-        )
-    rows += [Row((p,), p, SUMMAND) for p in PARTIALS]
-    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+        rows.append(Row((Shard(d),), Shard(len(others)), why, local, boundary=boundary))
+    return rows + uncut_rows(x, local)
 
 
 def _local_diagonal(offset: int, a: int, b: int, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
@@ -277,8 +279,7 @@ def _local_diagonal(offset: int, a: int, b: int, site: Site, x: Tensor, /, *args
 def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
     """tril, triu: each rank counts rows and columns from where its piece starts."""
     rows = [Row((Shard(d),), Shard(d), "each rank has a part of the triangle", _local_triangle) for d in range(x.ndim)]
-    rows += [Row((p,), p, "summands are cut one by one") for p in SUMS]
-    return rows + [Row((x.placement,), x.placement, OWNER)] * isinstance(x.placement, OnRanks)
+    return rows + uncut_rows(x, None, SUMS, "summands are cut one by one")
 
 
 def _local_triangle(site: Site, x: Tensor, diagonal: int = 0) -> Any:
@@ -327,16 +328,13 @@ SLICED = [
 
 for _ops, _local in ((MOVED, None), (SQUEEZED, _as_result), (EXPANDED, _local_expand)):
     for _op in _ops:
-        RULES[_op] = OpRule(partial(rearranged_dims, _op, _local), shape=partial(_shapes, _op), sizeless=True)
+        register(OpRule(partial(rearranged_dims, _op, _local), shape=partial(_shapes, _op), sizeless=True), _op)
 for _op in SLICED:
-    RULES[_op] = OpRule(partial(sliced, _op), shape=partial(_shapes, _op))
-for _op in (torch.diagonal, Tensor.diagonal, aten.diagonal.default):
-    RULES[_op] = OpRule(diagonal)
-for _name in ("tril", "triu"):
-    for _op in (*named(_name), getattr(aten, _name).default):
-        RULES[_op] = OpRule(triangle, shape=shape_of_first)
-    for _op in (getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default):
-        RULES[_op] = OpRule(triangle, in_place=True, shape=shape_of_first)
-RULES[Tensor.fill_diagonal_] = OpRule(filled_diagonal, in_place=True, shape=shape_of_first)
-for _op in (torch.real, torch.imag, _getter("real"), _getter("imag")):
-    RULES[_op] = OpRule(homogeneous, shape=shape_of_first, sizeless=True)
+    register(OpRule(partial(sliced, _op), shape=partial(_shapes, _op)), _op)
+register(OpRule(diagonal), *named("diagonal"), aten.diagonal.default)
+register(OpRule(triangle, shape=shape_of_first), *named("tril", "triu"), aten.tril.default, aten.triu.default)
+_in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
+register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
+register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
+_parts = torch.real, torch.imag, _getter("real"), _getter("imag")
+register(OpRule(homogeneous, shape=shape_of_first, sizeless=True), *_parts)
