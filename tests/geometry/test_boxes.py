@@ -33,6 +33,13 @@ def test_numel_is_the_product_of_the_sizes() -> None:
     assert Box((), ()).numel == 1
 
 
+def test_a_box_along_a_dim_is_as_before_along_the_others() -> None:
+    box = Box((1, 2, 3), (4, 5, 6))
+    assert box.along(0, 7, 8) == Box((7, 2, 3), (8, 5, 6))
+    assert box.along(1, 7, 0) == Box((1, 7, 3), (4, 0, 6))
+    assert box.along(2, 7, 8) == Box((1, 2, 7), (4, 5, 8))
+
+
 def test_a_box_prints_as_half_open_ranges() -> None:
     assert str(Box((1, 0), (2, 0))) == "[1:3, 0:0]"
     assert str(Box((), ())) == "[]"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.boxes import Box
-from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site
+from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site, made_of, op_rule, register
 from shardwise.tensor import dispatch
 from shardwise.testing import world
 from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
@@ -173,3 +173,23 @@ def test_out_does_not_take_part_in_gradients() -> None:
         torch.mul(x, 2, out=torch.empty_like(x))
     with torch.no_grad():
         assert torch.mul(x, 2, out=torch.empty_like(x)).tolist() == [2, 2, 2]
+
+
+def test_a_second_rule_for_an_op_is_refused() -> None:
+    before = RULES[torch.add]
+    with pytest.raises(AssertionError, match="two rules for"):
+        register(OpRule(_rows_of_joined), torch.add)
+    with pytest.raises(AssertionError, match="two rules for"):
+        op_rule(torch.add)(_rows_of_joined)
+    assert RULES[torch.add] is before
+
+
+@world(2)
+def test_an_op_made_of_others_runs_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, shifted, made_of(lambda x: x.exp().sum(0)))
+    x = distribute_tensor(X, Mesh((2,)), [S1])
+    with count_comms() as meter:
+        out = as_dtensor(run(shifted, x))
+    assert out.placements == (S0,)
+    assert torch.equal(out.full_tensor(), X.exp().sum(0))
+    assert meter.total_calls == 0
