@@ -16,9 +16,10 @@ LAYERS = """
     debug
     train | report
     embedding | checkpoint | modules | experimental | launch | data | config
+    spec
     tensor
     movement | random
-    rules | steps | collectives
+    rules | steps | collectives | shards
     counter | meter
     layout
     mesh | placement

@@ -55,6 +55,10 @@ class MismatchError(ShardwiseError, ValueError):
     """Ranks disagree on something that must be the same everywhere."""
 
 
+class GroupError(ShardwiseError, RuntimeError):
+    """A process group that this rank is not of, or one inside another where only one may be set."""
+
+
 class RemoteRankError(ShardwiseError, RuntimeError):
     """Another rank failed; `rank` says which."""
 

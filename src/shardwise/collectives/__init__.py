@@ -24,6 +24,7 @@ from shardwise.collectives.front import (
     using,
     world_size,
 )
+from shardwise.collectives.groups import group_ranks, load_with_process_group
 from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
 from shardwise.collectives.transport import AtOnce, Finish, Transport, draw_from_torch, reduce_stack
@@ -32,7 +33,8 @@ from shardwise.meter import CommMeter, count_comms
 __all__ = [
     "AtOnce", "CommMeter", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "contents", "count_comms", "describing",
-    "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "init_device_mesh",
-    "init_from_environment", "init_processes", "rank", "reduce_stack", "report_failure", "shutdown",
+    "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "init_device_mesh",
+    "init_from_environment", "init_processes", "load_with_process_group", "rank", "reduce_stack", "report_failure",
+    "shutdown",
     "start_all_reduce", "start_all_to_all", "transport", "using", "world_size",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from shardwise.tensor import (  # open the doors
     inplace_views,
     optimisers,
     random_functions,
+    sharded,
     sparse,
 )
 from shardwise.tensor.conversion import distribute_tensor
@@ -32,6 +33,7 @@ __all__ = [
     "optimisers",
     "plain",
     "random_functions",
+    "sharded",
     "sparse",
     "strict",
     "tag",

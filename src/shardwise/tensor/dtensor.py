@@ -34,6 +34,7 @@ class DTensor(torch.Tensor):
     _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
     _watched: int = 0  # of a leaf: if its accumulated gradients join a batch, its place in the order of the program
     _name: str | None = None  # of a parameter: what errors call it
+    _spec: Any = None  # the sharding spec that it was made by, whose words its shards are told in
 
     # Set by the modules that know them; the class itself imports nothing from above.
     _enter: Handler
@@ -45,6 +46,11 @@ class DTensor(torch.Tensor):
     _write_grad: Callable[["DTensor", Tensor | None], None]
     _set: Callable[..., "DTensor"]
     _travelled: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
+    local_shards: Callable[..., list[Any]]  # these, and gather, are in `shardwise.tensor.sharded`
+    local_tensor: Callable[..., Tensor]
+    metadata: Callable[..., Any]
+    sharding_spec: Callable[..., Any]
+    reshard: Callable[..., "DTensor"]
 
     @classmethod
     def __torch_function__(
