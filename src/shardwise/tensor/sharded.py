@@ -122,7 +122,7 @@ def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
     A second positional argument is taken for an index, so `out` has to be named.
     """
     if len(args) > 1 or "index" in kwargs or "dim" in kwargs:
-        return Tensor.gather(x, *args, **kwargs)  # type: ignore[no-any-return]
+        return Tensor.gather(x, *args, **kwargs)
     return whole_on(x, *args, **kwargs)
 
 
