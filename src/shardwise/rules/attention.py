@@ -113,12 +113,10 @@ def _combined(
         least = torch.finfo(scores.dtype).min
         top = scores.detach().amax(-1, keepdim=True)
         weights = (scores - top.clamp(min=least)).exp()
-        out, ranks = weights @ value, site.ranks(axes)
+        out = weights @ value
         beside = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
         mine = torch.cat([out, *beside], -1)
-        counts = [mine.numel()] * len(ranks)
-        every = site.exchange(mine.reshape(-1).repeat(len(ranks)), counts, counts, ranks)
-        values, sums, tops = every.view(len(ranks), *mine.shape).split([out.shape[-1], 1, 1], -1)
+        values, sums, tops = site.stack(mine, site.ranks(axes)).split([out.shape[-1], 1, 1], -1)
         shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
         total = (sums * shares).sum(0)
         out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # nothing seen gives zeros

@@ -99,7 +99,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
         ctx.args = found, ids, bags
-        return _plain_lookup(found.places.view(ids.shape), rows, bags)
+        return plain_lookup(found.places.view(ids.shape), rows, bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -115,7 +115,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
         ctx.args = ids, bags, sparse, table.shape
-        return _plain_lookup(ids, table, bags)
+        return plain_lookup(ids, table, bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -129,11 +129,12 @@ class _Lookup(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None) -> Tensor:
+def plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None, sparse: bool = False) -> Tensor:
+    """torch's own lookup, with its own gradient."""
     if bags is None:
-        return F.embedding(ids, rows)
-    offsets = None if bags.offsets is None else bags.offsets.to(ids.dtype)
-    return F.embedding_bag(ids, rows, offsets, mode=bags.mode, include_last_offset=bags.include_last_offset)
+        return F.embedding(ids, rows, sparse=sparse)
+    offsets, last = None if bags.offsets is None else bags.offsets.to(ids.dtype), bags.include_last_offset
+    return F.embedding_bag(ids, rows, offsets, mode=bags.mode, sparse=sparse, include_last_offset=last)
 
 
 def _summed(grad: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:

@@ -18,15 +18,16 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.boxes import Box
 from shardwise.errors import IdError, IdTypeError, LayoutError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, contiguous_strides
 from shardwise.placement import Boxes, OnRanks, Shard
-from shardwise.rules.distinct import Bags, Distinct, distinct, looked_up, spread
+from shardwise.rules.distinct import Bags, Distinct, distinct, looked_up, plain_lookup, spread
 from shardwise.rules.row import Site, arguments
 
 # int64 words before the ids: how many ids there are for this owner, whether the sender has more ids for some
@@ -55,6 +56,18 @@ class Request:
     def pooled(self) -> bool:
         """Whether whole bags go to the owners and sums come back."""
         return self.found is None
+
+    def num_offsets(self, sender: int) -> int:
+        """How many offsets rank number `sender` has beside its ids."""
+        if self.bags is None or self.bags.offsets is None:
+            return 0
+        return self.site.layouts[2].local_numel(self.ranks[sender])
+
+    def num_bags(self, sender: int) -> int:
+        """How many bags rank number `sender` has."""
+        if self.bags is None or self.bags.offsets is None:
+            return self.site.layouts[0].local_shape(self.ranks[sender])[0]
+        return self.num_offsets(sender) - self.bags.include_last_offset
 
 
 # ---- entry points: the local functions of the rules --------------------------------------------------------
@@ -219,18 +232,10 @@ def _room(request: Request, sender: int, owner: int, budget: int) -> int:
         return 0
     numel = request.site.layouts[0].local_numel(request.ranks[sender])
     if request.pooled:
-        return numel + (_num_offsets(request, sender) if _has_offsets(request) else 0)
+        return numel + request.num_offsets(sender)
     share = box.sizes[0] / request.site.layouts[1].shape[0]
     room = min(numel, box.sizes[0], int(SPARE * numel * share) + 16)
     return room if room <= budget else 0
-
-
-def _has_offsets(request: Request) -> bool:
-    return request.bags is not None and request.bags.offsets is not None
-
-
-def _num_offsets(request: Request, sender: int) -> int:
-    return request.site.layouts[2].local_numel(request.ranks[sender])
 
 
 def _words(request: Request, verdict: tuple[int, int], wire: torch.dtype) -> list[Tensor]:
@@ -262,9 +267,8 @@ def _serve(request: Request, asked: Sequence[Tensor]) -> list[Tensor]:
     if not request.pooled:
         found = looked_up(weight, torch.cat(list(asked)), None, request.sparse)
         return list(found.split([ids.numel() for ids in asked]))
-    assert request.bags is not None
     sums = _pool(request, asked)
-    return list(sums.split([_num_bags(request, sender) for sender in range(len(asked))]))
+    return list(sums.split([request.num_bags(sender) for sender in range(len(asked))]))
 
 
 def _nothing_from(weight: Tensor, sparse: bool) -> Tensor:
@@ -286,19 +290,12 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
     offsets: list[Tensor] = []
     before = 0
     for sender, words in enumerate(asked):
-        count = _num_offsets(request, sender)
+        count = request.num_offsets(sender)
         own, starts = words[: words.numel() - count], words[words.numel() - count :]
         ids.append(own)
         offsets.append(starts[: count - bags.include_last_offset] + before)
         before += own.numel()
     return looked_up(request.weight, torch.cat(ids), Bags(bags.mode, torch.cat(offsets)), request.sparse)
-
-
-def _num_bags(request: Request, sender: int) -> int:
-    if _has_offsets(request):
-        assert request.bags is not None
-        return _num_offsets(request, sender) - request.bags.include_last_offset
-    return request.site.layouts[0].local_shape(request.ranks[sender])[0]
 
 
 # ---- finish -------------------------------------------------------------------------------------------------
@@ -326,7 +323,7 @@ def _expected(request: Request, owner: int) -> tuple[int, int]:
     if box.numel == 0:
         return 0, 0
     if request.pooled:
-        return _num_bags(request, me), box.sizes[1]
+        return request.num_bags(me), box.sizes[1]
     start, stop = request.spans[owner]
     return stop - start, box.sizes[1]
 
@@ -362,10 +359,7 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
         shape = ids.shape if bags is None else bags.lengths(ids).shape
         return weight.new_zeros(*shape, weight.shape[1]) + _nothing_from(weight, sparse).sum()
     if box.sizes[0] == num_rows:
-        if bags is None:
-            return F.embedding(ids, weight, sparse=sparse)
-        last = bags.include_last_offset
-        return F.embedding_bag(ids, weight, bags.offsets, mode=bags.mode, sparse=sparse, include_last_offset=last)
+        return plain_lookup(ids, weight, bags, sparse)
     flat = ids.reshape(-1)
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
     own = flat[mine] - box.offsets[0]
@@ -403,14 +397,9 @@ def _first_bad(site: Site, ids: Tensor, bags: Bags | None) -> tuple[int, int]:
 def _global_position(layout: Layout, rank: int, local: int) -> int:
     """Row-major position in the global tensor of a rank's element number `local`."""
     (box,) = layout.boxes(rank)
-    index = []
-    for size in reversed(box.sizes):
-        local, i = divmod(local, size)
-        index.append(i)
-    position = 0
-    for i, offset, size in zip(reversed(index), box.offsets, layout.shape, strict=True):
-        position = position * size + offset + i
-    return position
+    index = np.unravel_index(local, box.sizes)
+    strides = contiguous_strides(layout.shape)
+    return sum((int(i) + offset) * n for i, offset, n in zip(index, box.offsets, strides, strict=True))
 
 
 def _worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
@@ -430,8 +419,7 @@ def _verdict_everywhere(site: Site, ids: Tensor, bags: Bags | None) -> Verdict:
         return position, bad, site.rank
     ranks = site.ranks(axes)
     own = torch.tensor([position, bad], dtype=torch.int64, device=ids.device)
-    every = site.exchange(own.repeat(len(ranks)), [2] * len(ranks), [2] * len(ranks), ranks)
-    return _worst(every.view(-1, 2).tolist(), ranks)
+    return _worst(site.stack(own, ranks).tolist(), ranks)
 
 
 def asked_axes(site: Site) -> tuple[int, ...]:
@@ -450,11 +438,8 @@ def raise_bad_ids(site: Site, verdict: Verdict) -> None:
             f"{site.name_of(1)}: the offsets on rank {rank} do not describe bags of the ids that this rank holds: they "
             f"must rise from its first id to at most its last. Fix: cut ids and offsets between the same bags."
         )
-    shape, index = site.layouts[0].shape, []
-    for size in reversed(shape):
-        position, i = divmod(position, size)
-        index.append(i)
-    where = index[0] if len(index) == 1 else tuple(reversed(index))
+    index = tuple(map(int, np.unravel_index(position, site.layouts[0].shape)))
+    where = index[0] if len(index) == 1 else index
     held = f" (held by rank {rank})" if any(isinstance(p, Shard) for p in site.layouts[0].placements) else ""
     raise IdError(
         f"{site.name_of(1)}: id {bad} at position {where} of the ids{held} is not in the table, whose valid ids are "

@@ -49,8 +49,7 @@ def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     if padding_idx is not None:
         places = places.masked_fill(ids == _padding_row(site, padding_idx), ids.numel())
     if weights is not None:
-        wanted = dict(zip(site.ranks(), site.boxes(0), strict=True))
-        weights = site.fetch(weights, 2 + (offsets is not None), wanted.__getitem__)
+        weights = site.fetch(weights, 2 + (offsets is not None), lambda rank: site.layouts[0].boxes(rank)[0])
     return F.embedding_bag(
         places.view(bags.shape),
         F.pad(rows, (0, 0, 0, 1)),  # and the row that padded places stand for

@@ -132,8 +132,7 @@ def refuse(site: Site, bad: Tensor, message: str) -> None:
     cut = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in site.layouts)]
     ranks = site.ranks(cut) if mesh.coordinate(site.rank) is not None else ()
     if len(ranks) > 1:
-        ones = [1] * len(ranks)
-        found = site.exchange(found.repeat(len(ranks)), ones, ones, ranks)
+        found = site.stack(found, ranks)
     if found.any():
         raise RuntimeError(message)
 
