@@ -1,5 +1,6 @@
 """Elementwise ops on sharded operands equal one process: every name of the tables, and the awkward calls."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.rules import RULES, OpRule, Row, pointwise
 from shardwise.tensor import dispatch
@@ -256,3 +257,13 @@ def test_in_place_into_a_plain_tensor_adds_the_whole() -> None:
     plain.add_(distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0]))
     plain += distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0])
     assert plain.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("placement", [OnRanks(2), Shard(0), Replicate()], ids=str)
+@world(4)
+def test_what_is_no_sum_is_not_made_one_of_zeros_that_infinities_turn_to_nan(placement: Placement) -> None:
+    x, y = torch.ones(4, 3), torch.tensor([0.0, 1.0, math.inf])
+    mine = distribute_tensor(x, Mesh((4,)), [placement])
+    other = distribute_tensor(y, Mesh((4,)), [placement])
+    for got, want in ((mine / other, x / y), (mine * other, x * y), (mine * math.inf, x * math.inf), (mine / 0, x / 0)):
+        assert torch.equal(as_dtensor(got).full_tensor(), want)

@@ -99,6 +99,8 @@ def bilinear(*args: Any, **kwargs: Any) -> list[Row]:
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
     for index, p in product(range(len(operands)), SUMS):
+        if operands[index].placement != p:
+            continue  # what is no sum is not made one of zeros: 0 * inf is nan
         inputs = tuple(p if i == index else REPLICATE for i in range(len(operands)))
         rows.append(Row(inputs, p, "each summand is multiplied by the whole other factor"))
     return rows
@@ -110,7 +112,7 @@ def numerator(*args: Any, **kwargs: Any) -> list[Row]:
     rows = list(shard_rows(operands))
     if kwargs.get("rounding_mode") is None and isinstance(args[0], Meta):
         rest = (REPLICATE,) * (len(operands) - 1)
-        rows += [Row((p, *rest), p, "each summand is divided") for p in SUMS]
+        rows += [Row((p, *rest), p, "each summand is divided") for p in SUMS if args[0].placement == p]
     return rows
 
 
