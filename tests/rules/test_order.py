@@ -303,3 +303,9 @@ def test_a_line_that_no_rank_of_an_axis_holds_has_no_elements_there() -> None:
         assert value.to_local().shape == value.layout_.local_shape(rank())
         assert value.requires_grad
         assert value.mean().item() == 1
+
+
+@world(4)
+def test_the_first_of_no_lines() -> None:
+    x = distribute_tensor(torch.ones(0, 3), Mesh((4,)), [Shard(1)])
+    assert tuple(x.topk(2).values.shape) == (0, 2)

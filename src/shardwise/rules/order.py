@@ -85,7 +85,7 @@ def in_one(site: Site, x: Tensor, lengths: Sequence[int], order: Sequence[int]) 
     ranks, width = site.ranks(), prod(x.shape[1:])
     every = site.exchange(x.reshape(-1).repeat(len(ranks)), [x.numel()] * len(ranks), [n * width for n in lengths])
     pieces = every.split([n * width for n in lengths])
-    return torch.cat([pieces[i] for i in order]).view(-1, *x.shape[1:])
+    return torch.cat([pieces[i] for i in order]).view(sum(lengths), *x.shape[1:])
 
 
 def piece_order(site: Site, dim: int) -> list[int]:
