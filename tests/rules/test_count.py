@@ -116,3 +116,12 @@ def test_counts_of_bins_wait_to_be_added_up() -> None:
     assert out.shape == (9,)
     assert meter.total_calls == 1  # for the largest id
     assert meter.total_bytes <= 3 * 3 * 8
+
+
+@pytest.mark.parametrize(("ids", "classes"), [([-1, 0], -1), ([3, 0], 2)])
+@world(3)
+def test_bad_classes_are_refused_as_torch_does(ids: list[int], classes: int) -> None:
+    """-1 was taken for the last class."""
+    x = distribute_tensor(torch.tensor(ids), Mesh((3,)), [Shard(0)])
+    with pytest.raises(RuntimeError, match="Class values must be"):
+        torch.nn.functional.one_hot(x, classes)

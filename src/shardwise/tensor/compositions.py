@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.promotion import promoted
+from shardwise.tensor.wrapper import through_the_dispatcher
 
 
 def _roll(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,7 +36,7 @@ def _block_diag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in args]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:
-        rows.append(torch.nn.functional.pad(x, (before, width - before - x.shape[1])))
+        rows.append(F.pad(x, (before, width - before - x.shape[1])))
         before += x.shape[1]
     return torch.cat(rows)
 
@@ -44,7 +47,21 @@ def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(*args, **{k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()})
 
 
+def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Torch looks for bad classes in a way that a tensor without memory of its own does not see."""
+
+    def coded(x: Any, num_classes: int = -1) -> Any:
+        if x.numel() and x.min().item() < 0:
+            raise RuntimeError("Class values must be non-negative.")
+        if x.numel() and -1 < num_classes <= x.max().item():
+            raise RuntimeError("Class values must be smaller than num_classes.")
+        return through_the_dispatcher(func, (x, num_classes), {}, promoted)
+
+    return coded(*args, **{"x" if k in ("tensor", "input", "self") else k: a for k, a in kwargs.items()})
+
+
 DTensor._specials |= {
+    F.one_hot: _one_hot,
     torch.roll: _roll,
     Tensor.roll: _roll,
     torch.rot90: _rot90,
