@@ -437,7 +437,7 @@ def test_item_reads_the_one_value_wherever_it_lies() -> None:
 
 
 @world(2)
-def test_deepcopy_copies_values_gradient_and_kind() -> None:
+def test_deepcopy_of_a_parameter_copies_value_and_kind_and_no_gradient_as_in_torch() -> None:
     p = nn.Parameter(distribute_tensor(FULL, Mesh((2,)), [S0]))
     (p * p).sum().backward()
     twin = copy.deepcopy(p)
@@ -543,3 +543,13 @@ def test_a_move_that_nobody_looks_at_disturbs_nobody() -> None:
     for _ in range(3):
         x.redistribute(placements=[R], async_op=True)
     assert torch.equal(x.full_tensor(), FULL)
+
+
+@world(3)
+def test_a_copied_leaf_has_a_copy_of_its_gradient() -> None:
+    leaf = distribute_tensor(torch.ones(4), Mesh((3,)), [Shard(0)]).requires_grad_()
+    (leaf * 2).sum().backward()
+    twin = copy.deepcopy(leaf)
+    leaf.grad = None
+    assert twin.grad is not None
+    assert twin.grad.tolist() == [2] * 4

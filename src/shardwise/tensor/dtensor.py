@@ -245,9 +245,9 @@ class DTensor(torch.Tensor):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
         else:
             copy.requires_grad_(self.requires_grad)
-        grad = self.grad
-        if grad is not None:
-            copy.grad = grad.detach().clone()
+            grad = self.grad  # that of a parameter is not copied, as in torch
+            if grad is not None:
+                copy.grad = grad.detach().clone()
         memo[id(self)] = copy
         return copy
 
