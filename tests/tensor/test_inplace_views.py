@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Mesh, Shard, distribute_tensor
+from shardwise import Mesh, OnRanks, Placement, Shard, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
@@ -99,3 +99,23 @@ def test_values_in_order_are_no_views_of_several_results() -> None:
     for value in (x.kthvalue(2, 0).values, x.median(0).values, x.msort(), x.sort().values, x.topk(2).values):
         value.mul_(2)
     assert x.kthvalue(2, 0).values.mul_(2).item() == 2
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(0, [0, 1, 1, 2]), OnRanks(1)], ids=str)
+@world(4)
+def test_what_torch_copies_is_no_alias_of_a_part_that_happens_to_be_contiguous(placement: Placement) -> None:
+    """A part of one row is contiguous after a transpose; adding to the copy changed the original on some ranks."""
+    copies: list[Callable[[Any], Any]] = [
+        lambda x: x.t().contiguous(),
+        lambda x: x[::2].contiguous(),
+        lambda x: x[:, ::2].reshape(-1),
+        lambda x: x.view(4, 3, 1).transpose(1, 2).reshape(4, 3),
+    ]
+    for copy in copies:
+        x = distribute_tensor(torch.zeros(4, 3), Mesh((4,)), [placement])
+        copy(x).add_(1)
+        assert not bool(x.any())
+    x = distribute_tensor(torch.zeros(4, 3), Mesh((4,)), [placement])
+    x.contiguous().add_(1)
+    x.reshape(-1).add_(1)
+    assert bool((x == 2).all())

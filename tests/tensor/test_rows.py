@@ -193,3 +193,14 @@ def test_an_op_made_of_others_runs_by_their_rows(monkeypatch: pytest.MonkeyPatch
     assert out.placements == (S0,)
     assert torch.equal(out.full_tensor(), X.exp().sum(0))
     assert meter.total_calls == 0
+
+
+@pytest.mark.parametrize("layout", [Shard(0), R, Shard(1)], ids=str)
+@world(4)
+def test_out_of_several_results_keeps_its_layouts(layout: Any) -> None:
+    plain = torch.tensor([[3.0, 1.0], [2.0, 5.0], [1.0, 4.0]])
+    x = distribute_tensor(plain, Mesh((4,)), [layout])
+    into = torch.empty_like(x), torch.empty_like(x, dtype=torch.long)
+    found = torch.sort(x, 0, out=into)
+    assert found.values is into[0]
+    assert (found.values.tolist(), found.indices.tolist()) == tuple(y.tolist() for y in plain.sort(0))

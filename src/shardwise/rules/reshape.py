@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.boxes import Box
+from shardwise.layout import contiguous_strides
 from shardwise.placement import Boxes, Shard
 from shardwise.rules.row import NOBODY, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared, register
 from shardwise.rules.view import box_of, named, uncut_rows
@@ -100,10 +101,22 @@ def _to_regroup(site: Site, held: dict[int, Box], old: range) -> bool:
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
 
 
+def row_major(x: Tensor) -> bool:
+    """Whether these are the strides of a new tensor, also along dims of length 1.
+
+    A part of one row is contiguous however the whole was turned; what its strides say of that row tells them apart, so
+    that a copy is made where torch makes one of the whole.
+    """
+    base = torch._C.TensorBase  # a DTensor would answer for the whole
+    return base.stride(x) == contiguous_strides(base.size(x))
+
+
 def _viewed(
     shape: tuple[int, ...], must_view: bool, copied: Callable[[Tensor], Tensor], x: Tensor, *_: Any, **__: Any
 ) -> Tensor:
     try:
+        if not must_view and not row_major(x):
+            return x.clone(memory_format=torch.contiguous_format).view(shape)
         return x.view(shape)
     except RuntimeError:  # the strides of this part allow no view
         return copied(x.reshape(shape)) if must_view else x.reshape(shape)

@@ -20,6 +20,7 @@ from shardwise.layout import Layout
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
+from shardwise.rules.reshape import row_major
 from shardwise.rules.row import Shapes, arguments, preparation
 from shardwise.rules.view import basic
 from shardwise.tensor import attributes, lists, meshes, resolve
@@ -49,8 +50,16 @@ def _view_or_copy(x: Tensor, size: Any) -> Tensor:
         return passing(x.reshape(size))
 
 
+def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """A part that is contiguous only because it is small is copied, as the whole would be."""
+    if memory_format is torch.contiguous_format and not row_major(x):
+        return x.clone(memory_format=memory_format)
+    return x.contiguous(memory_format=memory_format)
+
+
 # C functions that stand in for Python ones, which would look at shapes on their way.
 NATIVE: dict[Any, Callable[..., Any]] = {
+    Tensor.contiguous: _contiguous,
     F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
     F.sigmoid: torch.sigmoid,
     F.tanh: torch.tanh,
@@ -293,10 +302,14 @@ def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"the arguments requires grad."
         )
     result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-    fits = isinstance(out, Tensor) and isinstance(result, Tensor) and out.shape == result.shape
-    if not fits or not torch.can_cast(result.dtype, out.dtype):
-        raise RuleError(f"{name_of(func)}: out= must be a tensor of the shape and dtype of the result.")
-    return out.copy_(result)
+    several = isinstance(out, list | tuple) and isinstance(result, tuple) and len(out) == len(result)
+    pairs = list(zip(out, result, strict=True)) if several else [(out, result)]
+    for into, found in pairs:
+        fits = isinstance(into, Tensor) and isinstance(found, Tensor) and into.shape == found.shape
+        if not fits or not torch.can_cast(found.dtype, into.dtype):
+            raise RuleError(f"{name_of(func)}: out= must be a tensor of the shape and dtype of the result.")
+    written = [into.copy_(found) for into, found in pairs]
+    return type(result)(written) if several else written[0]
 
 
 def prepared(
