@@ -227,10 +227,11 @@ def register(rule: OpRule, *ops: Any) -> None:
 
 def made_of(composed: Callable[..., Any]) -> OpRule:
     """The rule of an op that is always run as `composed` says."""
-    return OpRule(_no_rows, composed=composed)
+    return OpRule(no_rows, composed=composed)
 
 
-def _no_rows(*_: Any, **__: Any) -> list[Row]:
+def no_rows(*_: Any, **__: Any) -> list[Row]:
+    """The rows of an op that is put together from other ops."""
     raise NotImplementedError("it is put together from other ops")
 
 

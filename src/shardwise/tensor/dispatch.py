@@ -21,7 +21,7 @@ from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.reshape import row_major
-from shardwise.rules.row import Shapes, arguments, preparation
+from shardwise.rules.row import Shapes, arguments, no_rows, preparation
 from shardwise.rules.view import basic
 from shardwise.tensor import attributes, lists, meshes, resolve
 from shardwise.tensor.dtensor import DTensor, Handler, _as_subclass, passing, plain
@@ -363,6 +363,8 @@ def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _found(key: Sequence[Any], func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """The recipe, from the cache or worked out now."""
+    if rule.rows is no_rows:  # asking would cost more than running what the op is made of
+        raise resolve.NoRowError(f"{name_of(func)} is put together from other ops")
     try:
         found = _cache.get(tuple(key))
     except TypeError:  # an argument that cannot be a key
