@@ -1,5 +1,7 @@
 """The different ids among many, and rows that were fetched once spread over all the places that want them.
 
+Bags may be asked for in another way: the owners of the rows add up what they hold of a bag (`Grouped`).
+
 Sorting the ids is paid once: it gives the different ids, and it is also what the backward needs, which sums
 the gradients of all places of a row. As segments of the sorted ids those sums are one more pooled lookup,
 an order of magnitude cheaper on CPUs than torch's own backward of a lookup, which sorts again or scatters.
@@ -80,6 +82,56 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
             return keys.bitwise_right_shift(bits), keys.bitwise_and((1 << bits) - 1)
     in_order, order = ids.long().sort(stable=True)
     return in_order, order
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The ids of bags by the owner of their rows, and under each owner by bag.
+
+    A run is what one bag has of one owner: what the owner adds up, and answers with one sum.
+    """
+
+    ids: Tensor
+    spans: tuple[tuple[int, int], ...]  # the ids of each owner
+    lengths: Tensor  # of each run
+    bags: Tensor  # whose each run is
+    runs: tuple[tuple[int, int], ...]  # the runs of each owner
+
+
+def grouped(ids: Tensor, bags: Bags, bounds: Tensor) -> Grouped:
+    """Group the ids of `bags` by owners, whose rows begin and end at `bounds` (a row of two each, may be repeated).
+
+    Ids that nobody of these holds, or that stand after the last bag, are left out.
+    """
+    ends = torch.unique(bounds)
+    flat, count = ids.reshape(-1), bags.ends(ids).numel()
+    bag, band = bags.bag_of(ids), torch.bucketize(flat, ends, right=True)
+    key = band * (count + 1) + bag
+    in_order, order = _sorted(key)
+    runs, lengths = torch.unique_consecutive(in_order, return_counts=True)
+    of_band, of_bag = runs.div(count + 1, rounding_mode="floor"), runs % (count + 1)
+    kept = of_bag < count
+    if not bool(kept.all()):
+        order = order[torch.repeat_interleave(kept, lengths)]
+        of_band, of_bag, lengths = of_band[kept], of_bag[kept], lengths[kept]
+    wanted = torch.bucketize(bounds[:, 0].contiguous(), ends, right=True)  # the band of each owner
+    at = torch.stack([torch.searchsorted(of_band, wanted), torch.searchsorted(of_band, wanted, right=True)], 1)
+    reach = F.pad(lengths.cumsum(0), (1, 0))
+    at = torch.where(bounds[:, :1] < bounds[:, 1:], at, 0)  # an owner of nothing
+    return Grouped(flat[order], _pairs(reach[at]), lengths, of_bag, _pairs(at))
+
+
+def _pairs(x: Tensor) -> tuple[tuple[int, int], ...]:
+    return tuple((a, b) for a, b in x.tolist())
+
+
+def number_of_different(ids: Tensor, num_rows: int) -> int:
+    """How many different ids there are, or how many there may be where telling would cost as much as sorting them."""
+    if num_rows > max(64 * ids.numel(), 1 << 16):
+        return ids.numel()
+    seen = torch.zeros(num_rows + 1, dtype=torch.bool, device=ids.device)
+    seen[ids.clamp(-1, num_rows)] = True  # those outside the table count as one
+    return int(seen.sum())
 
 
 def spread(rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:

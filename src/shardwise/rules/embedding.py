@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.errors import IdTypeError
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules import lookup, options
+from shardwise.rules import bad_ids, lookup, options
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
 from shardwise.rules.row import LocalFunction, Meta, Row, Site, arguments, op_rule, prepared
 
@@ -48,7 +48,7 @@ def _whole_rows_here(site: Site) -> LocalFunction | None:
     refuses ids that the table has not. What it refuses goes the long way, to the error."""
     ids, table = site.layouts
     boxes = table.boxes(site.rank)
-    if lookup.asked_axes(site) or lookup.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
+    if bad_ids.asked_axes(site) or lookup.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
         return None
     num_rows = table.shape[0]
     if not boxes[0].numel or boxes[0].sizes[0] != num_rows:

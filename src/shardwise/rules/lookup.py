@@ -2,7 +2,7 @@
 
 One lookup has three parts with an exchange between each two, so that several lookups can share theirs:
 
-    request  ids for every owner, deduplicated where rows come back, whole bags where pooled sums come back
+    request  ids for every owner: different ones where rows come back, its part of each bag where sums come back
     serve    an owner looks up, or pools, what others asked for
     finish   the asking rank puts the answers together
 
@@ -18,21 +18,31 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.boxes import Box
-from shardwise.errors import IdError, IdTypeError, LayoutError
-from shardwise.layout import Layout, contiguous_strides
 from shardwise.placement import Boxes, OnRanks, Shard
-from shardwise.rules.distinct import Bags, Distinct, distinct, looked_up, plain_lookup, spread
+from shardwise.rules.bad_ids import FINE, check_devices, first_bad, raise_bad_ids, refuse_bad_ids, worst
+from shardwise.rules.distinct import (
+    Bags,
+    Distinct,
+    Grouped,
+    distinct,
+    grouped,
+    looked_up,
+    number_of_different,
+    plain_lookup,
+    spread,
+)
 from shardwise.rules.row import Site, arguments
 
-# int64 words before the ids: how many ids there are for this owner, whether the sender has more ids for some
-# owner than its first message holds, position of the sender's first bad id or FINE, that id.
-HEADER = 4
+# int64 words before the ids: how many words there are for this owner, how many of them are lengths of runs, whether
+# the sender has more words for some owner than its first message holds, position of the sender's first bad id or FINE,
+# that id.
+HEADER = 5
+WORTH_ADDING = 0.8  # owners add up runs where there are fewer of them than this share of the different ids
 SPARE = 1.25  # room in a first message, over the fair share of ids that an owner of rows gets
 FIRST_LIMIT = 1 << 20  # bytes of a rank's first messages; beyond, they are headers alone
 
@@ -49,8 +59,8 @@ class Request:
     axes: tuple[int, ...]  # the mesh axes on which ids travel
     ranks: tuple[int, ...]  # the ranks that share them
     owners: tuple[Box, ...]  # what each of `ranks` holds of the table; empty boxes for nothing
-    found: Distinct | None  # the different ids; None: whole bags go to the owners and sums come back
-    spans: tuple[tuple[int, int], ...]  # which of the different ids each owner holds
+    found: Distinct | Grouped | None  # what is asked for; None: whole bags go to the owners and sums come back
+    spans: tuple[tuple[int, int], ...]  # which of the ids asked for each owner holds
 
     @property
     def pooled(self) -> bool:
@@ -85,7 +95,7 @@ def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    _check_devices(site, ids, weight)
+    check_devices(site, ids, weight)
     if not travelling_axes(site):
         refuse_bad_ids(site, ids, bags)
         return _lookup_here(site, ids, weight, bags, sparse)
@@ -156,20 +166,27 @@ def _request(
     holders = [box for box in owners if box.numel]
     if bags is not None and holders and all(box.sizes[0] == num_rows for box in holders):
         return Request(site, ids, weight, bags, sparse, axes, ranks, owners, None, ())
-    found = distinct(ids.reshape(-1))
     bounds = torch.tensor([(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in owners], device=ids.device)
+    if bags is not None and ids.numel() and bags.fit(ids.numel()):
+        runs = grouped(ids, bags, bounds)
+        if runs.bags.numel() < WORTH_ADDING * number_of_different(ids.reshape(-1), num_rows):
+            return Request(site, ids, weight, bags, sparse, axes, ranks, owners, runs, runs.spans)
+    found = distinct(ids.reshape(-1))
     spans = tuple((a, b) for a, b in torch.searchsorted(found.values, bounds).tolist())
     return Request(site, ids, weight, bags, sparse, axes, ranks, owners, found, spans)
 
 
-def _exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request]) -> list[list[Tensor]]:
-    """For every request, the ids (pooled: ids and offsets) that each rank asks this one for.
+Asked = tuple[Tensor, int]  # ids (pooled: and offsets; runs: and their lengths), and how many runs
+
+
+def _exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request]) -> list[list[Asked]]:
+    """For every request, what each rank asks this one for.
 
     The first message holds as many ids as both sides expect from the layouts alone, so no counts travel ahead.
     Only if it does not hold all ids of some rank for some owner, the rest follows in a second exchange.
     """
     me, wire = ranks.index(site.rank), _wire(requests)
-    verdicts = [_first_bad(r.site, r.ids.reshape(-1), r.bags) for r in requests]
+    verdicts = [first_bad(r.site, r.ids.reshape(-1), r.bags) for r in requests]
     words = [_words(r, verdict, wire) for r, verdict in zip(requests, verdicts, strict=True)]  # [request][owner]
     budget = FIRST_LIMIT // (len(ranks) * len(requests) * wire.itemsize)
     room_out = [[_room(r, me, owner, budget) for r in requests] for owner in range(len(ranks))]
@@ -177,7 +194,10 @@ def _exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request
     rest = [[words[i][o][n:] for i, n in enumerate(row)] for o, row in enumerate(room_out)]  # [owner][request]
     more = any(x.numel() for row in rest for x in row)
     heads = torch.tensor(
-        [[(words[i][o].numel(), more, *v) for i, v in enumerate(verdicts)] for o in range(len(ranks))],
+        [
+            [(words[i][o].numel(), _runs(requests[i], o), more, *v) for i, v in enumerate(verdicts)]
+            for o in range(len(ranks))
+        ],
         device=requests[0].ids.device,
     ).view(wire)
     head_size = heads.shape[-1]
@@ -196,15 +216,16 @@ def _exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request
     pieces = received.split([n for row in room_in for room in row for n in (head_size, room)])
     told = torch.cat(pieces[::2]).view(torch.int64).view(len(ranks), len(requests), HEADER).tolist()
     for i, request in enumerate(requests):
-        raise_bad_ids(request.site, _worst([row[i] for row in told], ranks))
+        raise_bad_ids(request.site, worst([row[i] for row in told], ranks))
     asked = [
         [piece[: told[s][i][0]].long() for s, piece in enumerate(pieces[2 * i + 1 :: 2 * len(requests)])]
         for i in range(len(requests))
     ]
-    if any(head[1] for row in told for head in row):
+    if any(head[2] for row in told for head in row):
         missing = [[told[s][i][0] - x[s].numel() for i, x in enumerate(asked)] for s in range(len(ranks))]
         _add_rest(site, ranks, rest, missing, asked)
-    return asked
+    runs = [[told[s][i][1] for s in range(len(ranks))] for i in range(len(requests))]
+    return [[(x, n) for x, n in zip(row, counts, strict=True)] for row, counts in zip(asked, runs, strict=True)]
 
 
 def _add_rest(
@@ -233,9 +254,20 @@ def _room(request: Request, sender: int, owner: int, budget: int) -> int:
     numel = request.site.layouts[0].local_numel(request.ranks[sender])
     if request.pooled:
         return numel + request.num_offsets(sender)
-    share = box.sizes[0] / request.site.layouts[1].shape[0]
-    room = min(numel, box.sizes[0], int(SPARE * numel * share) + 16)
+    fair = int(SPARE * numel * box.sizes[0] / request.site.layouts[1].shape[0]) + 16
+    if request.bags is None:
+        room = min(numel, box.sizes[0], fair)
+    else:  # sums may be asked for, by ids that are not all different and the lengths of runs
+        room = min(numel, fair) + min(request.num_bags(sender), fair)
     return room if room <= budget else 0
+
+
+def _runs(request: Request, owner: int) -> int:
+    """How many sums this rank asks an owner of some rows for."""
+    if not isinstance(request.found, Grouped) or not request.owners[owner].numel:
+        return 0
+    start, stop = request.found.runs[owner]
+    return stop - start
 
 
 def _words(request: Request, verdict: tuple[int, int], wire: torch.dtype) -> list[Tensor]:
@@ -248,27 +280,51 @@ def _words(request: Request, verdict: tuple[int, int], wire: torch.dtype) -> lis
         if request.bags is not None and request.bags.offsets is not None:
             words = torch.cat([words, request.bags.offsets.to(wire)])
         return [words if box.numel else nothing for box in request.owners]
-    values = request.found.values.to(wire)
+    if isinstance(request.found, Distinct):
+        values = request.found.values.to(wire)
+        return [
+            values[start:stop] - box.offsets[0] if box.numel else nothing
+            for box, (start, stop) in zip(request.owners, request.spans, strict=True)
+        ]
+    ids, lengths = request.found.ids.to(wire), request.found.lengths.to(wire)
     return [
-        values[start:stop] - box.offsets[0] if box.numel else nothing
-        for box, (start, stop) in zip(request.owners, request.spans, strict=True)
+        torch.cat([ids[start:stop] - box.offsets[0], lengths[first:last]]) if box.numel else nothing
+        for box, (start, stop), (first, last) in zip(request.owners, request.spans, request.found.runs, strict=True)
     ]
 
 
 # ---- serve --------------------------------------------------------------------------------------------------
 
 
-def _serve(request: Request, asked: Sequence[Tensor]) -> list[Tensor]:
+def _serve(request: Request, asked: Sequence[Asked]) -> list[Tensor]:
     """What this rank answers each rank: rows, or pooled sums, of its own columns."""
     weight, me = request.weight, request.ranks.index(request.site.rank)
     if request.owners[me].numel == 0:
         nothing = _nothing_from(weight, request.sparse)
         return [nothing for _ in asked]
-    if not request.pooled:
-        found = looked_up(weight, torch.cat(list(asked)), None, request.sparse)
-        return list(found.split([ids.numel() for ids in asked]))
-    sums = _pool(request, asked)
-    return list(sums.split([request.num_bags(sender) for sender in range(len(asked))]))
+    if request.pooled:
+        sums = _pool(request, [words for words, _ in asked])
+        return list(sums.split([request.num_bags(sender) for sender in range(len(asked))]))
+    rows = looked_up(
+        weight, torch.cat([words[: len(words) if not runs else 0] for words, runs in asked]), None, request.sparse
+    )
+    sums = _sums_of_runs(request, asked)
+    answers, added = 0, 0
+    found = []
+    for words, runs in asked:
+        found.append(sums[added : added + runs] if runs else rows[answers : answers + words.numel()])
+        added, answers = added + runs, answers + (0 if runs else words.numel())
+    return found
+
+
+def _sums_of_runs(request: Request, asked: Sequence[Asked]) -> Tensor:
+    """What those who asked for sums get, one row a run."""
+    split = [words.tensor_split((words.numel() - runs,)) for words, runs in asked if runs]
+    if not split:
+        return request.weight[:0]
+    lengths = torch.cat([lengths for _, lengths in split])
+    of_runs = Bags("sum", lengths.cumsum(0) - lengths)
+    return looked_up(request.weight, torch.cat([ids for ids, _ in split]), of_runs, request.sparse)
 
 
 def _nothing_from(weight: Tensor, sparse: bool) -> Tensor:
@@ -306,7 +362,7 @@ def _exchange_answers(
     ranks: tuple[int, ...],
     requests: Sequence[Request],
     answers: Sequence[Sequence[Tensor]],
-    asked: Sequence[Sequence[Tensor]],
+    asked: Sequence[Sequence[Asked]],
 ) -> list[list[Tensor]]:
     """For every request, this rank's blocks of rows (sums) from each owner."""
     expected = [[_expected(request, owner) for request in requests] for owner in range(len(ranks))]
@@ -324,7 +380,7 @@ def _expected(request: Request, owner: int) -> tuple[int, int]:
         return 0, 0
     if request.pooled:
         return request.num_bags(me), box.sizes[1]
-    start, stop = request.spans[owner]
+    start, stop = request.found.runs[owner] if isinstance(request.found, Grouped) else request.spans[owner]
     return stop - start, box.sizes[1]
 
 
@@ -332,19 +388,32 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     held = [o for o, box in enumerate(request.owners) if box.numel]
     held.sort(key=lambda o: request.owners[o].offsets)
     bands, spans = [], []  # by rows, then by columns
+    asked_for = request.found.runs if isinstance(request.found, Grouped) else request.spans
     for _, band in groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0])):
         owners = list(band)
         bands.append(blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1))
-        spans.append(request.spans[owners[0]] if request.spans else (0, 0))
+        spans.append(asked_for[owners[0]] if asked_for else (0, 0))
     if request.found is None:
         (sums,) = bands
         return sums
     rows = torch.cat(bands) if bands else _nothing_from(request.weight, request.sparse)
+    if isinstance(request.found, Grouped):
+        return _added(request, rows, spans)
     count = request.found.values.numel()
     if rows.shape[0] < count:  # nobody here holds the others: they are zeros
         held_rows = torch.cat([torch.arange(a, b, device=rows.device) for a, b in [(0, 0), *spans]])
         rows = rows.new_zeros(count, rows.shape[1]).index_copy(0, held_rows, rows)
     return spread(rows, request.found, request.ids, request.bags)
+
+
+def _added(request: Request, sums: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """The bags of this rank, from what each owner has of them."""
+    assert isinstance(request.found, Grouped)
+    assert request.bags is not None
+    bag = torch.cat([request.found.bags[a:b] for a, b in runs]) if runs else request.found.bags[:0]
+    lengths = request.bags.lengths(request.ids)
+    out = sums.new_zeros(lengths.numel(), sums.shape[1]).index_add(0, bag, sums)
+    return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if request.bags.mode == "mean" else out
 
 
 # ---- lookups that need nobody ------------------------------------------------------------------------------
@@ -372,86 +441,3 @@ def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, spa
     kept = torch.bincount(bag_of, minlength=lengths.numel())
     sums = F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse)
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
-
-
-# ---- ids that no table has -----------------------------------------------------------------------------------
-
-Verdict = tuple[int, int, int]  # position in the global ids, id, rank; or one of these for the position
-FINE, BAD_BAGS = -1, -2
-
-
-def _first_bad(site: Site, ids: Tensor, bags: Bags | None) -> tuple[int, int]:
-    """Position in the global ids and value of this rank's first id outside the table; (FINE, 0) for none."""
-    if bags is not None and not bags.fit(ids.numel()):
-        return BAD_BAGS, 0
-    num_rows = site.layouts[1].shape[0]
-    if ids.numel() == 0:
-        return FINE, 0
-    low, high = torch.aminmax(ids)
-    if int(low) >= 0 and int(high) < num_rows:
-        return FINE, 0
-    local = int(((ids < 0) | (ids >= num_rows)).nonzero()[0])
-    return _global_position(site.layouts[0], site.rank, local), int(ids[local])
-
-
-def _global_position(layout: Layout, rank: int, local: int) -> int:
-    """Row-major position in the global tensor of a rank's element number `local`."""
-    (box,) = layout.boxes(rank)
-    index = np.unravel_index(local, box.sizes)
-    strides = contiguous_strides(layout.shape)
-    return sum((int(i) + offset) * n for i, offset, n in zip(index, box.offsets, strides, strict=True))
-
-
-def _worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
-    bad = [(head[-2], head[-1], rank) for head, rank in zip(headers, ranks, strict=True) if head[-2] != FINE]
-    return min(bad, default=(FINE, 0, -1))
-
-
-def refuse_bad_ids(site: Site, ids: Tensor, bags: Bags | None) -> None:
-    """The same error on every rank if any has an id that is not in the table, or bags that are not made of its ids."""
-    raise_bad_ids(site, _verdict_everywhere(site, ids, bags))
-
-
-def _verdict_everywhere(site: Site, ids: Tensor, bags: Bags | None) -> Verdict:
-    """The first bad id of all ranks; asks the others only where they have ids that this rank has not."""
-    position, bad = _first_bad(site, ids.reshape(-1), bags)
-    if not (axes := asked_axes(site)):
-        return position, bad, site.rank
-    ranks = site.ranks(axes)
-    own = torch.tensor([position, bad], dtype=torch.int64, device=ids.device)
-    return _worst(site.stack(own, ranks).tolist(), ranks)
-
-
-def asked_axes(site: Site) -> tuple[int, ...]:
-    """The mesh axes along which other ranks have other ids."""
-    ids = site.layouts[0]
-    return tuple(a for a, p in enumerate(ids.placements) if isinstance(p, Shard) and ids.mesh.shape[a] > 1)
-
-
-def raise_bad_ids(site: Site, verdict: Verdict) -> None:
-    """Raise IdError, the same on every rank, unless the verdict is that all ids are in the table."""
-    position, bad, rank = verdict
-    if position == FINE:
-        return
-    if position == BAD_BAGS:
-        raise LayoutError(
-            f"{site.name_of(1)}: the offsets on rank {rank} do not describe bags of the ids that this rank holds: they "
-            f"must rise from its first id to at most its last. Fix: cut ids and offsets between the same bags."
-        )
-    index = tuple(map(int, np.unravel_index(position, site.layouts[0].shape)))
-    where = index[0] if len(index) == 1 else index
-    held = f" (held by rank {rank})" if any(isinstance(p, Shard) for p in site.layouts[0].placements) else ""
-    raise IdError(
-        f"{site.name_of(1)}: id {bad} at position {where} of the ids{held} is not in the table, whose valid ids are "
-        f"0 to {site.layouts[1].shape[0] - 1}. Nothing was looked up."
-    )
-
-
-def _check_devices(site: Site, ids: Tensor, weight: Tensor) -> None:
-    if ids.dtype not in (torch.int32, torch.int64):  # the rule says so too, but is not asked at every call
-        raise IdTypeError(f"A lookup takes ids of dtype int32 or int64, got {ids.dtype}. Fix: ids.long().")
-    if ids.device != weight.device:
-        raise IdTypeError(
-            f"{site.name_of(1)} is on {weight.device}, but its ids are on {ids.device}. "
-            f"Fix: ids.to({str(weight.device)!r})."
-        )

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.boxes import Box
 from shardwise.errors import IdError
 from shardwise.placement import Shard
-from shardwise.rules import lookup
+from shardwise.rules import bad_ids, lookup
 from shardwise.rules.distinct import Bags
 from shardwise.rules.row import Site, arguments
 
@@ -39,7 +39,7 @@ def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     bags, weight, mode, last = (named[name] for name in ("input", "weight", "mode", "include_last_offset"))
     offsets, weights, padding_idx = (named[name] for name in ("offsets", "per_sample_weights", "padding_idx"))
     starts = lookup.from_own_first_id(site, offsets)
-    lookup.refuse_bad_ids(site, bags, Bags(mode, starts, last))
+    bad_ids.refuse_bad_ids(site, bags, Bags(mode, starts, last))
     find = lookup.whole_rows if mode == "max" else lookup.embedding  # all but maxima is linear in the rows
     with _bounded(site, weight, bags, named["max_norm"], named["norm_type"]):
         rows, ids = find(site, bags, weight, sparse=named["sparse"]).flatten(0, -2), bags.reshape(-1)
@@ -105,7 +105,7 @@ def _bounded(site: Site, weight: Tensor, ids: Tensor, max_norm: float | None, no
     if max_norm is None:
         yield
         return
-    lookup.refuse_bad_ids(site, ids, None)
+    bad_ids.refuse_bad_ids(site, ids, None)
     table, layout = weight.detach().data, site.layouts[1]
     box = (*layout.boxes(site.rank), Box((0, 0), (0, 0)))[0]
     rows = every_id(site, ids).unique().long() - box.offsets[0]

@@ -1,0 +1,151 @@
+"""Where many ids of a bag live on one rank, that rank adds them up and one sum comes back."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.rules.distinct import Bags, grouped, number_of_different
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+GENERATOR = torch.Generator().manual_seed(0)
+TABLE = torch.randn(61, 6, generator=GENERATOR, dtype=torch.float64)
+IDS = torch.randint(61, (11, 23), generator=GENERATOR)
+LENGTHS = (0, 40, 1, 0, 90, 23, 0, 7, 50, 42, 0)
+STARTS = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
+TABLES: dict[str, tuple[Mesh, list[Placement], list[Placement]]] = {
+    "rows": (Mesh((3,)), [S0], [S0]),
+    "uneven, some of none": (Mesh((5,)), [Shard(0, [0, 30, 1, 0, 30])], [Shard(0, [4, 0, 2, 5, 0])]),
+    "another order": (Mesh((4,), (2, 0, 3, 1)), [S0], [S0]),
+    "rows and columns": (Mesh((2, 2)), [S0, S1], [S0, S0]),
+    "rows of rows": (Mesh((2, 2)), [S0, S0], [S0, S0]),
+    "ids the same on an axis": (Mesh((2, 2)), [S0, S0], [S0, R]),
+}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("name", TABLES)
+def test_sums_of_runs_equal_one_process(name: str, mode: str, sparse: bool) -> None:
+    mesh, cut, ids_cut = TABLES[name]
+    plain = TABLE.clone().requires_grad_()
+    want = F.embedding_bag(IDS, plain, mode=mode)
+    (want * want.detach().cos()).sum().backward()
+
+    @world(mesh.size())
+    def body() -> None:
+        weight = distribute_tensor(TABLE, mesh, cut).requires_grad_()
+        got = F.embedding_bag(distribute_tensor(IDS, mesh, ids_cut), weight, mode=mode, sparse=sparse)
+        (got * got.detach().cos()).sum().backward()
+        assert_close(as_dtensor(got.detach()).full_tensor(), want.detach())
+        grad = weight.grad
+        assert grad is not None
+        local = as_dtensor(grad).to_local()
+        held = local.to_dense() if sparse else local
+        assert_close(held, distribute_tensor(plain.grad, mesh, cut).to_local())  # type: ignore[arg-type]
+
+    body()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_ragged_bags_and_empty_ones(mode: str, last: bool) -> None:
+    flat = IDS.reshape(-1)
+    starts = torch.cat([STARTS, torch.tensor([flat.numel()])]) if last else STARTS
+    want = F.embedding_bag(flat, TABLE, starts, mode=mode, include_last_offset=last)
+
+    @world(3)
+    def body() -> None:
+        mesh = Mesh((3,))
+        sizes = (sum(LENGTHS[:4]), sum(LENGTHS[4:5]), sum(LENGTHS[5:]))
+        if last:  # cannot be cut like the bags
+            ids, offsets = flat, starts
+        else:
+            ids = distribute_tensor(flat, mesh, [Shard(0, sizes)])
+            offsets = distribute_tensor(STARTS, mesh, [Shard(0, [4, 1, 6])])
+        weight = distribute_tensor(TABLE, mesh, [S0])
+        got = F.embedding_bag(ids, weight, offsets, mode=mode, include_last_offset=last)
+        assert_close(as_dtensor(got).full_tensor(), want)
+
+    body()
+
+
+def bytes_of(ids: Tensor, rows: int) -> float:
+    """Bytes that rank 0 sends in a lookup of `ids`, dims 64, on 4 ranks."""
+    found = []
+
+    @world(4)
+    def body() -> None:
+        mesh = Mesh((4,))
+        weight = distribute_tensor(torch.zeros(rows, 64), mesh, [S0])
+        parts = distribute_tensor(ids, mesh, [S0])
+        with count_comms() as meter:
+            F.embedding_bag(parts, weight, mode="sum")
+        assert sum(meter.calls.values()) == 2
+        found.append(meter.total_bytes)
+
+    body()
+    return sum(found) / 4
+
+
+def test_long_bags_of_different_ids_cost_a_sum_an_owner() -> None:
+    ids = torch.randint(10_000, (128, 40), generator=GENERATOR)  # 1,280 ids a rank, nearly all different
+    sums = 128 / 4 * 3 * 64 * 4
+    assert bytes_of(ids, 10_000) < 1.5 * sums
+
+
+def test_bags_of_the_same_few_ids_cost_these_rows() -> None:
+    ids = torch.randint(20, (128, 40), generator=GENERATOR) * 500
+    rows = 20 * 3 / 4 * 64 * 4
+    room = (1_280 * 1.25 / 4 + 16 + 32) * 3 * 4  # what first messages of ids have room for
+    assert bytes_of(ids, 10_000) < rows + 1.1 * room
+
+
+@world(4)
+def test_ids_that_all_want_one_owner_need_a_second_message_and_arrive() -> None:
+    mesh = Mesh((4,))
+    ids = torch.arange(8 * 30).reshape(8, 30) % 100  # all of rank 0
+    table = torch.arange(1200.0).reshape(400, 3)
+    weight = distribute_tensor(table, mesh, [S0])
+    parts = distribute_tensor(ids, mesh, [S0])
+    with count_comms() as meter:
+        got = F.embedding_bag(parts, weight, mode="sum")
+    assert sum(meter.calls.values()) == 3
+    assert_close(as_dtensor(got).full_tensor(), F.embedding_bag(ids, table, mode="sum"))
+
+
+@world(2)
+def test_ranks_may_choose_differently() -> None:
+    mesh = Mesh((2,))
+    same, different = torch.full((4, 30), 7), torch.arange(120).reshape(4, 30)
+    ids = distribute_tensor(torch.cat([same, different]), mesh, [S0])
+    plain = torch.randn(120, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    weight = distribute_tensor(plain.detach(), mesh, [S0]).requires_grad_()
+    want = F.embedding_bag(torch.cat([same, different]), plain, mode="sum")
+    got = F.embedding_bag(ids, weight, mode="sum")
+    assert_close(as_dtensor(got.detach()).full_tensor(), want.detach())
+    got.square().sum().backward()
+    want.square().sum().backward()
+    assert_close(as_dtensor(weight.grad).full_tensor(), plain.grad)
+
+
+def test_groups_are_by_owner_and_then_by_bag() -> None:
+    ids = torch.tensor([[5, 0, 9], [1, 1, 6], [9, 9, 9]])
+    bounds = torch.tensor([[0, 4], [4, 8], [0, 0], [4, 8]])  # nobody has 8 and 9; two share the columns of 4 to 8
+    found = grouped(ids, Bags("sum", None), bounds)
+    assert found.ids.tolist() == [0, 1, 1, 5, 6, 9, 9, 9, 9][: found.ids.numel()]
+    assert found.spans == ((0, 3), (3, 5), (0, 0), (3, 5))
+    assert found.lengths[:4].tolist() == [1, 2, 1, 1]
+    assert found.bags[:4].tolist() == [0, 1, 0, 1]
+    assert found.runs == ((0, 2), (2, 4), (0, 0), (2, 4))
+
+
+def test_counting_the_different_ids_is_cheap_or_left() -> None:
+    ids = torch.tensor([3, 3, 9, 0])
+    assert number_of_different(ids, 10) == 3
+    assert number_of_different(ids, 1 << 30) == 4
+    assert number_of_different(torch.tensor([-5, 40, 41, 2]), 10) == 2  # those outside are one
