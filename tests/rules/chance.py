@@ -13,8 +13,8 @@ from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replica
 from shardwise.layout import Layout
 from shardwise.tensor import tag
 from shardwise.testing import world
-from tests.pieces import contribution, local_of
-from tests.rules.truth import as_dtensor, parts_of
+from shardwise.testing.pieces import contribution, local_of
+from shardwise.testing.truth import as_dtensor, parts_of
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 SHAPE = (6, 5, 3)

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from shardwise import Mesh
 from shardwise.layout import Layout
 from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
 from tests.rules.chance import (
     ONE,
     S0,
@@ -26,7 +27,6 @@ from tests.rules.chance import (
     on,
     part,
 )
-from tests.rules.truth import as_dtensor
 
 DROPOUTS: dict[str, Op] = {
     "F.dropout": lambda x: F.dropout(x, 0.3),

@@ -73,6 +73,7 @@ NAMES = sorted(
         *pointwise.COPIES,
         *pointwise.CONVERSIONS,
         *pointwise.FILLED,
+        "masked_fill",
         "where",
         "zeros_like",
     }

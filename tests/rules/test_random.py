@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from shardwise import Mesh, OnRanks, Partial, collectives, counter
 from shardwise.layout import Layout
 from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
 from tests.rules.chance import (
     COUNT,
     ELEMENTS,
@@ -33,7 +34,6 @@ from tests.rules.chance import (
     on,
     part,
 )
-from tests.rules.truth import as_dtensor
 
 OPS: dict[str, Op] = {
     "bernoulli": torch.bernoulli,

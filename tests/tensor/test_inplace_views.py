@@ -12,8 +12,8 @@ from shardwise import Mesh, OnRanks, Placement, Shard, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
 from tests.rules.chance import ELEMENTS, SUMMANDS, VALUES, on, part
-from tests.rules.truth import as_dtensor
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "t_": lambda x: x[0].clone().t_(),

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
 from shardwise.layout import Layout
 from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
 from tests.rules.chance import ELEMENTS, SHAPE, SUMMANDS, VALUES, on, part
-from tests.rules.truth import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SOME = torch.tensor([5, 0, -3])

@@ -26,7 +26,8 @@ def _bincount(site: Site, /, input: Tensor, weights: Tensor | None = None, minle
         return torch.bincount(input.new_tensor([low]), None, minlength)  # torch's own error
     ids = input if input.numel() else input.new_zeros(1)  # torch would forget the dtype of the weights
     numbers = weights if weights is None or input.numel() else weights.new_zeros(1)
-    return torch.bincount(ids, numbers, max(int(high) + 1, minlength)) * min(input.numel(), 1)
+    length = max(int(high) + 1, minlength)
+    return torch.bincount(ids, numbers, length)[:length] * min(input.numel(), 1)
 
 
 def _range(site: Site, x: Tensor, nothing: tuple[float, float]) -> tuple[float, float]:

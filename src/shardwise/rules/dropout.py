@@ -6,6 +6,7 @@ that of a product with the kept noise.
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ def _kept(site: Site, x: Tensor, p: float, features: bool) -> Tensor:
 
 
 def _native_dropout(site: Site, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not prod(site.output.shape):
+        return x.clone(), torch.empty_like(x)  # torch's mask of nothing is none of truth values
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     noise = _kept(site, x, p, False)

@@ -24,10 +24,8 @@ def interpolate(
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> list[Row]:  # fmt: skip
     """Pixels between pixels. A plane may be cut where its length is multiplied or divided by a whole number."""
-    dims = input.ndim - 2
-    lengths = input.shape[2:]
-    scales: tuple[Any, ...] = each(scale_factor, dims) if size is None else (None,) * dims
-    wanted = each(size, dims) if size is not None else tuple(int(n * f) for n, f in zip(lengths, scales, strict=True))
+    lengths, wanted = input.shape[2:], _wanted(input, size, scale_factor)
+    scales: tuple[Any, ...] = each(scale_factor, len(lengths)) if size is None else (None,) * len(lengths)
     windows = []
     for n, out, factor in zip(lengths, wanted, scales, strict=True):
         regular = mode in HALO and not align_corners and not antialias
@@ -43,6 +41,16 @@ def interpolate(
             windows.append(Window(n, out, 0))
     local = local_with(in_windows, tuple(windows)) if size is None else local_with(resized, tuple(windows), "size")
     return pool_rows(input, windows, local)
+
+
+def _wanted(input: Meta, size: Any = None, scale_factor: Any = None, *_: Any, **__: Any) -> tuple[int, ...]:
+    if size is not None:
+        return each(size, input.ndim - 2)
+    return tuple(int(n * f) for n, f in zip(input.shape[2:], each(scale_factor, input.ndim - 2), strict=True))
+
+
+def _interpolated_shape(input: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return (*input.shape[:2], *_wanted(input, *args, **kwargs))
 
 
 def pixel_shuffle(input: Meta, upscale_factor: int) -> list[Row]:
@@ -163,7 +171,8 @@ def _with_samples(op: Any, dims: int, input: Tensor, *args: Any, **kwargs: Any) 
     return op(input, *args, **{**kwargs, "_random_samples": samples})
 
 
-for _rule in (interpolate, unfold, fold, grid_sample, affine_grid, pixel_shuffle, pixel_unshuffle, channel_shuffle):
+register(OpRule(interpolate, shape=_interpolated_shape), F.interpolate)
+for _rule in (unfold, fold, grid_sample, affine_grid, pixel_shuffle, pixel_unshuffle, channel_shuffle):
     register(OpRule(_rule), getattr(F, _rule.__name__))
 for _dims in (2, 3):
     for _name in (f"fractional_max_pool{_dims}d", f"fractional_max_pool{_dims}d_with_indices"):

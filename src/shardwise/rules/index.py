@@ -418,10 +418,17 @@ def _read_shape(form: Form, x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ..
     return call.read_shape([x.shape[d] for d in call.kept])
 
 
+def _of_tensors(op: Any) -> bool:
+    """Torch has such ops of lists, too, of dims by name, and with a result that is given."""
+    given = [argument.type for argument in op._schema.arguments]
+    others = {"out", "names", "Dimname", "twin"} & {*op._overloadname.split("_")}
+    return not others and str(given[0]) == "Tensor"
+
+
 def _spelled(name: str) -> list[Any]:
     packet = getattr(aten, name)
-    kinds = [o for o in packet.overloads() if not {"out", "names", "Dimname", "twin"} & {*o.split("_")}]
-    return [*named(name), *(getattr(packet, o) for o in kinds)]
+    overloads = [op for op in (getattr(packet, o) for o in packet.overloads()) if _of_tensors(op)]
+    return [*(op for op in named(name) if name != "index"), *overloads]  # Tensor.index is of named dims
 
 
 for _name, _mode, _names, _kind, _wraps in OPS:

@@ -125,7 +125,7 @@ def sort_keys(x: Tensor, descending: bool = False) -> Tensor:
 def _to_their_places(site: Site, dim: int, keys: Tensor, rows: Tensor) -> Tensor:
     """The rows that belong on this rank when all are in the order of their rising keys; each travels once."""
     order = piece_order(site, dim)
-    sizes = [site.boxes(0)[i].sizes[dim] for i in order]
+    sizes = [counts(site, None)[i] for i in order]
     here, place = order.index(seat(site)), [order.index(i) for i in range(len(order))]
     starts = [0, *accumulate(sizes)][:-1]
     first, equal = split(site, keys, starts, sizes, order)

@@ -1,6 +1,7 @@
 """Ops that work on each element by itself: a table of names and of what they do to a sum."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -21,7 +22,7 @@ clamp clip clamp_min clamp_max clip copysign cos cosh deg2rad digamma elu eq erf
 floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
 hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu less
 less_equal lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor
-logit logsigmoid lt masked_fill maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar pow rad2deg
+logit logsigmoid lt maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar pow rad2deg
 reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
 softshrink softsign sqrt square tan tanh tanhshrink threshold trunc xlogy
 """.split()  # fmt: skip
@@ -33,7 +34,13 @@ BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 COPIES = "clone detach contiguous alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
-NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__)  # dunder methods that give no tensor
+NO_OPS = (
+    object.__eq__,
+    object.__ne__,
+    Tensor.__float__,
+    Tensor.__complex__,
+    Tensor.__nonzero__,
+)  # dunder methods that give no tensor
 LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
@@ -79,6 +86,12 @@ def selected(condition: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     return nonlinear(condition, *args, **kwargs)
 
 
+def masked(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = a number where mask[i], else a[i]. The number stays one, wherever a tensor of it lies."""
+    operands = tensors_of(args, kwargs)
+    return [replace(row, inputs=(*row.inputs, *(REPLICATE,) * len(operands[2:]))) for row in shard_rows(operands[:2])]
+
+
 def homogeneous(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
     rows = list(shard_rows(tensors_of(args, kwargs)))
@@ -116,9 +129,17 @@ def numerator(*args: Any, **kwargs: Any) -> list[Row]:
     return rows
 
 
+def same_shape(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """Rows of a copy. Several boxes are stored flat, so there is no order of dims to ask for."""
+    ordered = {torch.channels_last, torch.channels_last_3d}.intersection(
+        a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)
+    )
+    return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
+
+
 def copies(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out = x: whatever x is, the copy is too."""
-    rows = list(shard_rows([x]))
+    rows = same_shape(x, *args, **kwargs)
     return rows + [Row((p,), p, "a copy of what this rank holds") for p in PARTIALS]
 
 
@@ -126,7 +147,7 @@ def conversion(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out = x in another dtype. An integer or a truth value of a sum is not the sum of the summands' ones."""
     named = tensors_of(args, kwargs)  # they lend their dtype and stay where they are
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-    rows = list(shard_rows([x]))
+    rows = same_shape(x, *args, **kwargs)
     if named:
         beside = tuple(without_sizes(y.placement) for y in named)
         rows.append(Row((REPLICATE,), REPLICATE, "a copy of what this rank holds"))
@@ -147,7 +168,7 @@ def shape_of_first(x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
 
 def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out has the shape of x and one value everywhere."""
-    rows = list(shard_rows([x]))
+    rows = same_shape(x, *args, **kwargs)
     return rows + [Row((p,), REPLICATE, "the summands are not read") for p in PARTIALS]
 
 
@@ -187,6 +208,7 @@ register(OpRule(nonlinear, shape=broadcast), Tensor.__rdiv__)  # the operand is 
 _register(NONLINEAR, nonlinear)
 _register(["addcmul", "addcdiv"], nonlinear)
 _register(["where"], selected)
+_register(["masked_fill"], masked)
 _register(HOMOGENEOUS, homogeneous)
 _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)

@@ -44,7 +44,7 @@ def avg_pool(
     """out[at] = the mean of the window at `at`."""
     windows = _pooling_windows(dims, input, kernel_size, stride, padding, 1, ceil_mode)
     rows = pool_rows(input, windows, local_with(in_windows, windows))
-    return [*rows, Row((PARTIAL,), PARTIAL, "a mean of sums")]
+    return [*rows, Row((PARTIAL,), PARTIAL, "a mean of sums")] if input.dtype.is_floating_point else rows
 
 
 def _pooling_windows(
@@ -77,7 +77,8 @@ def adaptive_avg_pool(dims: int, input: Meta, output_size: Any) -> list[Row]:
     wanted = each(output_size, dims)
     ones = [d for d, out in enumerate(wanted, input.ndim - dims) if out == 1]
     shares = [Row((Shard(d),), PARTIAL, f"each rank sums its own part of dim {d}", local) for d in ones]
-    return [*shares, *rows, Row((PARTIAL,), PARTIAL, "a mean of sums")] if rows else []
+    others = [row for row in rows if all(row.inputs != share.inputs for share in shares)]
+    return [*shares, *others, Row((PARTIAL,), PARTIAL, "a mean of sums")] if rows else []
 
 
 def _shares(length: int, out: int) -> Window:
@@ -144,4 +145,4 @@ for _dims, (_rule, _names) in product((1, 2, 3), NAMES):
     for _home, _name in product((F, torch, aten), _names.format(_dims, _dims).split()):
         _op = getattr(_home, _name, None)
         if _op is not None:
-            RULES[getattr(_op, "default", _op)] = OpRule(partial(_rule, _dims))
+            RULES[getattr(_op, "default", _op)] = OpRule(partial(_rule, _dims), typed=_rule is avg_pool)

@@ -44,7 +44,7 @@ OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor; memory formats a
 
 def tried(op: Any, *args: Any, **kwargs: Any) -> None:
     """Let torch check the arguments, on one element (one row of categories) and numbers nobody else gets."""
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "generator")}
+    kwargs = {k: None if k == "generator" else v for k, v in kwargs.items() if k != "device"}
     try:
         _try(op, args, kwargs, {})
     except NotImplementedError:

@@ -33,7 +33,7 @@ def cell(input: Meta, hx: Any, *params: Any, **named: Any) -> list[Row]:
 def _of_batch(input: Meta, hx: Any, params: Sequence[Meta], batch: int, of_states: int) -> list[Row]:
     states = 1 if isinstance(hx, Meta) else len(hx)
     kept = (Shard(of_states),) * states
-    filled = (input.ndim, *(input.ndim,) * states, *(0,) * len(params))
+    filled = (input.ndim, *(input.ndim,) * states, *(len(x.shape) - 1 for x in params))
     inputs = (Shard(batch), *kept, *(REPLICATE,) * len(params))
     output = (Shard(batch), *kept) if of_states else kept if states > 1 else kept[0]
     return [Row(inputs, output, "each rank follows its own sequences", local_with(never_empty, filled))]

@@ -285,7 +285,8 @@ class Shared(torch.autograd.Function):
 def scan(name: str, input: Meta, dim: int, dtype: torch.dtype | None = None) -> list[Row]:
     """out[i] = the sum (product, …) of input[0] to input[i] along dim."""
     dim = own_dim(input, dim)
-    rows = over(input, (dim,), True, Shard(dim), given(_scanned, name, dim, dtype))
+    alike = not (name == "logcumsumexp" and input.dtype.is_complex)  # such logarithms have turns that depend on the way
+    rows = over(input, (dim,), True, Shard(dim) if alike else None, given(_scanned, name, dim, dtype))
     exact = name == "cumsum" and (dtype is None or dtype.is_floating_point or dtype.is_complex)
     return rows + [Row((p,), p, "running sums of summands") for p in SUMS if exact]
 
@@ -328,12 +329,16 @@ def _scanned_extremes(site: Site, x: Tensor, largest: bool, dim: int) -> Any:
     return type(scanned)((values, table.gather(dim, at)))
 
 
-def register(rows: Rule, shape: Any, names: str, *ops: Any, sizeless: bool = True, ragged: bool = False) -> None:
+def register(
+    rows: Rule, shape: Any, names: str, *ops: Any, sizeless: bool = True, ragged: bool = False, typed: bool = False
+) -> None:
     """Register a rule for all spellings of `names`, and for `ops`."""
     found = [op for name in names.split() for op, in_place in spellings(name) if not in_place]
     for op in (*found, *ops):
         if not getattr(getattr(op, "_schema", None), "is_mutable", False):
-            RULES[op] = OpRule(_renamed(rows), shape=shape and _renamed(shape), sizeless=sizeless, ragged=ragged)
+            RULES[op] = OpRule(
+                _renamed(rows), shape=shape and _renamed(shape), sizeless=sizeless, ragged=ragged, typed=typed
+            )
 
 
 def _renamed(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -360,6 +365,6 @@ register(partial(extreme, (True,)), reduced_shape, "amax")
 register(partial(extreme, (False,)), reduced_shape, "amin")
 register(partial(extreme, (False, True)), lambda input, **named: [reduced_shape(input, **named)] * 2, "aminmax")
 for _name in ("cumsum", "cumprod", "logcumsumexp"):
-    register(partial(scan, _name), shape_of_first, _name)
+    register(partial(scan, _name), shape_of_first, _name, typed=True)
 for _largest, _name in ((True, "cummax"), (False, "cummin")):
     register(partial(scan_of_extremes, _largest), lambda input, dim: [input.shape] * 2, _name)

@@ -200,7 +200,8 @@ class OpRule:
         ragged: only running the op tells how long its results are; the ranks tell each other the lengths of the
             pieces of a cut one.
         random: the op draws. Ranks outside the mesh, which hold nothing, run it too, so that their generators keep
-            in step; and as which numbers can be drawn depends on the dtype, a recipe serves one of those.
+            in step.
+        typed: which rows there are depends on dtypes, so a recipe serves one of those; so it does where ops draw.
         composed: the op in terms of others, which find their own rules, for arguments that have no row; None lets
             torch take it apart.
     """
@@ -212,6 +213,7 @@ class OpRule:
     everywhere: LocalFunction | None = None
     ragged: bool = False
     random: bool = False
+    typed: bool = False
     composed: Callable[..., Any] | None = None
 
 

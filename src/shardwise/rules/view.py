@@ -103,11 +103,12 @@ def _shapes(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> tuple
 
 def rearranged_dims(op: Callable[..., Any], local: Any, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """Rows of an op that moves, adds and drops dims: one that stays whole may be cut."""
-    (view,), _ = views_of(op, x, args, kwargs)
+    shape = x.shape if local else tuple(max(n, 2) for n in x.shape)  # among new dims none of length 1 is known again
+    (view,), _ = views_of(op, x._replace(shape=shape), args, kwargs)
     rows = []
     for d in range(x.ndim):
         at = None if local is _local_expand and x.shape[d] == 1 else view.place_of(d)  # it may be any of those of 1
-        if at is not None and view.dims[at] == Along(d, 0, 1, x.shape[d]):
+        if at is not None and view.dims[at] == Along(d, 0, 1, shape[d]):
             rows.append(Row((Shard(d),), Shard(at), "a dim that stays whole stays cut", local))
     return rows + uncut_rows(x, local or on_owner)
 

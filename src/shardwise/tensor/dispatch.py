@@ -120,7 +120,7 @@ def _taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` by its rule: at once where these very arguments ran before and no operand had to be moved."""
-    key = [func, _dtypes(args, kwargs)] if rule.random else [func]
+    key = [func, _dtypes(args, kwargs)] if rule.typed or rule.random else [func]
     floats = rule.sizeless  # then numbers of a kind are alike
     for a in args:
         kind = type(a)
@@ -185,7 +185,7 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     key: Any = ready
     if NO_KEY in ready:
         key, mixed = _key(func, rule, args, kwargs)
-        if rule.random:
+        if rule.typed or rule.random:
             key.append(_dtypes(args, kwargs))
         if mixed:
             if rule.in_place and type(args[0]) is not DTensor:

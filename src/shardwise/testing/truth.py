@@ -9,9 +9,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -24,14 +24,15 @@ from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.rules import RULES, Meta
+from shardwise.rules import RULES, Meta, Row
 from shardwise.tensor import DTensor, tag
-from shardwise.tensor.resolve import Operand, Slot, choose
+from shardwise.tensor.resolve import NoRowError, Operand, Slot, choose
 from shardwise.testing.pieces import contribution, contributions, local_of
 from shardwise.testing.worlds import world
 
 MESHES = (Mesh((1,)), Mesh((2,)), Mesh((3,)), Mesh((5,)), Mesh((2, 2)))
 R = Replicate()
+SEED = 1234
 UNSIGNED = (torch.bool, torch.uint8)
 Parts = dict[tuple[int, ...], Tensor]
 
@@ -52,6 +53,7 @@ class Sample:
     gradients: bool = True
     constant: tuple[int, ...] = ()  # tensors that take no gradient, by number
     tolerance: float | None = None  # None is that of doubles; summands of short dtypes are rounded one by one
+    valued: bool = True  # False where the result is memory that nobody wrote
 
     def __str__(self) -> str:
         name = getattr(self.op, "__name__", str(self.op))
@@ -73,20 +75,25 @@ class Sample:
         """The op with other tensors (or anything) in place of its own."""
         return self.op(*self._filled(self.args, rest := iter(tensors)), **self._named(rest))
 
-    def rows(self, mesh: Mesh, choices: Sequence[Sequence[Placement]]) -> set[tuple[Placement, ...]]:
-        """What the rows of the op's rule want of each operand, whatever the operands' placements are."""
+    def on(self, tensors: Sequence[Any]) -> "Sample":
+        """The sample with other tensors in place of its own."""
+        args = self._filled(self.args, rest := iter(tensors))
+        return replace(self, args=tuple(args), kwargs=self._named(rest))
+
+    def rows(self, choices: Sequence[Sequence[Placement]]) -> list[Row]:
+        """All rows of the op's rule, whatever the operands' placements are, that some operands can be laid out for."""
         rule = RULES.get(self.op)
         tensors = self.tensors()
-        wanted: set[tuple[Placement, ...]] = set()
+        found: dict[Row, None] = {}
         if rule is None:
-            return wanted
+            return []
         for index, options in enumerate(choices):
             for placement in options:
                 metas = [Meta(tuple(x.shape), x.dtype, placement if i == index else R) for i, x in enumerate(tensors)]
                 args = self._filled(self.args, rest := iter(metas))
-                with suppress(NotImplementedError):  # no rows for these placements: torch takes the op apart
-                    wanted |= {row.inputs for row in rule.rows(*args, **self._named(rest))}
-        return {row for row in wanted if all(map(_possible, tensors, row))}
+                with suppress(NotImplementedError, RuleError):  # the op is taken apart instead, or refused
+                    found |= dict.fromkeys(rule.rows(*args, **self._named(rest)))
+        return [row for row in found if all(map(_possible, tensors, row.inputs))]
 
     def _filled(self, args: Sequence[Any], rest: Iterator[Any]) -> list[Any]:
         def fill(a: Any) -> Any:
@@ -149,17 +156,20 @@ def _boxes(shape: tuple[int, ...], positions: int) -> Boxes:
 
 
 def parts_of(x: Tensor, layout: Layout, generator: torch.Generator) -> Parts:
-    """Contributions whose reduction is `x`; without Partial axes `x` itself."""
+    """Contributions whose reduction is `x`, without rounding for few digits; without Partial axes `x` itself."""
     keys = contributions(layout)
     ops = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
     if not ops:
         return {keys[0]: x}
     if not ops <= {"sum", "avg"}:  # one holds the value, the others what does not matter beside it
         best = keys[len(keys) // 2]
-        beside = {"max": x - 1 - x.abs(), "min": x + 1 + x.abs(), "product": torch.ones_like(x)}[ops.pop()]
+        finite = x.nan_to_num()
+        beside = {"max": finite - 1 - finite.abs(), "min": finite + 1 + finite.abs(), "product": torch.ones_like(x)}[
+            ops.pop()
+        ]
         return {key: x if key == best else beside for key in keys}
     scale = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == Partial("avg"))
-    noise = {k: torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype) for k in keys[1:]}
+    noise = {k: scale * torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype) for k in keys[1:]}
     rest = x * scale
     for part in noise.values():
         rest = rest - part
@@ -192,6 +202,21 @@ def one_process(sample: Sample) -> Outcome:
     return Outcome([x.detach() for x in values], [leaf.grad for leaf in leaves])
 
 
+def reference(sample: Sample) -> Outcome:
+    """What the op should give: what one process gives; for random numbers, which are our own, what one rank gives."""
+    state = torch.get_rng_state()
+    alone = one_process(sample)
+    if torch.equal(state, torch.get_rng_state()):
+        return alone
+    torch.set_rng_state(state)
+    whole: Operands = [(Layout(Mesh((1,)), [R], x.shape), {(): x}) for x in sample.tensors()]
+    outcome = world(1).run(sharded, sample, whole)[0]
+    assert outcome is not None, f"{sample} is refused on one rank"
+    for ours, plain in zip(outcome.values, alone.values, strict=True):
+        assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{sample} on one rank"
+    return outcome
+
+
 def _leaf(x: Tensor, sample: Sample, number: int) -> Tensor:
     differentiable = x.is_floating_point() or x.is_complex()
     return x.requires_grad_(sample.gradients and differentiable and number not in sample.constant)
@@ -212,37 +237,80 @@ Operands = list[tuple[Layout, Parts]]
 
 
 def layouts_for(sample: Sample, mesh: Mesh, limit: int, seed: int) -> list[tuple[Layout, ...]]:
-    """Combinations of layouts of the operands: on one axis those of all rows first, then a seeded choice."""
+    """Combinations of layouts of the operands: those that rows want first, then a seeded choice up to `limit`."""
     rng = random.Random(seed)
     choices = [placements_of(x, mesh.shape[0], rng) for x in sample.tensors()]
-    rows = sorted(sample.rows(mesh, choices), key=str) if mesh.ndim == 1 else []
-    found: dict[tuple[Layout, ...], None] = {}
-    for combination in chain([tuple((p,) for p in row) for row in rows], _shuffled(choices, mesh, limit, rng)):
-        if len(found) >= max(limit, len(rows)):
+    rows = sorted({row.inputs for row in sample.rows(choices)}, key=str)
+    found: dict[tuple[Layout, ...] | None, None] = {}
+    for number, row in enumerate(rows):
+        wanted = (
+            _laid_out(sample, mesh, combination, rng) for combination in _as_wanted(sample, row, mesh, number, rng)
+        )
+        found[next(filter(None, wanted), None)] = None
+    for combination in _shuffled(choices, mesh, limit, rng):
+        if len(found) >= limit:
             break
-        order = rng.sample(range(mesh.ndim), mesh.ndim)
-        pairs = zip(combination, sample.tensors(), strict=True)
-        try:
-            found[tuple(Layout(mesh, placements, x.shape, order) for placements, x in pairs)] = None
-        except LayoutError:
-            continue  # maxima of sums, or sizes for an uncut dim: not a tensor
-    return list(found)
+        found[_laid_out(sample, mesh, combination, rng)] = None
+    return [layouts for layouts in found if layouts is not None]
+
+
+Combination = tuple[tuple[Placement, ...], ...]  # an operand: an axis
+
+
+def _laid_out(sample: Sample, mesh: Mesh, combination: Combination, rng: random.Random) -> tuple[Layout, ...] | None:
+    order = rng.sample(range(mesh.ndim), mesh.ndim)
+    pairs = zip(combination, sample.tensors(), strict=True)
+    try:
+        return tuple(Layout(mesh, placements, x.shape, order) for placements, x in pairs)
+    except LayoutError:
+        return None  # maxima of sums, or sizes for an uncut dim: not a tensor
+
+
+def _as_wanted(
+    sample: Sample, row: tuple[Placement, ...], mesh: Mesh, number: int, rng: random.Random
+) -> Iterator[Combination]:
+    """The operands as a row wants them: on every axis, or on one; every other row with cuts at any place."""
+    if mesh.ndim > 1:
+        yield tuple((p,) * mesh.ndim for p in row)
+        yield tuple((p, *(R,) * (mesh.ndim - 1)) for p in row)
+        return
+    if (number + mesh.shape[0]) % 2:
+        cuts: dict[int, tuple[int, ...]] = {}  # what must be cut alike has one length
+        yield tuple((_recut(p, x, mesh.shape[0], cuts, rng),) for p, x in zip(row, sample.tensors(), strict=True))
+    yield tuple((p,) for p in row)
+
+
+def _recut(
+    placement: Placement, x: Tensor, positions: int, cuts: dict[int, tuple[int, ...]], rng: random.Random
+) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    length = x.shape[placement.dim]
+    if length not in cuts:
+        cuts[length] = _uneven(length, positions, rng)
+    return Shard(placement.dim, cuts[length])
 
 
 def _shuffled(
     choices: Sequence[Sequence[Placement]], mesh: Mesh, limit: int, rng: random.Random
-) -> Iterator[tuple[tuple[Placement, ...], ...]]:
-    """All combinations on one axis, in any order; some of those on several."""
+) -> Iterator[Combination]:
+    """Different combinations on one axis, in any order, and all if they are few; some of those on several."""
     if mesh.ndim == 1:
-        everything = list(product(*choices))
-        yield from (tuple((p,) for p in row) for row in rng.sample(everything, len(everything)))
+        count = prod(map(len, choices))
+        for number in rng.sample(range(count), min(count, 64 * max(limit, 1))):
+            chosen = []
+            for options in choices:
+                number, index = divmod(number, len(options))
+                chosen.append((options[index],))
+            yield tuple(chosen)
     for _ in range(4 * limit):
         yield tuple(tuple(rng.choice(options) for _ in mesh.shape) for options in choices)
 
 
 def sharded(sample: Sample, operands: Operands) -> Outcome | None:
-    """The outcome on this rank; None where an in-place op is refused."""
+    """The outcome on this rank; None where an in-place op is refused, or where the rule itself refuses."""
     rank = collectives.rank()
+    torch.default_generator.manual_seed(SEED)
     leaves: list[DTensor] = []
     for number, (layout, parts) in enumerate(operands):
         local = local_of(parts[contribution(layout, rank)], layout, rank)
@@ -251,17 +319,20 @@ def sharded(sample: Sample, operands: Operands) -> Outcome | None:
     try:
         out = sample.call(inputs)
     except RuleError:
-        if sample.in_place:
+        if sample.in_place or _refuses(sample, [layout for layout, _ in operands]):
             return None
         raise
-    values = [as_dtensor(x) for x in results_of(out)]
+    values = results_of(out)
     for x in values:
-        assert tuple(x.to_local().shape) == x.layout_.local_shape(rank), f"{x.layout_} on rank {rank}"
+        assert isinstance(x, DTensor) or x.dtype == torch.int64, f"a plain {x.dtype}"  # numbers that programs read
+        assert not isinstance(x, DTensor) or tuple(x.to_local().shape) == x.layout_.local_shape(rank), (
+            f"{x.layout_} on rank {rank}"
+        )
     if sample.in_place:
         assert out is inputs[0]
     _backward(values, sample)
     grads = [None if leaf.grad is None else leaf.grad.full_tensor() for leaf in leaves]
-    return Outcome([as_dtensor(x.detach()).full_tensor() for x in values], grads)
+    return Outcome([x.full_tensor() if isinstance(x, DTensor) else x for x in (y.detach() for y in values)], grads)
 
 
 @dataclass
@@ -277,13 +348,12 @@ def assert_equals_one_process(samples: Sequence[Sample], meshes: Sequence[Mesh] 
     """Run all samples on all meshes, `limit` combinations of layouts (or all rows, if those are more) each."""
     tally = Tally()
     for mesh, (number, sample) in product(meshes, enumerate(samples)):
-        expected = one_process(sample)
+        expected = reference(sample)
         generator = torch.Generator().manual_seed(number)
         cases: list[Operands] = []
         for layouts in layouts_for(sample, mesh, limit, seed=number):
             pairs = zip(sample.tensors(), layouts, strict=True)
             cases.append([(layout, parts_of(x, layout, generator)) for x, layout in pairs])
-            tally.rows.update(rows_taken(sample, layouts))
         results = world(mesh.size()).run(_run_all, sample, cases)
         for index, operands in enumerate(cases):
             for rank, by_rank in enumerate(results):
@@ -293,21 +363,37 @@ def assert_equals_one_process(samples: Sequence[Sample], meshes: Sequence[Mesh] 
                     tally.refused += rank == 0
                     continue
                 _compare(sample, operands, outcome, expected, rank)
+                if rank == 0:
+                    tally.rows.update(rows_taken(sample, [layout for layout, _ in operands]))
     return tally
 
 
 def rows_taken(sample: Sample, layouts: Sequence[Layout]) -> list[str]:
     """Why each axis runs the op the way it does; nothing for an op without a rule, or without a row that fits."""
-    rule = RULES.get(sample.op)
-    if rule is None:
-        return []
-    operands = [Operand(layout, x.dtype) for layout, x in zip(layouts, sample.tensors(), strict=True)]
-    args = sample._filled(sample.args, rest := iter([Slot(i) for i in range(len(operands))]))
     try:
-        chosen = choose(str(sample), rule, operands, tuple(args), sample._named(rest))
+        return [row.why for row in _chosen(sample, layouts)]
     except RuleError:
         return []
-    return [row.why for row in chosen]
+
+
+def _chosen(sample: Sample, layouts: Sequence[Layout]) -> tuple[Row, ...]:
+    rule = RULES.get(sample.op)
+    if rule is None:
+        return ()
+    operands = [Operand(layout, x.dtype) for layout, x in zip(layouts, sample.tensors(), strict=True)]
+    slots = sample.on([Slot(i) for i in range(len(operands))])
+    return choose(str(sample), rule, operands, slots.args, slots.kwargs)
+
+
+def _refuses(sample: Sample, layouts: Sequence[Layout]) -> bool:
+    """Whether the rule says so: an op without a row for these layouts is to run on others."""
+    try:
+        _chosen(sample, layouts)
+    except NoRowError:
+        return False
+    except RuleError:
+        return True
+    return False
 
 
 def check_rows(
@@ -382,9 +468,12 @@ def _compare(sample: Sample, operands: Operands, outcome: Outcome, expected: Out
     limit = sample.tolerance
     try:
         assert len(outcome.values) == len(expected.values)
-        for value, wanted in zip(outcome.values, expected.values, strict=True):
-            assert value.dtype == wanted.dtype
-            assert_close(value, wanted, rtol=limit, atol=limit, equal_nan=True)
+        for number, (value, wanted) in enumerate(zip(outcome.values, expected.values, strict=True)):
+            kinds = [(x.dtype, tuple(x.shape)) for x in (value, wanted)]
+            assert kinds[0] == kinds[1], f"result {number}: got {kinds[0]}, expected {kinds[1]}"
+            if sample.valued:
+                msg = partial(_beside, f"result {number}", value, wanted)
+                assert_close(value, wanted, rtol=limit, atol=limit, equal_nan=True, msg=msg)
         for number, ((layout, _), got, want) in enumerate(zip(operands, outcome.grads, expected.grads, strict=True)):
             if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layout.placements):
                 continue  # what a maximum or an average hands on to its contributions is not the gradient
@@ -392,8 +481,18 @@ def _compare(sample: Sample, operands: Operands, outcome: Outcome, expected: Out
             if want is None:
                 assert got is None or not got.any(), f"{where}: {got} instead of None"
             else:
+                if got is None and not want.numel():
+                    continue
                 assert got is not None, f"{where}: None instead of {want}"
-                assert_close(got, want, rtol=limit, atol=limit, equal_nan=True, msg=partial("{}: {}".format, where))
+                msg = partial(_beside, where, got, want)
+                assert_close(got, want, rtol=limit, atol=limit, equal_nan=True, msg=msg)
     except AssertionError as error:
         error.add_note(f"{_described(sample, operands)}, rank {rank}")
         raise
+
+
+def _beside(where: str, got: Tensor, expected: Tensor, difference: str) -> str:
+    shown = [
+        f"[{', '.join(f'{n:.4g}' for n in x.flatten()[:6].tolist())}{', …' * (x.numel() > 6)}]" for x in (got, expected)
+    ]
+    return f"{where}: got {shown[0]}, expected {shown[1]}. {difference}"

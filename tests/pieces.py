@@ -1,1 +1,0 @@
-from shardwise.testing.pieces import *  # noqa: F403

@@ -1,0 +1,123 @@
+"""Every key of the table of rules has samples, every row is taken, and every call gives what one process gives."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import Partial, Replicate, Shard
+from shardwise.rules import RULES, Meta, OpRule, Row
+from shardwise.tensor import dispatch
+from shardwise.testing import table
+from shardwise.testing.table import Checked, Survey, run
+from shardwise.testing.truth import Sample
+from tools.rows import exceptions, main, survey, table_of
+
+X = torch.arange(10, dtype=torch.float64).view(5, 2) - 3
+
+
+@pytest.mark.timeout(400)
+def test_every_row_of_every_key_is_taken_and_right() -> None:
+    found = survey(jobs=2)
+    assert len({result.key for result in found.results}) == len(RULES)
+    assert not found.complaints(exceptions()), str(found)
+
+
+def rows_of_squared(x: Meta) -> list[Row]:
+    return [Row((Shard(0),), Shard(0), "each element by itself")]
+
+
+def rows_with_a_wrong_one(x: Meta) -> list[Row]:
+    return [*rows_of_squared(x), Row((Partial(),), Partial(), "a sum of squares of summands")]
+
+
+def rows_with_a_shadow(x: Meta) -> list[Row]:
+    return [*rows_of_squared(x), Row((Shard(0),), Replicate(), "behind another one")]
+
+
+def rows_cut_wrongly(x: Meta) -> list[Row]:
+    return [Row((Shard(0),), Replicate(), "every rank has everything, it says")]
+
+
+@pytest.fixture(autouse=True)
+def forget_new_rules() -> Iterator[None]:
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+    dispatch.forget()
+
+
+def surveyed(*keys: Any) -> Survey:
+    """Of some keys, where only torch.square has samples."""
+    planned = table.plan({torch.square: [Sample(torch.square, (X,))]}, {key: RULES[key] for key in keys})
+    return Survey(planned.unsampled, (), frozenset(planned.rows), tuple(map(run, planned.checks)))
+
+
+def complaints(rule: Any) -> list[str]:
+    """What is said of torch.square if its rule were this one."""
+    RULES[torch.square] = OpRule(rule)
+    return surveyed(torch.square).complaints({})
+
+
+def test_a_right_rule_passes() -> None:
+    assert complaints(rows_of_squared) == []
+
+
+def test_a_wrong_row_is_named_with_its_world_and_what_was_expected() -> None:
+    found = complaints(rows_with_a_wrong_one)
+    assert found
+    for part in (
+        "torch.square: square(float64[5, 2])",
+        "on Mesh(0=3)",
+        "a sum of squares of summands",
+        "got [",
+        "expected [9, 4, 1, 0",
+    ):
+        assert part in found[0]
+
+
+def test_a_result_said_to_be_cut_otherwise_is_an_error() -> None:
+    assert "every rank has everything, it says" in " ".join(complaints(rows_cut_wrongly))
+
+
+def test_a_row_that_is_never_taken_is_named() -> None:
+    (line,) = complaints(rows_with_a_shadow)
+    assert "torch.square: the row 'behind another one' is never taken" in line
+
+
+def test_a_key_without_a_sample_is_named() -> None:
+    (line,) = surveyed(torch.square, torch.sinc).complaints({})
+    assert line == "torch.sinc has no sample. Fix: add one to SAMPLES of tests/rules/by_hand.py"
+
+
+def test_a_row_in_the_source_that_no_sample_makes_is_named() -> None:
+    planned = table.plan({torch.abs: [Sample(torch.abs, (X,))]}, {torch.abs: RULES[torch.abs]})
+    assert any(place.startswith("matmul.py:") for place in planned.unbuilt)
+
+
+WRONG = Checked("a.key", "key(float64[5])", ("on Mesh(0=2): it differs",), 1)
+
+
+def test_an_exception_excuses_its_key_and_fails_once_that_is_right() -> None:
+    found = Survey((), (), frozenset(), (WRONG,))
+    assert found.complaints({}) == ["a.key: key(float64[5]): on Mesh(0=2): it differs"]
+    assert found.complaints({"a.key": "equal keys in any order"}) == []
+    right = Survey((), (), frozenset(), (replace(WRONG, errors=()),))
+    assert right.complaints({"a.key": "equal keys in any order"}) == [
+        "a.key is right now. Fix: strike it from EXCEPTIONS"
+    ]
+
+
+def test_the_table_has_a_line_a_key() -> None:
+    right = replace(WRONG, errors=(), cases=12)
+    line = table_of(Survey((), (), frozenset(), (WRONG, right))).splitlines()[1]
+    assert line.split() == ["a.key", "2", "0", "12", "1"]
+
+
+def test_a_key_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--keys", "no such key"])
+    assert "no key matches 'no such key'" in capsys.readouterr().err

@@ -1,1 +1,0 @@
-from shardwise.testing.truth import *  # noqa: F403
