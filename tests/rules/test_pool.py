@@ -110,3 +110,9 @@ def test_windows_larger_than_the_input_are_refused_on_every_rank_alike() -> None
     for pool in (F.max_pool2d, F.avg_pool2d):
         with pytest.raises(RuntimeError):
             pool(x, 20)
+
+
+def test_whole_numbers_are_summed_before_they_are_averaged_also_after_floats() -> None:
+    """Quotients of whole numbers lose their rest, so what holds for summands of floats does not for theirs."""
+    whole = torch.arange(48).view(1, 2, 4, 6) * 7 - 50
+    assert_equals_one_process([Sample(F.avg_pool2d, (x, 2)) for x in (whole.double(), whole)], (Mesh((3,)),), limit=8)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from math import prod
 from typing import Any
 
@@ -241,17 +241,19 @@ def layouts_for(sample: Sample, mesh: Mesh, limit: int, seed: int) -> list[tuple
     rng = random.Random(seed)
     choices = [placements_of(x, mesh.shape[0], rng) for x in sample.tensors()]
     rows = sorted({row.inputs for row in sample.rows(choices)}, key=str)
-    found: dict[tuple[Layout, ...] | None, None] = {}
+    found: dict[tuple[Layout, ...], None] = {}
     for number, row in enumerate(rows):
         wanted = (
             _laid_out(sample, mesh, combination, rng) for combination in _as_wanted(sample, row, mesh, number, rng)
         )
-        found[next(filter(None, wanted), None)] = None
+        found |= dict.fromkeys(islice((layouts for layouts in wanted if layouts is not None), 1))
     for combination in _shuffled(choices, mesh, limit, rng):
         if len(found) >= limit:
             break
-        found[_laid_out(sample, mesh, combination, rng)] = None
-    return [layouts for layouts in found if layouts is not None]
+        layouts = _laid_out(sample, mesh, combination, rng)
+        if layouts is not None:
+            found[layouts] = None
+    return list(found)
 
 
 Combination = tuple[tuple[Placement, ...], ...]  # an operand: an axis
