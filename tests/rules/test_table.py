@@ -71,7 +71,7 @@ def test_a_wrong_row_is_named_with_its_world_and_what_was_expected() -> None:
     assert found
     for part in (
         "torch.square: square(float64[5, 2])",
-        "on Mesh(0=3)",
+        "on Mesh(0=2)",
         "a sum of squares of summands",
         "got [",
         "expected [9, 4, 1, 0",

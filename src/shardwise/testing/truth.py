@@ -301,10 +301,10 @@ def _shuffled(
         count = prod(map(len, choices))
         for number in rng.sample(range(count), min(count, 64 * max(limit, 1))):
             chosen = []
-            for options in choices:
+            for options in reversed(choices):
                 number, index = divmod(number, len(options))
                 chosen.append((options[index],))
-            yield tuple(chosen)
+            yield tuple(chosen[::-1])
     for _ in range(4 * limit):
         yield tuple(tuple(rng.choice(options) for _ in mesh.shape) for options in choices)
 
