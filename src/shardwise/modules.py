@@ -13,10 +13,12 @@ from shardwise.errors import LayoutError, PlanError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATE, Placement
+from shardwise.shards import ShardingSpec
 from shardwise.tensor.conversion import distribute_tensor, scattered
 from shardwise.tensor.dtensor import DTensor, default_mesh, moved, plain, tag
 
-Plan = Mapping[str, "Placement | Sequence[Placement] | Layout"]
+Entry = Placement | Sequence[Placement] | Layout | ShardingSpec
+Plan = Mapping[str, Entry]
 
 
 def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: int | None = 0) -> nn.Module:
@@ -29,7 +31,8 @@ def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: i
         module: any module, in place. One on the meta device is materialised part by part: no rank ever holds
             more than its own boxes; every submodule with parameters must then have `reset_parameters()`.
         plan: parameter name, or glob such as `"tables.*.weight"`, to a placement, one placement an axis of
-            the mesh, or a `Layout`. A name beats a glob; of two globs that match, the later one wins.
+            the mesh, a `Layout`, or a sharding spec. A name beats a glob; of two globs that match, the later one wins.
+            Sharders and outputs need a `ShardingPlan`, for `shardwise.spec.shard_module`.
         mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
         src_rank: position in the mesh whose values count; None takes every rank's own and sends nothing.
 
@@ -155,7 +158,9 @@ def _unknown(key: str, named: Mapping[str, Tensor]) -> str:
     return f"  {key!r} matches no parameter.{hint}"
 
 
-def _layout(parameter: Tensor, entry: "Placement | Sequence[Placement] | Layout", mesh: Mesh) -> Layout:
+def _layout(parameter: Tensor, entry: Entry, mesh: Mesh) -> Layout:
+    if isinstance(entry, ShardingSpec):
+        return entry.layout(tuple(parameter.shape), tuple(sorted(mesh.ranks)))
     if isinstance(entry, Layout):
         if entry.shape != tuple(parameter.shape):
             raise PlanError(f"the layout is for shape {entry.shape}, the parameter has {tuple(parameter.shape)}.")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Shard, count_comms, rank
+from shardwise import shard_module as sw_shard_module
 from shardwise.boxes import Box
 from shardwise.errors import GroupError, LayoutError, MismatchError, PlanError
 from shardwise.spec import (
@@ -348,3 +349,15 @@ def test_the_bases_are_abstract() -> None:
     for base in (Sharder, ShardingPlanner, ShardingSpec):
         with pytest.raises(TypeError, match="abstract"):
             base()  # type: ignore[abstract]
+
+
+@world(4)
+def test_the_plan_of_placements_takes_specs_too() -> None:
+    mine, reference = Model(), Model()
+    sw_shard_module(mine, {"table.weight": SPECS["uneven"], "*.bias": Shard(0)})
+    cut = as_dtensor(mine.table.weight)
+    assert cut.sharding_spec().layout((10, 4), (0, 1, 2, 3)) == cut.layout_
+    ids = torch.tensor([3, 1, 4, 1])
+    assert_close(as_dtensor(mine(ids)).full_tensor(), reference(ids))
+    with pytest.raises(PlanError, match=r"table\.weight: .*out of range"):
+        sw_shard_module(Model(), {"table.weight": boxes(((0, 0), (99, 4), 0))})
