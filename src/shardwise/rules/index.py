@@ -420,9 +420,8 @@ def _read_shape(form: Form, x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ..
 
 def _of_tensors(op: Any) -> bool:
     """Torch has such ops of lists, too, of dims by name, and with a result that is given."""
-    given = [argument.type for argument in op._schema.arguments]
     others = {"out", "names", "Dimname", "twin"} & {*op._overloadname.split("_")}
-    return not others and str(given[0]) == "Tensor"
+    return not others and str(op._schema.arguments[0].type) == "Tensor"
 
 
 def _spelled(name: str) -> list[Any]:

@@ -34,13 +34,8 @@ BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 COPIES = "clone detach contiguous alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
-NO_OPS = (
-    object.__eq__,
-    object.__ne__,
-    Tensor.__float__,
-    Tensor.__complex__,
-    Tensor.__nonzero__,
-)  # dunder methods that give no tensor
+# Dunder methods that give no tensor.
+NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__)
 LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
@@ -131,9 +126,8 @@ def numerator(*args: Any, **kwargs: Any) -> list[Row]:
 
 def same_shape(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """Rows of a copy. Several boxes are stored flat, so there is no order of dims to ask for."""
-    ordered = {torch.channels_last, torch.channels_last_3d}.intersection(
-        a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)
-    )
+    formats = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
+    ordered = torch.channels_last in formats or torch.channels_last_3d in formats
     return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
 
 

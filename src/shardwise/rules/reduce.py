@@ -329,16 +329,12 @@ def _scanned_extremes(site: Site, x: Tensor, largest: bool, dim: int) -> Any:
     return type(scanned)((values, table.gather(dim, at)))
 
 
-def register(
-    rows: Rule, shape: Any, names: str, *ops: Any, sizeless: bool = True, ragged: bool = False, typed: bool = False
-) -> None:
+def register(rows: Rule, shape: Any, names: str, *ops: Any, sizeless: bool = True, **kind: Any) -> None:
     """Register a rule for all spellings of `names`, and for `ops`."""
     found = [op for name in names.split() for op, in_place in spellings(name) if not in_place]
     for op in (*found, *ops):
         if not getattr(getattr(op, "_schema", None), "is_mutable", False):
-            RULES[op] = OpRule(
-                _renamed(rows), shape=shape and _renamed(shape), sizeless=sizeless, ragged=ragged, typed=typed
-            )
+            RULES[op] = OpRule(_renamed(rows), shape=shape and _renamed(shape), sizeless=sizeless, **kind)
 
 
 def _renamed(rule: Callable[..., Any]) -> Callable[..., Any]:
