@@ -127,12 +127,9 @@ def matmul(input: Meta, other: Meta) -> Product:
     return Product([input, other], [left, right], output, batch)
 
 
-def inner(input: Meta, other: Meta) -> Product:
-    """out[…, …'] = sum_k input[…, k] other[…', k]."""
-    if not input.ndim or not other.ndim:
-        raise NotImplementedError("a number is multiplied")
-    left, right = ascii_lowercase[: input.ndim - 1], ascii_uppercase[: other.ndim - 1]
-    return Product([input, other], [left + "Z", right + "Z"], left + right)
+def _inner(input: Tensor, other: Tensor) -> Tensor:
+    """out[…, …'] = sum_k input[…, k] other[…', k]; a number is multiplied."""
+    return torch.tensordot(input, other, ([-1], [-1])) if input.ndim and other.ndim else input * other
 
 
 def dot(input: Meta, other: Meta) -> Product:
@@ -207,7 +204,7 @@ register(
     Tensor.bmm, torch.mv, Tensor.mv, aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default,
 )  # fmt: skip
 register(dot, torch.dot, Tensor.dot, aten.dot.default, torch.vdot, Tensor.vdot, aten.vdot.default)
-register(inner, torch.inner, Tensor.inner)
+RULES[torch.inner] = RULES[Tensor.inner] = made_of(_inner)
 register(tensordot, torch.tensordot)
 register(einsum, torch.einsum)
 for _name, _letters in {

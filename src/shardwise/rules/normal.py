@@ -293,34 +293,13 @@ def _own_channels(site: Site, named: Named, numbers: dict[str, int], name: str) 
     return site.fetch(named[name], numbers[name], wanted.__getitem__)
 
 
-# ---- weight_norm and local_response_norm --------------------------------------------------------------------
+# ---- weight_norm --------------------------------------------------------------------------------------------
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """g v / |v|, with a norm for each index of `dim` (-1: one norm)."""
     norms: Tensor = torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=dim >= 0)
     return v * (g / norms)
-
-
-def local_response_norm(x: Meta, size: int, *args: Any, **kwargs: Any) -> list[Row]:
-    """out = x / (k + alpha mean of x^2 over `size` neighbouring channels)^beta."""
-    if x.ndim < 3:
-        raise NotImplementedError("torch says what is wrong with the shapes")
-    local = local_with(_with_neighbours, size)
-    return [Row((Shard(d),), Shard(d), "neighbouring channels are fetched", local) for d in range(x.ndim)]
-
-
-def _with_neighbours(reach: int, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    def wanted(rank: int) -> Box:
-        box = site.layouts[0].boxes(rank)[0]
-        start = max(box.offsets[1] - reach // 2, 0)
-        stop = min(box.offsets[1] + box.sizes[1] + (reach - 1) // 2, site.layouts[0].shape[1])
-        return box.along(1, start, max(stop - start, 0) if box.sizes[1] else 0)
-
-    own, more = site.layouts[0].boxes(site.rank)[0], wanted(site.rank)
-    out: Tensor = site.call(site.fetch(x, 0, wanted), *args, **kwargs)
-    out = out if out.is_floating_point() else out.to(torch.get_default_dtype())  # nothing comes back as it was
-    return out.narrow(1, own.offsets[1] - more.offsets[1] if own.sizes[1] else 0, own.sizes[1])
 
 
 # ---- spellings ----------------------------------------------------------------------------------------------
@@ -336,4 +315,3 @@ for _name, _local in (("layer_norm", _layer_norm_of_cut), ("rms_norm", _rms_norm
 for _op in NAMES:
     register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
 register(made_of(_weight_norm), torch._weight_norm, aten._weight_norm.default)
-register(OpRule(local_response_norm, shape=shape_of_first), F.local_response_norm)

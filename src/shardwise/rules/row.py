@@ -82,11 +82,7 @@ class Site(Protocol):
         ...
 
     def exchange(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: tuple[int, ...] | None = None,
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
     ) -> Tensor:
         """All-to-all among `ranks` (None: `ranks()`) of a 1-D tensor; gradients travel the way back."""
         ...
@@ -108,10 +104,7 @@ class Site(Protocol):
         ...
 
     def fetch_parts(
-        self,
-        xs: Sequence[Tensor],
-        held: Sequence[Sequence[Box]],
-        wanted: Callable[[int], Sequence[tuple[int, Box]]],
+        self, xs: Sequence[Tensor], held: Sequence[Sequence[Box]], wanted: Callable[[int], Sequence[tuple[int, Box]]]
     ) -> list[Tensor]:
         """The same for several boxes, of several tensors of one dtype, in one exchange.
 
