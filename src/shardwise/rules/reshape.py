@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.boxes import Box
-from shardwise.layout import contiguous_strides
+from shardwise.layout import Layout, contiguous_strides
 from shardwise.placement import Boxes, Shard
 from shardwise.rules.row import NOBODY, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared, register
 from shardwise.rules.view import box_of, named, uncut_rows
@@ -77,7 +77,7 @@ def _in_place_already(groups: Any, must_view: bool, site: Site) -> LocalFunction
     held = _held(site)
     if any(_to_regroup(site, held, old) for old, _ in groups):
         return None
-    return partial(_viewed, site.output.local_shape(site.rank), must_view, site.copied)
+    return partial(_viewed, site.output.local_shape(site.rank), None if must_view else site.layouts[0], site.copied)
 
 
 @prepared(_in_place_already)
@@ -86,7 +86,8 @@ def _local_reshape(groups: Any, must_view: bool, site: Site, x: Tensor, /, *args
     for old, new in reversed(groups):
         if _to_regroup(site, held, old):
             x, held = _regrouped(site, x, held, old, new)
-    return _viewed(site.output.local_shape(site.rank), must_view, site.copied, x)
+            must_view = True  # a copy already
+    return _viewed(site.output.local_shape(site.rank), None if must_view else site.layouts[0], site.copied, x)
 
 
 def _held(site: Site) -> dict[int, Box]:
@@ -101,25 +102,30 @@ def _to_regroup(site: Site, held: dict[int, Box], old: range) -> bool:
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
 
 
-def row_major(x: Tensor) -> bool:
-    """Whether these are the strides of a new tensor, also along dims of length 1.
+def row_major(x: Tensor, whole: tuple[int, ...]) -> bool:
+    """Whether the tensor of shape `whole` that `x` is a part of seems to have the strides of a new one.
 
     A part of one row is contiguous however the whole was turned; what its strides say of that row tells them apart, so
     that a copy is made where torch makes one of the whole.
     """
     base = torch._C.TensorBase  # a DTensor would answer for the whole
-    return base.stride(x) == contiguous_strides(base.size(x))
+    size, stride = base.size(x), base.stride(x)
+    if len(size) != len(whole):  # several boxes, or none
+        return True
+    strides = zip(stride, contiguous_strides(size), whole, strict=True)
+    return all(have == new for have, new, length in strides if length != 1)
 
 
 def _viewed(
-    shape: tuple[int, ...], must_view: bool, copied: Callable[[Tensor], Tensor], x: Tensor, *_: Any, **__: Any
+    shape: tuple[int, ...], of: Layout | None, copied: Callable[[Tensor], Tensor], x: Tensor, *_: Any, **__: Any
 ) -> Tensor:
+    """`x` under other dims: a view, or what torch would make of a tensor laid out as `of`."""
     try:
-        if not must_view and not row_major(x):
+        if of is not None and not row_major(x, of.shape):
             return x.clone(memory_format=torch.contiguous_format).view(shape)
         return x.view(shape)
     except RuntimeError:  # the strides of this part allow no view
-        return copied(x.reshape(shape)) if must_view else x.reshape(shape)
+        return copied(x.reshape(shape)) if of is None else x.reshape(shape)
 
 
 def _regrouped(site: Site, x: Tensor, held: dict[int, Box], old: range, new: range) -> tuple[Tensor, dict[int, Box]]:

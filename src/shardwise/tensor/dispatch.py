@@ -52,7 +52,8 @@ def _view_or_copy(x: Tensor, size: Any) -> Tensor:
 
 def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """A part that is contiguous only because it is small is copied, as the whole would be."""
-    if memory_format is torch.contiguous_format and not row_major(x):
+    cut = type(x) is DTensor and not x._layout.is_replicated
+    if cut and memory_format is torch.contiguous_format and not row_major(x, x._layout.shape):  # type: ignore[attr-defined]
         return x.clone(memory_format=memory_format)
     return x.contiguous(memory_format=memory_format)
 
