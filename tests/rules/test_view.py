@@ -269,3 +269,22 @@ def test_dims_of_one_element_merge_however_they_are_cut(placements: list[Placeme
     x = distribute_tensor(torch.ones(1, 1), Mesh((2, 2)), placements)
     for shape in ((1,), (-1,), (1, 1, 1), ()):
         assert as_dtensor(x.reshape(shape)).sum().item() == 1
+
+
+@world(4)
+def test_all_of_a_cut_dim_may_be_named_by_its_length() -> None:
+    x = distribute_tensor(torch.ones(2, 1, 4), Mesh((4,)), [Shard(1, [0, 1, 0, 0])])
+    assert x.narrow(1, 0, 1).sum().item() == 8
+    y = distribute_tensor(torch.ones(5, 2), Mesh((4,)), [Shard(0)])
+    assert y.narrow(0, 0, 5).sum().item() == 10
+    assert torch.split(y, [5])[0].sum().item() == 10
+    assert as_dtensor(y[0:5]).sum().item() == 10
+
+
+@world(2)
+def test_a_cut_dim_of_length_one_is_not_taken_for_a_new_one() -> None:
+    """The layout said dim 1, the part had no elements along dim 2."""
+    x = distribute_tensor(torch.ones(6, 1), Mesh((2,)), [Shard(1)])
+    for y in (x.unsqueeze(1), x.unsqueeze(-1), x[:, None], x.clone().unsqueeze_(1), x.t().unsqueeze(0)):
+        y = as_dtensor(y)
+        assert y.to_local().shape == y.layout_.local_shape(collectives.rank())

@@ -175,13 +175,26 @@ def sliced(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[R
             pairs = [(at, view.dims[at]) for at, view in zip(places, views, strict=True) if at is not None]
             cuts = tuple(Shard(at) for at, _ in pairs)
             boundaries = tuple(local_with(position, along) for _, along in pairs)
-            whole = all(along == Along(d, 0, 1, x.shape[d]) for _, along in pairs)
+            whole = _untouched(call, d, [at for at, _ in pairs])
             why = "a dim that stays whole stays cut" if whole else "slices of a cut dim stay where they are"
             output: Placement | tuple[Placement, ...] = cuts if several else cuts[0]
             rows.append(Row((Shard(d),), output, why, None if whole else local, boundary=None if whole else boundaries))
         elif not several:
             rows.append(Row((Shard(d),), REPLICATE, "one index of a cut dim goes to every rank", local))
     return rows + uncut_rows(x, local)
+
+
+def _untouched(call: Any, dim: int, places: Sequence[int]) -> bool:
+    """Whether the op would leave a longer `dim` whole, too: it names no indices that are just all of this one."""
+    op, shape, dtype, args, kwargs = call
+    longer = (*shape[:dim], shape[dim] + 2, *shape[dim + 1 :])
+    try:
+        views, _ = _known_views(op, longer, dtype, args, kwargs)
+    except (RuntimeError, ValueError, IndexError):  # NotImplementedError among them
+        return False
+    return [view.place_of(dim) for view in views] == list(places) and all(
+        view.dims[at] == Along(dim, 0, 1, longer[dim]) for view, at in zip(views, places, strict=True)
+    )
 
 
 def _frozen(a: Any) -> Any:
