@@ -1,0 +1,56 @@
+"""Random programs of torch ops give on ranks what they give in one process; what finds the ones that do not."""
+
+import warnings
+
+import pytest
+
+from tools.fuzz import GOOD, Outcome, main, shrunk, verdict
+from tools.programs import Program, program
+
+LEAF = "x1 = leaf(1, (4, 3), torch.float64, True, Mesh((2,)), [Shard(0)])"
+RANK = '__import__("shardwise").rank()'
+
+
+@pytest.mark.parametrize("first", range(1040, 1140, 20))
+def test_random_programs_are_right_or_a_clear_error_on_every_rank(first: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about ops on odd shapes
+        for seed in range(first, first + 20):
+            found = verdict(program(seed))
+            assert found.outcome in GOOD, f"{found}\n{program(seed)}"
+
+
+def test_a_seed_gives_the_same_program_again() -> None:
+    assert program(7) == program(7) != program(8)
+    assert program(7, world=4).world == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("v2 = x1 * 2", Outcome.RIGHT),
+        ("v2 = x1.view(5)", Outcome.RIGHT),  # torch raises too
+        ("v2 = x1 * (1 + (type(x1).__name__ == 'DTensor'))", Outcome.WRONG),
+        (f"v2 = x1 + {RANK}", Outcome.WRONG),
+        (f"v2 = x1 * [2][{RANK}]", Outcome.SOME_RANKS),
+        (f"v2 = x1.sum() if {RANK} else x1.sum().item()", Outcome.HANG),
+        ("v2 = x1.numpy() if type(x1).__name__ == 'DTensor' else x1 * 1", Outcome.REFUSED),
+        ("v2 = x1.placements", Outcome.LENIENT),
+        ("v2 = x1 * (1 if type(x1) is torch.Tensor else {}[0])", Outcome.ERROR),
+    ],
+)
+def test_every_outcome_is_told_from_the_others(line: str, outcome: Outcome) -> None:
+    assert verdict(Program(2, (LEAF, line))).outcome is outcome
+
+
+def test_a_failure_is_shrunk_to_the_lines_that_make_it() -> None:
+    what = Program(2, (LEAF, "v2 = x1 * 2", f"v3 = v2 + {RANK}", "v4 = v3.sum()", "x1.grad = None"))
+    least = shrunk(what)
+    assert [line[:2] for line in least.lines] == ["x1", "v2", "v3"]
+    assert verdict(least).outcome is Outcome.WRONG
+
+
+def test_the_command_line_tells_how_many_were_right(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        assert main(["--seed", "1000", "--count", "3"]) == 0
+    assert "3 programs" in capsys.readouterr().out
