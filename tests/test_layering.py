@@ -20,7 +20,7 @@ LAYERS = """
     tensor
     movement | random
     rules | steps | collectives | shards
-    counter | meter
+    counter | meter | ids
     layout
     mesh | placement
     boxes

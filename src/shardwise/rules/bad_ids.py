@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import IdError, IdTypeError, LayoutError
+from shardwise.ids import Bags
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.placement import Shard
-from shardwise.rules.distinct import Bags
 from shardwise.rules.row import Site
 
 Verdict = tuple[int, int, int]  # position in the global ids, id, rank; or one of these for the position

@@ -23,9 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.boxes import Box
-from shardwise.placement import Boxes, OnRanks, Shard
-from shardwise.rules.bad_ids import FINE, check_devices, first_bad, raise_bad_ids, refuse_bad_ids, worst
-from shardwise.rules.distinct import (
+from shardwise.ids import (
     Bags,
     Distinct,
     Grouped,
@@ -36,6 +34,8 @@ from shardwise.rules.distinct import (
     plain_lookup,
     spread,
 )
+from shardwise.placement import Boxes, OnRanks, Shard
+from shardwise.rules.bad_ids import FINE, check_devices, first_bad, raise_bad_ids, refuse_bad_ids, worst
 from shardwise.rules.row import Site, arguments
 
 # int64 words before the ids: how many words there are for this owner, how many of them are lengths of runs, whether

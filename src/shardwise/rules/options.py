@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwise.boxes import Box
 from shardwise.errors import IdError
+from shardwise.ids import Bags
 from shardwise.placement import Shard
 from shardwise.rules import bad_ids, lookup
-from shardwise.rules.distinct import Bags
 from shardwise.rules.row import Site, arguments
 
 

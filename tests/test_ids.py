@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import collectives
+from shardwise.ids import Bags, distinct, looked_up, spread
 from shardwise.mesh import Mesh
 from shardwise.placement import Shard
-from shardwise.rules.distinct import Bags, distinct, looked_up, spread
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 
