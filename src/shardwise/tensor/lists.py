@@ -206,7 +206,8 @@ def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = N
     with DisableTorchFunctionSubclass():
         result = (tensors[0].dtype if dtype is None else dtype).to_real()
         exact = torch.float32 if result.itemsize < 4 else dtype
-        full = iter(torch._foreach_norm([x for x in tensors if id(x._layout) not in empty], ord, dtype=exact))
+        held = [x for x in tensors if id(x._layout) not in empty]
+        full = iter(torch._foreach_norm(held, ord, dtype=exact) if held else ())
         # Of an empty part torch knows no largest element.
         parts = [x.sum(dtype=exact).abs() + nothing if id(x._layout) in empty else next(full) for x in tensors]
         row = torch.stack(parts)
