@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.modules import distribute_module, shard_module
     from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
     from shardwise.report import picture
+    from shardwise.spec import LocalShardsWrapper
     from shardwise.tensor import DTensor, distribute_tensor, strict
     from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
 
@@ -32,16 +33,17 @@ _HOMES = {
     "shardwise.modules": ("distribute_module", "shard_module"),
     "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
     "shardwise.report": ("picture",),
+    "shardwise.spec": ("LocalShardsWrapper",),
     "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
     "shardwise.tensor.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "Mesh", "OnRanks", "Partial", "Placement", "Replicate",
-    "Shard", "ShardwiseError", "count_comms", "debug", "distribute_module", "distribute_tensor", "embedding_bags",
-    "empty", "full", "init_device_mesh", "launch", "no_implicit_comm", "ones", "picture", "rand", "randn", "rank",
-    "shard_module", "strict", "world_size", "zeros",
+    "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
+    "Placement", "Replicate", "Shard", "ShardwiseError", "count_comms", "debug", "distribute_module",
+    "distribute_tensor", "embedding_bags", "empty", "full", "init_device_mesh", "launch", "no_implicit_comm", "ones",
+    "picture", "rand", "randn", "rank", "shard_module", "strict", "world_size", "zeros",
 ]  # fmt: skip
 
 

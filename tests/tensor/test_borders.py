@@ -215,11 +215,11 @@ def test_data_may_be_set_from_any_layout_and_from_a_plain_whole() -> None:
 @world(3)
 def test_storage_is_taken_over_from_distributed_tensors_only() -> None:
     x = leaf(UNEVEN).detach()
-    x.set_(leaf(S1).detach() * 2)  # type: ignore[call-overload]
+    x.set_(leaf(S1).detach() * 2)
     assert_close(whole(x), FULL * 2)
     assert as_dtensor(x).placements == (UNEVEN,)
     with pytest.raises(RuleError, match="local_map"):
-        x.set_(torch.ones(7, 3))  # type: ignore[call-overload]
+        x.set_(torch.ones(7, 3))
 
 
 @world(3)

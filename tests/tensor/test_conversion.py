@@ -447,7 +447,7 @@ def test_deepcopy_of_a_parameter_copies_value_and_kind_and_no_gradient_as_in_tor
     with torch.no_grad():
         p.zero_()
         as_dtensor(p.grad).zero_()
-    assert torch.equal(twin.detach().full_tensor(), FULL)  # type: ignore[attr-defined]
+    assert torch.equal(twin.detach().full_tensor(), FULL)
     assert twin.grad is None
     with pytest.raises(RuntimeError, match="Only leaf tensors"):
         copy.deepcopy(twin * 2)

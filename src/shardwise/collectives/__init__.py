@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.agreement import agree, agree_if_checked, contents, gather_bytes, gather_json
 from shardwise.collectives.calls import Ranks, describing
+from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
 from shardwise.collectives.failures import report_failure
 from shardwise.collectives.front import (
     all_reduce,
@@ -24,7 +25,7 @@ from shardwise.collectives.front import (
     using,
     world_size,
 )
-from shardwise.collectives.groups import group_ranks, load_with_process_group
+from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
 from shardwise.collectives.transport import AtOnce, Finish, Transport, draw_from_torch, reduce_stack
@@ -32,9 +33,9 @@ from shardwise.meter import CommMeter, count_comms
 
 __all__ = [
     "AtOnce", "CommMeter", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked",
-    "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "contents", "count_comms", "describing",
+    "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "chunks", "contents", "count_comms", "describing",
     "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "init_device_mesh",
-    "init_from_environment", "init_processes", "load_with_process_group", "rank", "reduce_stack", "report_failure",
-    "shutdown",
-    "start_all_reduce", "start_all_to_all", "transport", "using", "world_size",
+    "init_from_environment", "init_processes", "load_with_process_group", "process_group", "rank", "reduce_stack",
+    "report_failure", "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata", "transport", "using",
+    "world_size", "write_items",
 ]  # fmt: skip

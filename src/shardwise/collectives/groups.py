@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.collectives.calls import Ranks
-from shardwise.collectives.front import rank, world_size
+from shardwise.collectives.front import is_simulated, rank, world_size
 from shardwise.collectives.processes import TORCH
 from shardwise.errors import GroupError
 from shardwise.mesh import Mesh
@@ -43,6 +43,14 @@ def group_ranks(process_group: Any = None) -> Ranks:
             f"Fix: call this on the ranks of the group only."
         )
     return ranks
+
+
+def process_group(ranks: Ranks) -> Any:
+    """What `group_ranks` takes for these ranks: torch's process group where one of them is known, else the ranks."""
+    if is_simulated() or not dist.is_initialized():
+        return ranks
+    members = tuple(sorted(ranks))
+    return dist.group.WORLD if len(members) == world_size() else TORCH.groups.get(members, ranks)
 
 
 @contextmanager

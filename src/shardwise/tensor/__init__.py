@@ -2,6 +2,7 @@
 
 from shardwise.tensor import (  # open the doors
     arriving,
+    checkpointable,
     compositions,
     dispatch,
     factories,
@@ -21,6 +22,7 @@ from shardwise.tensor.promotion import strict
 __all__ = [
     "DTensor",
     "arriving",
+    "checkpointable",
     "compositions",
     "dispatch",
     "distribute_tensor",

@@ -1,6 +1,7 @@
 """Between local tensors and distributed ones: `from_local`, `to_local`, `distribute_tensor`."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
+from shardwise.boxes import Box
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.mesh import Mesh
@@ -15,6 +17,7 @@ from shardwise.movement import move
 from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
 from shardwise.tensor.gradients import FromPlain, ToPlain
+from shardwise.tensor.shards_wrapper import LocalShardsWrapper, Tiling
 
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
@@ -49,6 +52,10 @@ def from_local(
 ) -> DTensor:
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
+    tiling: Tiling | None = None
+    if isinstance(local, LocalShardsWrapper):
+        tiling = local.tiling
+        local = plain(local)
     mesh = default_mesh(local.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
     wanted = [REPLICATE] * mesh.ndim if placements is None else list(placements)
     if len(wanted) != mesh.ndim:
@@ -63,17 +70,30 @@ def from_local(
             )
         nothing = local.reshape(-1)[:0].view(layout.local_shape(collectives.rank()))  # connected: backward meets peers
         return wrap(nothing, layout, grad_placements)
-    layout = _agreed_layout(local, mesh, wanted, shape) if run_check else _layout_of_parts(local, mesh, wanted, shape)
+    if run_check:
+        layout, dtype = _agreed_layout(local, tiling, mesh, wanted, shape)
+        local = local.to(mesh.device_type, dtype)  # only what has no element may differ
+    else:
+        layout = _layout_of_parts(local, mesh, wanted, shape, tiling)
+    if not local.numel():
+        local = local.reshape(layout.local_shape(collectives.rank()))
     if stride is not None and tuple(stride) != contiguous_strides(layout.shape):
         raise LayoutError(
             f"from_local: only row-major global strides are known, {contiguous_strides(layout.shape)}, "
             f"got {tuple(stride)}."
         )
-    return wrap(local, layout, grad_placements)
+    result = wrap(local, layout, grad_placements)
+    if tiling is not None and tiling.boxes:
+        result._tiling = tiling
+    return result
 
 
 def _layout_of_parts(
-    local: Tensor | None, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None
+    local: Tensor | None,
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None,
+    tiling: Tiling | None = None,
 ) -> Layout:
     """Without asking anybody: from the global shape, or from the promise that all parts are equal."""
     if shape is None:
@@ -90,7 +110,12 @@ def _layout_of_parts(
         shape = whole
     layout = Layout(mesh, placements, shape)
     rank = collectives.rank()
-    if local is not None and tuple(local.shape) != layout.local_shape(rank):
+    if tiling is not None and tiling.boxes and not _stands_right(layout, rank, tiling.bounds):
+        raise LayoutError(
+            f"from_local: under {list(placements)} the shards stand elsewhere:\n"
+            f"{_misplaced(layout, rank, tiling.bounds)}\n  {_PLACES_FIX}, or leave run_check on."
+        )
+    if local is not None and not _fits(tuple(local.shape), layout, rank, tiling is not None):
         raise LayoutError(
             f"from_local: under {list(placements)} rank {rank} holds {layout.local_shape(rank)} of {tuple(shape)}, "
             f"got a part of shape {tuple(local.shape)}. "
@@ -99,8 +124,35 @@ def _layout_of_parts(
     return layout
 
 
-def _agreed_layout(local: Tensor, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None) -> Layout:
-    """Ask all ranks for the shapes of their parts; the layout follows from those, never from a guess."""
+def _fits(shape: tuple[int, ...], layout: Layout, rank: int, wrapped: bool) -> bool:
+    """Whether a part of `shape` is what `rank` holds. Who holds nothing may pass anything without elements."""
+    nothing = not prod(shape) and not layout.local_numel(rank) and (wrapped or not layout.boxes(rank))
+    return nothing or shape == layout.local_shape(rank)
+
+
+_PLACES_FIX = "Fix: give offsets in the whole tensor; for several boxes on a rank use init_from_local_shards()"
+
+
+def _stands_right(layout: Layout, rank: int, bounds: Box) -> bool:
+    boxes = layout.boxes(rank)
+    return boxes == (bounds,) or not (bounds.numel or any(box.numel for box in boxes))
+
+
+def _misplaced(layout: Layout, rank: int, bounds: Box) -> str:
+    return f"  rank {rank}: expected {' '.join(map(str, layout.boxes(rank))) or 'nothing'}, got {bounds}"
+
+
+def _agreed_layout(
+    local: Tensor,
+    tiling: Tiling | None,
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None,
+) -> tuple[Layout, torch.dtype]:
+    """Ask all ranks for the shapes of their parts; the layout follows from those, never from a guess.
+
+    Also the dtype, which a rank without shards cannot know.
+    """
     said: dict[str, Any] = {
         "shape": list(local.shape),
         "dtype": str(local.dtype),
@@ -109,12 +161,24 @@ def _agreed_layout(local: Tensor, mesh: Mesh, placements: Sequence[Placement], s
         "global shape": None if shape is None else list(shape),
     }
     ranks = tuple(sorted(mesh.ranks))
+    if tiling is not None:
+        said["stands"] = list(tiling.bounds) if tiling.boxes else None
     every = dict(zip(ranks, collectives.gather_json(said, ranks), strict=True))
+    nobody = [rank for rank, answer in every.items() if answer.get("stands", ()) is None]
     for field in ("dtype", "mesh", "placements", "global shape"):
-        _all_alike(field, {rank: answer[field] for rank, answer in every.items()})
+        _all_alike(field, {r: answer[field] for r, answer in every.items() if field != "dtype" or r not in nobody})
     shapes = {rank: tuple(answer["shape"]) for rank, answer in every.items()}
+    _guess_empty(shapes, nobody, placements)
     layout = _fitted(mesh, placements, shapes, shape)
-    wrong = {r: s for r, s in shapes.items() if s != layout.local_shape(r)}
+    stands = {r: Box(*map(tuple, answer["stands"])) for r, answer in every.items() if answer.get("stands")}
+    misplaced = [_misplaced(layout, r, box) for r, box in stands.items() if not _stands_right(layout, r, box)]
+    if misplaced:
+        raise MismatchError(
+            f"from_local: under {list(placements)} of shape {layout.shape} the shards stand elsewhere:\n"
+            + "\n".join(misplaced)
+            + f"\n  {_PLACES_FIX}."
+        )
+    wrong = {r: s for r, s in shapes.items() if not _fits(s, layout, r, "stands" in every[r])}
     if wrong:
         lines = [f"  rank {r}: expected {layout.local_shape(r)}, got {s}" for r, s in wrong.items()]
         raise MismatchError(
@@ -122,7 +186,17 @@ def _agreed_layout(local: Tensor, mesh: Mesh, placements: Sequence[Placement], s
             + "\n".join(lines)
             + "\n  Fix: pass parts of the expected shapes, or other placements."
         )
-    return layout
+    who = next((r for r in ranks if r not in nobody), ranks[0])
+    return layout, getattr(torch, every[who]["dtype"].removeprefix("torch."))
+
+
+def _guess_empty(shapes: dict[int, tuple[int, ...]], nobody: Sequence[int], placements: Sequence[Placement]) -> None:
+    """A rank without shards has a part as those of others, of length 0 where the only cut is."""
+    cut = [p.dim for p in placements if isinstance(p, Shard)]
+    other = next((shape for rank, shape in shapes.items() if rank not in nobody), None)
+    for rank in nobody:
+        if len(cut) == 1 and other is not None and -len(other) <= cut[0] < len(other):
+            shapes[rank] = tuple(0 if d == cut[0] % len(other) else n for d, n in enumerate(other))
 
 
 def _all_alike(field: str, answers: dict[int, Any]) -> None:

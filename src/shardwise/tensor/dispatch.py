@@ -23,12 +23,13 @@ from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.reshape import row_major
 from shardwise.rules.row import Shapes, arguments, no_rows, preparation
 from shardwise.rules.view import basic
-from shardwise.tensor import attributes, lists, meshes, resolve
+from shardwise.tensor import attributes, lists, meshes, resolve, spec_ops
 from shardwise.tensor.dtensor import DTensor, Handler, _as_subclass, passing, plain
 from shardwise.tensor.names import name_of
 from shardwise.tensor.promotion import all_promoted, into_plain, promoted
 from shardwise.tensor.results import labelled, measured
 from shardwise.tensor.site import LocalSite
+from shardwise.tensor.spec_ops import OPS
 from shardwise.tensor.wrapper import refuse_view_of_copy, run_on_whole, through_the_dispatcher
 
 CACHE_LIMIT = 1 << 16
@@ -90,6 +91,8 @@ def forget() -> None:
 
 def enter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where every torch function called with a DTensor arrives."""
+    if OPS and (own := spec_ops.found(func, args, kwargs)) is not None:
+        return own()
     rule = RULES.get(func)
     if rule is not None:
         return run(func, rule, args, kwargs)

@@ -23,6 +23,7 @@ from shardwise.placement import Placement
 
 _local_shape: Any = torch._C.TensorBase.shape
 _as_subclass: Any = torch._C.TensorBase.as_subclass
+_detach: Any = torch._C.TensorBase.detach
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -35,6 +36,7 @@ class DTensor(torch.Tensor):
     _watched: int = 0  # of a leaf: if its accumulated gradients join a batch, its place in the order of the program
     _name: str | None = None  # of a parameter: what errors call it
     _spec: Any = None  # the sharding spec that it was made by, whose words its shards are told in
+    _tiling: Any = None  # where its part was given as several shards: those
 
     # Set by the modules that know them; the class itself imports nothing from above.
     _enter: Handler
@@ -75,7 +77,7 @@ class DTensor(torch.Tensor):
 
         Args:
             local_tensor: this rank's part; its storage is shared, not copied. On ranks outside the mesh,
-                anything of the same dtype.
+                anything of the same dtype. A `LocalShardsWrapper` is compared with the boxes of this rank.
             device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
             placements: one an axis; None is Replicate everywhere. A `Shard` without sizes is cut as the parts
                 say, not as torch.chunk would.
@@ -95,17 +97,20 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part as a plain tensor that shares the storage; the whole on a Replicate axis.
 
+        Where the part was given as a `LocalShardsWrapper`, it is one again, of the same shards.
+
         Args:
             grad_placements: how the gradient that comes back is laid out over the ranks. None means that
                 every rank computes the same loss from what it holds: Shard stays Shard, and Replicate and
                 Partial get a Replicate gradient.
         """
-        return DTensor._to_local(self, grad_placements)
+        local = DTensor._to_local(self, grad_placements)
+        return local if self._tiling is None else self._tiling.wrap(local)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, on every rank of the mesh. May be called again and again."""
         whole = moved(self, self._layout.replicated())
-        return whole.to_local(grad_placements=grad_placements)
+        return DTensor._to_local(whole, grad_placements)
 
     def redistribute(
         self,
@@ -240,7 +245,7 @@ class DTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("Only leaf tensors can be deep-copied; copy a detached one.")
         copy = tag(plain(self.detach()).clone(), self._layout)
-        copy._name = self._name
+        copy._name, copy._spec, copy._tiling = self._name, self._spec, self._tiling
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
         else:
@@ -252,6 +257,13 @@ class DTensor(torch.Tensor):
         return copy
 
     # ---- autograd -------------------------------------------------------------------------------------------
+
+    def detach(self) -> "DTensor":
+        """The same tensor without history; what is known of its shards stays known, as `nn.Parameter` detaches."""
+        alias: DTensor = _detach(self)
+        if type(alias) is DTensor and (self._spec is not None or self._tiling is not None):
+            alias._spec, alias._tiling = self._spec, self._tiling
+        return alias
 
     @property
     def grad(self) -> "DTensor | None":

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardwise.layout import Layout
 from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.spec_ops import OPS, concern
 
 # Whose new values of an element depend on nothing but that element's gradient and state.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -76,7 +77,7 @@ def _state_alike(state: dict[str, Any], layout: Layout | None) -> bool:
 def _on_locals(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def run(self: Optimizer, closure: Any = None) -> Any:
-        watched = DTensor._enter is not dispatch.enter  # somebody wants to see every op
+        watched = DTensor._enter is not dispatch.enter or (OPS and concern(_parameters(self)))  # ops are asked for
         if closure is not None or watched or type(self) not in ELEMENTWISE or not _has_parts(self):
             return step(self, closure)
         if not _laid_out_alike(self):

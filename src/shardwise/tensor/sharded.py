@@ -147,7 +147,7 @@ def whole_on(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.d
         raise LayoutError(f"gather: out has shape {tuple(out.shape)}, the tensor {layout.shape}.")
     there = Layout(Mesh((1,), (dst,), None, layout.mesh.device_type), [Replicate()], layout.shape)
     with torch.no_grad():
-        whole = moved(x.detach(), there).to_local()  # type: ignore[arg-type]
+        whole = moved(x.detach(), there).to_local()
         if rank != dst:
             return None
         if out is None:

@@ -1,0 +1,42 @@
+"""What torch's checkpoints know of a tensor: its shape, its dtype, and the boxes that a rank holds.
+
+`torch.distributed.checkpoint` takes long to import, so that is done when the first of this is asked for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.boxes import Box
+
+
+def chunks(boxes: Sequence[Box]) -> list[Any]:
+    """A `ChunkStorageMetadata` for each box."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+
+def storage_metadata(like: Tensor, size: Sequence[int], boxes: Sequence[Box]) -> Any:
+    """The `TensorStorageMetadata` of a tensor of shape `size` with the properties of `like`, held in `boxes`."""
+    from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+    return TensorStorageMetadata(TensorProperties.create_from_tensor(like), torch.Size(size), chunks(boxes))
+
+
+def write_items(fqn: str, like: Tensor, size: Sequence[int], boxes: Sequence[Box]) -> list[Any]:
+    """The `WriteItem`s by which a rank saves its boxes of a tensor of shape `size`; empty ones are not saved."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    found = storage_metadata(like, size, [box for box in boxes if box.numel])
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=found.properties, size=found.size),
+        )
+        for chunk in found.chunks
+    ]
