@@ -182,7 +182,7 @@ def nothing(_: int) -> int:
         *((source, Partial(op), nothing) for source in (Replicate(), Shard(0), OnRanks(1)) for op in ("sum", "max")),
         (Partial("sum"), Partial("avg"), nothing),
     ],
-    ids=str,
+    ids=lambda given: str(given) if isinstance(given, Placement) else "",
 )
 def test_bytes_are_those_of_the_closed_formula(src: Placement, dst: Placement, sent: Callable[[int], int]) -> None:
     mesh, shape = Mesh((RANKS,)), (ROWS, COLUMNS)

@@ -80,7 +80,11 @@ def test_softmax_equals_one_process(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("cut", [S0, S1, Shard(1, [0, 3, 1])], ids=str)
-@pytest.mark.parametrize("op", [F.softmax, F.log_softmax, torch.ops.aten._safe_softmax.default], ids=str)
+@pytest.mark.parametrize(
+    "op",
+    [F.softmax, F.log_softmax, torch.ops.aten._safe_softmax.default],
+    ids=["softmax", "log_softmax", "_safe_softmax"],
+)
 def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor], cut: Placement) -> None:
     """Pieces that are all -inf, rows that are, and rows with +inf; gradients where a row has a finite score."""
     x = normal(5, 4)
