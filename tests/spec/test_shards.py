@@ -40,6 +40,13 @@ def test_any_spec_becomes_any_other_and_only_what_a_rank_lacks_is_sent(source: s
 
 
 @world(4)
+def test_a_spec_cuts_anew_what_is_cut() -> None:
+    x = SPECS["uneven"].shard(SPECS["rows"].shard(VALUE))
+    assert x.sharding_spec() is SPECS["uneven"]
+    assert_close(x.full_tensor(), VALUE)
+
+
+@world(4)
 def test_gradients_go_back_the_way_they_came() -> None:
     for source, target in product(SPECS.values(), repeat=2):
         x = source.shard(VALUE).requires_grad_()

@@ -127,6 +127,12 @@ def test_chunks_are_those_of_torch_in_the_order_of_the_placements(size: int, ord
     assert sum(m.shard_sizes[1] for m in told) == size
 
 
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0)])
+def test_tensors_without_elements_are_cut_like_others(shape: tuple[int, ...]) -> None:
+    layout = ChunkShardingSpec(0, ["rank:1", "rank:0"]).layout(shape, (0, 1))
+    assert layout == Layout(Mesh((2,), (1, 0)), [Shard(0)], shape)
+
+
 def test_a_rank_may_hold_several_chunks() -> None:
     layout = ChunkShardingSpec(0, ["rank:1", "rank:0", "rank:1"]).layout((6, 2), (0, 1))
     assert isinstance(layout.placements[0], Boxes)

@@ -159,9 +159,8 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
     rows: dict[int, list[Box]] = {rank: [] for rank in ranks}
     for shard in shards:
         rows[shard.rank].append(shard.box)
-    full = {rank: [box for box in row if box.numel] for rank, row in rows.items()}
-    single = all(len(row) <= 1 for row in full.values()) and all(len(row) <= 1 for row in rows.values())
-    boxes = {rank: row[0] for rank, row in full.items() if row}
+    single = all(len(row) <= 1 for row in rows.values())
+    boxes = {shard.rank: shard.box for shard in shards if shard.box.numel or 0 in shape}
     if single and boxes:
         dims = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in boxes.values())]
         if not dims and len(rows) == 1:

@@ -169,7 +169,9 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: Any = None
 
 
 def shard_by(spec: ShardingSpec, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> DTensor:
-    """What `ShardingSpec.shard` does."""
+    """What `ShardingSpec.shard` does; a `DTensor` is cut anew, whatever the source."""
+    if isinstance(tensor, DTensor):
+        return reshard(tensor, spec, process_group)
     ranks = collectives.group_ranks(process_group)
     said = {"spec": repr(spec), "src_rank": src_rank, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
     collectives.agree(
