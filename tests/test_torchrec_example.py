@@ -1,0 +1,74 @@
+"""The examples of sharded embedding tables: each by its name, on simulated ranks and under torchrun."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shardwise.testing import world
+
+FILE = Path(__file__).parents[1] / "examples" / "torchrec_sharding.py"
+NAMES = ["row-wise-even", "row-wise-uneven", "table-wise", "column-wise", "grid"]
+UNEVEN = """\
+Row-wise, uneven:
+8 x 16 as [Shard(0, sizes=(1, 3, 1, 3))] on Mesh(0=4)
+   0
+  ┌────────┐
+0 │ rank 0 │
+  ├────────┤
+1 │ rank 1 │
+  ├────────┤
+4 │ rank 2 │
+  ├────────┤
+5 │ rank 3 │
+  └────────┘
+"""
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("torchrec_sharding", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_are_the_examples_that_the_command_line_names(example: ModuleType) -> None:
+    assert list(example.EXAMPLES) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_checks_itself_and_draws_every_rank(
+    example: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchrec_sharding.py", "-e", name])
+    example.main()
+    printed = capsys.readouterr().out
+    for rank in range(4):
+        assert f"rank {rank}" in printed
+    assert name != "row-wise-uneven" or printed == UNEVEN
+
+
+def test_other_names_and_other_worlds_are_refused(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchrec_sharding.py", "-e", "row-wise"])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert "invalid choice: 'row-wise'" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="for 4 ranks"):
+        world(2).run(example.run, ["grid"])
+
+
+def test_under_torchrun_the_processes_are_the_ranks() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(FILE), "-e", "row-wise-uneven"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == UNEVEN
