@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.meter import CommMeter, count_comms
     from shardwise.modules import distribute_module, shard_module
     from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
-    from shardwise.report import picture
+    from shardwise.report import picture, sharding_table
     from shardwise.spec import LocalShardsWrapper
     from shardwise.tensor import DTensor, distribute_tensor, strict
     from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
@@ -32,7 +32,7 @@ _HOMES = {
     "shardwise.meter": ("CommMeter", "count_comms"),
     "shardwise.modules": ("distribute_module", "shard_module"),
     "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
-    "shardwise.report": ("picture",),
+    "shardwise.report": ("picture", "sharding_table"),
     "shardwise.spec": ("LocalShardsWrapper",),
     "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
     "shardwise.tensor.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
@@ -43,7 +43,7 @@ __all__ = [
     "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
     "Placement", "Replicate", "Shard", "ShardwiseError", "count_comms", "debug", "distribute_module",
     "distribute_tensor", "embedding_bags", "empty", "full", "init_device_mesh", "launch", "no_implicit_comm", "ones",
-    "picture", "rand", "randn", "rank", "shard_module", "strict", "world_size", "zeros",
+    "picture", "rand", "randn", "rank", "shard_module", "sharding_table", "strict", "world_size", "zeros",
 ]  # fmt: skip
 
 

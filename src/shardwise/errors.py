@@ -15,6 +15,11 @@ def summary(error: BaseException, lines: int = 1) -> str:
     return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
+def printable(text: str) -> str:
+    """`text` with control characters escaped: names in it may come from a file somebody else made."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class MeshError(ShardwiseError, ValueError):
     """A mesh that cannot exist here: repeated ranks, more ranks than the world has, unknown axis."""
 

@@ -10,10 +10,10 @@ import pytest
 from shardwise.cli import training_view as view
 from shardwise.data import Quality, load_pyident
 from shardwise.placement import REPLICATE, Shard
+from shardwise.report import Placed
 from shardwise.train.config import TrainConfig
 from shardwise.train.ledger import Communication, Progress
 from shardwise.train.loop import Outcome
-from shardwise.train.plans import Placed
 
 FIRST = Progress(step=50, last_step=1200, epoch=1, loss=6.54321, examples_per_second=12345.6)
 SECOND = Progress(step=1200, last_step=1200, epoch=3, loss=3.5, examples_per_second=900.0)
@@ -137,14 +137,3 @@ def test_a_span_that_reads_the_same_at_both_ends_is_one_number(capsys: pytest.Ca
     sent = Communication({"all_to_all": 10.0}, (2048.0, 2050.0))
     view.show_outcome(replace(OUTCOME, communication=sent), Quality(hit_rate_10=0.25, mrr=0.184, num_examples=1652))
     assert "each rank sends 2.0 KiB.\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 B"), (12.6, "13 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (102_000, "99.6 KiB"), (102_399, "100 KiB"),
-        (1_048_575, "1024 KiB"), (1_048_576, "1.0 MiB"), (5 << 30, "5.0 GiB"), (5 << 40, "5120 GiB"),
-    ],
-)  # fmt: skip
-def test_bytes_are_said_in_few_characters(number: float, text: str) -> None:
-    assert view._bytes(number) == text

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shardwise import DTensor, Mesh, Shard, collectives, distribute_tensor, picture
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, picture
 from shardwise.debug import visualize_sharding
-from shardwise.errors import LayoutError
 from shardwise.testing import world
 
 
@@ -43,17 +42,17 @@ def test_the_picture_is_printed_once_below_the_header(use_rich: bool) -> None:
     with printed() as out:
         world(3).run(lambda: visualize_sharding(uneven(), "weights", use_rich))
     layout = world(3).run(lambda: uneven().layout_)[0]
-    assert out.getvalue() == f"weights\n{picture(layout)}\n"
+    assert out.getvalue() == f"weights\n{picture(layout, itemsize=4)}\n"
 
 
-def test_a_terminal_with_colours_gets_them() -> None:
+def test_rich_colours_what_is_piped_where_the_environment_forces_it() -> None:
     with pytest.MonkeyPatch.context() as environment, printed() as out:
         environment.setenv("FORCE_COLOR", "1")
         environment.setenv("TERM", "xterm-256color")
         environment.delenv("NO_COLOR", raising=False)
         world(3).run(lambda: visualize_sharding(uneven(), use_rich=True))
-    assert "\x1b[32mrank 2" in out.getvalue()  # green is the third colour
-    assert "\x1b[35mrank 1" in out.getvalue()
+        world(3).run(lambda: visualize_sharding(uneven()))
+    assert out.getvalue().count("\x1b[32mrank 2") == 1
 
 
 def test_nothing_is_printed_of_a_tensor_without_elements() -> None:
@@ -62,6 +61,29 @@ def test_nothing_is_printed_of_a_tensor_without_elements() -> None:
     assert out.getvalue() == ""
 
 
-def test_a_cut_that_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(LayoutError, match="first two dims"):
+def test_a_tensor_of_any_number_of_dims_is_drawn() -> None:
+    with printed() as out:
         world(2).run(lambda: visualize_sharding(distribute_tensor(torch.ones(2, 2, 4), Mesh((2,)), [Shard(2)])))
+        world(2).run(lambda: visualize_sharding(distribute_tensor(torch.tensor(1.0), Mesh((2,)), [Replicate()])))
+    assert "[:, :, 0:2]    [:, :, 2:4]" in out.getvalue()
+    assert "│ rank 0-1 │" in out.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("use_rich", [False, True])
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_colours_unless_they_are_refused(use_rich: bool, no_color: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        screen = Terminal()
+        patch.setattr(sys, "stdout", screen)
+        patch.delenv("FORCE_COLOR", raising=False)
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("NO_COLOR", no_color)
+        world(3).run(lambda: visualize_sharding(uneven(), use_rich=use_rich))
+        drawn = screen.getvalue()
+    assert ("\x1b[32mrank 2\x1b[0m" in drawn) == (not no_color)
+    assert "\x1b[3" not in drawn if no_color else "\x1b[35mrank 1\x1b[0m" in drawn

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from shardwise.cli import doctor, train
+from shardwise.cli import doctor, show, train
 from shardwise.cli.exits import Exit, exit_code
 from shardwise.cli.versions import installed
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, printable
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (train, doctor)
+COMMANDS = (train, show, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         if args.traceback:
             traceback.print_exception(error)
         else:
-            print(_printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
+            print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return exit_code(error)
 
 
@@ -94,8 +94,3 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _printable(text: str) -> str:
-    """`text` with control characters escaped: names in it may come from a file somebody else made."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -11,15 +11,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise import report
 from shardwise.checkpoint import latest
 from shardwise.data import PyIdent, Quality
+from shardwise.report import Placed
+from shardwise.report.words import aligned, bytes_text, count_text
 from shardwise.train.config import TrainConfig
 from shardwise.train.ledger import Progress
 from shardwise.train.loop import Outcome
-from shardwise.train.plans import NAMED, Placed
-
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-SHOWN_RANKS = 4  # with more, the plan shows the fullest and the emptiest rank
+from shardwise.train.plans import NAMED
 
 
 def _console() -> Console:
@@ -35,13 +35,7 @@ def _print_table(rows: Sequence[Sequence[str]], left: int) -> None:
     """A table with a heading; the first `left` columns are words and the others numbers."""
     console = _console()
     if _is_plain(console):
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = [
-                cell.ljust(width) if i < left else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            print("  ".join(cells).rstrip())
+        print("\n".join(aligned(rows, left)))
         return
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for i, name in enumerate(rows[0]):
@@ -58,34 +52,14 @@ def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], res
     """The data, and what every rank will hold of each table."""
     num_ranks = len(placed[0].rank_bytes)
     print(data)
-    print(f"Plan {config.plan} for {_count(num_ranks, 'rank')}: {NAMED.get(config.plan, 'read from this file')}.")
-    _print_table(_plan_rows(placed, num_ranks), left=3)
+    print(f"Plan {config.plan} for {count_text(num_ranks, 'rank')}: {NAMED.get(config.plan, 'read from this file')}.")
+    _print_table(report.Table(tuple(placed), tuple(range(num_ranks))).rows(), left=3)
     print("The gradients and the state of Adagrad take as much again, each.")
     if resumed_step is not None:
         print(f"Going on from step {resumed_step:,} in {config.checkpoint}.")
     elif (earlier := latest(config.checkpoint)) is not None:
         print(f"{earlier} is of an earlier run, whose checkpoints this one replaces; --resume would go on with it.")
     sys.stdout.flush()
-
-
-def _plan_rows(placed: Sequence[Placed], num_ranks: int) -> list[list[str]]:
-    sums = tuple(sum(column) for column in zip(*(one.rank_bytes for one in placed), strict=True))
-    if num_ranks <= SHOWN_RANKS:
-        heading = [f"rank {rank}" for rank in range(num_ranks)]
-    else:
-        heading = ["fullest rank", "emptiest rank"]
-
-    def shown(rank_bytes: Sequence[int]) -> list[str]:
-        return [_bytes(n) for n in (rank_bytes if num_ranks <= SHOWN_RANKS else (max(rank_bytes), min(rank_bytes)))]
-
-    return [
-        ["parameter", "shape", "placement", *heading],
-        *(
-            [one.name, " x ".join(f"{n:,}" for n in one.shape), str(one.placement), *shown(one.rank_bytes)]
-            for one in placed
-        ),
-        ["all", "", "", *shown(sums)],
-    ]
 
 
 # ---- meanwhile ----------------------------------------------------------------------------------------------
@@ -131,7 +105,7 @@ def show_outcome(outcome: Outcome, baseline: Quality) -> None:
     """Quality beside the baseline, some neighbours, communication, the checkpoint."""
     if outcome.steps_done:
         pace = outcome.seconds / outcome.steps_done * 1e3
-        print(f"{_count(outcome.steps_done, 'step')} in {outcome.seconds:.1f} s, {pace:.1f} ms each.")
+        print(f"{count_text(outcome.steps_done, 'step')} in {outcome.seconds:.1f} s, {pace:.1f} ms each.")
     else:
         print(f"Nothing left to do: step {outcome.step:,} was the last one.")
     print(f"\nOf {outcome.quality.num_examples:,} functions in files never seen, the hidden identifier:\n")
@@ -151,17 +125,6 @@ def _show_communication(outcome: Outcome) -> None:
     if not calls:
         return
     kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in calls.items())
-    least, most = _bytes(min(sent)), _bytes(max(sent))
+    least, most = bytes_text(min(sent)), bytes_text(max(sent))
     span = most if least == most else f"{least} to {most}"
     print(f"\nCommunication of a step: {kinds}; each rank sends {span}.")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def _bytes(number: float) -> str:
-    """In the largest unit of which there is one or more, to a tenth below a hundred."""
-    unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
-    digits = 1 if size > 1 and number < 99.95 * size else 0
-    return f"{number / size:.{digits}f} {unit}"

@@ -1,5 +1,6 @@
-"""What people look at: pictures of layouts."""
+"""What people look at: pictures of layouts, and tables of what ranks hold."""
 
-from shardwise.report.picture import picture
+from shardwise.report.drawing import Picture, picture
+from shardwise.report.table import Placed, Table, sharding_table
 
-__all__ = ["picture"]
+__all__ = ["Picture", "Placed", "Table", "picture", "sharding_table"]

@@ -8,20 +8,20 @@ that match the later one wins:
     num_args.weight = "OnRanks(1)"
 """
 
-import ast
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from shardwise.errors import LayoutError, PlanError
+from shardwise.errors import PlanError
 from shardwise.mesh import Mesh
 from shardwise.modules import layouts_of
-from shardwise.placement import REPLICATE, OnRanks, Placement, Replicate, Shard
+from shardwise.placement import REPLICATE, OnRanks, Partial, Placement, Shard
+from shardwise.report import Placed
+from shardwise.spelling import parse_placement
 
 SMALL_BYTES = 64 << 10  # gloo takes as long for one message of this size as for the latency of any
 
@@ -32,18 +32,6 @@ NAMED = {
     "replicate": "every rank has every table; gradients are summed",
     "auto-simple": f"tables up to {SMALL_BYTES >> 10} KiB are replicated, larger ones are cut by rows",
 }
-_SPELLED = {"Shard": Shard, "Replicate": Replicate, "OnRanks": OnRanks}
-
-
-@dataclass(frozen=True)
-class Placed:
-    """One parameter under a plan."""
-
-    name: str
-    shape: tuple[int, ...]
-    placement: Placement
-    rank_bytes: tuple[int, ...]
-    """What each rank holds of it."""
 
 
 def plan_for(choice: str, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
@@ -123,7 +111,7 @@ def _from_file(path: Path) -> dict[str, Placement]:
     problems = []
     for name, entry in _flat(content, ""):
         try:
-            plan[name] = parse_placement(entry)
+            plan[name] = _of_a_table(parse_placement(entry))
         except PlanError as error:
             problems.append(f"  {name}: {error}")
     if problems:
@@ -140,29 +128,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-def parse_placement(text: object) -> Placement:
-    """The placement that `text` spells, such as "Shard(0, sizes=[3, 1])"; nothing in it is run.
-
-    Raises:
-        PlanError: it spells none.
-    """
-    try:
-        if isinstance(text, str):
-            match ast.parse(text.strip(), mode="eval").body:
-                case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _SPELLED:
-                    values = [ast.literal_eval(arg) for arg in args]
-                    named = {str(word.arg): ast.literal_eval(word.value) for word in keywords}
-                    return _checked(_SPELLED[name](*values, **named))
-                case ast.Name(id="Replicate"):
-                    return REPLICATE
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, LayoutError) as error:
-        raise PlanError(f"{text!r} is no placement: {error}.") from error
-    raise PlanError(
-        f'{text!r} is no placement. Fix: write "Shard(0)", "Shard(1, sizes=[…])", "OnRanks(0)" or "Replicate()".'
-    )
-
-
-def _checked(placement: Placement) -> Placement:
-    if isinstance(placement, OnRanks) and type(placement.position) is not int:
-        raise TypeError(f"OnRanks takes the number of a rank, got {placement.position!r}")
+def _of_a_table(placement: Placement) -> Placement:
+    if isinstance(placement, Partial):
+        raise PlanError(f"{placement} is no place for a table: its summands are not rows. Fix: use Replicate().")
     return placement

@@ -1,0 +1,139 @@
+"""`shardwise show` draws what the library draws, without torch, and refuses the rest in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.placement import Replicate, Shard
+from shardwise.report import picture
+
+Captured = pytest.CaptureFixture[str]
+GRID = ["show", "--mesh", "2,2", "--shape", "10,4"]
+PLAN = """
+mesh = [2]
+[parameters."a<b>"]
+shape = [3, 2]
+placements = "Shard(0)"
+[parameters.c]
+shape = [4]
+chunk = { dim = 0, ranks = [1, 0] }
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    file = tmp_path / "plan.toml"
+    file.write_text(PLAN)
+    return str(file)
+
+
+def test_a_layout_is_drawn(capsys: Captured) -> None:
+    assert cli.main([*GRID, "Shard(0), Shard(1)"]) == 0
+    layout = Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (10, 4))
+    assert capsys.readouterr() == (f"{picture(layout)}\n", "")
+
+
+def test_every_option_is_obeyed(capsys: Captured) -> None:
+    options = ["--ranks", "3,1,0,2", "--dtype", "bfloat16", "--header", "mine", "--shard-order", "1,0"]
+    assert cli.main([*GRID, *options, "S(0), S(0, [[2, 3], [4, 1]])"]) == 2
+    assert "outer pieces" in capsys.readouterr().err  # in this order axis 1 cuts first, into one row of sizes
+    assert cli.main([*GRID, *options, "S(0, [[2, 3], [4, 1]]), S(0)"]) == 0
+    layout = Layout(Mesh((2, 2), (3, 1, 0, 2)), [Shard(0, [[2, 3], [4, 1]]), Shard(0)], (10, 4), (1, 0))
+    assert capsys.readouterr().out == f"{picture(layout, 'mine', 2)}\n"
+    assert cli.main(["show", "--mesh", "dp=2,tp=1", "--shape", "", "R,R"]) == 0
+    layout = Layout(Mesh((2, 1), names=("dp", "tp")), [Replicate(), Replicate()], ())
+    assert capsys.readouterr().out == f"{picture(layout)}\n"
+
+
+def test_a_plan_is_a_table_and_a_picture_of_each_tensor(plan: str, capsys: Captured) -> None:
+    assert cli.main(["show", plan]) == 0
+    assert capsys.readouterr().out == (
+        "parameter  shape  placement             rank 0  rank 1\n"
+        "a<b>       3 x 2  Shard(0)                16 B     8 B\n"
+        "c          4      Boxes([2:4] | [0:2])     8 B     8 B\n"
+        "all                                       24 B    16 B\n"
+        "\n"
+        "a<b>\n"
+        "3 x 2 as [Shard(0)] on Mesh(0=2)\n"
+        "   0\n"
+        "  ┌────────┐\n"
+        "0 │ rank 0 │\n"
+        "  │        │\n"
+        "  ├────────┤\n"
+        "2 │ rank 1 │\n"
+        "  └────────┘\n"
+        "rank 0: 2 x 2, 16 B\n"
+        "rank 1: 1 x 2, 8 B\n"
+        "\n"
+        "c\n"
+        "4 as [Boxes([2:4] | [0:2])] on Mesh(0=2)\n"
+        "  ┌────────┐\n"
+        "0 │ rank 1 │\n"
+        "  ├────────┤\n"
+        "2 │ rank 0 │\n"
+        "  └────────┘\n"
+        "rank 0-1: 2 elements, 8 B each\n"
+    )
+
+
+def test_files_are_written_instead(plan: str, tmp_path: Path, capsys: Captured) -> None:
+    page, drawing = tmp_path / "a.html", tmp_path / "a.svg"
+    assert cli.main([*GRID, "Shard(0), R", "--html", str(page), "--svg", str(drawing), "--header", "<b>"]) == 0
+    assert capsys.readouterr().out == f"Wrote {page}.\nWrote {drawing}.\n"
+    one = picture(Layout(Mesh((2, 2)), [Shard(0), Replicate()], (10, 4)), "<b>")
+    assert page.read_text() == one.html()
+    assert drawing.read_text() == one.svg()
+    assert cli.main(["show", plan, "--html", str(page), "--svg", str(drawing)]) == 0
+    assert page.read_text().count("<svg ") == 2
+    assert '<td class="word">a&lt;b&gt;</td>' in page.read_text()
+    assert drawing.read_text().count('<g transform="translate(0 ') == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ([*GRID, "Shard(0)"], "One placement an axis: Mesh(0=2, 1=2) has 2, got 1"),
+        ([*GRID, "Shard(0), exit()"], "is no placement: exit() is none. Fix: "),
+        ([*GRID, "Shard(0, sizes=[3, 3]), R"], "add up to 6"),
+        ([*GRID, "Shard(0), Shard(2)"], "has no dim 2"),
+        ([*GRID, "R, R", "--ranks", "1,1,2,3"], "must be different"),
+        ([*GRID, "R, R", "--ranks", "1,2"], "got 2 ranks"),
+        ([*GRID, "R, R", "--dtype", "f4"], "'f4' is no dtype. Fix: use one of bool, "),
+        ([*GRID, "R, R", "--shard-order", "0,0"], "must be a permutation"),
+        ([*GRID, "R, R", "--html", "/nowhere/a.html"], "/nowhere/a.html cannot be written: No such file"),
+        (["show", "--mesh", "2,two", "--shape", "4", "R"], "'2,two' is no mesh. Fix: "),
+        (["show", "--mesh", "2", "--shape=-4", "R"], "no negative sizes"),
+        (["show", "--mesh", "2", "R"], "--shape is missing. Fix: "),
+        (["show", "--shape", "2", "R"], "--mesh is missing. Fix: "),
+        (["show", "none.toml"], "none.toml: cannot be read: No such file"),
+        (["show", "none.toml", "--shape", "4"], "--shape does not go with none.toml"),
+        (["show", "none.toml", "--shard-order", "0"], "--shard-order does not go with none.toml"),
+        (["show"], "required"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line_and_exits_with_2(argv: list[str], why: str, capsys: Captured) -> None:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert why in err.splitlines()[-1]
+    if argv != ["show"]:
+        assert err.count("\n") == 1
+        assert "Fix: " in err
+
+
+def test_torch_is_not_needed_and_colours_are_not_piped(plan: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from shardwise.cli import main; "
+        f"assert main(['show', {plan!r}]) == 0; "
+        f"assert main(['show', {plan!r}, '--html', {str(tmp_path / 'a.html')!r}]) == 0; "
+        "assert main(['show', '--help']) == 0; "
+        "assert not {'torch', 'rich', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "rank 1" in done.stdout
+    assert "\x1b" not in done.stdout
