@@ -41,7 +41,7 @@ def test_a_table_on_one_rank_says_on_the_others_what_it_is() -> None:
     assert x.shape == (4, 3)
     assert x.stride() == (3, 1)
     assert len(x.local_shards()) == (rank() == 2)
-    assert_close(x.sum(0).full_tensor(), torch.tensor([18.0, 22.0, 26.0]))
+    assert_close(as_dtensor(x.sum(0)).full_tensor(), torch.tensor([18.0, 22.0, 26.0]))
 
 
 @world(2)
