@@ -28,7 +28,7 @@ LINES: dict[str, list[Placement]] = {
     "copies": [R] * 5,
     "uneven": [Shard(0, [0, 5, 0]), Shard(0, [1, 0, 1]), S0, R, R],
     "one rank has all": [OnRanks(1)] * 5,
-    "one rank has all columns": [Shard(1, [0, 3, 0])] * 4 + [Shard(1, [0, 1, 0])],
+    "one rank has all columns": [*([Shard(1, [0, 3, 0])] * 4), Shard(1, [0, 1, 0])],
     "on ranks": [OnRanks(0), OnRanks(2), OnRanks(0), S1, R],
 }
 GRIDS: dict[str, list[list[Placement]]] = {
