@@ -5,6 +5,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
+ALL_TESTS := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 BIN := .venv/bin
 RUN_READY := .venv/.ready-to-run
@@ -20,7 +21,7 @@ test: $(DEV_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(or $(ARGS),$(ALL_TESTS))
 
 $(RUN_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
