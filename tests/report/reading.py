@@ -100,7 +100,7 @@ def ranks_in(label: str, text: str = "") -> set[int]:
     note = re.search(r" ranks (\(\d+\))$", label)
     if note:
         label = next(line.removeprefix(f"{note[1]} ") for line in text.splitlines() if line.startswith(note[1]))
-    inner = label.removeprefix("rank ") if label.startswith("rank ") else label[label.index("(") + 1 : -1]
+    inner = label.partition("rank ")[2].removesuffix(")")
     found: list[int] = []
     for part in re.split("[,|] ?", inner.replace(" |", "|")):
         if "…" in part:

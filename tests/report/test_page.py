@@ -106,6 +106,19 @@ def test_thousands_of_cells_are_summarised() -> None:
     assert set[int]().union(*(ranks for _, ranks, _ in drawn)) == set(range(4096))
 
 
+@pytest.mark.parametrize("shape", [(1000, 10000), (1000, 64), (10**9, 10**12), (64,)])
+def test_numbers_on_edges_stand_apart(shape: tuple[int, ...]) -> None:
+    mesh, placements = (Mesh((64, 64)), [Shard(0), Shard(1)]) if len(shape) > 1 else (Mesh((64,)), [Shard(0)])
+    svg = picture(Layout(mesh, placements, shape)).svg()
+    texts = re.findall(r'<text x="(\S+)" y="(\S+)" text-anchor="(\w+)"[^>]* fill="#666666">(\d+)<', svg)
+    columns = [(float(x), len(n)) for x, _, anchor, n in texts if anchor == "middle"]
+    rows = [float(y) for _, y, anchor, _ in texts if anchor == "end"]
+    assert all(b - a >= 7 * (m + n) / 2 for (a, m), (b, n) in pairwise(columns))
+    assert all(b - a >= 12 for a, b in pairwise(rows))
+    ends = {number for *_, number in texts}
+    assert {"0", *map(str, shape)} <= ends
+
+
 def test_a_page_tells_what_each_rank_holds() -> None:
     page = picture(Layout(Mesh((3,)), [Shard(0, [3, 0, 1])], (4, 2)), itemsize=4).html()
     rows = re.findall(r"<tr><td>(\d+)</td><td class=\"word\">(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)

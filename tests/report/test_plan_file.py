@@ -70,6 +70,13 @@ def test_specs_are_those_of_python(tmp_path: Path) -> None:
         assert plan.pictures[2].layout.boxes(rank) == boxes.boxes(rank)
 
 
+@pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2])
+def test_dims_are_counted_from_the_end_as_in_python(dim: int, tmp_path: Path) -> None:
+    plan = read(tmp_path, f"{HEAD}shape = [3, 4, 5]\nchunk = {{ dim = {dim}, ranks = [1, 0] }}")
+    expected = ChunkShardingSpec(dim, ["rank:1/cpu", "rank:0/cpu"]).layout((3, 4, 5), (0, 1))
+    assert [plan.pictures[0].layout.boxes(rank) for rank in (0, 1)] == [expected.boxes(rank) for rank in (0, 1)]
+
+
 def test_the_table_adds_up(tmp_path: Path) -> None:
     assert str(read(tmp_path, ALL).table).splitlines()[-1].split() == ["all", *"104 B 208 B 24 B 224 B".split()]
 

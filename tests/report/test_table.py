@@ -87,6 +87,17 @@ def test_a_plan_of_specs_is_what_sharding_by_it_gives() -> None:
     assert world(2).run(body)[0] == planned
 
 
+def test_what_a_plan_of_specs_does_not_name_stays_as_it_is() -> None:
+    plan = ShardingPlan({"0.weight": ChunkShardingSpec(1, ["rank:1/cpu", "rank:0/cpu"])})
+
+    def body() -> Table:
+        return sharding_table(shard_module(model(), PLAN), plan)
+
+    table, before = world(2).run(body)[0], sharding_table(model(), PLAN, MESH)
+    assert table.placed[1:] == before.placed[1:]
+    assert table.placed[0].rank_bytes == (56, 56)
+
+
 def test_of_many_ranks_the_fullest_and_the_emptiest_are_shown() -> None:
     table = sharding_table(nn.Embedding(7, 4), {"weight": Shard(0)}, Mesh((5,)))
     assert [line.split()[-4:] for line in str(table).splitlines()[1:]] == [["32", "B", "0", "B"]] * 2

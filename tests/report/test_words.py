@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from shardwise.errors import printable
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
-from shardwise.placement import Shard
+from shardwise.placement import Boxes, Shard
 from shardwise.report.scene import spread
-from shardwise.report.words import bytes_text, ranks_text, title
+from shardwise.report.words import bytes_text, holdings, ranks_text, title
 from tests.report.reading import ranks_in
 from tests.strategies import laws
 
@@ -70,3 +70,19 @@ def test_a_title_stays_short() -> None:
 
 def test_control_characters_are_written_out() -> None:
     assert printable("größe\x1b[2J\r\n\ud800") == "größe\\x1b[2J\\r\n\\ud800"
+
+
+def test_many_boxes_are_told_by_their_number() -> None:
+    boxes = Boxes([[((i, 0), (1, 2)) for i in range(5)], []])
+    assert title(Layout(Mesh((2,)), [boxes], (5, 2))) == "5 x 2 as [Boxes(5 of them)] on Mesh(0=2)"
+
+
+def test_lines_of_what_ranks_hold_stay_short() -> None:
+    lines = holdings(Layout(Mesh((64, 64)), [Shard(0), Shard(1)], (1000, 10000)), None)
+    assert lines == [
+        "3,906 ranks from 0 to 3966: 16 x 157 each",
+        "rank 63, 127 … 3967: 16 x 109 each",
+        "rank 3968-4030: 8 x 157 each",
+        "rank 4031: 8 x 109",
+        "rank 4032-4095: nothing",
+    ]

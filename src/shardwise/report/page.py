@@ -1,6 +1,7 @@
 """Pictures and tables as HTML: one page that loads nothing and runs nothing, or a fragment for a notebook."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.layout import Layout
@@ -15,8 +16,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STYLE = (
     "body{font-family:system-ui,sans-serif;margin:2em;color:#111;background:#fff}"
     "h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em;overflow-wrap:anywhere}"
-    "table{border-collapse:collapse;margin:1em 0}th,td{padding:.15em .9em .15em 0;text-align:right}"
+    "table{border-collapse:collapse;margin:1em 0}th,td{padding:.15em .9em .15em 0;text-align:right;white-space:nowrap}"
     "th{border-bottom:1px solid #999}td.word,th.word{text-align:left}"
+    "td.word{white-space:normal;overflow-wrap:anywhere;min-width:6em}"
     "td.bar{width:12em;text-align:left}span.bar{display:inline-block;height:.7em}"
     "svg{max-width:100%;height:auto}div.scroll{max-height:24em;overflow:auto}"
 )
@@ -34,7 +36,7 @@ def page_html(pictures: Sequence["Picture"], table: Sequence[Sequence[str]] = ()
     for picture in pictures:
         if not alone:
             body.append(f"<h2>{safe(picture.header or title(picture.layout))}</h2>")
-        body.append(fragment_html(picture))
+        body.append(fragment_html(replace(picture, header="") if picture.header else picture))  # it is the heading
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -40,15 +40,15 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """All ranks by name: `rank 0, 3` is copies, `sum(0, 1)` contributions, `sum(0 | 2, 1 | 3)` copies of them."""
+        """All ranks by name: `rank 0, 3` is copies, `sum(rank 0, 1)` contributions, `sum(rank 0 | 2, 1 | 3)` copies."""
         if self.shards > 1:
             return f"{self.shards} shards"
         if not self.reduction:
             return "rank " + ranks_text(self.ranks)
         flat = [copies[0] for copies in self.contributions]
         if all(len(copies) == 1 for copies in self.contributions):
-            return f"{self.reduction}({ranks_text(sorted(flat))})"
-        return f"{self.reduction}({', '.join(' | '.join(map(str, copies)) for copies in self.contributions)})"
+            return f"{self.reduction}(rank {ranks_text(sorted(flat))})"
+        return f"{self.reduction}(rank {', '.join(' | '.join(map(str, copies)) for copies in self.contributions)})"
 
 
 @dataclass(frozen=True, slots=True)

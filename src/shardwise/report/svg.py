@@ -22,6 +22,7 @@ MARGIN = 12
 PAGE_WIDTH = 960  # beyond which slices go on in the next row
 STYLE = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 GREY = "#d8d8d8"  # of summaries
+DIM = "#666666"  # of numbers on edges
 
 
 def safe(text: str) -> str:
@@ -95,7 +96,8 @@ def _sizes(found: Sequence[Panel]) -> tuple[list[int], list[int]]:
     """Widths and heights of the pieces: a panel has the form of its slice, down to a third as wide or as high."""
     rows, columns = found[0].rows.lengths, found[0].columns.lengths
     form = min(max(sum(columns) / sum(rows), 1 / 3), 3.0)
-    width, height = (SIDE, SIDE / form) if form > 1 else (SIDE * form, SIDE)
+    side = SIDE if sum(columns) * sum(rows) > 1 else SIDE / 4  # one element is no field
+    width, height = (side, side / form) if form > 1 else (side * form, side)
     labels = max(len(cell.label) for panel in found for cell in panel.cells)
     few = min(labels * CHARACTER + 10, 2 * SIDE / len(columns))
     return (
@@ -112,9 +114,10 @@ def _panel(panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> str
         y0, y1 = ys[panel.rows.edges.index(top)], ys[panel.rows.edges.index(top + rows)]
         parts.append(_cell(cell, (x0, y0, x1 - x0, y1 - y0), _told(cell, panel, ndim)))
     if ndim:
-        parts += [_edge(str(row), -4, y, "end") for row, y in zip(panel.rows.edges, ys, strict=True)]
+        parts += [_text(str(row), -4, y, "end", DIM) for row, y in _apart(panel.rows.edges, ys, LINE - 4)]
     if ndim > 1:
-        parts += [_edge(str(column), x, -8, "middle") for column, x in zip(panel.columns.edges, xs, strict=True)]
+        need = (len(str(panel.columns.edges[-1])) + 1) * CHARACTER
+        parts += [_text(str(column), x, -8, "middle", DIM) for column, x in _apart(panel.columns.edges, xs, need)]
     if panel.label:
         parts.append(_text(panel.label, 0, -LINE - 6))
     return "".join(parts)
@@ -148,8 +151,13 @@ def _shorter(cell: Cell) -> Iterator[str]:
     yield f"{len(cell.ranks)} ranks" if len(cell.ranks) > 1 else ""
 
 
-def _edge(text: str, x: float, y: float, anchor: str) -> str:
-    return _text(text, x, y, anchor, "#666666")
+def _apart(edges: Sequence[int], places: Sequence[int], need: float) -> Iterator[tuple[int, int]]:
+    """The numbers on an edge with their places: the first, the last, and those between that have room."""
+    before = -need
+    for edge, place in zip(edges, places, strict=True):
+        if edge == edges[-1] or (place - before >= need and (edge == edges[0] or places[-1] - place >= need)):
+            yield edge, place
+            before = place
 
 
 def _text(text: str, x: float, y: float, anchor: str = "start", fill: str = "#111111") -> str:

@@ -76,7 +76,7 @@ def _labels(found: Sequence[Panel], notes: list[str]) -> dict[Cell, list[str]]:
             lines = (
                 [cell.label]
                 if len(cell.label) <= LABEL_WIDTH
-                else wrap(cell.label, LABEL_WIDTH, break_on_hyphens=False)
+                else wrap(cell.label, LABEL_WIDTH)
             )
             if len(lines) > LABEL_LINES:
                 note = f"({len(notes) + 1})"

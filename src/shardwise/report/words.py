@@ -64,7 +64,7 @@ def placement_text(placement: Placement) -> str:
     """As it is written in Python, but of very many boxes or sizes only how many there are."""
     if isinstance(placement, Boxes):
         count = sum(map(len, placement.boxes))
-        return str(placement) if count <= LONG_LIST // 4 else f"Boxes({count_text(count, 'box')}es)"
+        return str(placement) if count <= LONG_LIST // 4 else f"Boxes({count} of them)"
     if isinstance(placement, Shard) and placement.sizes is not None:
         rows = [row if isinstance(row, tuple) else (row,) for row in placement.sizes]
         if sum(map(len, rows)) > LONG_LIST:
@@ -105,6 +105,7 @@ def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
 
 
 GROUPS = 8  # that differ in what they hold; with more, the fullest and the emptiest rank are told
+LONG_NAMES = 72  # characters of ranks in such a line; with more, it tells how many they are
 
 
 def holdings(layout: Layout, itemsize: int | None) -> list[str]:
@@ -115,9 +116,14 @@ def holdings(layout: Layout, itemsize: int | None) -> list[str]:
     lines = []
     if len(groups) <= GROUPS:
         for text, ranks in sorted(groups.items(), key=lambda item: item[1]):
-            lines.append(f"rank {ranks_text(ranks)}: {text}{' each' if len(ranks) > 1 else ''}")
+            lines.append(f"{_names(ranks)}: {text}{' each' if len(ranks) > 1 else ''}")
     else:
         order = sorted(set(layout.mesh.ranks) - set(nothing), key=lambda rank: (layout.local_numel(rank), -rank))
         for word, rank in (("most", order[-1]), ("least", order[0])):
             lines.append(f"{word} on rank {rank}: {holding_text(layout, rank, itemsize)}")
-    return [*lines, f"rank {ranks_text(nothing)}: nothing"] if nothing else lines
+    return [*lines, f"{_names(nothing)}: nothing"] if nothing else lines
+
+
+def _names(ranks: Sequence[int]) -> str:
+    names = f"rank {ranks_text(ranks)}"
+    return names if len(names) <= LONG_NAMES else f"{len(ranks):,} ranks from {ranks[0]} to {ranks[-1]}"
