@@ -284,7 +284,9 @@ def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
     local = local_with(_windows, dim, size, step)
     boundary = local_with(position, Along(dim, 0, step, count))
     rows = [Row((Shard(d),), Shard(d), "other dims stay cut") for d in range(x.ndim) if d != dim]
-    rows.append(Row((Shard(dim),), Shard(dim), "the rest of a window is fetched", local, boundary=boundary))
+    rows.append(
+        Row((Shard(dim),), Shard(dim), "the rest of a window is fetched", local, boundary=boundary, copies=True)
+    )
     return rows + [Row((p,), p, "windows of summands are summands") for p in PARTIALS]
 
 
@@ -308,4 +310,4 @@ register(OpRule(partial(padded_as, "constant")), aten.constant_pad_nd.default)
 for _name, _mode in (("reflection", "reflect"), ("replication", "replicate")):
     _pads = [getattr(aten, f"{_name}_pad{ndim}d").default for ndim in (1, 2, 3)]
     register(OpRule(partial(padded_as, _mode)), *_pads)
-register(OpRule(unfold), Tensor.unfold, aten.unfold.default)
+register(OpRule(unfold, view=True), Tensor.unfold, aten.unfold.default)

@@ -39,7 +39,7 @@ def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list
         boundary = local_with(_scaled, scale)
         rows.append(Row((Shard(longer[0]),), Shard(into), why, local, boundary=boundary, granule=scale.denominator))
         why = "elements go to the ranks that hold them under other dims"
-        rows += [Row((Shard(d),), Shard(into), why, local, follow=NOBODY) for d in longer[1:]]
+        rows += [Row((Shard(d),), Shard(into), why, local, follow=NOBODY, copies=True) for d in longer[1:]]
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the same dims", _unchanged)]
     return rows + uncut_rows(x, local)
@@ -141,7 +141,7 @@ def _regrouped(site: Site, x: Tensor, held: dict[int, Box], old: range, new: ran
         found = _flat_boxes(low, low + span, tuple(shape[d] for d in old)) or [Box((0,) * len(old), (0,) * len(old))]
         parts[rank] = [(0, _with_dims(box, old, part)) for part in found]
     pieces = site.fetch_parts([x], [list(held.values())], parts.__getitem__)
-    return site.copied(torch.cat([piece.flatten(old.start, old.stop - 1) for piece in pieces], old.start)), goals
+    return torch.cat([piece.flatten(old.start, old.stop - 1) for piece in pieces], old.start), goals
 
 
 def _with_dims(box: Box, dims: range, part: Box) -> Box:
@@ -192,6 +192,6 @@ def viewed(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 
 
 for _op in (*named("reshape", "flatten", "ravel", "unflatten"), aten.view.default, aten._unsafe_view.default):
-    register(OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op)), _op)
-register(OpRule(viewed, shape=partial(reshaped_to, Tensor.view)), Tensor.view)
-register(OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view)), aten.view.dtype)
+    register(OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op), view=True), _op)
+register(OpRule(viewed, shape=partial(reshaped_to, Tensor.view), view=True), Tensor.view)
+register(OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view), view=True), aten.view.dtype)

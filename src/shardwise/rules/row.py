@@ -46,6 +46,7 @@ class Row:
         boundary: where a cut of that operand falls in the result, if not at the same index; rises from 0 to
             the length of the result's dim. A tuple of them for several results.
         granule: the operands may be cut at multiples of this only; other cuts move to the nearest one.
+        copies: elements travel inside a view, which so is a copy on every rank.
     """
 
     inputs: tuple[Placement, ...]
@@ -56,6 +57,7 @@ class Row:
     follow: int | None = None
     boundary: Boundary | tuple[Boundary, ...] | None = None
     granule: int = 1
+    copies: bool = False
 
 
 class Site(Protocol):
@@ -119,7 +121,7 @@ class Site(Protocol):
         ...
 
     def copied(self, x: Tensor) -> Tensor:
-        """`x`, marked as a copy where users expect a view: changing it in place is refused. `fetch` marks its own."""
+        """`x`, marked as a copy where users expect a view: changing it in place is refused."""
         ...
 
     def name_of(self, operand: int) -> str:
@@ -195,6 +197,7 @@ class OpRule:
         random: the op draws. Ranks outside the mesh, which hold nothing, run it too, so that their generators keep
             in step.
         typed: which rows there are depends on dtypes, so a recipe serves one of those; so it does where ops draw.
+        view: torch gives a view of the first operand.
         composed: the op in terms of others, which find their own rules, for arguments that have no row; None lets
             torch take it apart.
     """
@@ -207,6 +210,7 @@ class OpRule:
     ragged: bool = False
     random: bool = False
     typed: bool = False
+    view: bool = False
     composed: Callable[..., Any] | None = None
 
 

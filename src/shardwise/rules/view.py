@@ -180,7 +180,7 @@ def sliced(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[R
             output: Placement | tuple[Placement, ...] = cuts if several else cuts[0]
             rows.append(Row((Shard(d),), output, why, None if whole else local, boundary=None if whole else boundaries))
         elif not several:
-            rows.append(Row((Shard(d),), REPLICATE, "one index of a cut dim goes to every rank", local))
+            rows.append(Row((Shard(d),), REPLICATE, "one index of a cut dim goes to every rank", local, copies=True))
     return rows + uncut_rows(x, local)
 
 
@@ -342,13 +342,15 @@ SLICED = [
 
 for _ops, _local in ((MOVED, None), (SQUEEZED, _as_result), (EXPANDED, _local_expand)):
     for _op in _ops:
-        register(OpRule(partial(rearranged_dims, _op, _local), shape=partial(_shapes, _op), sizeless=True), _op)
+        register(
+            OpRule(partial(rearranged_dims, _op, _local), shape=partial(_shapes, _op), sizeless=True, view=True), _op
+        )
 for _op in SLICED:
-    register(OpRule(partial(sliced, _op), shape=partial(_shapes, _op)), _op)
-register(OpRule(diagonal), *named("diagonal"), aten.diagonal.default)
+    register(OpRule(partial(sliced, _op), shape=partial(_shapes, _op), view=True), _op)
+register(OpRule(diagonal, view=True), *named("diagonal"), aten.diagonal.default)
 register(OpRule(triangle, shape=shape_of_first), *named("tril", "triu"), aten.tril.default, aten.triu.default)
 _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
 register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
 register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
 _parts = torch.real, torch.imag, _getter("real"), _getter("imag")
-register(OpRule(homogeneous, shape=shape_of_first, sizeless=True), *_parts)
+register(OpRule(homogeneous, shape=shape_of_first, sizeless=True, view=True), *_parts)

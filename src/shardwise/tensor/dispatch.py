@@ -21,16 +21,18 @@ from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.reshape import row_major
-from shardwise.rules.row import Shapes, arguments, no_rows, preparation
+from shardwise.rules.row import Shapes, arguments, no_rows
 from shardwise.rules.view import basic
 from shardwise.tensor import attributes, lists, meshes, resolve, spec_ops
-from shardwise.tensor.dtensor import DTensor, Handler, _as_subclass, passing, plain
+from shardwise.tensor.copies import before_change, copied, marked
+from shardwise.tensor.dtensor import DTensor, Handler, plain
 from shardwise.tensor.names import name_of
+from shardwise.tensor.on_locals import PLAIN_VALUES, Copying, OnLocals, first, known_outputs
 from shardwise.tensor.promotion import all_promoted, into_plain, promoted
 from shardwise.tensor.results import labelled, measured
 from shardwise.tensor.site import LocalSite
 from shardwise.tensor.spec_ops import OPS
-from shardwise.tensor.wrapper import refuse_view_of_copy, run_on_whole, through_the_dispatcher
+from shardwise.tensor.wrapper import run_on_whole, through_the_dispatcher
 
 CACHE_LIMIT = 1 << 16
 Found = tuple[resolve.Recipe, Callable[..., Any], bool]  # recipe, what computes, whether it needs plain tensors
@@ -40,7 +42,6 @@ _handlers: dict[Any, Handler] = {}  # of functions that have no rule
 # What ran on the locals as they were, and the layouts of its results; None where it works in place.
 _at_once: dict[Any, tuple[Callable[..., Any], Layout | tuple[Layout | None, ...] | None]] = {}
 NO_KEY = object()  # stands in a key for a value that the answer may depend on in ways that a key cannot tell
-PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 
 
 def _view_or_copy(x: Tensor, size: Any) -> Tensor:
@@ -48,7 +49,7 @@ def _view_or_copy(x: Tensor, size: Any) -> Tensor:
     try:
         return x.view(size)
     except RuntimeError:
-        return passing(x.reshape(size))
+        return marked(x.reshape(size))
 
 
 def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -146,7 +147,7 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _run(func, rule, args, kwargs, ready)
     op, layout = at_once
     if layout is None:
-        refuse_view_of_copy(name_of(func), args[0])
+        before_change(name_of(func), args[0])
     with DisableTorchFunctionSubclass():
         out = op(*args, **kwargs)
         if type(layout) is not Layout:
@@ -204,74 +205,30 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     recipe, op, unwrap = found
     mesh = recipe.layouts[0].mesh
     everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
-    if not (everywhere or rule.random) and meshes.outside(mesh):
-        return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs)
     if rule.in_place:
-        refuse_view_of_copy(name_of(func), args[0])
+        before_change(name_of(func), args[0])
+    if not (everywhere or rule.random) and meshes.outside(mesh):
+        views = rule.view, recipe.copied
+        return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs, *views)
     with DisableTorchFunctionSubclass():
         if recipe.moves or recipe.rows:
             return _run_laid_out(func, found, args, kwargs)
-        call = _OnLocals(recipe, op) if unwrap and (op not in SIZELESS or recipe.local is not None) else op
+        call = _callable(recipe, op, unwrap)
         out = call(*args, **kwargs)
         if everywhere and NO_KEY not in ready:
-            if len(_at_once) >= CACHE_LIMIT:
-                _at_once.clear()
-            _at_once[ready] = call, recipe.output
+            _remember(ready, call, recipe)
         return args[0] if recipe.output is None else labelled(out, recipe.output)
 
 
-class _OnLocals:
-    """An op that wants plain local tensors: Python code, or a row's local function."""
-
-    __slots__ = ("op", "outputs", "ready", "recipe")
-
-    def __init__(self, recipe: resolve.Recipe, op: Callable[..., Any]) -> None:
-        self.recipe = recipe
-        self.op = op
-        self.outputs = _known_outputs(recipe)
-        # By rank, for simulated ones share this: what the local function comes to, and whether that is Python code.
-        self.ready: dict[int, tuple[Callable[..., Any] | None, bool]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recipe = self.recipe
-        if recipe.local is None:
-            locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
-            return self.op(*locals_, **{k: a if type(a) in PLAIN_VALUES else _local(a) for k, a in kwargs.items()})
-        rank = collectives.rank()
-        if rank not in self.ready:
-            self.ready[rank] = preparation(recipe.local, self._site([]))
-        ready, python = self.ready[rank]
-        if ready is not None and not python:
-            out = ready(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        operands: list[DTensor] = []
-        locals_ = [_local(a, operands) for a in args]
-        named = {k: _local(a, operands) for k, a in kwargs.items()}
-        if ready is not None and python:
-            out = ready(*locals_, **named)
-            if out is not NotImplemented:
-                return out
-        return recipe.local(self._site(operands), *locals_, **named)
-
-    def _site(self, operands: list[DTensor]) -> LocalSite:
-        recipe = self.recipe
-        return LocalSite(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
+def _remember(key: tuple[Any, ...], call: Callable[..., Any], recipe: resolve.Recipe) -> None:
+    if len(_at_once) >= CACHE_LIMIT:
+        _at_once.clear()
+    _at_once[key] = call, recipe.output
 
 
-def _local(x: Any, seen: list[DTensor] | None = None) -> Any:
-    """An argument with local tensors for DTensors, which are added to `seen`; for where DTensors count as local."""
-    kind = type(x)
-    if kind is DTensor:
-        if seen is not None:
-            seen.append(x)
-        return x.detach() if x.is_sparse else _as_subclass(x, Tensor)
-    return [_local(y, seen) for y in x] if kind is list or kind is tuple else x
-
-
-def _known_outputs(recipe: resolve.Recipe) -> tuple[Layout, ...]:
-    outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output or recipe.layouts[0],)
-    return tuple(layout for layout in outputs if layout is not None)
+def _callable(recipe: resolve.Recipe, op: Callable[..., Any], unwrap: bool) -> Callable[..., Any]:
+    call = OnLocals(recipe, op) if unwrap and (op not in SIZELESS or recipe.local is not None) else op
+    return Copying(call) if recipe.copied else call
 
 
 def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -386,6 +343,8 @@ def _found(key: Sequence[Any], func: Any, rule: OpRule, args: tuple[Any, ...], k
 def _run_laid_out(func: Any, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recipe, site, locals_, named = _laid_out(func, found, args, kwargs)
     out = site.op(*locals_, **named) if recipe.local is None else recipe.local(site, *locals_, **named)
+    if recipe.copied:
+        out = copied(out, first(args, kwargs))
     if recipe.rows:
         return labelled(out, measured(recipe, site, out))
     return args[0] if recipe.output is None else labelled(out, recipe.output)
@@ -407,12 +366,12 @@ def _laid_out(
         if index in moves:
             name = x._name or f"operand {index}"
             cause = recipe.cause._replace(kind="operand", operand=name, wanted=moves[index])
-            return passing(move(plain(x), x._layout, moves[index], cause))
+            return move(plain(x), x._layout, moves[index], cause)
         return plain(x) if unwrap else x  # Python code would see the global shape of a DTensor
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
-    site = LocalSite(op, recipe.layouts, _known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
+    site = LocalSite(op, recipe.layouts, known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
     return recipe, site, locals_, named
 
 

@@ -340,14 +340,6 @@ def plain(x: Tensor) -> Tensor:
         return x.detach() if x.is_sparse else _as_subclass(x, torch.Tensor)
 
 
-def passing(local: Tensor) -> Tensor:
-    """Mark what was moved for one op, so that nobody changes it in place and believes to have changed the original."""
-    with DisableTorchFunctionSubclass():
-        if not local.is_sparse:
-            local.untyped_storage()._passing = True  # type: ignore[attr-defined]  # views and detach() share it
-    return local
-
-
 def moved(x: DTensor, layout: Layout, cause: Cause = ASKED) -> DTensor:
     """`x` in another layout; itself if it already is."""
     if x._layout == layout:

@@ -10,7 +10,6 @@ from torch import Tensor
 from shardwise import movement
 from shardwise.boxes import Box
 from shardwise.meter import Cause
-from shardwise.tensor.dtensor import passing
 
 Ranks = tuple[int, ...]
 Boxes = tuple[Box, ...]
@@ -61,7 +60,7 @@ def fetch(
     by_goal: list[list[tuple[Box, Tensor]]] = [[] for _ in goals]
     for (number, box), piece in zip(parts, found, strict=True):
         by_goal[number].append((box, piece.view(box.sizes)))
-    return [passing(_assembled(p, goal, received)) for p, (_, goal) in zip(by_goal, goals, strict=True)]
+    return [_assembled(p, goal, received) for p, (_, goal) in zip(by_goal, goals, strict=True)]
 
 
 def _part(x: Tensor, own: Box, goal: Box) -> Tensor:

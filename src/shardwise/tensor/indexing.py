@@ -21,10 +21,11 @@ from shardwise.rules.row import Boundary, local_with
 from shardwise.rules.view import View, basic, box_of, index_in, position, views_of
 from shardwise.tensor import cuts, meshes
 from shardwise.tensor.conversion import wrap
+from shardwise.tensor.copies import before_change
 from shardwise.tensor.dtensor import DTensor, moved, tag
 from shardwise.tensor.items import write_number
 from shardwise.tensor.promotion import into_plain, promoted
-from shardwise.tensor.wrapper import refuse_view_of_copy, run_on_whole, through_the_dispatcher
+from shardwise.tensor.wrapper import run_on_whole, through_the_dispatcher
 
 aten = torch.ops.aten
 WHOLE = (None, None, None)  # the slice of everything
@@ -88,8 +89,8 @@ def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, brackets, value = _on_one_mesh(func, args)
     if isinstance(value, int | float) and write_number(x, brackets, value):
         return
+    before_change("x[…] = value", x)
     if not meshes.outside(x._layout.mesh):
-        refuse_view_of_copy("x[…] = value", x)
         _write(x, brackets, value)
 
 

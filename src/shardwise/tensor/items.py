@@ -9,8 +9,8 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.boxes import Box
+from shardwise.tensor.copies import before_change
 from shardwise.tensor.dtensor import DTensor, plain
-from shardwise.tensor.wrapper import refuse_view_of_copy
 
 
 def write_number(x: DTensor, index: Any, value: float) -> bool:
@@ -18,7 +18,7 @@ def write_number(x: DTensor, index: Any, value: float) -> bool:
     places = _places(x, index)
     if places is None:
         return False
-    refuse_view_of_copy("x[i] = number", x)
+    before_change("x[i] = number", x)
     with DisableTorchFunctionSubclass():
         rank = collectives.rank()
         neutral = x._layout.neutral(rank)

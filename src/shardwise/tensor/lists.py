@@ -19,9 +19,9 @@ from shardwise.mesh import Mesh
 from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Partial, Shard
+from shardwise.tensor.copies import before_changes
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.meshes import outside
-from shardwise.tensor.wrapper import refuse_view_of_copy
 
 LINEAR = ("_foreach_neg", "_foreach_zero")  # what summands allow as well
 ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
@@ -46,7 +46,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lead = next(a for a in args if _is_tensor_list(a))
     in_place = name.endswith("_")
     if in_place:
-        _refuse_views_of_copies(name, lead)
+        before_changes(name, lead)
     layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
     if layouts is None:
         layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
@@ -79,14 +79,6 @@ def _same_layouts(args: Sequence[Any]) -> list[Layout] | None:
         elif type(a) is DTensor and not (a._layout.shape == () and a._layout.is_replicated):
             return None
     return None if found is None or any(layout.partial_axes for layout in found) else found
-
-
-def _refuse_views_of_copies(name: str, lead: Sequence[Tensor]) -> None:
-    with DisableTorchFunctionSubclass():
-        views = [x for x in lead if x._is_view()]
-    for x in views:
-        if type(x) is DTensor:
-            refuse_view_of_copy(name, x)
 
 
 def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:

@@ -15,7 +15,8 @@ from shardwise.mesh import Mesh
 from shardwise.meter import Cause
 from shardwise.placement import REPLICATE
 from shardwise.steps import plan_move
-from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.tensor.copies import copied
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.names import name_of
 from shardwise.tensor.promotion import is_strict
 
@@ -72,11 +73,20 @@ def outside(mesh: Mesh) -> bool:
     return mesh.size() < collectives.world_size() and mesh.coordinate(collectives.rank()) is None
 
 
-def nothing(func: Callable[..., Any], layouts: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def nothing(
+    func: Callable[..., Any],
+    layouts: Any,
+    mesh: Mesh,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    view: bool = False,
+    moves: bool = False,
+) -> Any:
     """What an op gives on a rank outside the mesh: the layouts of its results, and no elements.
 
     Args:
         layouts: of the results, see `Recipe.output`; None gives each result whole to the ranks of the mesh.
+        view: the op gives views of its first operand, or, where it `moves`, copies.
     """
 
     def on_meta(x: Any) -> Any:
@@ -104,12 +114,16 @@ def nothing(func: Callable[..., Any], layouts: Any, mesh: Mesh, args: tuple[Any,
                 return x
             given = layouts if isinstance(layouts, Layout | None) else layouts[index]
             layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)
-            local = torch.empty(layout.local_shape(collectives.rank()), dtype=x.dtype, device=operands[0].device)
+            shape = layout.local_shape(collectives.rank())
+            if view and x.dtype == operands[0].dtype and not moves:
+                return tag(plain(operands[0]).reshape(-1)[:0].view(shape), layout)
+            local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
             if x.requires_grad:
                 local = _Nothing.apply(local, *operands)  # type: ignore[no-untyped-call]
             return tag(local, layout)
 
-        return pytree.tree_map(empty, metas)
+        out = pytree.tree_map(empty, metas)
+        return copied(out, operands[0]) if view and moves else out
 
 
 class _Nothing(torch.autograd.Function):

@@ -37,6 +37,7 @@ class Recipe:
     output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
     rows: tuple[Row, ...] = ()  # where only running the op tells how long its results are: the rows to lay them out by
     cause: Cause = INSIDE  # of what the op moves
+    copied: bool = False  # the results are copies where torch gives views
 
 
 class SeveralMeshesError(RuleError):
@@ -106,7 +107,8 @@ def recipe(
     local = _local_of(chosen, rule)
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local is local) if local is not None else ()
     cause = Cause("inside", name, "", _why(chosen))
-    return Recipe(moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.ragged else (), cause)
+    copied = rule.view and (bool(moves) or any(row.copies for row in chosen))
+    return Recipe(moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.ragged else (), cause, copied)
 
 
 def _why(chosen: Sequence[Row]) -> str:
@@ -184,7 +186,7 @@ def _alone(row: Row, every: Sequence[Row]) -> Row:
     if row.local is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are not in the order of the whole
         return row
     whole = next(r for r in every if all(p == REPLICATE for p in r.inputs))
-    return replace(row, local=whole.local)
+    return replace(row, local=whole.local, copies=False)
 
 
 def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:

@@ -12,7 +12,7 @@ from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.meter import Cause
-from shardwise.tensor.dtensor import passing
+from shardwise.tensor.copies import marked
 from shardwise.tensor.fetch import fetch
 
 
@@ -91,7 +91,7 @@ class LocalSite:
         return random.draw_seed(self.layouts[0].mesh, generator)
 
     def copied(self, x: Tensor) -> Tensor:
-        return passing(x)
+        return marked(x)
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"

@@ -23,7 +23,8 @@ from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES
 from shardwise.tensor import meshes
-from shardwise.tensor.dtensor import DTensor, moved, passing, plain, tag
+from shardwise.tensor.copies import before_change, copied
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
 Promote = Callable[[Tensor, Mesh, str], DTensor]
 
@@ -86,12 +87,14 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     mesh, device = first._layout.mesh, first.device
     generator = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)), None)
     seeded = torch.Tag.nondeterministic_seeded in func.tags
+    for x in changed:
+        before_change(str(func), x)
+    view = not changed and any(a.alias_info is not None for a in func._schema.arguments)
+    moves = view and not first._layout.is_replicated
     if meshes.outside(mesh):
         if seeded:
             random.draw_seed(mesh, generator)
-        return args[0] if changed else meshes.nothing(func, None, mesh, args, kwargs)
-    for x in changed:
-        refuse_view_of_copy(str(func), x)
+        return args[0] if changed else meshes.nothing(func, None, mesh, args, kwargs, view, moves)
     operands = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor}
     copies = {}  # one of an operand that is read as well as changed
     for key, x in operands.items():
@@ -115,7 +118,7 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
         original = originals.get(id(x))
         return original if original is not None else tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
 
-    return pytree.tree_map(labelled, out)
+    return pytree.tree_map(labelled, copied(out, first) if moves else out)
 
 
 def _changed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
@@ -132,19 +135,7 @@ def _whole(x: DTensor, cause: Cause) -> Tensor:
     target = x._layout.replicated()
     copy = moved(x, target, cause._replace(wanted=target))
     with DisableTorchFunctionSubclass():
-        local = plain(copy)
-        return local if copy is x else passing(local)
-
-
-def refuse_view_of_copy(name: str, x: DTensor) -> None:
-    """In place on such a view nothing of the original would change."""
-    with DisableTorchFunctionSubclass():
-        storage = None if x.is_sparse else x.untyped_storage()
-    if getattr(storage, "_passing", False):
-        raise RuleError(
-            f"{name} works in place on a view of {x._layout} that had to be moved to be made, so the original "
-            f"would not change. Fix: change the original, or clone() the view if only that is to change."
-        )
+        return plain(copy)
 
 
 def _bring_back(func: Any, x: DTensor, copy: Tensor) -> None:
