@@ -255,6 +255,18 @@ def test_state_dicts_and_deep_copies_keep_the_shards() -> None:
 
 
 @world(2)
+def test_a_tensor_that_becomes_a_view_of_itself_forgets_the_shards() -> None:
+    layout = Layout(Mesh((2,)), [Shard(1)], (7, 12))
+    x = DTensor.from_local(mine(layout), Mesh((2,)), [Shard(1)])
+    assert isinstance(x.detach().to_local(), LocalShardsWrapper)
+    assert isinstance(as_dtensor(x.data).to_local(), LocalShardsWrapper)
+    x.t_()
+    assert type(x.to_local()) is Tensor
+    assert_close(x.full_tensor(), FULL.t())
+    assert [chunk.offsets for chunk in x.__create_chunk_list__()] == [(6 * rank(), 0)]  # type: ignore[attr-defined]
+
+
+@world(2)
 def test_gradients_cross_the_border_both_ways() -> None:
     layout = Layout(Mesh((2,)), [Shard(0, [2, 5])], (7, 12))
     shards = [shard.requires_grad_() for shard in mine(layout).local_shards()]

@@ -130,6 +130,14 @@ def test_a_rank_may_have_no_shards() -> None:
     assert not LocalShardsWrapper([torch.empty(1)], [(0,)]).is_empty_shard()
 
 
+def test_offsets_have_two_names() -> None:
+    a = torch.ones(2, 3)
+    assert LocalShardsWrapper(local_shards=[a], offsets=[(3, 0)]).local_offsets() == [torch.Size((3, 0))]
+    for both_or_none in ({}, {"local_offsets": [(3, 0)], "offsets": [(3, 0)]}):
+        with pytest.raises(LayoutError, match="one of the two"):
+            LocalShardsWrapper([a], **both_or_none)
+
+
 # ---- ops ----
 
 KEEPING: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,7 +10,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise.errors import RuleError
 from shardwise.meter import Cause
 from shardwise.tensor import gradients
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
 from shardwise.tensor.names import name_of
 from shardwise.tensor.promotion import promoted
 from shardwise.tensor.wrapper import through_the_dispatcher
@@ -83,7 +83,7 @@ def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if attribute == "data":
         value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
         with DisableTorchFunctionSubclass():
-            return tag(func(*args), x._layout) if value is None else func(x, value)
+            return remembering(x, tag(func(*args), x._layout)) if value is None else func(x, value)
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
         raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
     raise RuleError(

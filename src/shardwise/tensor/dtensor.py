@@ -260,10 +260,7 @@ class DTensor(torch.Tensor):
 
     def detach(self) -> "DTensor":
         """The same tensor without history; what is known of its shards stays known, as `nn.Parameter` detaches."""
-        alias: DTensor = _detach(self)
-        if type(alias) is DTensor and (self._spec is not None or self._tiling is not None):
-            alias._spec, alias._tiling = self._spec, self._tiling
-        return alias
+        return remembering(self, _detach(self))
 
     @property
     def grad(self) -> "DTensor | None":
@@ -332,6 +329,13 @@ def tag(local: Tensor, layout: Layout) -> DTensor:
     local.__class__ = DTensor
     local._layout = layout  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
+
+
+def remembering(x: DTensor, alias: DTensor) -> DTensor:
+    """An alias of `x`, of which is known what is known of the shards of `x`."""
+    if type(alias) is DTensor and (x._spec is not None or x._tiling is not None):
+        alias._spec, alias._tiling = x._spec, x._tiling
+    return alias
 
 
 def plain(x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ def _becomes(view: Any) -> Handler:
             else:
                 torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
             x._layout = out._layout
+            x._spec = x._tiling = None  # they speak of the old shape
         return x
 
     return handler

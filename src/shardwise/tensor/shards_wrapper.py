@@ -102,12 +102,14 @@ class LocalShardsWrapper(torch.Tensor):
     Memory is shared with the shards that were given, so that a change of one side is seen on the other. One shard,
     and shards that are parts of one tensor as they stand here, are taken as they are. Other shards are laid into new
     memory, and **the given tensors are pointed to it** (`shard.data = view`), Parameters too; what else shared their
-    old memory stays behind. Gradients reach shards that require them. Shards that autograd has computed are copied.
+    old memory stays behind, and autograd does not notice that a write on one side changes the other. Gradients reach
+    shards that require them. Shards that autograd has computed are copied.
 
     Args:
         local_shards: tensors of one dtype, device and number of dims; none on a rank without shards, where the
             wrapper has shape (0, 0).
         local_offsets: where each of them begins in the whole tensor, one integer a dim.
+        offsets: another name for `local_offsets`.
 
     Raises:
         LayoutError: shards that are no plain tensors, differ in dtype, device or number of dims, or occur twice;
@@ -118,10 +120,19 @@ class LocalShardsWrapper(torch.Tensor):
     _given: list[Tensor] | None = None  # None: views
 
     @staticmethod
-    def __new__(cls, local_shards: Sequence[Tensor], local_offsets: Sequence[Sequence[int]]) -> Self:
+    def __new__(
+        cls,
+        local_shards: Sequence[Tensor],
+        local_offsets: Sequence[Sequence[int]] | None = None,
+        *,
+        offsets: Sequence[Sequence[int]] | None = None,
+    ) -> Self:
+        given = local_offsets if offsets is None else offsets
+        if given is None or (local_offsets is not None and offsets is not None):
+            raise LayoutError("LocalShardsWrapper: give local_offsets, or offsets, which is the same; one of the two.")
         shards = list(local_shards)
-        offsets = _checked_offsets(shards, local_offsets)
-        boxes = [Box(at, tuple(shard.shape)) for at, shard in zip(offsets, shards, strict=True)]
+        begins = _checked_offsets(shards, given)
+        boxes = [Box(at, tuple(shard.shape)) for at, shard in zip(begins, shards, strict=True)]
         tiling = tiling_of(boxes)
         wrapper = tiling.wrap(_joined(shards, tiling))
         wrapper._given = shards
