@@ -369,6 +369,26 @@ def test_a_model_and_its_optimiser_go_through_torchs_checkpoint(tmp_path: Path) 
     assert_close(as_dtensor(loaded["sum"]).full_tensor(), (2 * FULL).square())
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+@world(4)
+def test_torch_is_told_the_shards_and_given_their_memory(name: str) -> None:
+    layout = LAYOUTS[name]
+    wrapper = mine(layout, 1, 2)
+    x = DTensor.from_local(wrapper, layout.mesh, layout.placements, shape=(7, 12))
+    full = [chunk for chunk in wrapper.local_chunks if 0 not in chunk.sizes]
+    assert x.__create_chunk_list__() == full  # type: ignore[attr-defined]
+    items = x.__create_write_items__("x", x)  # type: ignore[attr-defined]
+    assert [item.tensor_data.chunk for item in items] == full
+    assert all(item.tensor_data.size == (7, 12) for item in items)
+    for item in items:
+        x.__get_tensor_shard__(item.index).neg_()  # type: ignore[attr-defined]
+    assert_close(x.full_tensor(), -FULL)
+    if items:
+        elsewhere = items[0].index.__class__("x", torch.Size((6, 11)))
+        with pytest.raises(LayoutError, match=r"x: no shard of this rank begins at .*6, 11"):
+            x.__get_tensor_shard__(elsewhere)  # type: ignore[attr-defined]
+
+
 @world(2)
 def test_what_a_checkpoint_cannot_hold_is_refused() -> None:
     summands = DTensor.from_local(torch.ones(3), Mesh((2,)), [Partial()])

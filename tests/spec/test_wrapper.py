@@ -102,6 +102,13 @@ def test_parts_of_one_tensor_that_stand_otherwise_are_put_in_place() -> None:
     assert swapped.tolist() == [[2, 3, 0, 1], [6, 7, 4, 5]]
     rows = LocalShardsWrapper([table[:, :2], table[:, 2:]], [(0, 0), (2, 0)])
     assert rows.tolist() == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    wide = torch.arange(16.0).view(2, 8)
+    apart = LocalShardsWrapper([wide[:, 1:3], wide[:, 5:7]], [(0, 0), (0, 2)])  # nearer to each other than they lie
+    assert apart.tolist() == [[1, 2, 5, 6], [9, 10, 13, 14]]
+    halves = torch.arange(8.0)
+    folded = LocalShardsWrapper([halves[:4].view(2, 2), halves[4:].view(2, 2)], [(2, 0), (4, 0)])
+    assert folded.data_ptr() == halves.data_ptr()
+    assert folded.flatten().tolist() == halves.tolist()
 
 
 def test_shards_of_one_dim() -> None:
