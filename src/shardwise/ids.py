@@ -33,6 +33,12 @@ class Bags:
         rising = bool((self.offsets.diff() >= 0).all())
         return rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) <= num_ids
 
+    def without_end(self, ids: Tensor) -> tuple[Tensor, "Bags"]:
+        """The ids up to the last offset, where that ends the last bag, and bags that each go up to the next."""
+        if self.offsets is None or not self.include_last_offset:
+            return ids, self
+        return ids[: int(self.offsets[-1])], Bags(self.mode, self.offsets[:-1])
+
     def ends(self, ids: Tensor) -> Tensor:
         """Where each bag ends, counted from the first id."""
         if self.offsets is None:

@@ -1,6 +1,8 @@
 """Several tables in one exchange: latency is paid once, not once a table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,8 +10,10 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import LayoutError
 from shardwise.rules import lookup
+from shardwise.rules.bad_ids import StraddlingError
 from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor, tag
+from shardwise.tensor.resolve import NoRowError, SeveralMeshesError
 
 
 def embedding_bags(
@@ -43,24 +47,39 @@ def embedding_bags(
     if not len(inputs) == len(weights) == len(starts):
         raise LayoutError(f"embedding_bags: {len(inputs)} inputs, {len(weights)} weights, {len(starts)} offsets.")
     results: list[Tensor | None] = [None] * len(inputs)
-    shared: dict[object, list[tuple[int, lookup.Call]]] = {}
+    shared: dict[object, list[tuple[int, lookup.UsualCall, Callable[[], Tensor]]]] = {}
     for index, (ids, weight, start) in enumerate(zip(inputs, weights, starts, strict=True)):
         kwargs = {"mode": mode, "sparse": sparse}
-        if type(weight) is not DTensor and type(ids) is not DTensor:
-            results[index] = F.embedding_bag(ids, weight, start, **kwargs)  # type: ignore[arg-type]
-            continue
         with DisableTorchFunctionSubclass():
-            recipe, site, args, named = dispatch.prepared(F.embedding_bag, (ids, weight, start), kwargs)
-            axes = lookup.travelling_axes(site)
-            if axes and recipe.local is lookup.embedding_bag:
-                members = shared.setdefault((site.ranks(axes), weight.dtype), [])
-                members.append((index, lookup.bag_call(site, args, named)))
-            else:
+            prepared = _prepared(ids, weight, start, kwargs)
+            if prepared is not None:
+                recipe, site, args, named = prepared
                 assert recipe.local is not None
-                assert recipe.output is not None
-                results[index] = tag(recipe.local(site, *args, **named), site.output)
+                alone = partial(recipe.local, site, *args, **named)
+                axes = lookup.travelling_axes(site)
+                if axes and recipe.local is lookup.embedding_bag:
+                    members = shared.setdefault((site.ranks(axes), weight.dtype), [])
+                    members.append((index, lookup.bag_call(site, args, named), alone))
+                else:
+                    results[index] = tag(alone(), site.output)
+        if prepared is None:
+            results[index] = F.embedding_bag(ids, weight, start, **kwargs)  # type: ignore[arg-type]
     with DisableTorchFunctionSubclass():
         for members in shared.values():
-            for (index, call), out in zip(members, lookup.lookup_together([c for _, c in members]), strict=True):
+            try:
+                outs = lookup.lookup_together([call for _, call, _ in members])
+            except StraddlingError:  # each brings its ids to their bags first
+                outs = [alone() for _, _, alone in members]
+            for (index, call, _), out in zip(members, outs, strict=True):
                 results[index] = tag(out, call[0].output)
     return [out for out in results if out is not None]
+
+
+def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: dict[str, Any]) -> Any:
+    """The lookup laid out, or None if there is nothing to share: plain tensors, several meshes, what torch refuses."""
+    if type(weight) is not DTensor and type(ids) is not DTensor:
+        return None
+    try:
+        return dispatch.prepared(F.embedding_bag, (ids, weight, start), kwargs)
+    except (NoRowError, SeveralMeshesError):
+        return None

@@ -38,6 +38,10 @@ def _global_position(layout: Layout, rank: int, local: int) -> int:
     return sum((int(i) + offset) * n for i, offset, n in zip(index, box.offsets, strides, strict=True))
 
 
+class StraddlingError(LayoutError):
+    """Offsets that do not describe bags of the ids of the same rank."""
+
+
 def worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
     bad = [(head[-2], head[-1], rank) for head, rank in zip(headers, ranks, strict=True) if head[-2] != FINE]
     return min(bad, default=(FINE, 0, -1))
@@ -70,9 +74,9 @@ def raise_bad_ids(site: Site, verdict: Verdict) -> None:
     if position == FINE:
         return
     if position == BAD_BAGS:
-        raise LayoutError(
-            f"{site.name_of(1)}: the offsets on rank {rank} do not describe bags of the ids that this rank holds: they "
-            f"must rise from its first id to at most its last. Fix: cut ids and offsets between the same bags."
+        raise StraddlingError(
+            f"{site.name_of(1)}: the offsets describe no bags of the ids: they must rise from 0 to at most the "
+            f"number of ids."
         )
     index = tuple(map(int, np.unravel_index(position, site.layouts[0].shape)))
     where = index[0] if len(index) == 1 else index

@@ -32,7 +32,7 @@ def _embedding_shape(input: Meta, weight: Meta, *args: Any, **kwargs: Any) -> tu
     return (*input.shape, weight.shape[1])
 
 
-@op_rule(F.embedding, shape=_embedding_shape, sizeless=True)
+@op_rule(F.embedding, shape=_embedding_shape, sizeless=True, home=1)
 def embedding(*args: Any, **kwargs: Any) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     named = arguments(F.embedding, args, kwargs)
@@ -48,6 +48,8 @@ def _whole_rows_here(site: Site) -> LocalFunction | None:
     refuses ids that the table has not. What it refuses goes the long way, to the error."""
     ids, table = site.layouts
     boxes = table.boxes(site.rank)
+    if any(isinstance(placement, Boxes) for placement in table.placements):
+        return None
     if bad_ids.asked_axes(site) or lookup.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
         return None
     num_rows = table.shape[0]
@@ -88,7 +90,7 @@ def _unmoved(rows: list[Row], named: dict[str, Any]) -> list[Row]:
         return rows
     rows = [row for row in rows if row.inputs[1] == without_sizes(named["weight"].placement)]
     if not rows or named["norm_type"] <= 0:
-        raise NotImplementedError("a table that is Partial or in Boxes is renormalised as a whole")
+        raise NotImplementedError("a table that is Partial is renormalised as a whole")
     return rows
 
 
@@ -98,7 +100,7 @@ def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: An
     return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
 
 
-@op_rule(F.embedding_bag, shape=_bag_shape, sizeless=True)
+@op_rule(F.embedding_bag, shape=_bag_shape, sizeless=True, everywhere=options.embedding_bag, home=1)
 def embedding_bag(*args: Any, **kwargs: Any) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
@@ -135,23 +137,23 @@ def _lookup_rows(
 ) -> list[Row]:
     summands = REPLICATE if maxima else PARTIAL  # maxima are taken where all rows are
 
-    def row(ids: Placement, table: Placement, output: Placement, why: str, aligned: bool = False) -> Row:
+    def row(ids: Placement, table: Placement, output: Placement, why: str) -> Row:
         follow = 1 if ids == REPLICATE else 2 if offsets else 0
         weights = () if factors is None else (REPLICATE,) if factors.placement == REPLICATE else (ids,)
         inputs = (ids, table, *((ids,) if offsets else ()), *weights)
-        return Row(inputs, output, why, local, aligned, follow=follow)
+        return Row(inputs, output, why, local, (), follow=follow)
 
     rows = [
         row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the whole table"),
-        row(REPLICATE, Shard(1), Shard(column_dim), "each rank holds some columns", aligned=True),
+        row(REPLICATE, Shard(1), Shard(column_dim), "each rank holds some columns"),
         row(REPLICATE, Shard(0), summands, "each rank holds some rows; a foreign id adds zero"),
     ]
     for d in id_dims:
         rows.append(row(Shard(d), REPLICATE, Shard(d), "each rank has some ids and the whole table"))
         rows.append(row(Shard(d), Shard(0), Shard(d), "ids travel to the rows and back"))
         rows.append(row(Shard(d), Shard(1), Shard(d), "ids travel to the columns and back"))
-    if isinstance(weight.placement, OnRanks):
-        rows.append(row(REPLICATE, weight.placement, summands, "one rank holds the table; the others add zero"))
+    if isinstance(weight.placement, OnRanks | Boxes):
+        rows.append(row(REPLICATE, weight.placement, summands, "ranks that do not hold what is looked up add zero"))
         rows += [row(Shard(d), weight.placement, Shard(d), "ids travel to the table and back") for d in id_dims]
     return rows
 
@@ -163,7 +165,7 @@ def _table_first_shape(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -
     return _embedding_shape(indices, weight)
 
 
-@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, sizeless=True)
+@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, sizeless=True, home=0)
 def embedding_of_table(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out[..., c] = weight[indices[...], c], with -1 for no padding."""
     _check_ids(indices, (), "embedding")
@@ -176,8 +178,8 @@ def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: f
     """weight[i] *= min(1, max_norm / |weight[i]|) for every i of indices."""
     _check_ids(indices, (), "embedding_renorm_")
     own = without_sizes(weight.placement)
-    if isinstance(own, Partial | Boxes) or norm_type <= 0:
-        raise NotImplementedError("a table that is Partial or in Boxes is renormalised as a whole")
+    if isinstance(own, Partial) or norm_type <= 0:
+        raise NotImplementedError("a table that is Partial is renormalised as a whole")
     return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]
 
 

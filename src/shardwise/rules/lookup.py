@@ -13,8 +13,9 @@ all ranks before any row has moved.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain, groupby
 from math import prod
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.boxes import Box
+from shardwise.errors import RuleError
 from shardwise.ids import (
     Bags,
     Distinct,
@@ -35,16 +37,30 @@ from shardwise.ids import (
     spread,
 )
 from shardwise.placement import Boxes, OnRanks, Shard
-from shardwise.rules.bad_ids import FINE, check_devices, first_bad, raise_bad_ids, refuse_bad_ids, worst
-from shardwise.rules.row import Site, arguments
+from shardwise.rules.bad_ids import (
+    BAD_BAGS,
+    FINE,
+    StraddlingError,
+    asked_axes,
+    check_devices,
+    first_bad,
+    raise_bad_ids,
+    refuse_bad_ids,
+    worst,
+)
+from shardwise.rules.row import LocalFunction, Site, arguments
 
 # int64 words before the ids: how many words there are for this owner, how many of them are lengths of runs, whether
 # the sender has more words for some owner than its first message holds, position of the sender's first bad id or FINE,
 # that id.
 HEADER = 5
+NOTHING = Box((0, 0), (0, 0))
 WORTH_ADDING = 0.8  # owners add up runs where there are fewer of them than this share of the different ids
 SPARE = 1.25  # room in a first message, over the fair share of ids that an owner of rows gets
 FIRST_LIMIT = 1 << 20  # bytes of a rank's first messages; beyond, they are headers alone
+
+
+Span = tuple[int, int]  # from, to
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,9 @@ class Request:
     axes: tuple[int, ...]  # the mesh axes on which ids travel
     ranks: tuple[int, ...]  # the ranks that share them
     owners: tuple[Box, ...]  # what each of `ranks` holds of the table; empty boxes for nothing
+    columns: tuple[Span, ...]  # which columns each of `ranks` wants
     found: Distinct | Grouped | None  # what is asked for; None: whole bags go to the owners and sums come back
-    spans: tuple[tuple[int, int], ...]  # which of the ids asked for each owner holds
+    spans: tuple[Span, ...]  # which of the ids asked for each owner holds
 
     @property
     def pooled(self) -> bool:
@@ -77,7 +94,18 @@ class Request:
         """How many bags rank number `sender` has."""
         if self.bags is None or self.bags.offsets is None:
             return self.site.layouts[0].local_shape(self.ranks[sender])[0]
-        return self.num_offsets(sender) - self.bags.include_last_offset
+        return self.num_offsets(sender)
+
+    def part(self, sender: int, owner: int) -> Span:
+        """The columns that rank number `owner` sends rank number `sender`: those that it holds and the other wants."""
+        box, (start, stop) = self.owners[owner], self.columns[sender]
+        start, stop = max(start, box.offsets[1]), min(stop, box.offsets[1] + box.sizes[1])
+        return start, max(start, stop) if box.numel else start
+
+    def asks(self, sender: int, owner: int) -> bool:
+        """Whether rank number `sender` wants any of what rank number `owner` holds."""
+        start, stop = self.part(sender, owner)
+        return start < stop
 
 
 # ---- entry points: the local functions of the rules --------------------------------------------------------
@@ -89,6 +117,20 @@ def embedding(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     return _lookup(site, named["input"], named["weight"], None, named["sparse"])
 
 
+def bringing_ids_to_their_bags(local: LocalFunction) -> LocalFunction:
+    """A local function of `F.embedding_bag` that works, too, where ids are cut between other bags than offsets are."""
+
+    def run(site: Site, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return local(site, *args, **kwargs)
+        except StraddlingError:
+            site, named = _with_whole_bags(site, args, kwargs)
+        return local(site, **named)
+
+    return run
+
+
+@bringing_ids_to_their_bags
 def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding_bag`."""
     return _lookup(*bag_call(site, args, kwargs))
@@ -96,9 +138,13 @@ def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
 
 def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     check_devices(site, ids, weight)
-    if not travelling_axes(site):
+    axes = travelling_axes(site)
+    if not axes or not set(asked_axes(site)) <= set(axes):  # the exchange tells those who take part in it only
         refuse_bad_ids(site, ids, bags)
-        return _lookup_here(site, ids, weight, bags, sparse)
+    if not axes:
+        if bags is not None:
+            ids, bags = bags.without_end(ids)
+        return reduce(torch.add, [_lookup_here(site, ids, *part, bags, sparse) for part in parts(site, weight, sparse)])
     (out,) = lookup_together([(site, ids, weight, bags, sparse)])
     return out
 
@@ -118,12 +164,13 @@ Call = UsualCall | tuple[Site, Tensor, Tensor, Bags | None, bool, tuple[int, ...
 
 def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
     """Several lookups over the same ranks with one exchange of ids and one of answers."""
-    requests = [_request(*call) for call in calls]
+    by_call = [_requests(*call) for call in calls]
+    requests = list(chain(*by_call))
     site, ranks = requests[0].site, requests[0].ranks
     asked = _exchange_ids(site, ranks, requests)
     answers = [_serve(request, ids) for request, ids in zip(requests, asked, strict=True)]
-    received = _exchange_answers(site, ranks, requests, answers, asked)
-    return [_finish(request, blocks) for request, blocks in zip(requests, received, strict=True)]
+    found = map(_finish, requests, _exchange_answers(site, ranks, requests, answers))
+    return [reduce(torch.add, [next(found) for _ in of_call]) for of_call in by_call]
 
 
 def bag_call(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> UsualCall:
@@ -140,40 +187,91 @@ def from_own_first_id(site: Site, offsets: Tensor | None) -> Tensor | None:
     return offsets - box.offsets[0]
 
 
+def _with_whole_bags(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Site, dict[str, Any]]:
+    """A call of `F.embedding_bag` after the ids have gone to the ranks that hold the offsets of their bags."""
+    named = arguments(F.embedding_bag, tuple(args), kwargs)
+    offsets, ranks = named["offsets"], site.ranks(asked_axes(site))
+    own = (*offsets[:1].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, 0)
+    told = site.stack(torch.tensor(own, device=offsets.device), ranks).tolist()
+    end = site.layouts[0].shape[0]
+    by_place = sorted((site.layouts[2].boxes(rank)[0].offsets, told[i], rank) for i, rank in enumerate(ranks))
+    starts, lengths = [first for _, (first, _), _ in by_place if first >= 0], {}
+    if starts[:1] != [0] or starts != sorted(starts) or starts[-1] > end or any(falls for _, falls in told):
+        raise_bad_ids(site, (BAD_BAGS, 0, ranks[0]))
+    for _, (first, _), rank in reversed(by_place):
+        lengths[rank], end = (0, end) if first < 0 else (end - first, first)
+    cut = site.recut(0, 2, lengths)
+    named["input"] = site.fetch(named["input"], 0, lambda rank: cut.layouts[0].boxes(rank)[0])
+    return cut, named
+
+
 def travelling_axes(site: Site, replicated_ids: bool = False) -> tuple[int, ...]:
-    """The mesh axes on which ids and table are both cut; with `replicated_ids`, on which the rows are."""
+    """The mesh axes on which ids and table are both cut; with `replicated_ids`, on which the rows are.
+
+    Where one of them cuts the columns, so does every other that does: together they hold what their ranks want.
+    """
     ids, table = site.layouts[0], site.layouts[1]
-    return tuple(
-        axis
+    cut = [
+        (axis, a, b)
         for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
-        if (isinstance(a, Shard) or (replicated_ids and not b.is_shard(1)))
-        and isinstance(b, Shard | OnRanks | Boxes)
-        and ids.mesh.shape[axis] > 1
-    )
+        if isinstance(b, Shard | OnRanks | Boxes) and ids.mesh.shape[axis] > 1
+    ]
+    found = {axis for axis, a, b in cut if isinstance(a, Shard) or (replicated_ids and not b.is_shard(1))}
+    of_columns = {axis for axis, _, b in cut if b.is_shard(1)}
+    return tuple(sorted(found | of_columns if found & of_columns else found))
+
+
+def parts(site: Site, weight: Tensor, sparse: bool = False) -> list[tuple[Box, Tensor]]:
+    """This rank's boxes of the table, as many as any rank has; the further ones are empty."""
+    own, placements = site.layouts[1].boxes(site.rank), site.layouts[1].placements
+    count = max(len(boxes) for p in placements for boxes in (p.boxes if isinstance(p, Boxes) else ((),)))
+    if count <= 1:
+        return [(own[0] if own else NOTHING, weight)]
+    if sparse and weight.requires_grad:
+        raise RuleError(
+            f"{site.name_of(1)}: a table of which a rank holds several boxes has no sparse gradient. "
+            f"Fix: sparse=False, or one box a rank."
+        )
+    own += (Box((0, 0), (0, site.layouts[1].shape[1])),) * (count - len(own))
+    pieces = weight.reshape(-1).split([box.numel for box in own])
+    return [(box, piece.view(box.sizes)) for box, piece in zip(own, pieces, strict=True)]
 
 
 # ---- request ------------------------------------------------------------------------------------------------
 
 
-def _request(
+def _requests(
     site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...] | None = None
-) -> Request:
+) -> list[Request]:
+    """One for every box that a rank may hold, whose results are summands."""
     axes = travelling_axes(site) if axes is None else axes
     ranks = site.ranks(axes)
-    nothing = Box((0, 0), (0, 0))
-    owners = tuple((site.layouts[1].boxes(rank) or (nothing,))[0] for rank in ranks)
-    num_rows = site.layouts[1].shape[0]
-    holders = [box for box in owners if box.numel]
-    if bags is not None and holders and all(box.sizes[0] == num_rows for box in holders):
-        return Request(site, ids, weight, bags, sparse, axes, ranks, owners, None, ())
+    wanted = tuple((box.offsets[-1], box.offsets[-1] + box.sizes[-1]) for (box,) in map(site.output.boxes, ranks))
+    requests = []
+    for i, (_, piece) in enumerate(parts(site, weight, sparse)):
+        owners = tuple((*site.layouts[1].boxes(rank)[i:], NOTHING)[0] for rank in ranks)
+        requests.append(_asking(Request(site, ids, piece, bags, sparse, axes, ranks, owners, wanted, None, ())))
+    return requests
+
+
+def _asking(request: Request) -> Request:
+    """The request with what is asked for."""
+    ids, bags, owners = request.ids, request.bags, request.owners
+    holders = [o for o, box in enumerate(owners) if box.numel]
+    num_rows = request.site.layouts[1].shape[0]
+    if any(not request.asks(sender, owner) for sender in range(len(owners)) for owner in holders):
+        bags = None  # so the rows come here, and are pooled here
+    elif bags is not None and holders and all(owners[o].sizes[0] == num_rows for o in holders):
+        return request
     bounds = torch.tensor([(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in owners], device=ids.device)
-    if bags is not None and ids.numel() and bags.fit(ids.numel()):
+    boxes = any(isinstance(placement, Boxes) for placement in request.site.layouts[1].placements)
+    if bags is not None and ids.numel() and bags.fit(ids.numel()) and not boxes:
         runs = grouped(ids, bags, bounds)
         if runs.bags.numel() < WORTH_ADDING * number_of_different(ids.reshape(-1), num_rows):
-            return Request(site, ids, weight, bags, sparse, axes, ranks, owners, runs, runs.spans)
+            return replace(request, found=runs, spans=runs.spans)
     found = distinct(ids.reshape(-1))
     spans = tuple((a, b) for a, b in torch.searchsorted(found.values, bounds).tolist())
-    return Request(site, ids, weight, bags, sparse, axes, ranks, owners, found, spans)
+    return replace(request, found=found, spans=spans)
 
 
 Asked = tuple[Tensor, int]  # ids (pooled: and offsets; runs: and their lengths), and how many runs
@@ -249,7 +347,7 @@ def _wire(requests: Sequence[Request]) -> torch.dtype:
 def _room(request: Request, sender: int, owner: int, budget: int) -> int:
     """How many words the first message from `sender` to `owner` has room for; known to both."""
     box = request.owners[owner]
-    if box.numel == 0:
+    if not request.asks(sender, owner):
         return 0
     numel = request.site.layouts[0].local_numel(request.ranks[sender])
     if request.pooled:
@@ -272,19 +370,20 @@ def _runs(request: Request, owner: int) -> int:
 
 def _words(request: Request, verdict: tuple[int, int], wire: torch.dtype) -> list[Tensor]:
     """What this rank wants of each owner: row numbers in the owner's own count, pooled: ids and offsets."""
-    nothing = torch.empty(0, dtype=wire, device=request.ids.device)
+    nothing, me = torch.empty(0, dtype=wire, device=request.ids.device), request.ranks.index(request.site.rank)
+    asks = [request.asks(me, owner) for owner in range(len(request.owners))]
     if verdict[0] != FINE:
         return [nothing] * len(request.owners)
     if request.found is None:
         words = request.ids.reshape(-1).to(wire)
         if request.bags is not None and request.bags.offsets is not None:
             words = torch.cat([words, request.bags.offsets.to(wire)])
-        return [words if box.numel else nothing for box in request.owners]
+        return [words if asked else nothing for asked in asks]
     if isinstance(request.found, Distinct):
         values = request.found.values.to(wire)
         return [
-            values[start:stop] - box.offsets[0] if box.numel else nothing
-            for box, (start, stop) in zip(request.owners, request.spans, strict=True)
+            values[start:stop] - box.offsets[0] if asked else nothing
+            for asked, box, (start, stop) in zip(asks, request.owners, request.spans, strict=True)
         ]
     ids, lengths = request.found.ids.to(wire), request.found.lengths.to(wire)
     return [
@@ -304,7 +403,7 @@ def _serve(request: Request, asked: Sequence[Asked]) -> list[Tensor]:
         return [nothing for _ in asked]
     if request.pooled:
         sums = _pool(request, [words for words, _ in asked])
-        return list(sums.split([request.num_bags(sender) for sender in range(len(asked))]))
+        return _of_columns(request, sums.split([request.num_bags(sender) for sender in range(len(asked))]))
     rows = looked_up(
         weight, torch.cat([words[: len(words) if not runs else 0] for words, runs in asked]), None, request.sparse
     )
@@ -314,7 +413,15 @@ def _serve(request: Request, asked: Sequence[Asked]) -> list[Tensor]:
     for words, runs in asked:
         found.append(sums[added : added + runs] if runs else rows[answers : answers + words.numel()])
         added, answers = added + runs, answers + (0 if runs else words.numel())
-    return found
+    return _of_columns(request, found)
+
+
+def _of_columns(request: Request, answers: Sequence[Tensor]) -> list[Tensor]:
+    """Of this rank's columns, those that each rank wants."""
+    me = request.ranks.index(request.site.rank)
+    first, width = request.owners[me].offsets[1], request.owners[me].sizes[1]
+    spans = [request.part(sender, me) for sender in range(len(answers))]
+    return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
 
 
 def _sums_of_runs(request: Request, asked: Sequence[Asked]) -> Tensor:
@@ -349,7 +456,7 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
         count = request.num_offsets(sender)
         own, starts = words[: words.numel() - count], words[words.numel() - count :]
         ids.append(own)
-        offsets.append(starts[: count - bags.include_last_offset] + before)
+        offsets.append(starts + before)
         before += own.numel()
     return looked_up(request.weight, torch.cat(ids), Bags(bags.mode, torch.cat(offsets)), request.sparse)
 
@@ -362,7 +469,6 @@ def _exchange_answers(
     ranks: tuple[int, ...],
     requests: Sequence[Request],
     answers: Sequence[Sequence[Tensor]],
-    asked: Sequence[Sequence[Asked]],
 ) -> list[list[Tensor]]:
     """For every request, this rank's blocks of rows (sums) from each owner."""
     expected = [[_expected(request, owner) for request in requests] for owner in range(len(ranks))]
@@ -375,69 +481,78 @@ def _exchange_answers(
 
 
 def _expected(request: Request, owner: int) -> tuple[int, int]:
-    box, me = request.owners[owner], request.ranks.index(request.site.rank)
-    if box.numel == 0:
+    """Rows and columns of what rank number `owner` answers this one."""
+    first, last = request.part(request.ranks.index(request.site.rank), owner)
+    if first == last:
         return 0, 0
     if request.pooled:
-        return request.num_bags(me), box.sizes[1]
+        return request.num_bags(request.ranks.index(request.site.rank)), last - first
     start, stop = request.found.runs[owner] if isinstance(request.found, Grouped) else request.spans[owner]
-    return stop - start, box.sizes[1]
+    return stop - start, last - first
 
 
 def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
-    held = [o for o, box in enumerate(request.owners) if box.numel]
+    me = request.ranks.index(request.site.rank)
+    left, right = request.columns[me]
+    held = [o for o in range(len(blocks)) if request.asks(me, o)]
     held.sort(key=lambda o: request.owners[o].offsets)
-    bands, spans = [], []  # by rows, then by columns
-    asked_for = request.found.runs if isinstance(request.found, Grouped) else request.spans
-    for _, band in groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0])):
-        owners = list(band)
-        bands.append(blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1))
-        spans.append(asked_for[owners[0]] if asked_for else (0, 0))
-    if request.found is None:
-        (sums,) = bands
-        return sums
-    rows = torch.cat(bands) if bands else _nothing_from(request.weight, request.sparse)
+    by_rows = groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
+    bands = [list(owners) for _, owners in by_rows]
     if isinstance(request.found, Grouped):
-        return _added(request, rows, spans)
-    count = request.found.values.numel()
-    if rows.shape[0] < count:  # nobody here holds the others: they are zeros
-        held_rows = torch.cat([torch.arange(a, b, device=rows.device) for a, b in [(0, 0), *spans]])
-        rows = rows.new_zeros(count, rows.shape[1]).index_copy(0, held_rows, rows)
-    return spread(rows, request.found, request.ids, request.bags)
+        return _added(request, [(request.found.runs[band[0]], _beside(blocks, band)) for band in bands], right - left)
+    count = request.num_bags(me) if request.found is None else request.found.values.numel()
+    whole = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
+    if bands and whole and sum(blocks[band[0]].shape[0] for band in bands) == count:
+        rows = torch.cat([_beside(blocks, band) for band in bands])
+    else:  # what nobody here holds is zero
+        rows = blocks[0].new_zeros(count, right - left) + blocks[0].reshape(-1)[:0].sum()
+        for o in held:
+            (first, last), (start, stop) = request.part(me, o), request.spans[o] if request.spans else (0, count)
+            rows[start:stop, first - left : last - left] = blocks[o]
+    return rows if request.found is None else spread(rows, request.found, request.ids, request.bags)
 
 
-def _added(request: Request, sums: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """The bags of this rank, from what each owner has of them."""
+def _beside(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
+    return blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1)
+
+
+def _added(request: Request, bands: Sequence[tuple[Span, Tensor]], width: int) -> Tensor:
+    """The bags of this rank, from the runs that each owner has added up."""
     assert isinstance(request.found, Grouped)
     assert request.bags is not None
-    bag = torch.cat([request.found.bags[a:b] for a, b in runs]) if runs else request.found.bags[:0]
+    bag = torch.cat([request.found.bags[:0], *(request.found.bags[a:b] for (a, b), _ in bands)])
+    sums = torch.cat([x for _, x in bands]) if bands else _nothing_from(request.weight, request.sparse)
     lengths = request.bags.lengths(request.ids)
-    out = sums.new_zeros(lengths.numel(), sums.shape[1]).index_add(0, bag, sums)
+    out = sums.new_zeros(lengths.numel(), width).index_add(0, bag, sums)
     return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if request.bags.mode == "mean" else out
 
 
 # ---- lookups that need nobody ------------------------------------------------------------------------------
 
 
-def _lookup_here(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    """This rank's rows and columns only: the foreign ids of a row-cut table add zero."""
-    boxes = site.layouts[1].boxes(site.rank)
-    num_rows = site.layouts[1].shape[0]
-    box = boxes[0] if boxes else Box((0, 0), (0, site.layouts[1].shape[1]))
+def _lookup_here(site: Site, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    """What this rank has in one box: the foreign ids of a row-cut table add zero, and so do foreign columns."""
+    (wanted,) = site.output.boxes(site.rank)
+    num_rows, width = site.layouts[1].shape[0], wanted.sizes[-1]
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
         shape = ids.shape if bags is None else bags.lengths(ids).shape
-        return weight.new_zeros(*shape, weight.shape[1]) + _nothing_from(weight, sparse).sum()
+        return weight.new_zeros(*shape, width) + _nothing_from(weight, sparse).sum()
+    left = box.offsets[1] - wanted.offsets[-1]
+    pad = (left, width - left - box.sizes[1])
     if box.sizes[0] == num_rows:
-        return plain_lookup(ids, weight, bags, sparse)
+        return _padded(plain_lookup(ids, weight, bags, sparse), pad)
     flat = ids.reshape(-1)
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
     own = flat[mine] - box.offsets[0]
     if bags is None:
-        rows = F.embedding(own, weight, sparse=sparse)
-        out = rows.new_zeros(flat.numel(), weight.shape[1]).index_copy(0, mine.nonzero().squeeze(1), rows)
-        return out.view(*ids.shape, weight.shape[1])
+        rows = _padded(F.embedding(own, weight, sparse=sparse), pad)
+        out = rows.new_zeros(flat.numel(), width).index_copy(0, mine.nonzero().squeeze(1), rows)
+        return out.view(*ids.shape, width)
     lengths, bag_of = bags.lengths(ids), bags.bag_of(ids)[mine]
-    own, bag_of = own[bag_of < lengths.numel()], bag_of[bag_of < lengths.numel()]
     kept = torch.bincount(bag_of, minlength=lengths.numel())
-    sums = F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse)
+    sums = _padded(F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse), pad)
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
+
+
+def _padded(x: Tensor, columns: tuple[int, int]) -> Tensor:
+    return F.pad(x, columns) if any(columns) else x

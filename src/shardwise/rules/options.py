@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.boxes import Box
 from shardwise.errors import IdError
 from shardwise.ids import Bags
-from shardwise.placement import Shard
+from shardwise.placement import Boxes, Shard
 from shardwise.rules import bad_ids, lookup
 from shardwise.rules.row import Site, arguments
 
@@ -27,36 +26,39 @@ def embedding(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     with _bounded(site, named["weight"], ids, named["max_norm"], named["norm_type"]):
         rows = lookup.embedding(site, ids, named["weight"], sparse=named["sparse"])
     factor = by_frequency(site, ids) if named["scale_grad_by_freq"] else None
+    if factor is not None and named["sparse"]:
+        rows = _ungraded(rows)
     if padding_idx is not None:
         factor = torch.ones_like(ids, dtype=rows.dtype) if factor is None else factor
         factor = factor.masked_fill(ids == _padding_row(site, padding_idx), 0)
     return rows if factor is None else _graded(rows, factor)
 
 
+@lookup.bringing_ids_to_their_bags
 def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding_bag` with any option: rows come to the ranks that have the ids."""
     named = arguments(F.embedding_bag, args, kwargs)
-    bags, weight, mode, last = (named[name] for name in ("input", "weight", "mode", "include_last_offset"))
-    offsets, weights, padding_idx = (named[name] for name in ("offsets", "per_sample_weights", "padding_idx"))
-    starts = lookup.from_own_first_id(site, offsets)
-    bad_ids.refuse_bad_ids(site, bags, Bags(mode, starts, last))
+    ids, weight, offsets, mode = (named[name] for name in ("input", "weight", "offsets", "mode"))
+    weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
+    bags = Bags(mode, lookup.from_own_first_id(site, offsets), named["include_last_offset"])
+    bad_ids.refuse_bad_ids(site, ids, bags)
     find = lookup.whole_rows if mode == "max" else lookup.embedding  # all but maxima is linear in the rows
-    with _bounded(site, weight, bags, named["max_norm"], named["norm_type"]):
-        rows, ids = find(site, bags, weight, sparse=named["sparse"]).flatten(0, -2), bags.reshape(-1)
+    with _bounded(site, weight, ids, named["max_norm"], named["norm_type"]):
+        rows = find(site, ids, weight, sparse=named["sparse"]).flatten(0, -2)
     if named["scale_grad_by_freq"]:
-        rows = _graded(rows, by_frequency(site, ids))
-    places = torch.arange(ids.numel(), device=ids.device)
+        rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(site, ids.reshape(-1)))
+    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     if padding_idx is not None:
         places = places.masked_fill(ids == _padding_row(site, padding_idx), ids.numel())
     if weights is not None:
         weights = site.fetch(weights, 2 + (offsets is not None), lambda rank: site.layouts[0].boxes(rank)[0])
+    places, bags = bags.without_end(places)
     return F.embedding_bag(
-        places.view(bags.shape),
+        places,
         F.pad(rows, (0, 0, 0, 1)),  # and the row that padded places stand for
-        starts if starts is None else starts.long(),
+        None if bags.offsets is None else bags.offsets.long(),
         mode=mode,
-        per_sample_weights=weights,
-        include_last_offset=last,
+        per_sample_weights=None if weights is None else weights[: len(places)],
         padding_idx=ids.numel(),
     )
 
@@ -76,6 +78,17 @@ def _graded(rows: Tensor, factor: Tensor) -> Tensor:
     return rows.view_as(rows)  # another tensor, whose own hooks see the gradient before
 
 
+def _ungraded(rows: Tensor) -> Tensor:
+    """Rows of which torch has no gradient, and says so when it is asked for one."""
+
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
+
+    if rows.requires_grad:
+        rows.register_hook(refuse)
+    return rows
+
+
 # ---- what all ranks look up ---------------------------------------------------------------------------------
 
 
@@ -93,7 +106,7 @@ def by_frequency(site: Site, ids: Tensor, operand: int = 0) -> Tensor:
     """One over how often all ranks together look up each id."""
     values, counts = torch.unique(every_id(site, ids, operand), return_counts=True)
     frequencies: Tensor = counts[torch.searchsorted(values, ids)]
-    return 1 / frequencies
+    return frequencies.double().reciprocal()
 
 
 @contextmanager
@@ -106,18 +119,30 @@ def _bounded(site: Site, weight: Tensor, ids: Tensor, max_norm: float | None, no
         yield
         return
     bad_ids.refuse_bad_ids(site, ids, None)
-    table, layout = weight.detach().data, site.layouts[1]
-    box = (*layout.boxes(site.rank), Box((0, 0), (0, 0)))[0]
-    rows = every_id(site, ids).unique().long() - box.offsets[0]
-    rows = rows[(rows >= 0) & (rows < box.sizes[0])]
-    norms = torch.linalg.vector_norm(table[rows], norm_type, 1) if table.shape[1] else table.new_zeros(rows.shape)
-    axes = [axis for axis, placement in enumerate(layout.placements) if placement.is_shard(1)]
-    norms = torch.linalg.vector_norm(site.stack(norms, site.ranks(axes)), norm_type, 0)
-    long = norms > max_norm
-    rows, scale = rows[long], max_norm / (norms[long] + 1e-7)  # the little more is torch's
-    table.index_copy_(0, rows, table[rows] * scale.unsqueeze(1).to(table.dtype))
+    _renormalise(site, weight.detach().data, every_id(site, ids).unique().long(), max_norm, norm_type)
     yield
     torch.autograd.graph.increment_version(weight)
+
+
+def _renormalise(site: Site, table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    """Scale what this rank holds of the rows `ids`, which are different ones and the same on all ranks."""
+    norms, own = [], []
+    axes = [a for a, p in enumerate(site.layouts[1].placements) if p.is_shard(1) or isinstance(p, Boxes)]
+    for box, part in lookup.parts(site, table):
+        here = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
+        rows = ids[here] - box.offsets[0]
+        if not axes:
+            torch.embedding_renorm_(part, rows, max_norm, norm_type)
+            return
+        of_rows = torch.linalg.vector_norm(part[rows], norm_type, 1) if part.numel() else part.new_zeros(rows.shape)
+        norms.append(part.new_zeros(ids.shape).masked_scatter_(here, of_rows))
+        own.append((part, here, rows))
+    every = site.stack(torch.stack(norms), site.ranks(axes)).flatten(0, 1)
+    norm = torch.linalg.vector_norm(every, norm_type, 0).double()
+    scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # the little more is torch's
+    for part, here, rows in own:
+        wide = torch.promote_types(part.dtype, torch.float32)
+        part.index_copy_(0, rows, (part[rows].to(wide) * scale[here].to(wide)).to(part.dtype))
 
 
 # ---- ops that take the table, or a gradient, before the ids -------------------------------------------------

@@ -41,7 +41,8 @@ class Row:
         local: what each rank computes, called as `local(site, *args, **kwargs)` with local tensors; None is
             the op itself. It must build the same autograd graph on every rank, empty shards included.
         aligned: all Shards of the row cut the same index range, so they must be cut alike. A tuple of operands says
-            it of those only; the others stay cut as they are.
+            it of those only; the others stay cut as they are. Where no row speaks of any, each operand keeps also the
+            order in which axes cut it, and a result has the order of the operands that it follows.
         follow: the operand whose cut a cut result has; None is the first one that is cut, NOBODY none.
         boundary: where a cut of that operand falls in the result, if not at the same index; rises from 0 to
             the length of the result's dim. A tuple of them for several results.
@@ -124,6 +125,10 @@ class Site(Protocol):
         """`x`, marked as a copy where users expect a view: changing it in place is refused."""
         ...
 
+    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "Site":
+        """This site with `operand` cut along dim 0 by the axes of operand `like`, into pieces as long as given."""
+        ...
+
     def name_of(self, operand: int) -> str:
         """What to call an operand in an error: its parameter name where it has one."""
         ...
@@ -198,6 +203,7 @@ class OpRule:
             in step.
         typed: which rows there are depends on dtypes, so a recipe serves one of those; so it does where ops draw.
         view: torch gives a view of the first operand.
+        home: the tensor operand to whose mesh the others come; None is the largest, or the one that changes.
         composed: the op in terms of others, which find their own rules, for arguments that have no row; None lets
             torch take it apart.
     """
@@ -212,6 +218,7 @@ class OpRule:
     typed: bool = False
     view: bool = False
     composed: Callable[..., Any] | None = None
+    home: int | None = None
 
 
 RULES: dict[Any, OpRule] = {}
@@ -241,11 +248,12 @@ def op_rule(
     sizeless: bool = False,
     everywhere: LocalFunction | None = None,
     ragged: bool = False,
+    home: int | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register the function below as the rule of ops; the options are those of `OpRule`."""
 
     def add(rule: Rule) -> Rule:
-        register(OpRule(rule, in_place, shape, sizeless, everywhere, ragged), *ops)
+        register(OpRule(rule, in_place, shape, sizeless, everywhere, ragged, home=home), *ops)
         return rule
 
     return add

@@ -17,14 +17,15 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
         all(layout.kind[1] == layout.placements for layout in layouts)
         and all(x.placements[axis] == row.inputs[i] for axis, row in enumerate(chosen) for i, x in enumerate(layouts))
         and all(row.granule == 1 for row in chosen)
-        and len({layout.shard_order for layout in layouts}) == 1
+        and (len({layout.shard_order for layout in layouts}) == 1 or _free(chosen))
     ):
         return list(layouts)
-    order = leader(layouts, chosen).shard_order
+    free, common = _free(chosen), leader(layouts, chosen).shard_order
     kinds = [tuple(row.inputs[i] for row in chosen) for i in range(len(layouts))]
-    cuts = [_cut_to_follow(layouts, kinds, row, axis, order) for axis, row in enumerate(chosen)]
+    cuts = [None if free else _cut_to_follow(layouts, kinds, row, axis, common) for axis, row in enumerate(chosen)]
     found = []
     for i, layout in enumerate(layouts):
+        order = layout.shard_order if free else common
         placements = [
             Shard(p.dim, cuts[axis] if _is_aligned(row, i) else _own_cut(layout, kinds[i], row, axis, order))
             if isinstance(p, Shard)
@@ -34,6 +35,11 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
         same = tuple(placements) == layout.placements and layout.shard_order == order
         found.append(layout if same else Layout(layout.mesh, placements, layout.shape, order))
     return found
+
+
+def _free(chosen: Sequence[Row]) -> bool:
+    """Whether no operand is cut like another one."""
+    return all(row.aligned == () or not any(isinstance(p, Shard) for p in row.inputs) for row in chosen)
 
 
 def leader(layouts: Sequence[Layout], chosen: Sequence[Row]) -> Layout:
@@ -120,14 +126,36 @@ def _output_layout(
         if isinstance(output, Shard) and output.sizes is None:
             output = Shard(output.dim, _output_cut(layouts, row, axis, index))
         placements.append(output)
-    return Layout(layouts[0].mesh, placements, shape, leader(layouts, chosen).shard_order)
+    order = leader(layouts, chosen).shard_order
+    if _free(chosen):
+        keys = [
+            _place_in_order(layouts, row, axis, p) for axis, (p, row) in enumerate(zip(placements, chosen, strict=True))
+        ]
+        order = tuple(sorted(range(len(keys)), key=keys.__getitem__))
+    return Layout(layouts[0].mesh, placements, shape, order)
 
 
-def _output_cut(layouts: Sequence[Layout], row: Row, axis: int, index: int | None) -> Cut | None:
+def _place_in_order(layouts: Sequence[Layout], row: Row, axis: int, output: Placement) -> tuple[int, int]:
+    """What to sort the axes of a result by, so that those that cut one dim do so in the order of what they follow."""
+    if not isinstance(output, Shard):
+        return -1, axis
+    follow = _followed(row)
+    return output.dim, axis if follow is None else layouts[follow].shard_order.index(axis)
+
+
+def _followed(row: Row) -> int | None:
+    """The operand whose cut a cut result of the row has."""
     cut_ones = [i for i, placement in enumerate(row.inputs) if isinstance(placement, Shard)]
     if not cut_ones or row.follow == NOBODY:
         return None
-    layout = layouts[cut_ones[0] if row.follow is None else row.follow]
+    return cut_ones[0] if row.follow is None else row.follow
+
+
+def _output_cut(layouts: Sequence[Layout], row: Row, axis: int, index: int | None) -> Cut | None:
+    follow = _followed(row)
+    if follow is None:
+        return None
+    layout = layouts[follow]
     boundary = row.boundary[index or 0] if isinstance(row.boundary, tuple) else row.boundary
     if boundary is not None:
         return _at(layout.cut(axis), lambda b, n, f=boundary: f(b))

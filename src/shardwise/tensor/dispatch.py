@@ -201,7 +201,7 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     except resolve.NoRowError as error:
         return _without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
-        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, rule.in_place))
+        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.home))
     recipe, op, unwrap = found
     mesh = recipe.layouts[0].mesh
     everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks

@@ -58,7 +58,7 @@ def _on_one_mesh(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tensor, what stands in the brackets and the value on the mesh of the first: ranks outside it send theirs."""
     parts = (*(args[1] if isinstance(args[1], tuple) else args[1:2]), *args[2:])
     if any(type(p) is DTensor and p._layout.mesh != args[0]._layout.mesh for p in parts):
-        args, _ = meshes.on_one_mesh(func, args, {}, in_place=True)
+        args, _ = meshes.on_one_mesh(func, args, {}, 0)
     return args
 
 

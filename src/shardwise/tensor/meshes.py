@@ -29,8 +29,8 @@ def are_several(args: Any, kwargs: dict[str, Any]) -> bool:
     return any(mesh != meshes[0] for mesh in meshes)
 
 
-def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Call:
-    """The arguments with every DTensor on the mesh of the largest one; of the first one if that is to change.
+def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None) -> Call:
+    """The arguments with every DTensor on the mesh of the one whose number is `home`; None is the largest.
 
     All ranks of all the meshes must call. Each operand goes there whole, in the placements it has, or in those of the
     largest, whichever is cheapest.
@@ -39,7 +39,7 @@ def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_pla
         RuleError: in strict mode.
     """
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
-    lead = operands[0] if in_place else max(operands, key=lambda x: x.numel() * x.element_size())
+    lead = max(operands, key=lambda x: x.numel() * x.element_size()) if home is None else operands[home]
     others = next(x._layout.mesh for x in operands if x._layout.mesh != lead._layout.mesh)
     if is_strict():
         raise RuleError(

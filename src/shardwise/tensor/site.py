@@ -12,7 +12,9 @@ from shardwise.boxes import Box
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.meter import Cause
+from shardwise.placement import Shard
 from shardwise.tensor.copies import marked
+from shardwise.tensor.cuts import measured_cut
 from shardwise.tensor.fetch import fetch
 
 
@@ -92,6 +94,14 @@ class LocalSite:
 
     def copied(self, x: Tensor) -> Tensor:
         return marked(x)
+
+    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalSite":
+        layouts, model = list(self.layouts), self.layouts[like]
+        axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
+        cut = measured_cut(model.mesh, axes, model.shard_order, lengths)
+        placements = [Shard(0, cut[axis]) if axis in cut else p for axis, p in enumerate(model.placements)]
+        layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
+        return LocalSite(self.op, tuple(layouts), self.outputs, self.axes, self.operands, self.cause)
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"

@@ -80,7 +80,7 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     """
     changed = _changed_operands(func, args, kwargs)
     if meshes.are_several(args, kwargs):
-        args, kwargs = meshes.on_one_mesh(func, args, kwargs, bool(changed))
+        args, kwargs = meshes.on_one_mesh(func, args, kwargs, 0 if changed else None)
         if not all(any(x is y for y in pytree.tree_leaves((args, kwargs))) for x in changed):
             raise RuleError(f"{func} changes an operand that is on another mesh than its first. Fix: redistribute it.")
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
