@@ -182,14 +182,18 @@ def test_float_ids_are_refused_even_after_ids_of_the_same_layout() -> None:
         F.embedding(distribute_tensor(torch.tensor([1.0, 2.0]), Mesh((2,)), [S0]), param)
 
 
-def test_bags_that_straddle_ranks_are_the_same_error_on_every_rank() -> None:
-    flat, starts = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3])
-
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}], ids=str)
+@pytest.mark.parametrize("starts", [[1, 3], [0, 5], [0, 3, 2, 4], [0, 2, 1, 4], [0, 3, 1]], ids=str)
+def test_offsets_that_describe_no_bags_are_the_same_error_on_every_rank(
+    starts: list[int], options: dict[str, Any]
+) -> None:
     def body() -> str:
         mesh = Mesh((2,))
-        ids = distribute_tensor(flat, mesh, [S0])  # rank 0 holds two of the first bag's three ids
-        with pytest.raises(ValueError, match="between the same bags") as caught:
-            F.embedding_bag(ids, weight_of(table(), mesh, [S0]), distribute_tensor(starts, mesh, [S0]))
+        ids, offsets = (distribute_tensor(torch.tensor(x), mesh, [S0]) for x in ([1, 2, 3, 4], starts))
+        with pytest.raises(
+            ValueError, match="the offsets describe no bags of the ids: they must rise from 0"
+        ) as caught:
+            F.embedding_bag(ids, weight_of(table(), mesh, [S0]), offsets, **options)
         return str(caught.value)
 
     assert len(set(world(2).run(body))) == 1

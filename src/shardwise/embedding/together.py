@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import LayoutError
-from shardwise.rules import lookup
+from shardwise.rules import lookup, requests
 from shardwise.rules.bad_ids import StraddlingError
 from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor, tag
@@ -56,7 +56,7 @@ def embedding_bags(
                 recipe, site, args, named = prepared
                 assert recipe.local is not None
                 alone = partial(recipe.local, site, *args, **named)
-                axes = lookup.travelling_axes(site)
+                axes = requests.travelling_axes(site)
                 if axes and recipe.local is lookup.embedding_bag:
                     members = shared.setdefault((site.ranks(axes), weight.dtype), [])
                     members.append((index, lookup.bag_call(site, args, named), alone))

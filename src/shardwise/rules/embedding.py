@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.errors import IdTypeError
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules import bad_ids, lookup, options
+from shardwise.rules import bad_ids, lookup, options, requests
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
 from shardwise.rules.row import LocalFunction, Meta, Row, Site, arguments, op_rule, prepared
 
@@ -32,7 +32,7 @@ def _embedding_shape(input: Meta, weight: Meta, *args: Any, **kwargs: Any) -> tu
     return (*input.shape, weight.shape[1])
 
 
-@op_rule(F.embedding, shape=_embedding_shape, sizeless=True, home=1)
+@op_rule(F.embedding, shape=_embedding_shape, sizeless=True, everywhere=options.embedding, home=1)
 def embedding(*args: Any, **kwargs: Any) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     named = arguments(F.embedding, args, kwargs)
@@ -50,7 +50,7 @@ def _whole_rows_here(site: Site) -> LocalFunction | None:
     boxes = table.boxes(site.rank)
     if any(isinstance(placement, Boxes) for placement in table.placements):
         return None
-    if bad_ids.asked_axes(site) or lookup.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
+    if bad_ids.asked_axes(site) or requests.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
         return None
     num_rows = table.shape[0]
     if not boxes[0].numel or boxes[0].sizes[0] != num_rows:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.errors import IdError
 from shardwise.ids import Bags
 from shardwise.placement import Boxes, Shard
-from shardwise.rules import bad_ids, lookup
+from shardwise.rules import bad_ids, lookup, requests
 from shardwise.rules.row import Site, arguments
 
 
@@ -128,7 +128,7 @@ def _renormalise(site: Site, table: Tensor, ids: Tensor, max_norm: float, norm_t
     """Scale what this rank holds of the rows `ids`, which are different ones and the same on all ranks."""
     norms, own = [], []
     axes = [a for a, p in enumerate(site.layouts[1].placements) if p.is_shard(1) or isinstance(p, Boxes)]
-    for box, part in lookup.parts(site, table):
+    for box, part in requests.parts(site, table):
         here = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
         rows = ids[here] - box.offsets[0]
         if not axes:

@@ -1,0 +1,299 @@
+"""The whole contract of lookups on every kind of table: a sample of `tools/embedding_matrix.py`, and what they cost."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import DTensor, Layout, Mesh, count_comms, distribute_tensor
+from shardwise.embedding import embedding_bags
+from shardwise.errors import IdError, RuleError
+from shardwise.placement import Boxes, OnRanks, Placement, Replicate, Shard
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+from tools.embedding_matrix import CHOICES, PLACES, REFUSED, Case, covering, differs, main, possible, refusals, wrong
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+CASES = list(covering(2))
+BY_TABLE: dict[str, list[Case]] = defaultdict(list)
+for _case in CASES:
+    BY_TABLE[_case.table].append(_case)
+
+
+def complaints(cases: list[Case], real: bool = False) -> list[str]:
+    return [f"{case}: {complaint}" for case in cases if (complaint := wrong(case, real))]
+
+
+@pytest.mark.parametrize("table", BY_TABLE)
+def test_every_two_choices_together_give_what_torch_gives(table: str) -> None:
+    assert complaints(BY_TABLE[table]) == []
+
+
+def test_the_cases_hold_every_two_choices_that_are_possible_together() -> None:
+    for one, other in combinations(CHOICES, 2):
+        wanted = {pair for pair in product(CHOICES[one], CHOICES[other]) if possible({one: pair[0], other: pair[1]})}
+        assert {(getattr(case, one), getattr(case, other)) for case in CASES} == wanted
+
+
+@pytest.mark.parametrize("asked", REFUSED, ids=str)
+def test_what_torch_refuses_is_refused_on_every_table(asked: dict[str, Any]) -> None:
+    """With the same type of exception, forward or backward; `wrong` compares them."""
+    cases = [case for case in refusals() if all(getattr(case, name) == value for name, value in asked.items())]
+    assert len(cases) >= len(PLACES)
+    assert complaints(cases) == []
+
+
+def test_real_processes_give_what_torch_gives() -> None:
+    cases = [case for case in CASES if case.mesh.size() == 3][::8]
+    assert len(cases) >= 8
+    assert complaints(cases, real=True) == []
+
+
+def test_a_wrong_outcome_is_seen() -> None:
+    one = torch.ones(3, dtype=torch.float64)
+    assert differs(one, one + 2**-52, 0.0) is not None
+    assert differs(one, one + 2**-52, 1e-13) is None
+    assert differs(one, one.float(), 0.1) is not None
+    assert differs(None, one, 1.0) == f"None instead of {one}"
+    assert differs(None, None, 0.0) is None
+
+
+def test_a_case_whose_table_cannot_have_sparse_gradients_is_refused_on_all_ranks() -> None:
+    case = Case("boxes, none on a rank", "sum", "matrix", "whole", sparse=True)
+    assert wrong(case) is None
+    assert wrong(replace(case, sparse=False)) is None
+
+
+def test_the_command_tells_how_many_cases_there_were(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert main(["--strength", "1", "--only", "table rows of 3;"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "cases, " in capsys.readouterr().out
+
+
+# ---- gradients against differences -----------------------------------------------------------------------------
+
+TABLE = torch.arange(35, dtype=torch.float64).view(7, 5).sin()
+BAGS = torch.tensor([[3, 3, 0], [6, 1, 3], [0, 0, 0], [5, 2, 1], [3, 6, 6]])
+WEIGHTS = torch.arange(15, dtype=torch.float64).view(5, 3).cos()
+TABLES: dict[str, tuple[Mesh, list[Placement]]] = {
+    name: (PLACES[name][0], list(PLACES[name][1]))
+    for name in ("rows of 5", "columns by hand", "table", "boxes, none on a rank", "grid 01", "grid 11", "grid T0")
+}
+
+
+def perturbed(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(x.numel())
+    for _ in range(3):
+        direction = torch.randn(x.shape, dtype=x.dtype, generator=generator)
+        yield direction, 1e-6 * direction
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_are_what_differences_say(name: str, mode: str) -> None:
+    """Nothing here is compared with torch's own backward."""
+    mesh, placements = TABLES[name]
+
+    def value(table: Any, weights: Any) -> Any:
+        ids = distribute_tensor(BAGS, mesh, [S0, *[R] * (mesh.ndim - 1)])
+        out = F.embedding_bag(ids, table, mode=mode, per_sample_weights=weights, padding_idx=6)
+        return (out.sin() * torch.arange(1.0, 6, dtype=torch.float64).sqrt()).sum()
+
+    def at(table: Tensor, weights: Tensor) -> tuple[DTensor, DTensor | None]:
+        ranks = [R] * mesh.ndim
+        return distribute_tensor(table, mesh, placements), distribute_tensor(
+            weights, mesh, ranks
+        ) if mode == "sum" else None
+
+    @world(mesh.size())
+    def body() -> None:
+        table, weights = at(TABLE, WEIGHTS)
+        leaves = [x.requires_grad_() for x in (table, weights) if x is not None]
+        value(table, weights).backward()
+        grads = [as_dtensor(x.grad).full_tensor() for x in leaves]
+        for direction, step in perturbed(TABLE):
+            up, down = (float(value(*at(TABLE + s * step, WEIGHTS))) for s in (1, -1))
+            assert (up - down) / 2e-6 == pytest.approx(float((grads[0] * direction).sum()), rel=1e-7, abs=1e-8)
+        for direction, step in perturbed(WEIGHTS) if mode == "sum" else ():
+            up, down = (float(value(*at(TABLE, WEIGHTS + s * step))) for s in (1, -1))
+            assert (up - down) / 2e-6 == pytest.approx(float((grads[1] * direction).sum()), rel=1e-7, abs=1e-8)
+
+    body()
+
+
+# ---- what it costs -----------------------------------------------------------------------------------------------
+
+BIG = torch.arange(512 * 16, dtype=torch.float64).view(512, 16).sin()
+FEW = torch.tensor([[5, 500], [7, 7], [300, 5], [12, 499]])
+QUARTERS = [[((0, 0), (256, 8)), ((256, 8), (256, 8))], [((0, 8), (256, 8)), ((256, 0), (256, 8))]]
+LOOKUPS: dict[str, Callable[[Any, Any], Any]] = {
+    "embedding": F.embedding,
+    "sum": lambda ids, table: F.embedding_bag(ids, table, mode="sum"),
+    "max": lambda ids, table: F.embedding_bag(ids, table, mode="max"),
+    "max_norm": lambda ids, table: F.embedding_bag(ids, table, max_norm=0.5),
+    "frequencies": lambda ids, table: F.embedding(ids, table, scale_grad_by_freq=True, padding_idx=7),
+}
+
+
+@pytest.mark.parametrize("call", LOOKUPS)
+@pytest.mark.parametrize("cut", [R, S0], ids=str)
+@pytest.mark.parametrize(
+    "placement", [S0, S1, OnRanks(1), Boxes(QUARTERS), Shard(0, [0, 512])], ids=lambda p: str(p)[:12]
+)
+@world(2)
+def test_ids_and_rows_travel_but_no_table_and_no_gradient_of_one(
+    placement: Placement, cut: Placement, call: str
+) -> None:
+    table = distribute_tensor(BIG, Mesh((2,)), [placement]).requires_grad_()
+    ids = distribute_tensor(FEW, Mesh((2,)), [cut])
+    with count_comms() as meter:
+        LOOKUPS[call](ids, table).sum().backward()
+        assert table.grad is not None
+    rows = FEW.numel() * 16 * 8  # bytes of all that is looked up
+    assert meter.total_bytes < 4 * rows + 1000
+    assert 4 * rows + 1000 < BIG.numel() * 8 / 8
+
+
+@world(4)
+def test_columns_cut_twice_come_in_order_where_ids_are_cut_on_one_axis_only() -> None:
+    """Pieces of columns from the first axis do not lie beside each other: values were in the wrong places."""
+    mesh = Mesh((2, 2))
+    table = distribute_tensor(BIG, mesh, [S1, S1])
+    for placements in ([S0, R], [R, S0], [S0, S0]):
+        with count_comms() as meter:
+            out = as_dtensor(F.embedding(distribute_tensor(FEW, mesh, placements), table))
+        assert torch.equal(out.full_tensor(), F.embedding(FEW, BIG))
+        assert meter.total_bytes < 3000
+
+
+@pytest.mark.parametrize("first", [[S0, R], [R, S0], [S0, S0]], ids=str)
+@world(4)
+def test_one_bad_id_is_heard_by_ranks_that_look_up_in_another_copy_of_the_table(first: list[Placement]) -> None:
+    mesh, ids = Mesh((2, 2)), FEW.clone()
+    ids[3, 1] = 512
+    table = distribute_tensor(BIG, mesh, [R, S0])
+    with pytest.raises(IdError, match=r"id 512 at position \(3, 1\)"):
+        F.embedding_bag(distribute_tensor(ids, mesh, first), table)
+
+
+# ---- ids and offsets that are cut in different places --------------------------------------------------------------
+
+LENGTHS = [3, 0, 9, 1, 0, 0, 4, 7, 0, 2]
+STARTS = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
+LONG = torch.arange(26) * 37 % 512
+CUTS: list[tuple[Placement, Placement]] = [
+    (S0, S0),
+    (Shard(0, [26, 0, 0]), Shard(0, [0, 0, 10])),
+    (Shard(0, [1, 24, 1]), Shard(0, [9, 1, 0])),
+    (Shard(0, [0, 25, 1]), Shard(0, [0, 0, 10])),
+]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize(("ids_at", "offsets_at"), CUTS, ids=str)
+@world(3)
+def test_ids_go_to_the_bags_whose_offsets_another_rank_holds(
+    ids_at: Placement, offsets_at: Placement, mode: str
+) -> None:
+    mesh, plain = Mesh((3,)), BIG.clone().requires_grad_()
+    want = F.embedding_bag(LONG, plain, STARTS, mode=mode)
+    want.square().sum().backward()
+    assert plain.grad is not None
+    table = distribute_tensor(BIG, mesh, [S0]).requires_grad_()
+    ids, offsets = distribute_tensor(LONG, mesh, [ids_at]), distribute_tensor(STARTS, mesh, [offsets_at])
+    with count_comms() as meter:
+        out = as_dtensor(F.embedding_bag(ids, table, offsets, mode=mode))
+        out.square().sum().backward()
+        assert table.grad is not None
+    assert out.layout_.boxes(0)[0].sizes[0] == offsets.layout_.boxes(0)[0].sizes[0]
+    torch.testing.assert_close(out.full_tensor(), want, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(table.grad.full_tensor(), plain.grad, rtol=1e-13, atol=1e-13)
+    assert meter.total_bytes < 4 * len(LONG) * 16 * 8
+
+
+@world(3)
+def test_several_lookups_of_which_one_straddles_equal_one_process() -> None:
+    mesh = Mesh((3,))
+    table, ids, offsets = distribute_tensor(BIG, mesh, [S0]), distribute_tensor(LONG, mesh, [S0]), [0, 9, 18]
+    fitting = distribute_tensor(torch.tensor(offsets), mesh, [S0])
+    straddling = distribute_tensor(STARTS, mesh, [S0])
+    outs = embedding_bags([ids] * 2, [table] * 2, [fitting, straddling])
+    for starts, out in zip((fitting, straddling), outs, strict=True):
+        want = F.embedding_bag(LONG, BIG, as_dtensor(starts).full_tensor())
+        torch.testing.assert_close(as_dtensor(out).full_tensor(), want, rtol=1e-13, atol=1e-13)
+
+
+@world(4)
+def test_orders_of_cutting_differ_between_ids_offsets_and_table_and_nothing_of_the_table_moves() -> None:
+    mesh, plain = Mesh((2, 2)), BIG.clone().requires_grad_()
+    want = F.embedding_bag(LONG, plain, STARTS, max_norm=1.0)
+    table = distribute_tensor(BIG, mesh, [S0, S0], shard_order=[1, 0]).requires_grad_()
+    ids, offsets = (
+        distribute_tensor(LONG, mesh, [S0, S0]),
+        distribute_tensor(STARTS, mesh, [S0, S0], shard_order=[1, 0]),
+    )
+    with count_comms() as meter:
+        out = as_dtensor(F.embedding_bag(ids, table, offsets, max_norm=1.0))
+    assert meter.implicit == []
+    torch.testing.assert_close(out.full_tensor(), want, rtol=1e-13, atol=1e-13)
+    assert torch.equal(as_dtensor(table.detach()).full_tensor(), plain)
+
+
+# ---- norms, modules ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_norm_is_of_the_whole_row_once_a_call_and_of_rows_looked_up_only(name: str, norm_type: float) -> None:
+    mesh, placements = TABLES[name]
+    plain, again = TABLE.clone(), BAGS.clamp(max=5)
+    F.embedding_bag(again, plain, max_norm=0.7, norm_type=norm_type)
+    assert torch.equal(plain[6], TABLE[6])
+    assert torch.equal(plain[4], TABLE[4])
+
+    @world(mesh.size())
+    def body() -> None:
+        table = distribute_tensor(TABLE, mesh, placements)
+        before = Layout(mesh, placements, (7, 5))
+        F.embedding_bag(distribute_tensor(again, mesh, [S0] * mesh.ndim), table, max_norm=0.7, norm_type=norm_type)
+        assert table.layout_ == before
+        torch.testing.assert_close(table.full_tensor(), plain, rtol=1e-15, atol=1e-15)
+        assert torch.equal(table.full_tensor()[[4, 6]], TABLE[[4, 6]])
+
+    body()
+
+
+@world(3)
+def test_a_module_trains_as_one_in_one_process_with_all_options_at_once() -> None:
+    """Three steps with weights in the bags, padding, a norm: the table of one step is that of the next."""
+    mesh = Mesh((3,))
+    options: dict[str, Any] = {"mode": "sum", "padding_idx": -1, "max_norm": 1.0, "include_last_offset": True}
+    plain = nn.EmbeddingBag(7, 5, _weight=TABLE.clone(), **options)
+    module = nn.EmbeddingBag(7, 5, _weight=TABLE.clone(), **options)
+    module.weight = nn.Parameter(distribute_tensor(TABLE, mesh, [S1]))
+    ends = torch.tensor([0, 3, 3, 8, 15])
+    for each, to in ((plain, lambda x: x), (module, lambda x: distribute_tensor(x, mesh, [S0]))):
+        optimiser = torch.optim.Adagrad(each.parameters(), lr=0.1)
+        for _ in range(3):
+            optimiser.zero_grad()
+            each(to(BAGS.flatten()), to(ends), to(WEIGHTS.flatten())).square().sum().backward()
+            optimiser.step()
+    torch.testing.assert_close(as_dtensor(module.weight.detach()).full_tensor(), plain.weight.detach())
+
+
+@world(2)
+def test_several_boxes_on_a_rank_have_no_sparse_gradient_and_say_so() -> None:
+    table = distribute_tensor(BIG, Mesh((2,)), [Boxes(QUARTERS)]).requires_grad_()
+    with pytest.raises(RuleError, match=r"several boxes has no sparse gradient. Fix: sparse=False, or one box a rank"):
+        F.embedding(FEW, table, sparse=True)
+    with torch.no_grad():
+        assert torch.equal(as_dtensor(F.embedding(FEW, table, sparse=True)).full_tensor(), F.embedding(FEW, BIG))
