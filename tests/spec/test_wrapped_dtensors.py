@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -353,20 +354,43 @@ def test_torch_saves_and_loads_into_any_other_sharding(tmp_path: Path, src: int)
 
 @world(2, real=True)
 def test_a_model_and_its_optimiser_go_through_torchs_checkpoint(tmp_path: Path) -> None:
-    layout = Layout(Mesh((2,)), [Shard(1, [4, 8])], (7, 12))
-    model = Model(DTensor.from_local(mine(layout, 0, 2), Mesh((2,)), [Shard(1)]))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    folder = str(collectives.gather_json(str(tmp_path), (0, 1))[0])
+    weights = (
+        DTensor.from_local(mine(Layout(Mesh((2,)), [Shard(1, [4, 8])], (7, 12)), 0, 2), Mesh((2,)), [Shard(1)]),
+        distribute_tensor(torch.zeros(7, 12), Mesh((2,)), [Shard(0, [6, 1])]),
+    )
+    model, other = map(Model, weights)
+    optimizer, another = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
     model.weight.square().sum().backward()
     optimizer.step()
-    folder = str(collectives.gather_json(str(tmp_path), (0, 1))[0])
-    state = optimizer.state[model.weight]["sum"]
-    save({"model": model.state_dict(), "sum": state}, checkpoint_id=folder)
-    other = Model(distribute_tensor(torch.zeros(7, 12), Mesh((2,)), [Shard(0)]))
-    loaded = {"model": other.state_dict(), "sum": distribute_tensor(torch.zeros(7, 12), Mesh((2,)), [Shard(0)])}
-    load(loaded, checkpoint_id=folder)
-    other.load_state_dict(loaded["model"])  # type: ignore[arg-type]
+    parts, states = get_state_dict(model, optimizer)
+    save({"model": parts, "optimizer": states}, checkpoint_id=folder)
+    parts, states = get_state_dict(other, another)
+    load({"model": parts, "optimizer": states}, checkpoint_id=folder)
+    set_state_dict(other, another, model_state_dict=parts, optim_state_dict=states)
     assert_close(as_dtensor(other.weight.detach()).full_tensor(), as_dtensor(model.weight.detach()).full_tensor())
-    assert_close(as_dtensor(loaded["sum"]).full_tensor(), (2 * FULL).square())
+    for name in ("exp_avg", "exp_avg_sq"):
+        was, now = optimizer.state[model.weight][name], another.state[other.weight][name]
+        assert_close(as_dtensor(now).full_tensor(), as_dtensor(was).full_tensor())
+
+
+@world(2, real=True)
+def test_tables_of_single_ranks_go_through_torchs_checkpoint(tmp_path: Path) -> None:
+    folder = str(collectives.gather_json(str(tmp_path), (0, 1))[0])
+
+    def tables(filled: bool, swapped: bool) -> dict[str, DTensor]:
+        found = {}
+        for number in (0, 1):
+            owner = 1 - number if swapped else number
+            rows = FULL + 100 * number if filled else torch.zeros(7, 12)
+            given = LocalShardsWrapper([rows], [(0, 0)]) if rank() == owner else torch.empty(0)
+            found[f"table {number}"] = DTensor.from_local(given, Mesh((1,), (owner,)), [Replicate()], shape=(7, 12))
+        return found
+
+    save(tables(True, False), checkpoint_id=folder)
+    into = tables(False, True)
+    load(into, checkpoint_id=folder)
+    assert_close(into[f"table {1 - rank()}"].to_local() + 0, LocalShardsWrapper([FULL + 100 * (1 - rank())], [(0, 0)]))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

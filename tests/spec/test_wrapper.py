@@ -317,6 +317,20 @@ def test_it_trains_as_a_plain_parameter_does(make: Callable[[list[Tensor]], torc
     assert_close(shards[1], reference.detach()[:, 2:5])
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_it_is_a_table_with_sparse_gradients(make: Callable[..., torch.optim.Optimizer]) -> None:
+    shards, offsets, whole = taken("columns")
+    mine, reference = nn.Parameter(LocalShardsWrapper(shards, offsets)), nn.Parameter(whole)
+    for table in (mine, reference):
+        optimizer = make([table], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            nn.functional.embedding(torch.tensor([1, 1, 3]), table, sparse=True).square().sum().backward()
+            optimizer.step()
+    assert_close(shards[1], reference.detach()[:, 2:5])
+
+
 def test_a_module_holds_it_saves_it_and_converts_it() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:

@@ -73,11 +73,7 @@ def _labels(found: Sequence[Panel], notes: list[str]) -> dict[Cell, list[str]]:
         for cell in panel.cells:
             if cell in labels:
                 continue
-            lines = (
-                [cell.label]
-                if len(cell.label) <= LABEL_WIDTH
-                else wrap(cell.label, LABEL_WIDTH)
-            )
+            lines = [cell.label] if len(cell.label) <= LABEL_WIDTH else wrap(cell.label, LABEL_WIDTH)
             if len(lines) > LABEL_LINES:
                 note = f"({len(notes) + 1})"
                 notes.append(f"{note} {cell.label}")
