@@ -163,3 +163,19 @@ def test_one_rank_has_views_as_torch_has() -> None:
     w[0].mul_(2)
     assert_close(x.sum(), distribute_tensor((VALUES + 1)[:2].sum() * 2 + (VALUES + 1)[1].sum() * 2 +
                                             (VALUES + 1)[2:].sum(), Mesh((1,)), [Replicate()]))  # fmt: skip
+
+
+@world(3)
+def test_a_moved_view_may_be_what_its_original_is_changed_with() -> None:
+    x = cut()
+    expected = VALUES.clone()
+    for y in (x, expected):
+        y[1] = y[3]
+        y.sub_(y[2].clone())
+        y.copy_(y.view(2, 6)[:, :3].repeat(2, 1))
+    assert_close(x.full_tensor(), expected)
+    torch._foreach_add_([x], [x.view(3, 4).view(4, 3)])
+    v = x[0]
+    x.addcmul_(v, v)
+    with pytest.raises(RuleError, match=OLD):
+        v.sum()

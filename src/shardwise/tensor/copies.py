@@ -97,8 +97,8 @@ def _kept(x: Tensor, copy: Copy) -> Tensor:
     return x
 
 
-def before_change(name: str, x: DTensor) -> None:
-    """Ask this before `x` is changed in place.
+def before_change(name: str, x: DTensor) -> Iterable[Copy]:
+    """Ask this before `x` is changed in place, and `outdate` what it gives afterwards: the op may read those copies.
 
     Raises:
         RuleError: nothing of the original would change, for `x` is a view of a copy.
@@ -106,25 +106,23 @@ def before_change(name: str, x: DTensor) -> None:
     with DisableTorchFunctionSubclass():
         known = None if x.is_sparse else vars(x.untyped_storage())
     if not known:
-        return
+        return ()
     if "_copy" in known:
         raise RuleError(
             f"{name} works in place on a view of {x._layout} that had to be moved to be made, so the original "
             f"would not change. Fix: change the original, or clone() the view if only that is to change."
         )
-    if "_copies" in known:
-        _outdate(known["_copies"])
+    return known.get("_copies", ())  # type: ignore[no-any-return]
 
 
-def before_changes(name: str, tensors: Iterable[Any]) -> None:
+def before_changes(name: str, tensors: Iterable[Any]) -> list[Copy]:
     """The same for many tensors, most of which are no views and have none."""
     with DisableTorchFunctionSubclass():
         asked = [x for x in tensors if type(x) is DTensor and (LIVING or x._is_view())]
-    for x in asked:
-        before_change(name, x)
+    return [copy for x in asked for copy in before_change(name, x)]
 
 
-def _outdate(copies: WeakSet[Copy]) -> None:
+def outdate(copies: Iterable[Copy]) -> None:
     """Turn the tensors of these copies, and views of them, into what refuses to be read."""
     with DisableTorchFunctionSubclass():
         for copy in list(copies):

@@ -24,7 +24,7 @@ from shardwise.rules.reshape import row_major
 from shardwise.rules.row import Shapes, arguments, no_rows
 from shardwise.rules.view import basic
 from shardwise.tensor import attributes, lists, meshes, resolve, spec_ops
-from shardwise.tensor.copies import before_change, copied, marked
+from shardwise.tensor.copies import before_change, copied, marked, outdate
 from shardwise.tensor.dtensor import DTensor, Handler, plain
 from shardwise.tensor.names import name_of
 from shardwise.tensor.on_locals import PLAIN_VALUES, Copying, OnLocals, first, known_outputs
@@ -146,11 +146,12 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if at_once is None:
         return _run(func, rule, args, kwargs, ready)
     op, layout = at_once
-    if layout is None:
-        before_change(name_of(func), args[0])
+    copies = before_change(name_of(func), args[0]) if layout is None else None
     with DisableTorchFunctionSubclass():
         out = op(*args, **kwargs)
         if type(layout) is not Layout:
+            if copies:
+                outdate(copies)
             return args[0] if layout is None else labelled(out, layout)
         if type(out) is not DTensor:
             out.__class__ = DTensor
@@ -205,18 +206,21 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     recipe, op, unwrap = found
     mesh = recipe.layouts[0].mesh
     everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
-    if rule.in_place:
-        before_change(name_of(func), args[0])
+    copies = before_change(name_of(func), args[0]) if rule.in_place else ()
     if not (everywhere or rule.random) and meshes.outside(mesh):
+        outdate(copies)
         views = rule.view, recipe.copied
         return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs, *views)
     with DisableTorchFunctionSubclass():
         if recipe.moves or recipe.rows:
-            return _run_laid_out(func, found, args, kwargs)
+            out = _run_laid_out(func, found, args, kwargs)
+            outdate(copies)
+            return out
         call = _callable(recipe, op, unwrap)
         out = call(*args, **kwargs)
         if everywhere and NO_KEY not in ready:
             _remember(ready, call, recipe)
+        outdate(copies)
         return args[0] if recipe.output is None else labelled(out, recipe.output)
 
 

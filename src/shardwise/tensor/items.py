@@ -9,7 +9,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.boxes import Box
-from shardwise.tensor.copies import before_change
+from shardwise.tensor.copies import before_change, outdate
 from shardwise.tensor.dtensor import DTensor, plain
 
 
@@ -18,11 +18,12 @@ def write_number(x: DTensor, index: Any, value: float) -> bool:
     places = _places(x, index)
     if places is None:
         return False
-    before_change("x[i] = number", x)
+    copies = before_change("x[i] = number", x)
     with DisableTorchFunctionSubclass():
         rank = collectives.rank()
         neutral = x._layout.neutral(rank)
         _write(plain(x), x._layout.boxes(rank), places, value if neutral is None else neutral)
+    outdate(copies)
     return True
 
 

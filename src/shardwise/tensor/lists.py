@@ -19,7 +19,7 @@ from shardwise.mesh import Mesh
 from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Partial, Shard
-from shardwise.tensor.copies import before_changes
+from shardwise.tensor.copies import before_changes, outdate
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.meshes import outside
 
@@ -45,8 +45,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _reductions(name, *args, **kwargs)
     lead = next(a for a in args if _is_tensor_list(a))
     in_place = name.endswith("_")
-    if in_place:
-        before_changes(name, lead)
+    copies = before_changes(name, lead) if in_place else []
     layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
     if layouts is None:
         layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
@@ -56,6 +55,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _found_anywhere(args[1], lead)
+    if copies:
+        outdate(copies)
     if in_place or out is None:
         return out
     return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])

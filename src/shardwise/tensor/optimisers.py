@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise.layout import Layout
 from shardwise.tensor import dispatch
-from shardwise.tensor.copies import LIVING, before_changes
+from shardwise.tensor.copies import LIVING, before_changes, outdate
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.spec_ops import OPS, concern
 
@@ -83,9 +83,11 @@ def _on_locals(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, closure)
         if not _laid_out_alike(self):
             return step(self)
-        before_changes("an optimiser's step", _parameters(self) if LIVING else ())
+        copies = before_changes("an optimiser's step", _parameters(self) if LIVING else ())
         with DisableTorchFunctionSubclass():
-            return step(self)
+            found = step(self)
+        outdate(copies)
+        return found
 
     return run
 

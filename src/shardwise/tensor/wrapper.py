@@ -23,7 +23,7 @@ from shardwise.movement import move
 from shardwise.placement import REPLICATE
 from shardwise.rules import RULES
 from shardwise.tensor import meshes
-from shardwise.tensor.copies import before_change, copied
+from shardwise.tensor.copies import before_change, copied, outdate
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 
 Promote = Callable[[Tensor, Mesh, str], DTensor]
@@ -87,13 +87,13 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     mesh, device = first._layout.mesh, first.device
     generator = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)), None)
     seeded = torch.Tag.nondeterministic_seeded in func.tags
-    for x in changed:
-        before_change(str(func), x)
+    outdated = [copy for x in changed for copy in before_change(str(func), x)]
     view = not changed and any(a.alias_info is not None for a in func._schema.arguments)
     moves = view and not first._layout.is_replicated
     if meshes.outside(mesh):
         if seeded:
             random.draw_seed(mesh, generator)
+        outdate(outdated)
         return args[0] if changed else meshes.nothing(func, None, mesh, args, kwargs, view, moves)
     operands = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor}
     copies = {}  # one of an operand that is read as well as changed
@@ -110,6 +110,7 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
         out = func(*args, **kwargs)
         for x, copy in back:
             _bring_back(func, x, copy)
+    outdate(outdated)
     originals = {id(copy): x for x, copy in back}
 
     def labelled(x: Any) -> Any:
