@@ -49,6 +49,27 @@ def test_what_torch_refuses_is_refused_on_every_table(asked: dict[str, Any]) -> 
     assert complaints(cases) == []
 
 
+# What pairs of choices did not find.
+FOUND = [
+    Case("grid 1T", "sum", "one bag", "first axis", by="together"),  # ranks whose peers hold nothing waited in backward
+    Case(
+        "grid RT", "mean", "bags", "all axes", by="together"
+    ),  # only some copies of the table heard of straddling bags
+    Case("grid 11", "embedding", "line", "first axis", 3, (1.5, float("inf"))),  # columns in the wrong places
+    Case("one rank", "embedding", "line", "whole", max_norm=(8.0, 0.5), sparse=True),  # a changed view has no gradient
+    Case(
+        "rows of 4", "sum", "bags and early end", "other mesh", dtype=torch.float32
+    ),  # as torch does with short dtypes
+    Case("grid rows, inner axis first", "sum", "bags", "all axes", 3, (2.0, 2.0), weights="like ids"),
+    Case("grid RT", "sum", "one bag", "other mesh", max_norm=(3.0, 1.0), dtype=torch.bfloat16),  # the table moved
+]
+
+
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: f"{case.table}, {case.ids}")
+def test_cases_that_were_wrong_once_stay_right(case: Case) -> None:
+    assert wrong(case) is None
+
+
 def test_real_processes_give_what_torch_gives() -> None:
     cases = [case for case in CASES if case.mesh.size() == 3][::8]
     assert len(cases) >= 8

@@ -137,16 +137,10 @@ def _serve(request: Request, asked: Sequence[Asked]) -> list[Tensor]:
     if request.pooled:
         sums = _pool(request, [words for words, _ in asked])
         return _of_columns(request, sums.split([request.num_bags(sender) for sender in range(len(asked))]))
-    rows = looked_up(
-        weight, torch.cat([words[: len(words) if not runs else 0] for words, runs in asked]), None, request.sparse
-    )
-    sums = _sums_of_runs(request, asked)
-    answers, added = 0, 0
-    found = []
-    for words, runs in asked:
-        found.append(sums[added : added + runs] if runs else rows[answers : answers + words.numel()])
-        added, answers = added + runs, answers + (0 if runs else words.numel())
-    return _of_columns(request, found)
+    asked_rows = torch.cat([words[:0] if runs else words for words, runs in asked])
+    rows = looked_up(weight, asked_rows, None, request.sparse).split([0 if n else len(words) for words, n in asked])
+    sums = _sums_of_runs(request, asked).split([runs for _, runs in asked])
+    return _of_columns(request, [s if runs else r for (_, runs), s, r in zip(asked, sums, rows, strict=True)])
 
 
 def _of_columns(request: Request, answers: Sequence[Tensor]) -> list[Tensor]:
@@ -231,14 +225,15 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     held.sort(key=lambda o: request.owners[o].offsets)
     by_rows = groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
     bands = [list(owners) for _, owners in by_rows]
+    nothing = blocks[0].reshape(-1)[:0].view(0, right - left)  # of what came, so that backward sends something back
     if isinstance(request.found, Grouped):
-        return _added(request, [(request.found.runs[band[0]], _beside(blocks, band)) for band in bands], right - left)
+        return _added(request, [(request.found.runs[band[0]], _beside(blocks, band)) for band in bands], nothing)
     count = request.num_bags(me) if request.found is None else request.found.values.numel()
     whole = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
     if bands and whole and sum(blocks[band[0]].shape[0] for band in bands) == count:
         rows = torch.cat([_beside(blocks, band) for band in bands])
     else:  # what nobody here holds is zero
-        rows = blocks[0].new_zeros(count, right - left) + blocks[0].reshape(-1)[:0].sum()
+        rows = nothing.new_zeros(count, right - left) + nothing.sum()
         for o in held:
             (first, last), (start, stop) = request.part(me, o), request.spans[o] if request.spans else (0, count)
             rows[start:stop, first - left : last - left] = blocks[o]
@@ -249,14 +244,13 @@ def _beside(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
     return blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1)
 
 
-def _added(request: Request, bands: Sequence[tuple[Span, Tensor]], width: int) -> Tensor:
+def _added(request: Request, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor) -> Tensor:
     """The bags of this rank, from the runs that each owner has added up."""
     assert isinstance(request.found, Grouped)
     assert request.bags is not None
     bag = torch.cat([request.found.bags[:0], *(request.found.bags[a:b] for (a, b), _ in bands)])
-    sums = torch.cat([x for _, x in bands]) if bands else _nothing_from(request.weight, request.sparse)
-    lengths = request.bags.lengths(request.ids)
-    out = sums.new_zeros(lengths.numel(), width).index_add(0, bag, sums)
+    sums, lengths = torch.cat([nothing, *(x for _, x in bands)]), request.bags.lengths(request.ids)
+    out = sums.new_zeros(lengths.numel(), sums.shape[1]).index_add(0, bag, sums)
     return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if request.bags.mode == "mean" else out
 
 
