@@ -1,5 +1,6 @@
 """`shardwise show` draws what the library draws, without torch, and refuses the rest in one line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,15 @@ def test_what_cannot_be_drawn_is_one_line_and_exits_with_2(argv: list[str], why:
     if argv != ["show"]:
         assert err.count("\n") == 1
         assert "Fix: " in err
+
+
+def test_a_terminal_without_lines_gets_plain_ones(plan: str) -> None:
+    Path(plan).write_text(PLAN.replace("a<b>", "größe"))
+    command = [sys.executable, "-m", "shardwise", "show", plan]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "gr\\xf6\\xdfe      3 x 2" in done.stdout
+    assert "  +--------+\n0 | rank 0 |\n  |        |\n  +--------+\n2 | rank 1 |\n" in done.stdout
 
 
 def test_torch_is_not_needed_and_colours_are_not_piped(plan: str, tmp_path: Path) -> None:

@@ -126,6 +126,13 @@ def test_a_page_tells_what_each_rank_holds() -> None:
     assert "bytes" not in picture(Layout(Mesh((3,)), [OnRanks(1)], (4, 2))).html()
 
 
+def test_a_table_of_very_many_ranks_ends_somewhere_and_says_so() -> None:
+    page = picture(Layout(Mesh((5000,)), [Shard(0)], (5000, 2))).html()
+    assert page.count("<tr><td>") == 4096
+    assert "5,000 ranks, of which the first 4,096 are listed" in page
+    assert "of which" not in picture(Layout(Mesh((4096,)), [Shard(0)], (5000, 2))).html()
+
+
 # ---- what is in them --------------------------------------------------------------------------------------------
 
 

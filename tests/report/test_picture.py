@@ -169,6 +169,13 @@ def test_many_different_shards_are_told_by_the_fullest_and_the_emptiest() -> Non
     assert "as [Shard(0, 64 sizes)] on Mesh(0=64)" in text
 
 
+def test_long_labels_go_on_in_the_next_line_where_there_is_no_room() -> None:
+    layout = Layout(Mesh((2, 3, 4)), [Replicate(), Shard(1), Partial("max")], (9, 4096))
+    lines = drawn(layout, 80).splitlines()
+    assert max(len(line) for line in lines if "│" in line) <= 80
+    assert labels_of("\n".join(lines))[0] == "max(rank 0 | 12, 1 | 13, 2 | 14, 3 | 15)"
+
+
 def test_boxes_that_stand_askew_are_summarised_without_overlapping() -> None:
     """Rows of bricks, each shifted by half a brick."""
     bricks = []

@@ -93,10 +93,11 @@ def _one(args: argparse.Namespace) -> "Picture":
 
 
 def _print(rows: Sequence[Sequence[str]], pictures: "Sequence[Picture]") -> None:
-    from shardwise.report.words import aligned
+    from shardwise.report.words import aligned, fitting
 
     if rows:
-        print("\n".join(aligned([[printable(cell) for cell in row] for row in rows], left=3)), end="\n\n")
+        lines = aligned([[printable(cell) for cell in row] for row in rows], left=3)
+        print(fitting("\n".join(lines), sys.stdout.encoding), end="\n\n")
     for i, picture in enumerate(pictures):
         if i:
             print()

@@ -11,6 +11,7 @@ from shardwise.layout import Layout
 from shardwise.report.page import fragment_html, page_html
 from shardwise.report.svg import draw_svg
 from shardwise.report.text import draw_text
+from shardwise.report.words import fitting
 
 WIDTH = 100  # characters of text that nobody asked for a width of
 
@@ -54,7 +55,7 @@ class Picture:
         out = sys.stdout if file is None else file
         terminal = out.isatty()
         width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
-        out.write(self.text(width, terminal and takes_colour()) + "\n")
+        out.write(fitting(self.text(width, terminal and takes_colour()), out.encoding) + "\n")
 
     def __str__(self) -> str:
         return self.text()

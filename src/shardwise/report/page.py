@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # The page is inert by itself; a browser is told so as well, in case something slipped through.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+LISTED = 4096  # ranks in a table
 STYLE = (
     "body{font-family:system-ui,sans-serif;margin:2em;color:#111;background:#fff}"
     "h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em;overflow-wrap:anywhere}"
@@ -67,7 +68,7 @@ def _ranks(layout: Layout, itemsize: int | None) -> str:
     most = max(layout.local_numel(rank) for rank in layout.mesh.ranks) or 1
     headings = ["rank", "shards", "elements", *(["bytes"] if itemsize is not None else []), ""]
     lines = []
-    for rank in sorted(layout.mesh.ranks):
+    for rank in sorted(layout.mesh.ranks)[:LISTED]:
         boxes = [box for box in layout.boxes(rank) if box.numel]
         elements = layout.local_numel(rank)
         shards = " ".join(map(str, boxes[:4])) + (f" and {len(boxes) - 4} more" if len(boxes) > 4 else "")
@@ -78,6 +79,7 @@ def _ranks(layout: Layout, itemsize: int | None) -> str:
             f'<td class="bar">{bar}</td></tr>'
         )
     head = "".join(f'<th class="word">{h}</th>' if h == "shards" else f"<th>{h}</th>" for h in headings)
-    caption = f"<caption>{count_text(len(layout.mesh.ranks), 'rank')}</caption>"
+    few = "" if len(lines) == len(layout.mesh.ranks) else f", of which the first {LISTED:,} are listed"
+    caption = f"<caption>{count_text(len(layout.mesh.ranks), 'rank')}{few}</caption>"
     table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     return f'<div class="scroll">{table}</div>'

@@ -150,7 +150,7 @@ def _snapped(cells: Sequence[Cell], edges: Sequence[Sequence[int]]) -> list[Cell
         ]
         box = Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
         found.setdefault(box, []).append(cell)
-    if len(found) < len(cells):
+    if sum(box.numel for box in found) > sum(cell.box.numel for cell in cells):  # together they cover no more
         _join_overlaps(found)
     return [group[0] if len(group) == 1 else _summary(box, group) for box, group in sorted(found.items())]
 

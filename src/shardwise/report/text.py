@@ -55,7 +55,7 @@ def _blocks(layout: Layout, cells: Sequence[Cell], width: int, notes: list[str],
         if not found:
             return []
         fresh: list[str] = []
-        labels = _labels(found, fresh)
+        labels = _labels(found, fresh, max(1, min(LABEL_WIDTH, width // 3 - 6)))
         room = width - max(len(str(edge)) for edge in found[0].rows.edges) - 2
         widths = _widths(found, labels, len(layout.shape), room)
         if sum(widths) + len(widths) <= room or limit == 3:
@@ -66,14 +66,14 @@ def _blocks(layout: Layout, cells: Sequence[Cell], width: int, notes: list[str],
     return [_block(panel, labels, widths, heights, len(layout.shape), colour) for panel in found]
 
 
-def _labels(found: Sequence[Panel], notes: list[str]) -> dict[Cell, list[str]]:
-    """The lines in each cell; names that are too many for it become a note."""
+def _labels(found: Sequence[Panel], notes: list[str], most: int) -> dict[Cell, list[str]]:
+    """The lines in each cell, of `most` characters if words allow; names that are too many become a note."""
     labels: dict[Cell, list[str]] = {}
     for panel in found:
         for cell in panel.cells:
             if cell in labels:
                 continue
-            lines = [cell.label] if len(cell.label) <= LABEL_WIDTH else wrap(cell.label, LABEL_WIDTH)
+            lines = wrap(cell.label, max(most, *map(len, cell.label.split())))
             if len(lines) > LABEL_LINES:
                 note = f"({len(notes) + 1})"
                 notes.append(f"{note} {cell.label}")

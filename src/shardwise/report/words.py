@@ -11,6 +11,19 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 LONG_LIST = 16  # boxes, sizes or ranks beyond which a title tells how many there are
 
 
+PLAIN = str.maketrans("┌┬┐├┼┤└┴┘╵╷│─╶╴…", "+++++++++|||---~")
+
+
+def fitting(text: str, encoding: str | None) -> str:
+    """`text` in what `encoding` has: boxes of plus and minus where it has no lines, other characters written out."""
+    encoding = encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
 def bytes_text(number: float) -> str:
     """In the largest unit of which there is one or more, to a tenth below a hundred."""
     unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
