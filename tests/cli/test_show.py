@@ -1,6 +1,8 @@
 """`shardwise show` draws what the library draws, without torch, and refuses the rest in one line."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from shardwise import cli
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import Replicate, Shard
-from shardwise.report import picture
+from shardwise.report import picture, plan_file
 
 Captured = pytest.CaptureFixture[str]
 GRID = ["show", "--mesh", "2,2", "--shape", "10,4"]
@@ -147,3 +149,28 @@ def test_torch_is_not_needed_and_colours_are_not_piped(plan: str, tmp_path: Path
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "rank 1" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+def test_the_page_about_pictures_shows_what_is_printed(tmp_path: Path, capsys: Captured) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pictures.md").read_text()
+    examples = re.findall(r"^\$ shardwise (.*)\n((?:(?!```).*\n)*)", page, re.MULTILINE)
+    assert examples
+    for command, printed in examples:
+        assert cli.main(shlex.split(command)) == 0
+        assert capsys.readouterr().out == printed
+    (written,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "plan.toml"
+    file.write_text(written)
+    assert cli.main(["show", str(file)]) == 0
+    assert capsys.readouterr().out.count("┌") == 3
+
+
+def test_the_format_is_described_alike_where_it_is_read(tmp_path: Path) -> None:
+    described = "\n".join(line.removeprefix("    ") for line in (plan_file.__doc__ or "").splitlines()[2:])
+    file = tmp_path / "plan.toml"
+    file.write_text(described)
+    page = (Path(__file__).parents[2] / "docs" / "pictures.md").read_text()
+    (written,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    other = tmp_path / "other.toml"
+    other.write_text(written)
+    assert plan_file.read_plan(file) == plan_file.read_plan(other)
