@@ -105,17 +105,22 @@ def test_bags_of_the_same_few_ids_cost_these_rows() -> None:
     assert bytes_of(ids, 10_000) < rows + 1.1 * room
 
 
-@world(4)
-def test_ids_that_all_want_one_owner_need_a_second_message_and_arrive() -> None:
-    mesh = Mesh((4,))
-    ids = torch.arange(8 * 30).reshape(8, 30) % 100  # all of rank 0
-    table = torch.arange(1200.0).reshape(400, 3)
-    weight = distribute_tensor(table, mesh, [S0])
-    parts = distribute_tensor(ids, mesh, [S0])
-    with count_comms() as meter:
-        got = F.embedding_bag(parts, weight, mode="sum")
-    assert sum(meter.calls.values()) == 3
-    assert_close(as_dtensor(got).full_tensor(), F.embedding_bag(ids, table, mode="sum"))
+@pytest.mark.parametrize(("dim", "calls"), [(3, 2), (600, 3)])
+def test_ids_that_all_want_one_owner_need_a_second_message_only_where_it_saves_much(dim: int, calls: int) -> None:
+    ids = torch.arange(8 * 240).reshape(8, 240) % 160  # all of rank 0
+    table = torch.arange(2000.0 * dim).reshape(2000, dim) % 7
+
+    @world(4)
+    def body() -> None:
+        mesh = Mesh((4,))
+        weight = distribute_tensor(table, mesh, [S0])
+        parts = distribute_tensor(ids, mesh, [S0])
+        with count_comms() as meter:
+            got = F.embedding_bag(parts, weight, mode="sum")
+        assert sum(meter.calls.values()) == calls
+        assert_close(as_dtensor(got).full_tensor(), F.embedding_bag(ids, table, mode="sum"))
+
+    body()
 
 
 @world(2)

@@ -26,6 +26,7 @@ from shardwise.rules.row import Site
 HEADER = 5
 NOTHING = Box((0, 0), (0, 0))
 WORTH_ADDING = 0.8  # owners add up runs where there are fewer of them than this share of the different ids
+WORTH_A_MESSAGE = 1 << 18  # bytes that are saved by it where that takes a second message of ids
 SPARE = 1.25  # room in a first message, over the fair share of ids that an owner of rows gets
 FIRST_LIMIT = 1 << 20  # bytes of a rank's first messages; beyond, they are headers alone
 
@@ -140,11 +141,22 @@ def _asking(request: Request) -> Request:
     boxes = any(isinstance(placement, Boxes) for placement in request.site.layouts[1].placements)
     if bags is not None and ids.numel() and bags.fit(ids.numel()) and not boxes:
         runs = grouped(ids, bags, bounds)
-        if runs.bags.numel() < WORTH_ADDING * number_of_different(ids.reshape(-1), num_rows):
+        if _is_worth_adding(request, runs):
             return replace(request, found=runs, spans=runs.spans)
     found = distinct(ids.reshape(-1))
     spans = tuple((a, b) for a, b in torch.searchsorted(found.values, bounds).tolist())
     return replace(request, found=found, spans=spans)
+
+
+def _is_worth_adding(request: Request, runs: Grouped) -> bool:
+    """Whether sums cost less to send than the different rows."""
+    different = number_of_different(request.ids.reshape(-1), request.site.layouts[1].shape[0])
+    if runs.bags.numel() >= WORTH_ADDING * different:
+        return False
+    me, saved = request.ranks.index(request.site.rank), different - runs.bags.numel()
+    words = [b - a + d - c for (a, b), (c, d) in zip(runs.spans, runs.runs, strict=True)]
+    fits = all(n <= _room(replace(request, found=runs), me, owner, FIRST_LIMIT) for owner, n in enumerate(words))
+    return fits or saved * request.weight.shape[1] * request.weight.element_size() > WORTH_A_MESSAGE
 
 
 # ---- the exchange ---------------------------------------------------------------------------------------------
