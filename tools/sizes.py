@@ -40,8 +40,8 @@ def read(root: Path) -> dict[str, str]:
 
 
 def rule_lines(root: Path = SOURCE) -> int:
-    """Lines of code of all rules and their local functions."""
-    return sum(map(code_lines, read(root / "rules").values()))
+    """Lines of code of all rows and their local functions; row.py only says what a row is."""
+    return sum(code_lines(text) for file, text in read(root / "rules").items() if file != "row.py")
 
 
 def main() -> None:

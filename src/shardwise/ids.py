@@ -103,6 +103,10 @@ class Grouped:
     bags: Tensor  # whose each run is
     runs: tuple[tuple[int, int], ...]  # the runs of each owner
 
+    def words(self) -> list[int]:
+        """How many ids and lengths of runs each owner has to be told."""
+        return [b - a + d - c for (a, b), (c, d) in zip(self.spans, self.runs, strict=True)]
+
 
 def grouped(ids: Tensor, bags: Bags, bounds: Tensor) -> Grouped:
     """Group the ids of `bags` by owners, whose rows begin and end at `bounds` (a row of two each, may be repeated).

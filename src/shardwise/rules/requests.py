@@ -153,10 +153,9 @@ def _is_worth_adding(request: Request, runs: Grouped) -> bool:
     different = number_of_different(request.ids.reshape(-1), request.site.layouts[1].shape[0])
     if runs.bags.numel() >= WORTH_ADDING * different:
         return False
-    me, saved = request.ranks.index(request.site.rank), different - runs.bags.numel()
-    words = [b - a + d - c for (a, b), (c, d) in zip(runs.spans, runs.runs, strict=True)]
-    fits = all(n <= _room(replace(request, found=runs), me, owner, FIRST_LIMIT) for owner, n in enumerate(words))
-    return fits or saved * request.weight.shape[1] * request.weight.element_size() > WORTH_A_MESSAGE
+    me, asking = request.ranks.index(request.site.rank), replace(request, found=runs)
+    fits = all(n <= _room(asking, me, owner, FIRST_LIMIT) for owner, n in enumerate(runs.words()))
+    return fits or (different - runs.bags.numel()) * request.weight[:1].nbytes > WORTH_A_MESSAGE
 
 
 # ---- the exchange ---------------------------------------------------------------------------------------------
