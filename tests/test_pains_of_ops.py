@@ -289,3 +289,41 @@ def test_ops_along_a_cut_dim_do_not_gather_the_tensor(name: str) -> None:
         out = op(x)
     assert meter.total_bytes <= most
     assert_close(whole(out), op(full))
+
+
+# ---- embedding tables --------------------------------------------------------------------------------------------
+
+TABLE, NUMBERS = normal(9, 8), torch.tensor([[1, 8, 3], [3, 3, 0], [2, 2, 7], [6, 5, 3]])
+
+
+@world(4)
+def test_columns_of_bounded_norm_have_gradients() -> None:
+    """L1: with max_norm and cut columns the values were right, and no rank had a gradient."""
+    mine, plain = at(TABLE, S1).requires_grad_(), TABLE.clone().requires_grad_()
+    for table, ids in ((mine, at(NUMBERS)), (plain, NUMBERS)):
+        F.embedding(ids, table, max_norm=1.0).square().sum().backward()
+    assert plain.grad is not None
+    assert_close(whole(mine.grad), plain.grad)
+    assert_close(whole(mine.detach()), plain.detach())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("table_at", [S0, S1, R], ids=str)
+@world(4)
+def test_bags_pad_weigh_and_bound_and_their_table_keeps_what_changed(table_at: Any, mode: str) -> None:
+    """P8: padding in the last rank's rows was wrong, a global padding_idx raised, what max_norm changed was lost."""
+    options: dict[str, Any] = {"mode": mode, "padding_idx": 8, "max_norm": 1.5}
+    mine, plain = at(TABLE, table_at).requires_grad_(), TABLE.clone().requires_grad_()
+    weights = [normal(4, 3).requires_grad_(), at(normal(4, 3)).requires_grad_()] if mode == "sum" else [None, None]
+    outs = []
+    for table, ids, given in ((plain, NUMBERS, weights[0]), (mine, at(NUMBERS), weights[1])):
+        outs.append(F.embedding_bag(ids, table, per_sample_weights=given, **options))
+        outs[-1].square().sum().backward()
+    assert plain.grad is not None
+    assert_close(whole(outs[1]), outs[0])
+    assert_close(whole(mine.grad), plain.grad)
+    assert_close(whole(mine.detach()), plain.detach())
+    assert not plain.grad[8].any()
+    if weights[0] is not None and weights[1] is not None:
+        assert weights[0].grad is not None
+        assert_close(whole(weights[1].grad), weights[0].grad)
