@@ -53,6 +53,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    import_module("shardwise.report")  # layouts know how to show themselves; costs no torch
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

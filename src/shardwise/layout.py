@@ -1,11 +1,11 @@
 """Which box of a global tensor each rank holds. Plain integers; everything else is derived from here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
 from operator import index
-from typing import Self
+from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
 from shardwise.boxes import Box, check_cover
@@ -52,6 +52,8 @@ class Layout:
     shard_order: tuple[int, ...]
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # whose positions hold contributions to the value
+    show: ClassVar[Callable[..., None]]  # prints a picture; set, like the next, by `shardwise.report`
+    _repr_html_: ClassVar[Callable[..., str]]
 
     def __new__(
         cls,

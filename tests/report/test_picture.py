@@ -1,6 +1,8 @@
 """Pictures show every element once, with all the ranks that hold it."""
 
 import io
+import subprocess
+import sys
 from itertools import pairwise
 from itertools import product as cartesian
 
@@ -285,3 +287,16 @@ def test_control_characters_of_a_header_are_written_out() -> None:
 def test_only_layouts_and_dtensors_are_drawn() -> None:
     with pytest.raises(LayoutError, match=r"got list\. Fix: distribute_tensor"):
         picture([1])
+
+
+def test_a_layout_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = Layout(Mesh((2,)), [Shard(0)], (4, 2))
+    layout.show()
+    assert capsys.readouterr().out == f"{picture(layout)}\n"
+    assert layout._repr_html_() == picture(layout)._repr_html_()
+
+
+def test_layouts_show_themselves_whatever_was_imported() -> None:
+    code = "import shardwise as sw; sw.Layout(sw.Mesh((2,)), [sw.Shard(0)], (4, 2)).show()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "rank 1" in done.stdout

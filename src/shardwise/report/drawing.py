@@ -91,3 +91,12 @@ def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
             f"sharding_table() for a module."
         )
     return Picture(layout, header, x.element_size())
+
+
+def _show(layout: Layout, header: str = "", itemsize: int | None = None) -> None:
+    """Print the picture; `shardwise.picture` says more."""
+    Picture(layout, header, itemsize).show()
+
+
+Layout.show = _show
+Layout._repr_html_ = lambda layout: Picture(layout, "", None)._repr_html_()
