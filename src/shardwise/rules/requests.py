@@ -7,6 +7,7 @@ error on all ranks before any row has moved.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from shardwise.boxes import Box
 from shardwise.errors import RuleError
 from shardwise.ids import Bags, Distinct, Grouped, distinct, grouped, number_of_different
+from shardwise.layout import Layout
 from shardwise.placement import Boxes, OnRanks, Shard
 from shardwise.rules.bad_ids import FINE, first_bad, raise_bad_ids, worst
 from shardwise.rules.row import Site
@@ -120,26 +122,43 @@ def requests_of(
     """One for every box that a rank may hold, whose results are summands."""
     axes = travelling_axes(site) if axes is None else axes
     ranks = site.ranks(axes)
-    wanted = tuple((box.offsets[-1], box.offsets[-1] + box.sizes[-1]) for (box,) in map(site.output.boxes, ranks))
     requests = []
     for i, (_, piece) in enumerate(parts(site, weight, sparse)):
-        owners = tuple((*site.layouts[1].boxes(rank)[i:], NOTHING)[0] for rank in ranks)
-        requests.append(_asking(Request(site, ids, piece, bags, sparse, axes, ranks, owners, wanted, None, ())))
+        held, whole_bags = _who_holds_what(site.layouts[1], site.output, ranks, i)
+        requests.append(_asking(Request(site, ids, piece, bags, sparse, axes, ranks, *held, None, ()), whole_bags))
     return requests
 
 
-def _asking(request: Request) -> Request:
+Held = tuple[tuple[Box, ...], tuple[Span, ...]]  # box and wanted columns of every rank
+
+
+@lru_cache(maxsize=1024)
+def _who_holds_what(table: Layout, output: Layout, ranks: tuple[int, ...], number: int) -> tuple[Held, bool | None]:
+    """Box number `number` of each rank, the columns that each wants of a row, and what of bags is to be added up.
+
+    That is all of each bag, where holders have all rows; what a holder has of it (False); or nothing (None) where some
+    want nothing of what a holder has, so that rows go to those who want them.
+    """
+    owners = tuple((*table.boxes(rank)[number:], NOTHING)[0] for rank in ranks)
+    spans = tuple((box.offsets[-1], box.offsets[-1] + box.sizes[-1]) for (box,) in map(output.boxes, ranks))
+    holders = [box for box in owners if box.numel]
+    columns = [(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in holders]
+    if any(max(a, first) >= min(b, last) for a, b in spans for first, last in columns):
+        return (owners, spans), None
+    if holders and all(box.sizes[0] == table.shape[0] for box in holders):
+        return (owners, spans), True
+    return (owners, spans), None if any(isinstance(placement, Boxes) for placement in table.placements) else False
+
+
+def _asking(request: Request, whole_bags: bool | None) -> Request:
     """The request with what is asked for."""
-    ids, bags, owners = request.ids, request.bags, request.owners
-    holders = [o for o, box in enumerate(owners) if box.numel]
-    num_rows = request.site.layouts[1].shape[0]
-    if any(not request.asks(sender, owner) for sender in range(len(owners)) for owner in holders):
-        bags = None  # so the rows come here, and are pooled here
-    elif bags is not None and holders and all(owners[o].sizes[0] == num_rows for o in holders):
+    ids, bags = request.ids, request.bags if whole_bags is not None else None
+    if bags is not None and whole_bags:
         return request
-    bounds = torch.tensor([(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in owners], device=ids.device)
-    boxes = any(isinstance(placement, Boxes) for placement in request.site.layouts[1].placements)
-    if bags is not None and ids.numel() and bags.fit(ids.numel()) and not boxes:
+    bounds = torch.tensor(
+        [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in request.owners], device=ids.device
+    )
+    if bags is not None and ids.numel() and bags.fit(ids.numel()):
         runs = grouped(ids, bags, bounds)
         if _is_worth_adding(request, runs):
             return replace(request, found=runs, spans=runs.spans)
