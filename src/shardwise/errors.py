@@ -84,6 +84,10 @@ class IdError(ShardwiseError, IndexError):
     """An id outside its embedding table."""
 
 
+class PlaceError(ShardwiseError, IndexError, RuntimeError):
+    """An index outside the tensor that is read or written at it; torch raises one kind or the other, by op."""
+
+
 class IdTypeError(ShardwiseError, TypeError):
     """Ids of a dtype, device or number of dims that a lookup cannot take."""
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.errors import PlaceError
 from shardwise.layout import contiguous_strides
 from shardwise.placement import PARTIAL, REPLICATE, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, SUMS, cut_at, shape_of_first
@@ -197,7 +198,7 @@ def _read(form: Form, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Te
         found = _taken(x, call, at).reshape(-1)
         sent = [n * prod(kept) for n in asked]
     else:  # everybody knows what everybody asks
-        _refuse(site, place.bad)
+        refuse(site.layouts[0].shape, place.bad)
         order, counts = place.owner.argsort(stable=True), place.owner.bincount(minlength=len(ranks)).tolist()
         found = _taken(x, call, place.at[place.owner == me]).reshape(-1).repeat(len(ranks))
         sent = [counts[me] * prod(kept)] * len(ranks)
@@ -216,7 +217,7 @@ def _write(form: Form, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> A
     if axes:
         order, counts, asked, at = _sent(site, ranks, place)
     else:
-        _refuse(site, place.bad)
+        refuse(site.layouts[0].shape, place.bad)
         order = (place.owner == 0).nonzero().squeeze(1)
         at = place.at[order]
     if isinstance(values, Tensor) and values.ndim:
@@ -259,19 +260,17 @@ def _places(site: Site, call: Call, ranks: tuple[int, ...]) -> Place:
     shape = site.layouts[0].shape
     where: list[Tensor] = []
     if call.form.kind == "flat":
-        index, bad = _checked(call, call.ids[0], prod(shape), len(shape))
+        index, bad = checked(call, call.ids[0], prod(shape), len(shape))
         where = [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)]
     elif call.form.kind == "along":
         (index,), box = call.ids, box_of(site.layouts[1], site.rank)
         for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
             line = torch.arange(offset, offset + n, device=index.device)
             where.append(line.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
-        where[call.dims[0]], bad = _checked(call, index, shape[call.dims[0]], call.dims[0])
+        where[call.dims[0]], bad = checked(call, index, shape[call.dims[0]], call.dims[0])
     else:
-        checked = [
-            _checked(call, i.expand(call.added), shape[d], d) for i, d in zip(call.ids, call.touched, strict=True)
-        ]
-        where, bad = [i for i, _ in checked], max((bad for _, bad in checked), key=lambda bad: bad[0] > 0)
+        pairs = [checked(call, i.expand(call.added), shape[d], d) for i, d in zip(call.ids, call.touched, strict=True)]
+        where, bad = [i for i, _ in pairs], max((bad for _, bad in pairs), key=lambda bad: bad[0] > 0)
     owner = torch.full_like(where[0], -1)
     at = torch.zeros_like(owner)
     for position, rank in enumerate(ranks):
@@ -285,7 +284,7 @@ def _places(site: Site, call: Call, ranks: tuple[int, ...]) -> Place:
     return Place(owner, at, bad)
 
 
-def _checked(call: Call, index: Tensor, size: int, dim: int) -> tuple[Tensor, tuple[int, int]]:
+def checked(call: Call, index: Tensor, size: int, dim: int) -> tuple[Tensor, tuple[int, int]]:
     """An index tensor in one row, counted from 0, and what is wrong with it."""
     index = index.reshape(-1).long()
     wrong = (index >= size) | (index < (-size if call.form.wraps else 0))
@@ -293,16 +292,13 @@ def _checked(call: Call, index: Tensor, size: int, dim: int) -> tuple[Tensor, tu
     return torch.where(index < 0, index + size, index), bad
 
 
-def _refuse(site: Site, bad: tuple[int, int]) -> None:
-    """Raise what torch raises."""
+def refuse(shape: tuple[int, ...], bad: tuple[int, int]) -> None:
+    """Raise what torch raises for a bad index of a tensor of this shape, the same on every rank."""
     dim, index = bad[0] - 1, bad[1]
-    if dim == len(site.layouts[0].shape):
-        raise IndexError(
-            f"out of range: tried to access index {index} on a tensor of {prod(site.layouts[0].shape)} elements."
-        )
+    if dim == len(shape):
+        raise PlaceError(f"out of range: tried to access index {index} on a tensor of {prod(shape)} elements.")
     if dim >= 0:
-        size = site.layouts[0].shape[dim]
-        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+        raise PlaceError(f"index {index} is out of bounds for dimension {dim} with size {shape[dim]}")
 
 
 def _sent(site: Site, ranks: tuple[int, ...], place: Place) -> tuple[Tensor, list[int], list[int], Tensor]:
@@ -313,7 +309,7 @@ def _sent(site: Site, ranks: tuple[int, ...], place: Place) -> tuple[Tensor, lis
     words = torch.tensor([(n, *place.bad) for n in counts], device=order.device)
     threes = [3] * len(ranks)
     told = site.exchange(words.view(-1), threes, threes, ranks).view(-1, 3).tolist()
-    _refuse(site, next(((dim, index) for _, dim, index in told if dim), (0, 0)))
+    refuse(site.layouts[0].shape, next(((dim, index) for _, dim, index in told if dim), (0, 0)))
     asked = [n for n, _, _ in told]
     return order, counts, asked, site.exchange(place.at[order], counts, asked, ranks)
 

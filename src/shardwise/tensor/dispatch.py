@@ -24,6 +24,7 @@ from shardwise.rules.reshape import row_major
 from shardwise.rules.row import Shapes, arguments, no_rows
 from shardwise.rules.view import basic
 from shardwise.tensor import attributes, lists, meshes, resolve, spec_ops
+from shardwise.tensor.alike import guarded
 from shardwise.tensor.copies import before_change, copied, marked, outdate
 from shardwise.tensor.dtensor import DTensor, Handler, plain
 from shardwise.tensor.names import name_of
@@ -134,7 +135,7 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         elif kind is bool:
             key.append((bool, a))
         elif kind in PLAIN_VALUES:
-            key.append(float if floats and kind is float else a)
+            key.append(float if floats and kind is float and a and a - a == 0 else a)  # 0, inf and nan are special
         else:
             key.append(_key_of_many(a))
     for k, a in kwargs.items():
@@ -213,10 +214,10 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
         return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs, *views)
     with DisableTorchFunctionSubclass():
         if recipe.moves or recipe.rows:
-            out = _run_laid_out(func, found, args, kwargs)
+            out = guarded(func, recipe, lambda *a, **k: _run_laid_out(func, found, a, k))(*args, **kwargs)
             outdate(copies)
             return out
-        call = _callable(recipe, op, unwrap)
+        call = guarded(func, recipe, _callable(recipe, op, unwrap))
         out = call(*args, **kwargs)
         if everywhere and NO_KEY not in ready:
             _remember(ready, call, recipe)
@@ -309,7 +310,7 @@ def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
         kind = type(a)
         if kind is DTensor:
             key.append(a._layout)
-        elif kind is float and rule.sizeless:
+        elif kind is float and rule.sizeless and a and a - a == 0:
             key.append(float)
         elif kind is bool:
             key.append((bool, a))  # not the 0 or 1 that it equals: var(False) is of all elements, var(0) along a dim
@@ -451,7 +452,7 @@ def _in_place_rule(func: Any, name: str) -> OpRule:
 def _key_part(a: Any) -> Any:
     """What a choice may depend on: numbers of a kind are alike, lists are compared by content."""
     if isinstance(a, float | bool):
-        return float if isinstance(a, float) else (bool, a)
+        return (bool, a) if isinstance(a, bool) else float if a and a - a == 0 else a
     return tuple(map(_key_part, a)) if isinstance(a, list | tuple) else a
 
 

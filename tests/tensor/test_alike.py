@@ -1,0 +1,82 @@
+"""Errors that only values tell are the same on every rank, also on those that hold none of the values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
+from shardwise.errors import PlaceError
+from shardwise.testing import world
+
+LAYOUTS: list[tuple[Mesh, list[Placement]]] = [
+    (Mesh((4,)), [Shard(1)]),
+    (Mesh((4,)), [Shard(0, [0, 3, 0, 1])]),
+    (Mesh((2, 2)), [Shard(1), Shard(0, [4, 0])]),
+    (Mesh((2, 2)), [Replicate(), Shard(1, [0, 3])]),
+    (Mesh((4,)), [Replicate()]),
+]
+VALUES = torch.arange(12.0).reshape(4, 3)
+NINE, NINETY = torch.tensor([1, 9]), torch.tensor([2, 90])
+ALONG = torch.tensor([[1, 0, 2], [1, 9, 11]])
+BAD_PLACES: dict[str, Callable[[Any], Any]] = {
+    "x[i]": lambda x: x[NINE],
+    "x[i, j]": lambda x: x[NINE % 4, NINE],
+    "x[i] = v": lambda x: x.__setitem__(NINE, 1.0),
+    "index_select": lambda x: x.index_select(0, NINE),
+    "index_select of 1": lambda x: x.index_select(1, NINE),
+    "negative": lambda x: x.index_select(0, -NINE),
+    "index_add": lambda x: x.index_add(0, NINE, x[:2]),
+    "index_copy": lambda x: x.index_copy(0, NINE, x[:2]),
+    "index_fill": lambda x: x.index_fill(0, NINE, 1.0),
+    "index_put": lambda x: x.index_put((NINE,), torch.tensor(1.0)),
+    "gather": lambda x: x.gather(0, ALONG),
+    "gather of 1": lambda x: x.gather(1, ALONG),
+    "scatter": lambda x: x.scatter(0, ALONG, 1.0),
+    "scatter_add_": lambda x: x.scatter_add_(0, ALONG, x[:2].clone()),
+    "take": lambda x: x.take(NINETY),
+    "put": lambda x: x.put(NINETY, torch.ones(2)),
+}
+BY_ZERO: dict[str, Callable[[Any], Any]] = {
+    "%": lambda x: x.long() % 0,
+    "//": lambda x: x.long() // 0,
+    "fmod": lambda x: x.long().fmod(0),
+    "div": lambda x: x.long().div(0, rounding_mode="trunc"),
+    "tensor": lambda x: torch.remainder(x.long(), torch.tensor(0)),
+    "in place": lambda x: x.long().remainder_(0),
+}
+
+
+def said(what: Callable[[Any], Any], mesh: Mesh, placements: list[Placement]) -> str:
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        what(distribute_tensor(VALUES, mesh, placements))
+    return f"{type(caught.value).__name__} {caught.value}"
+
+
+@pytest.mark.parametrize("name", BAD_PLACES)
+def test_a_bad_index_is_the_same_error_on_every_rank(name: str) -> None:
+    what = BAD_PLACES[name]
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        what(VALUES.clone())
+    assert issubclass(PlaceError, caught.type)
+    for layout in LAYOUTS:
+        texts = set(world(4).run(said, what, *layout))
+        assert len(texts) == 1, layout
+        assert any(number in str(texts) for number in ("index 9 ", "index 90 ", "index -1 ", "index -9 ")), layout
+
+
+@pytest.mark.parametrize("name", BY_ZERO)
+def test_integers_are_divided_by_zero_on_no_rank(name: str) -> None:
+    what = BY_ZERO[name]
+    for layout in LAYOUTS:
+        assert set(world(4).run(said, what, *layout)) == {"RuntimeError ZeroDivisionError"}, layout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_nothing_is_divided_by_zero_where_there_is_nothing(layout: tuple[Mesh, list[Placement]]) -> None:
+    def body() -> tuple[int, ...]:
+        x = distribute_tensor(VALUES.long()[:, :0], layout[0], [Shard(0)] * layout[0].ndim)
+        return tuple((x % 0).shape)
+
+    assert set(world(4).run(body)) == {(4, 0)}
