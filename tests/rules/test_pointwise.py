@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank
 from shardwise.errors import RuleError
 from shardwise.rules import RULES, OpRule, Row, pointwise
 from shardwise.tensor import dispatch
@@ -268,3 +268,27 @@ def test_what_is_no_sum_is_not_made_one_of_zeros_that_infinities_turn_to_nan(pla
     other = distribute_tensor(y, Mesh((4,)), [placement])
     for got, want in ((mine / other, x / y), (mine * other, x * y), (mine * math.inf, x * math.inf), (mine / 0, x / 0)):
         assert torch.equal(as_dtensor(got).full_tensor(), want)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "avg"])
+@world(2)
+def test_factors_that_are_not_finite_wait_for_the_sum_of_which_a_summand_may_be_zero(reduction: str) -> None:
+    x = torch.tensor([2.0, 4.0, 0.0, -6.0])
+    ops: list[Callable[[Any], Any]] = [
+        lambda x: x / 0,
+        lambda x: x / 0.0,
+        lambda x: x * math.inf,
+        lambda x: torch.mul(-math.inf, x),
+        lambda x: x.clone().mul_(math.inf),
+        lambda x: x.clone().div_(0),
+        lambda x: torch.add(x, x, alpha=math.inf),
+        lambda x: x / math.inf,
+        lambda x: x * 0.5,
+        lambda x: x / 2.0,
+    ]
+    for _ in range(2):  # the second time at once
+        for op in ops:
+            summand = torch.where(torch.arange(4) % 2 == rank(), x * (2 if reduction == "avg" else 1), 0.0)
+            mine = DTensor.from_local(summand, Mesh((2,)), [Partial(reduction)])
+            assert_close(op(mine).full_tensor(), op(x), equal_nan=True)
+    assert as_dtensor(mine * 0.5).placements == as_dtensor(mine / 2.0).placements == (Partial(reduction),)

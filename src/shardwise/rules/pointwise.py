@@ -1,5 +1,6 @@
 """Ops that work on each element by itself: a table of names and of what they do to a sum."""
 
+from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -26,9 +27,8 @@ logit logsigmoid lt maximum minimum mish mvlgamma nan_to_num ne nextafter not_eq
 reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
 softshrink softsign sqrt square tan tanh tanhshrink threshold trunc xlogy
 """.split()  # fmt: skip
-HOMOGENEOUS = (
-    "neg negative positive conj conj_physical _conj_physical real_if_close".split()
-)  # one operand; f(a + b) = f(a) + f(b)
+# Of one operand; f(a + b) = f(a) + f(b).
+HOMOGENEOUS = "neg negative positive conj conj_physical _conj_physical real_if_close".split()
 ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(a, c) + f(b, d)
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
@@ -97,7 +97,7 @@ def additive(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = a[i] ± alpha b[i]: sums of summands. A number is not split into summands, so it waits for the sum."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
-    if len(tensors_of(args[:2], {})) == 2:
+    if len(tensors_of(args[:2], {})) == 2 and all(map(isfinite, numbers_of(args, kwargs))):
         rows += [Row((p,) * len(operands), p, "sums are added summand by summand") for p in SUMS]
     return rows
 
@@ -106,8 +106,9 @@ def bilinear(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = a[i] b[i]: linear in a for a fixed b, and the other way round."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
+    finite = all(map(isfinite, numbers_of(args, kwargs)))
     for index, p in product(range(len(operands)), SUMS):
-        if operands[index].placement != p:
+        if operands[index].placement != p or not finite:
             continue  # what is no sum is not made one of zeros: 0 * inf is nan
         inputs = tuple(p if i == index else REPLICATE for i in range(len(operands)))
         rows.append(Row(inputs, p, "each summand is multiplied by the whole other factor"))
@@ -118,7 +119,8 @@ def numerator(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = a[i] / b[i]: linear in a unless the quotient is rounded."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
-    if kwargs.get("rounding_mode") is None and isinstance(args[0], Meta):
+    exact = kwargs.get("rounding_mode") is None and all(numbers_of(args, kwargs))  # a summand of 0 / 0 is nan
+    if exact and isinstance(args[0], Meta):
         rest = (REPLICATE,) * (len(operands) - 1)
         rows += [Row((p, *rest), p, "each summand is divided") for p in SUMS if args[0].placement == p]
     return rows
@@ -154,6 +156,10 @@ def conversion(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 def without_sizes(placement: Placement) -> Placement:
     """A cut of the same dim, wherever its pieces end."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[complex]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | complex)]
 
 
 def shape_of_first(x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
