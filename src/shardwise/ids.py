@@ -7,6 +7,8 @@ the gradients of all places of a row. As segments of the sorted ids those sums a
 an order of magnitude cheaper on CPUs than torch's own backward of a lookup, which sorts again or scatters.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,31 +110,27 @@ class Grouped:
         return [b - a + d - c for (a, b), (c, d) in zip(self.spans, self.runs, strict=True)]
 
 
-def grouped(ids: Tensor, bags: Bags, bounds: Tensor) -> Grouped:
-    """Group the ids of `bags` by owners, whose rows begin and end at `bounds` (a row of two each, may be repeated).
+def grouped(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> Grouped:
+    """Group the ids of `bags` by owners, each of which has the rows between two `bounds`; several may have the same.
 
-    Ids that nobody of these holds, or that stand after the last bag, are left out.
+    Ids that nobody of these has, or that stand after the last bag, are left out.
     """
-    ends = torch.unique(bounds)
-    flat, count = ids.reshape(-1), bags.ends(ids).numel()
-    bag, band = bags.bag_of(ids), torch.bucketize(flat, ends, right=True)
-    key = band * (count + 1) + bag
-    in_order, order = _sorted(key)
-    runs, lengths = torch.unique_consecutive(in_order, return_counts=True)
-    of_band, of_bag = runs.div(count + 1, rounding_mode="floor"), runs % (count + 1)
-    kept = of_bag < count
-    if not bool(kept.all()):
-        order = order[torch.repeat_interleave(kept, lengths)]
-        of_band, of_bag, lengths = of_band[kept], of_bag[kept], lengths[kept]
-    wanted = torch.bucketize(bounds[:, 0].contiguous(), ends, right=True)  # the band of each owner
-    at = torch.stack([torch.searchsorted(of_band, wanted), torch.searchsorted(of_band, wanted, right=True)], 1)
-    reach = F.pad(lengths.cumsum(0), (1, 0))
-    at = torch.where(bounds[:, :1] < bounds[:, 1:], at, 0)  # an owner of nothing
-    return Grouped(flat[order], _pairs(reach[at]), lengths, of_bag, _pairs(at))
-
-
-def _pairs(x: Tensor) -> tuple[tuple[int, int], ...]:
-    return tuple((a, b) for a, b in x.tolist())
+    ends = sorted({end for pair in bounds for end in pair})
+    flat, bag, count = ids.reshape(-1), bags.bag_of(ids), bags.ends(ids).numel()
+    if flat.numel() and int(bag[-1]) == count:
+        flat, bag = flat[bag < count], bag[bag < count]
+    band = torch.bucketize(flat, torch.tensor(ends, device=flat.device), right=True)
+    table = torch.bincount(band * count + bag, minlength=(len(ends) + 1) * count).view(-1, count)
+    at = table.nonzero()
+    reach_of_ids, reach_of_runs = ([0, *x.sum(1).cumsum(0).tolist()] for x in (table, table > 0))
+    bands = [bisect_right(ends, start) if start < stop else -1 for start, stop in bounds]  # -1: an owner of nothing
+    return Grouped(
+        flat[band.to(torch.int16).argsort(stable=True)],  # within a band by bag, as they stand
+        tuple((reach_of_ids[b], reach_of_ids[b + 1]) if b >= 0 else (0, 0) for b in bands),
+        table[at[:, 0], at[:, 1]],
+        at[:, 1],
+        tuple((reach_of_runs[b], reach_of_runs[b + 1]) if b >= 0 else (0, 0) for b in bands),
+    )
 
 
 def number_of_different(ids: Tensor, num_rows: int) -> int:

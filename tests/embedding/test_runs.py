@@ -140,7 +140,7 @@ def test_ranks_may_choose_differently() -> None:
 
 def test_groups_are_by_owner_and_then_by_bag() -> None:
     ids = torch.tensor([[5, 0, 9], [1, 1, 6], [9, 9, 9]])
-    bounds = torch.tensor([[0, 4], [4, 8], [0, 0], [4, 8]])  # nobody has 8 and 9; two share the columns of 4 to 8
+    bounds = [(0, 4), (4, 8), (0, 0), (4, 8)]  # nobody has 8 and 9; two share the columns of 4 to 8
     found = grouped(ids, Bags("sum", None), bounds)
     assert found.ids.tolist() == [0, 1, 1, 5, 6, 9, 9, 9, 9][: found.ids.numel()]
     assert found.spans == ((0, 3), (3, 5), (0, 0), (3, 5))

@@ -155,15 +155,13 @@ def _asking(request: Request, whole_bags: bool | None) -> Request:
     ids, bags = request.ids, request.bags if whole_bags is not None else None
     if bags is not None and whole_bags:
         return request
-    bounds = torch.tensor(
-        [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in request.owners], device=ids.device
-    )
+    bounds = [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in request.owners]
     if bags is not None and ids.numel() and bags.fit(ids.numel()):
         runs = grouped(ids, bags, bounds)
         if _is_worth_adding(request, runs):
             return replace(request, found=runs, spans=runs.spans)
     found = distinct(ids.reshape(-1))
-    spans = tuple((a, b) for a, b in torch.searchsorted(found.values, bounds).tolist())
+    spans = tuple((a, b) for a, b in torch.searchsorted(found.values, torch.tensor(bounds, device=ids.device)).tolist())
     return replace(request, found=found, spans=spans)
 
 
