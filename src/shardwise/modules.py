@@ -13,7 +13,7 @@ from shardwise.errors import LayoutError, PlanError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATE, Placement
-from shardwise.shards import ShardingSpec
+from shardwise.shards import ShardingSpec, words_of
 from shardwise.tensor.conversion import distribute_tensor, scattered
 from shardwise.tensor.dtensor import DTensor, default_mesh, moved, plain, tag
 
@@ -117,7 +117,10 @@ def _agree(named: Mapping[str, Tensor], plan: Plan, mesh: Mesh) -> None:
     if collectives.rank() not in mesh.ranks:
         return
     said: dict[str, object] = {f"parameter {name}": f"{p.dtype} {tuple(p.shape)}" for name, p in named.items()}
-    said |= {f"plan for {key}": repr(entry) for key, entry in plan.items()}
+    said |= {
+        f"plan for {key}": words_of(entry) if isinstance(entry, ShardingSpec) else repr(entry)
+        for key, entry in plan.items()
+    }
     said |= {"mesh": str(mesh), "order of the plan": list(plan)}  # of two globs, the later one wins
     collectives.agree(
         "the sharding plan", said, tuple(sorted(mesh.ranks)), "build the same module and plan on every rank."

@@ -11,17 +11,20 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Partial, Shard, collectives, distribute_tensor, rank
+from shardwise import shard_module as sw_shard_module
 from shardwise.debug import CommDebugMode
-from shardwise.errors import LayoutError, PlanError
+from shardwise.errors import LayoutError, MismatchError, PlanError
 from shardwise.layout import Layout
 from shardwise.spec import (
     ChunkShardingSpec,
     ShardedTensorMetadata,
+    ShardingPlan,
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
     custom_sharding_spec_op,
     ones,
+    shard_module,
     shard_parameter,
 )
 from shardwise.tensor.spec_ops import OPS
@@ -99,6 +102,40 @@ def test_metadata_are_all_that_a_spec_needs() -> None:
     assert x.sharding_spec().ranks == 2
     with pytest.raises(LayoutError, match="nobody holds"):
         Gapped(2).shard(TABLE)
+
+
+class Halves(ShardingSpec):
+    """Says nothing of itself but its shards; its repr is an address, which differs between ranks."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
+    ) -> ShardedTensorMetadata:
+        return ChunkShardingSpec(self.dim, ["rank:0", "rank:1"]).build_metadata(tensor_sizes, tensor_properties)
+
+
+def test_specs_without_a_repr_are_compared_by_their_shards() -> None:
+    @world(2)
+    def body() -> None:
+        assert_close(Halves(0).shard(TABLE).full_tensor(), TABLE)
+        for table in (nn.Embedding(7, 4), nn.Embedding(7, 4)):
+            shard_module(table, ShardingPlan({"weight": Halves(0)}, {"": Halves(0)}))
+            sw_shard_module(table, {"weight": Halves(1)})
+            assert as_dtensor(table.weight).placements == (Shard(1),)
+
+    body()
+
+    def another_dim_on_rank_1() -> None:
+        Halves(rank()).shard(TABLE)
+
+    def a_dim_that_is_not_there() -> None:
+        Halves(2 * rank()).shard(TABLE)
+
+    for wrong in (another_dim_on_rank_1, a_dim_that_is_not_there):
+        with pytest.raises(MismatchError, match=r"rank 1: .*Halves"):
+            world(2).run(wrong)
 
 
 @world(3)

@@ -96,10 +96,22 @@ def test_ranks_that_disagree_are_named() -> None:
     def different_shape() -> None:
         chunks(0, 0, 1, 2).shard(VALUE if rank() else VALUE[:3])
 
+    def another_wish_for_gradients() -> None:
+        chunks(0, 0, 1, 2).shard(VALUE.clone().requires_grad_(rank() == 0))
+
+    def no_values_on_the_source() -> None:
+        chunks(0, 0, 1, 2).shard(torch.empty(10, 4, device="meta"), src_rank=1)
+
+    def no_tensor() -> None:
+        chunks(0, 0, 1, 2).shard(VALUE if rank() else VALUE.tolist())  # type: ignore[arg-type]
+
     for wrong, said in (
         (different_source, "rank 2: .*src_rank"),
         (different_spec, "rank 0, 1: "),
         (different_shape, "shape"),
+        (another_wish_for_gradients, "rank 0: .*requires_grad"),
+        (no_values_on_the_source, "rank 1: .*has no values"),
+        (no_tensor, "rank 0: .*only a Tensor can be sharded, got list"),
     ):
         with pytest.raises(MismatchError, match=said):
             world(3).run(wrong)
@@ -275,6 +287,61 @@ def test_a_tied_parameter_stays_one() -> None:
     assert isinstance(model.head.bias, DTensor)
 
 
+@world(2)
+def test_a_parameter_tied_to_one_inside_a_replaced_module_is_cut_in_both() -> None:
+    tied = nn.Linear(6, 6, bias=False)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), tied)
+    model[0].weight = tied.weight
+    shard_module(model, ShardingPlan({"1": Doubled(), "0.weight": chunks(1, 0, 1)}))
+    assert tied.weight is model[0].weight
+    assert isinstance(tied.weight, DTensor)
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == [
+        "0.weight",
+        "1.0.weight",
+        "1.1.weight",
+    ]
+
+
+@world(2)
+def test_a_module_with_two_names_is_replaced_under_both() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, shared)
+    shard_module(model, ShardingPlan({"0": Doubled()}))
+    assert isinstance(model[0], nn.Sequential)
+    assert model[1] is model[0]
+    with pytest.raises(PlanError, match="'0' has a Sharder, and so has '1'"):
+        shard_module(nn.Sequential(shared, shared), ShardingPlan({"0": Doubled(), "1": Doubled()}))
+    with pytest.raises(PlanError, match=r"'1\.weight' has a spec, but it belongs to '0'"):
+        shard_module(nn.Sequential(shared, shared), ShardingPlan({"0": Doubled(), "1.weight": chunks(0, 0, 1)}))
+
+
+@world(2)
+def test_a_tied_parameter_has_one_spec() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    plan = ShardingPlan({"0.weight": chunks(0, 0, 1), "1.weight": chunks(1, 0, 1)})
+    with pytest.raises(PlanError, match=r"'0\.weight' and '1\.weight' are one tensor, but have different specs"):
+        shard_module(model, plan)
+    assert not isinstance(model[0].weight, DTensor)
+
+
+class Forgetful(Sharder):
+    def shard(self, module: nn.Module) -> nn.Module:
+        return None  # type: ignore[return-value]
+
+
+@world(2)
+def test_a_sharder_that_returns_no_module_is_told_so() -> None:
+    model = Model()
+    with pytest.raises(
+        PlanError, match=r"Forgetful\.shard returns the module that takes the place of 'head', got NoneT"
+    ):
+        shard_module(model, ShardingPlan({"head": Forgetful()}))
+    assert isinstance(model.head, nn.Linear)
+    with pytest.raises(PlanError, match="needs a ShardingPlan, got dict"):
+        shard_module(model, {"head": Forgetful()})  # type: ignore[arg-type]
+
+
 def test_everything_wrong_with_a_plan_is_told_at_once_and_nothing_is_done() -> None:
     @world(2)
     def body() -> None:
@@ -320,6 +387,15 @@ def test_a_sharder_for_a_module_whose_name_begins_like_anothers_does_not_meet_it
     model.inner2 = nn.Linear(4, 4)
     shard_module(model, ShardingPlan({"inner": Doubled(), "inner2.weight": chunks(0, 0, 1)}))
     assert isinstance(model.inner2.weight, DTensor)
+
+
+def test_a_plan_that_fits_the_module_of_some_ranks_only_is_the_same_error_on_all() -> None:
+    def body() -> None:
+        shard_module(nn.Linear(4, 4, bias=rank() != 2), ShardingPlan({"bias": chunks(0, 0, 1)}))
+
+    with pytest.raises(MismatchError, match=r"rank 2: .*'bias' has a spec, but is no parameter") as error:
+        world(3).run(body)
+    assert "ranks 0, 1, 2 raised the same" in error.value.__notes__
 
 
 def test_ranks_with_other_plans_are_named() -> None:

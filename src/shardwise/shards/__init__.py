@@ -8,6 +8,7 @@ from shardwise.shards.specs import (
     layout_of_shards,
     shards_of,
     spec_of,
+    words_of,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "layout_of_shards",
     "shards_of",
     "spec_of",
+    "words_of",
 ]

@@ -56,8 +56,9 @@ class ShardingSpec(ABC):
             process_group: who takes part; None is everybody.
 
         Raises:
-            LayoutError: the spec does not fit the tensor.
-            MismatchError: spec, source, shape or dtype differ between ranks.
+            LayoutError: the spec does not fit the tensor, or `src_rank` the group.
+            MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or the source alone
+                has no values, on the meta device.
         """
         return self._shard(self, tensor, src_rank, process_group)
 
@@ -133,6 +134,18 @@ class EnumerableShardingSpec(ShardingSpec):
         shape = tuple(tensor_sizes)
         check_cover([(f"rank {shard.rank}", shard.box) for shard in self.shards], shape)
         return ShardedTensorMetadata(self.shards, shape, tensor_properties)
+
+
+def words_of(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
+    """What ranks compare a spec by: its repr, or, of a class without one, its name and its shards of `shape`."""
+    if type(spec).__repr__ is not object.__repr__:
+        return repr(spec)
+    if shape is None:
+        return type(spec).__qualname__
+    try:
+        return f"{type(spec).__qualname__}: {_listed(spec.build_metadata(tuple(shape)).shards_metadata)}"
+    except LayoutError as error:  # which every rank will meet again, if it is that of every rank
+        return f"{type(spec).__qualname__}: {error}"
 
 
 def _listed(shards: Sequence[ShardMetadata]) -> str:

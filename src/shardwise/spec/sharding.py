@@ -1,5 +1,6 @@
 """Modules cut by specs: `shard_parameter`, `shard_module`, and what becomes of their outputs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.placement import Shard
-from shardwise.shards import ShardingSpec
+from shardwise.shards import ShardingSpec, words_of
 from shardwise.spec.plan import Sharder, ShardingPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sharded import local_tensor, reshard
@@ -68,26 +69,31 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
     Raises:
         PlanError: names the module has not, entries of another type, a parameter inside a module that a sharder
-            replaces; all of them in one message, before anything is changed.
-        MismatchError: the plan, or `src_rank`, differs between ranks.
+            replaces, one parameter with two specs; all of them in one message, before anything is changed. Or a
+            sharder that returned no module.
+        MismatchError: the plan, `src_rank`, or what is wrong with the plan, differs between ranks.
     """
     ranks = collectives.group_ranks(process_group)
-    said: dict[str, object] = {f"plan for {name}": _in_words(entry) for name, entry in plan.plan.items()}
-    said |= {f"output of {name}": repr(spec) for name, spec in (plan.output_plan or {}).items()}
-    said |= {"return_local_tensor": list(plan.return_local_tensor or ()), "src_rank": src_rank}
-    collectives.agree("the sharding plan", said, ranks, "pass the same plan and source on every rank.")
+    if not isinstance(plan, ShardingPlan):
+        raise PlanError(
+            f"shard_module needs a ShardingPlan, got {type(plan).__name__}. Fix: ShardingPlan(plan={{...}})."
+        )
     problems = _problems(module, plan)
+    said: dict[str, object] = {f"plan for {name}": _in_words(entry) for name, entry in plan.plan.items()}
+    said |= {f"output of {name}": _in_words(spec) for name, spec in (plan.output_plan or {}).items()}
+    said |= {"return_local_tensor": list(plan.return_local_tensor or ()), "src_rank": src_rank, "problems": problems}
+    fix = "pass the same module, plan and source on every rank."
+    collectives.agree("the sharding plan", said, tuple(sorted(ranks)), fix)
     if problems:
         raise PlanError("The plan does not fit the module:\n" + "\n".join(f"  {p}" for p in problems))
-    tied = _Tied(module)
+    tensors, modules = _places(module, _tensors(module)), _places(module, _modules(module))
+    done: list[Places] = []
     for name, entry in plan.plan.items():
         if isinstance(entry, Sharder):
-            path, _, child = name.rpartition(".")
-            setattr(module.get_submodule(path), child, entry.shard(module.get_submodule(name)))
-        elif not tied.done(name):
-            path, _, attribute = name.rpartition(".")
-            shard_parameter(module.get_submodule(path), attribute, entry, src_rank, process_group)
-            tied.replace(name)
+            _replace_module(modules[name], name, entry)
+        elif tensors[name] not in done:
+            done.append(tensors[name])
+            _cut_everywhere(tensors[name], entry, src_rank, process_group)
     for name, spec in (plan.output_plan or {}).items():
         reshard_output(module.get_submodule(name), spec)
     for name in plan.return_local_tensor or ():
@@ -96,14 +102,18 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
 
 def _in_words(entry: object) -> str:
-    return repr(entry) if isinstance(entry, ShardingSpec) else type(entry).__qualname__
+    return words_of(entry) if isinstance(entry, ShardingSpec) else type(entry).__qualname__
 
 
 def _problems(module: nn.Module, plan: ShardingPlan) -> list[str]:
     """Everything in the plan that cannot be done."""
-    modules, tensors = dict(module.named_modules(remove_duplicate=False)), _tensors(module)
-    sharders = [name for name, entry in plan.plan.items() if isinstance(entry, Sharder)]
-    found = []
+    modules, tensors = _modules(module), _tensors(module)
+    replaced = {
+        name: set(modules[name].modules())
+        for name, entry in plan.plan.items()
+        if isinstance(entry, Sharder) and name in modules
+    }
+    found, first = [], dict[int, str]()
     for name, entry in plan.plan.items():
         if isinstance(entry, Sharder):
             if not name:
@@ -112,8 +122,8 @@ def _problems(module: nn.Module, plan: ShardingPlan) -> list[str]:
                 found.append(f"{name!r} has a Sharder, but is no submodule.")
             found += [
                 f"{name!r} has a Sharder, and so has {other!r}, which is inside it."
-                for other in sharders
-                if other.startswith(f"{name}.")
+                for other in replaced
+                if other != name and modules[other] in replaced.get(name, ())
             ]
         elif not isinstance(entry, ShardingSpec):
             found.append(f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}.")
@@ -124,9 +134,12 @@ def _problems(module: nn.Module, plan: ShardingPlan) -> list[str]:
         else:
             found += [
                 f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces."
-                for path in sharders
-                if name.startswith(f"{path}.")
+                for path, inside in replaced.items()
+                if modules[name.rpartition(".")[0]] in inside
             ]
+            other = first.setdefault(id(tensors[name]), name)
+            if plan.plan[other] != entry:
+                found.append(f"{other!r} and {name!r} are one tensor, but have different specs.")
     for name, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
             found.append(f"the output of {name!r} needs a ShardingSpec, got {type(spec).__name__}.")
@@ -143,30 +156,41 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class _Tied:
-    """Parameters that a module has under several names stay one."""
+def _modules(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(module.named_modules(remove_duplicate=False))
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.names: dict[int, list[str]] = {}
-        for name, tensor in _tensors(module).items():
-            self.names.setdefault(id(tensor), []).append(name)
-        self.alive = list(_tensors(module).values())  # so that no id is used twice
-        self.finished: set[str] = set()
 
-    def done(self, name: str) -> bool:
-        return name in self.finished
+# Owners, and what each calls it: one list for all names of a tied parameter or a shared module.
+Places = list[tuple[nn.Module, str]]
 
-    def replace(self, name: str) -> None:
-        """Put what `name` is now wherever its parameter was."""
+
+def _places(module: nn.Module, named: Mapping[str, object]) -> dict[str, Places]:
+    """Where each of `named` is, also after modules on the way to it were replaced."""
+    places: dict[int, Places] = {}
+    for name, thing in named.items():
         path, _, attribute = name.rpartition(".")
-        new = getattr(self.module.get_submodule(path), attribute)
-        group = next((names for names in self.names.values() if name in names), [name])
-        for other in group:
-            path, _, attribute = other.rpartition(".")
-            owner = self.module.get_submodule(path)
-            (owner._buffers if attribute in owner._buffers else owner._parameters)[attribute] = new
-        self.finished |= set(group)
+        places.setdefault(id(thing), []).append((module.get_submodule(path), attribute))
+    return {name: places[id(thing)] for name, thing in named.items()}
+
+
+def _replace_module(places: Places, name: str, sharder: Sharder) -> None:
+    owner, child = places[0]
+    sharded = sharder.shard(getattr(owner, child))
+    if not isinstance(sharded, nn.Module):
+        raise PlanError(
+            f"{type(sharder).__name__}.shard returns the module that takes the place of {name!r}, "
+            f"got {type(sharded).__name__}."
+        )
+    for owner, child in places:
+        owner._modules[child] = sharded
+
+
+def _cut_everywhere(places: Places, spec: ShardingSpec, src_rank: int, process_group: Any) -> None:
+    """Cut a parameter or buffer; tied ones stay one."""
+    (first, attribute), *others = places
+    shard_parameter(first, attribute, spec, src_rank, process_group)
+    for owner, name in others:
+        (owner._buffers if name in owner._buffers else owner._parameters)[name] = getattr(first, attribute)
 
 
 def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:

@@ -22,6 +22,7 @@ from shardwise.shards import (
     layout_of_shards,
     shards_of,
     spec_of,
+    words_of,
 )
 from shardwise.tensor import factories
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
@@ -173,12 +174,7 @@ def shard_by(spec: ShardingSpec, tensor: Tensor, src_rank: int = 0, process_grou
     if isinstance(tensor, DTensor):
         return reshard(tensor, spec, process_group)
     ranks = collectives.group_ranks(process_group)
-    said = {"spec": repr(spec), "src_rank": src_rank, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
-    collectives.agree(
-        "how to shard a tensor", said, tuple(sorted(ranks)), "pass the same spec, source, shape and dtype everywhere."
-    )
-    if not 0 <= src_rank < len(ranks):
-        raise LayoutError(f"src_rank is a position in the process group, 0 to {len(ranks) - 1}, got {src_rank}.")
+    _agree_on_source(spec, tensor, src_rank, ranks)
     layout = spec.layout(tensor.shape, ranks)
     source = Layout(Mesh((1,), (ranks[src_rank],), None, layout.mesh.device_type), [Replicate()], tensor.shape)
     rank = collectives.rank()
@@ -190,6 +186,33 @@ def shard_by(spec: ShardingSpec, tensor: Tensor, src_rank: int = 0, process_grou
         result = tag(local.clone() if local is mine else local, layout)
     result._spec = spec
     return result.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+
+
+def _agree_on_source(spec: ShardingSpec, tensor: Any, src_rank: int, ranks: tuple[int, ...]) -> None:
+    """That all ranks mean the same, and that the source has what it is to give."""
+    problem, said = None, {"spec": repr(spec), "src_rank": src_rank}
+    if not isinstance(tensor, Tensor):
+        problem = f"only a Tensor can be sharded, got {type(tensor).__name__}."
+    else:
+        said = {
+            "spec": words_of(spec, tensor.shape),
+            "src_rank": src_rank,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype),
+            "requires_grad": tensor.requires_grad,
+        }
+        if not 0 <= src_rank < len(ranks):
+            problem = f"src_rank is a position in the process group, 0 to {len(ranks) - 1}, got {src_rank}."
+        elif tensor.is_meta and collectives.rank() == ranks[src_rank]:
+            problem = f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device and has no values."
+    collectives.agree(
+        "how to shard a tensor",
+        said | {"problem": problem},
+        tuple(sorted(ranks)),
+        "pass the same spec, source, shape, dtype and requires_grad everywhere, and values on the source.",
+    )
+    if problem:
+        raise LayoutError(f"shard: {problem}")
 
 
 # ---- made of shards -------------------------------------------------------------------------------------------------
