@@ -88,6 +88,10 @@ class PlaceError(ShardwiseError, IndexError, RuntimeError):
     """An index outside the tensor that is read or written at it; torch raises one kind or the other, by op."""
 
 
+class EmptyError(ShardwiseError, IndexError, RuntimeError):
+    """Nothing to choose an element of; torch raises one kind or the other, by op."""
+
+
 class IdTypeError(ShardwiseError, TypeError):
     """Ids of a dtype, device or number of dims that a lookup cannot take."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
-from shardwise.errors import PlaceError
+from shardwise.errors import EmptyError, PlaceError
 from shardwise.testing import world
 
 LAYOUTS: list[tuple[Mesh, list[Placement]]] = [
@@ -80,3 +80,36 @@ def test_nothing_is_divided_by_zero_where_there_is_nothing(layout: tuple[Mesh, l
         return tuple((x % 0).shape)
 
     assert set(world(4).run(body)) == {(4, 0)}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_the_largest_of_nothing_is_the_kind_of_error_that_torch_raises(placement: Placement) -> None:
+    ops: list[Callable[[Any], Any]] = [
+        lambda x: x.max(),
+        lambda x: x.max(1),
+        lambda x: x.amin(1),
+        lambda x: x.aminmax(),
+        lambda x: torch.linalg.vector_norm(x, float("inf")),
+        lambda x: torch.linalg.vector_norm(x, float("-inf"), 1),
+        lambda x: x @ torch.ones(3, 2),
+    ]
+    for op in ops:
+        with pytest.raises((IndexError, RuntimeError)) as caught:
+            op(torch.ones(4, 0))
+        kind = caught.type
+
+        def body(op: Callable[[Any], Any] = op, kind: type[BaseException] = kind) -> str:
+            with pytest.raises(kind) as caught:
+                op(distribute_tensor(torch.ones(4, 0), Mesh((2,)), [placement]))
+            return str(caught.value)
+
+        assert len(set(world(2).run(body))) == 1
+    assert issubclass(EmptyError, IndexError)
+
+
+@world(2)
+def test_no_places_are_written_from_a_tensor_of_no_dims() -> None:
+    x = distribute_tensor(VALUES, Mesh((2,)), [Shard(0)])
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    for out in (x.scatter_add(0, none, torch.tensor(1.0)), x.scatter_reduce(0, none, torch.tensor(1.0), "sum")):
+        assert torch.equal(out.full_tensor(), VALUES)  # type: ignore[attr-defined]

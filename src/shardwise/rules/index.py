@@ -111,7 +111,8 @@ def rows(form: Form, mode: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]
     call = form.call(x, args, kwargs)
     if any(i.dtype in (torch.bool, torch.uint8) for i in call.ids) or not x.ndim:
         raise NotImplementedError("masks, and tensors of one element, are for torch")
-    if form.names[0] == "dim" and call.ids[0].ndim != (1 if form.kind == "each" else x.ndim):
+    alike = (*call.ids, *[call.values] * isinstance(call.values, Meta)) if form.kind == "along" else call.ids
+    if form.names[0] == "dim" and any(i.ndim != (1 if form.kind == "each" else x.ndim) for i in alike):
         raise NotImplementedError("the index has another number of dims than torch documents")
     mode = "add" if call.rest.get("accumulate") else "other" if call.rest.get("reduce") else mode
     reads, values = mode == "read", isinstance(call.values, Meta)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import EmptyError
 from shardwise.placement import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules import row
 from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, spellings
@@ -254,6 +255,9 @@ def extremes(site: Site, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool
     They are exchanged at once, not left to be reduced: only here it is known how many elements are equal."""
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() else torch.int64)
     found, results = [], []
+    whole = site.layouts[0].shape
+    if 0 in (whole if dims is None else [whole[d] for d in dims]):
+        raise EmptyError(f"The largest or smallest of dims {dims} of {whole}: expected dims of non-zero size.")
     for largest in kinds:
         part, along = own_part(site, x, dims, worst(largest, x.dtype))
         own = part.amax(along, keepdim=True) if largest else part.amin(along, keepdim=True)
