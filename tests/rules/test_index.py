@@ -149,3 +149,12 @@ def test_nothing_infinite_is_multiplied_by_zero() -> None:
     out.clamp(max=1).sum().backward()
     assert torch.equal(as_dtensor(out.detach()).full_tensor(), full[:2])
     assert not as_dtensor(x.grad).full_tensor().isnan().any()
+
+
+@world(4)
+def test_values_for_the_same_place_all_have_its_gradient() -> None:
+    x = DTensor.from_local(torch.arange(12.0).reshape(3, 4), Mesh((4,)), [Partial("min")])
+    v = distribute_tensor(torch.ones(3, 4), Mesh((4,)), [Shard(1)]).requires_grad_()
+    x[:, [2, 0, 1, 1]] = v
+    x.sum().backward()
+    assert as_dtensor(v.grad).full_tensor().tolist() == [[1.0] * 4] * 3

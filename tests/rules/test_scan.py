@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from shardwise import Mesh, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
@@ -93,3 +94,13 @@ def test_a_scan_takes_one_exchange_of_a_total_a_line(op: Callable[[Any, int], An
     assert meter.implicit == []
     assert meter.total_calls == 1
     assert meter.total_bytes == 3 * 8 * numbers
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [2, 2], [1, 3]])
+@world(2)
+def test_what_stands_beside_an_infinity_keeps_the_gradient_that_torch_gives(sizes: list[int]) -> None:
+    x = torch.tensor([0.5, INF, 1.0, -1.0], dtype=torch.float64)
+    plain, mine = x.clone().requires_grad_(), distribute_tensor(x, Mesh((2,)), [Shard(0, sizes)]).requires_grad_()
+    for leaf in (plain, mine):
+        leaf.logcumsumexp(0).sum().backward()
+    assert_close(as_dtensor(mine.grad).full_tensor(), plain.grad, equal_nan=True)

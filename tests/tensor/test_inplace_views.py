@@ -118,3 +118,22 @@ def test_what_torch_copies_is_no_alias_of_a_part_that_happens_to_be_contiguous(p
     x.contiguous().add_(1)
     x.reshape(-1).add_(1)
     assert bool((x == 2).all())
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: x.quantile(0.4, 0),
+        lambda x: x.quantile(0.4, 1),
+        lambda x: x.cumsum(0),
+        lambda x: x.scatter_reduce(0, torch.tensor([[0, 1, 2]]), x[:1], "sum"),
+    ],
+)
+@world(3)
+def test_new_results_are_no_views_of_something_inside(op: Callable[[Any], Any]) -> None:
+    x = part(on(Mesh((3,)), [Shard(0, [0, 5, 1])]))[:, :, 0].requires_grad_()
+    plain = VALUES[:, :, 0].clone().requires_grad_()
+    with torch.no_grad():
+        kept = op(x)
+    assert_close((kept.mul_(x.sum())).full_tensor(), op(plain) * plain.sum())
+    assert op(x).detach_().is_leaf

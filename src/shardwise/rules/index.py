@@ -139,7 +139,7 @@ def rows(form: Form, mode: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]
             found.append(Row((REPLICATE, *cut.ids), Shard(cut.read), "each rank reads its own places"))
         elif mode == "add":
             found.append(Row((PARTIAL, *cut.ids, *cut.values), PARTIAL, "each rank adds its own values"))
-    linear = {"read": PARTIALS, "assign": PARTIALS, "add": SUMS}.get(mode, ()) if reads or values else ()
+    linear = {"read": PARTIALS, "assign": SUMS, "add": SUMS}.get(mode, ()) if reads or values else ()
     return found + [Row((q, *whole[0], *(q,) * values), q, "summands are indexed one by one") for q in linear]
 
 
@@ -343,7 +343,7 @@ def _put(site: Site, x: Tensor, call: Call, at: Tensor, values: Any) -> Any:
         flat = x.reshape(-1)
         out = site.call(flat, *((0,) if call.form.kind == "along" else ()), at, values, **call.rest)
         if not call.form.in_place:
-            return out.view(x.shape)
+            return torch.ops.aten._unsafe_view(out, x.shape)  # of a new tensor that has no other name
         return x if x.is_contiguous() else x.copy_(out.view(x.shape))
     if call.form.names[0] == "dim":
         return site.call(x, call.dims[0], at, values.movedim(0, call.dims[0]) if rows else values, **call.rest)

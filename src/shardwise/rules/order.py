@@ -223,7 +223,7 @@ def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bo
 
 def _quantile(site: Site, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     some = input if input.numel() else input.new_zeros([max(n, 1) for n in input.shape]) + input.sum()
-    return site.call(some, *args, **kwargs)[tuple(map(slice, site.output.local_shape(site.rank)))]
+    return site.call(some, *args, **kwargs)[tuple(map(slice, site.output.local_shape(site.rank)))].clone()
 
 
 def _quantile_of_line(name: str, site: Site, /, input: Tensor, q: Any, *_: Any, **named: Any) -> Any:
@@ -236,7 +236,7 @@ def _quantile_of_line(name: str, site: Site, /, input: Tensor, q: Any, *_: Any, 
     numbers = [int(n) if some else total - 1 for n in torch.cat([rounded.floor(), rounded.ceil()]).tolist()]
     below, above = pick(site, flat, numbers, None)[0].chunk(2)
     found = below if rounded is not rank else below.lerp(above, 0.5 if between == "midpoint" else rank.frac())
-    return found.view(site.output.local_shape(site.rank))
+    return torch.ops.aten._unsafe_view(found, site.output.local_shape(site.rank))  # the only name of a new tensor
 
 
 def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: Any) -> list[Row]:

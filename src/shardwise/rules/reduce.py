@@ -299,11 +299,13 @@ def _scanned(site: Site, x: Tensor, name: str, dim: int, dtype: torch.dtype | No
     x = x if dtype is None else x.to(dtype)
     if name == "logcumsumexp":
         total = log_of_sum(*own_part(site, x, (dim,), -inf, True), False)
+        total = torch.where(total == inf, inf, total)  # what is finite beside it has no gradient, not nan
     else:
         total = x.sum(dim) if name == "cumsum" else x.prod(dim)
     before = _before(site, dim, total).movedim(0, dim)
     scanned: Tensor = getattr(torch, name)(torch.cat([before, x], dim), dim)
-    return scanned.narrow(dim, before.shape[dim], x.shape[dim]).to(dtype or scanned.dtype)
+    found: Tensor = scanned.narrow(dim, before.shape[dim], x.shape[dim]).to(dtype or scanned.dtype)
+    return torch.ops.aten._unsafe_view(found, x.shape)  # type: ignore[no-any-return]
 
 
 def _before(site: Site, dim: int, own: Tensor) -> Tensor:
