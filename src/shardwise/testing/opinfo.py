@@ -32,6 +32,7 @@ MAX_ONE = 10  # layouts in which one operand is cut along one dim
 UNWRITTEN = frozenset(
     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_".split()
 )
+UNORDERED = frozenset(["topk"])  # torch leaves open which of equal elements they name
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,23 @@ def calls_of(name: str, count: int, variants: Sequence[str]) -> Iterator[tuple[s
                 continue
             if variant == "in place" and sample.broadcasts_input:
                 continue
-            yield variant, number, replace(call, op=functions[variant], in_place=variant == "in place")
+            function = functions[variant]
+            if op.name in UNORDERED:
+                function = _as_told_apart(function)
+            yield variant, number, replace(call, op=function, in_place=variant == "in place")
+
+
+def _as_told_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The op with the elements that its places name instead of the places: of equal elements it may name any."""
+
+    def call(input: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+        values, places = function(input, k, dim, *args, **kwargs)
+        if not places.ndim:
+            return values, places
+        different = places.sort(dim).values.diff(dim=dim).ne(0).all()
+        return values, input.detach().gather(dim, places), different, places.dtype
+
+    return call
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------
