@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Shard, count_comms, rank
@@ -133,6 +134,25 @@ def test_a_group_of_some_ranks_works_for_itself() -> None:
         chunks(0, 0, 1).shard(VALUE, process_group=tuple({0, 1, 2, 3} - set(mine)))
 
 
+@world(3)
+def test_what_is_no_group_is_refused_in_words() -> None:
+    for group, said in (
+        ((0, 0, 1, 2), "each once"),
+        ((-1, 0, 1, 2), "each once"),
+        ((0, 1, 2, 3), "each once"),
+        ((), "cannot use a process group of the ranks"),
+        (2, "is one of torch's, a mesh, or ranks"),
+    ):
+        with pytest.raises(GroupError, match=said):
+            chunks(0, 0, 1).shard(VALUE, process_group=group)
+
+
+@world(2, real=True)
+def test_a_mesh_of_torch_is_a_group() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    assert_close(chunks(0, 1, 0).shard(VALUE + rank(), 1, mesh).full_tensor(), VALUE + 1)
+
+
 @world(4)
 def test_a_group_may_be_set_for_a_while_but_not_inside_another() -> None:
     mine = Mesh((2,), (1, 3) if rank() % 2 else (0, 2))
@@ -204,6 +224,41 @@ def test_a_buffer_stays_a_buffer_and_a_frozen_parameter_stays_frozen() -> None:
     assert isinstance(dict(model.named_buffers())["scale"], DTensor)
     assert isinstance(model.head.bias, DTensor)
     assert not model.head.bias.requires_grad
+
+
+@world(2)
+def test_a_plain_attribute_stays_one() -> None:
+    model = Model()
+    model.extra = VALUE.clone()
+    shard_parameter(model, "extra", chunks(0, 0, 1))
+    assert isinstance(model.extra, DTensor)
+    assert "extra" not in model.state_dict()
+
+
+def test_what_cannot_be_sharded_on_one_rank_is_the_same_error_on_all() -> None:
+    def missing() -> None:
+        shard_parameter(nn.Linear(4, 4, bias=rank() != 1), "bias", chunks(0, 0, 1))
+
+    def strided() -> None:
+        layer = nn.Linear(4, 4)
+        layer.weight = nn.Parameter(torch.ones(4, 4).t() if rank() == 1 else torch.ones(4, 4))
+        shard_parameter(layer, "weight", chunks(0, 0, 1))
+
+    def sharded() -> None:
+        layer = nn.Linear(4, 4)
+        if rank() < 2:
+            shard_parameter(layer, "weight", chunks(0, 0, 1), process_group=(0, 1))
+            shard_parameter(layer, "weight", chunks(0, 1, 0))  # among its own ranks
+        shard_parameter(layer, "weight", chunks(0, 0, 1), process_group=(0, 1, 2))
+
+    for wrong, said in (
+        (missing, "rank 1: .*must be a Tensor, got NoneType"),
+        (strided, "rank 1: .*weight is not contiguous"),
+        (sharded, "rank 2: .*is sharded"),
+    ):
+        with pytest.raises(MismatchError, match=said) as error:
+            world(3).run(wrong)
+        assert "ranks 0, 1, 2 raised the same" in error.value.__notes__
 
 
 @world(2)

@@ -1,5 +1,6 @@
 """The shards of a tensor one by one: looked at, gathered, cut anew, and made into a tensor."""
 
+from copy import deepcopy
 from itertools import product
 
 import pytest
@@ -10,7 +11,15 @@ from torch.testing import assert_close
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor, rank, spec
 from shardwise.boxes import Box
 from shardwise.errors import LayoutError, MismatchError, RuleError
-from shardwise.spec import ChunkShardingSpec, LocalShard, ShardMetadata, init_from_local_shards
+from shardwise.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    LocalShard,
+    ShardMetadata,
+    collect_local_shard,
+    init_from_local_shards,
+    shard_parameter,
+)
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 from tests.spec.test_sharding import SPECS, VALUE, boxes, chunks
@@ -160,6 +169,56 @@ def test_a_gather_that_cannot_be_is_refused() -> None:
     if rank() == 0:
         with pytest.raises(LayoutError, match=r"out has shape \(3,\)"):
             x.gather(0, out=torch.empty(3))
+    else:
+        assert x.gather(0) is None  # and does not wait for ever
+
+
+@world(2)
+def test_resharding_leaves_the_tensor_what_its_own_spec_made_it() -> None:
+    first = chunks(0, 0, 1)
+    same = EnumerableShardingSpec(first.build_metadata((10, 4)).shards_metadata)
+    x = first.shard(VALUE.clone().requires_grad_())
+    y = x.reshard(same)
+    assert x.sharding_spec() is first
+    assert y.sharding_spec() is same
+    y.sum().backward()
+    assert x.grad is not None
+    assert_close(x.grad.full_tensor(), torch.ones(10, 4))
+
+
+@world(4)
+def test_ranks_that_leave_the_group_give_what_they_have() -> None:
+    x = chunks(0, 3, 1, 2, 0).shard(VALUE.clone().requires_grad_())
+    y = x.reshard(chunks(1, 2, 0), (0, 2))
+    assert y.layout_.mesh.ranks == (2, 0)
+    assert len(y.local_shards()) == (rank() in (0, 2))
+    if rank() in (0, 2):
+        assert_close(y.full_tensor(), VALUE)
+    (y * 2).sum().backward()
+    assert x.grad is not None
+    assert_close(x.grad.full_tensor(), torch.full((10, 4), 2.0))
+    layer = torch.nn.Linear(4, 10)
+    shard_parameter(layer, "weight", chunks(0, 0, 1, 2, 3))
+    shard_parameter(layer, "weight", chunks(0, 2, 0), process_group=(0, 2))
+    assert as_dtensor(layer.weight).layout_.mesh.ranks == (0, 2)[::-1]
+
+
+@world(2)
+def test_a_summand_is_no_shard() -> None:
+    x = DTensor.from_local(VALUE, Mesh((2,)), [Partial()])
+    with pytest.raises(LayoutError, match="has summands, not shards"):
+        x.local_tensor()
+    with pytest.raises(LayoutError, match="has summands, not shards"):
+        collect_local_shard(torch.nn.Identity())(x)
+
+
+@world(2)
+def test_a_copied_parameter_keeps_its_name_and_its_spec() -> None:
+    module = torch.nn.Linear(4, 4)
+    shard_parameter(module, "weight", chunks(0, 0, 1))
+    weight, copy = (as_dtensor(m.weight) for m in (module, deepcopy(module)))
+    assert copy._name == weight._name == "weight"
+    assert copy.sharding_spec() is weight.sharding_spec()
 
 
 # ---- made of shards ----
@@ -224,6 +283,12 @@ def test_shards_that_do_not_make_a_tensor_are_the_same_error_everywhere() -> Non
         one = LocalShard(torch.ones(3), ShardMetadata([3 * rank()], [3], f"rank:{rank()}"))
         init_from_local_shards([one if rank() == 1 else shard_of(VALUE[:3], 3 * rank(), rank())])
 
+    def gradients() -> None:
+        init_from_local_shards([shard_of(VALUE[:3].clone().requires_grad_(rank() == 1), 3 * rank(), rank())])
+
+    def strange() -> None:
+        init_from_local_shards([VALUE[:3] if rank() == 2 else shard_of(VALUE[:3], 3 * rank(), rank())])  # type: ignore[list-item]
+
     for wrong, kind, said in (
         (overlap, LayoutError, "overlap.*rank 0.*rank 1"),
         (gap, LayoutError, r"nobody holds \[2:3, 0:4\]"),
@@ -233,6 +298,8 @@ def test_shards_that_do_not_make_a_tensor_are_the_same_error_everywhere() -> Non
         (elsewhere, MismatchError, "rank 1: passes a shard placed on rank:0/cpu"),
         (nothing, LayoutError, "no rank passed any shard"),
         (dims, MismatchError, "number"),
+        (gradients, MismatchError, "rank 1: requires_grad .*True"),
+        (strange, MismatchError, "rank 2: passes a Tensor where a LocalShard belongs"),
     ):
         with pytest.raises(kind, match=said) as error:
             world(3).run(wrong)
@@ -254,7 +321,8 @@ def test_tensors_are_filled_by_spec(name: str) -> None:
         by = SPECS[name]
         assert_close(spec.zeros(by, 10, 4).full_tensor(), torch.zeros(10, 4))
         assert_close(spec.ones(by, (10, 4), dtype=torch.int32).full_tensor(), torch.ones(10, 4, dtype=torch.int32))
-        assert_close(spec.full(by, (10, 4), fill_value=3.0).full_tensor(), torch.full((10, 4), 3.0))
+        for filled in (spec.full(by, (10, 4), 3.0), spec.full(by, 10, 4, fill_value=3.0)):
+            assert_close(filled.full_tensor(), torch.full((10, 4), 3.0))
         torch.manual_seed(0)
         drawn = spec.rand(by, 10, 4, requires_grad=True)
         torch.manual_seed(0)

@@ -1,14 +1,16 @@
 """Process groups, as the ranks that they are of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.calls import Ranks
 from shardwise.collectives.front import is_simulated, rank, world_size
+from shardwise.collectives.meshes import as_mesh
 from shardwise.collectives.processes import TORCH
 from shardwise.errors import GroupError
 from shardwise.mesh import Mesh
@@ -16,15 +18,16 @@ from shardwise.mesh import Mesh
 _current: ContextVar[Any] = ContextVar("process group", default=None)
 
 
-def group_ranks(process_group: Any = None) -> Ranks:
+def group_ranks(process_group: Any = None, *, leaving: bool = False) -> Ranks:
     """The global ranks of a process group, in its order.
 
     Args:
-        process_group: one of torch's; a `Mesh` or some ranks, as simulated ranks have no groups; None is that of
-            `load_with_process_group`, or everybody.
+        process_group: one of torch's; a mesh, ours or torch's, or some ranks, as simulated ranks have no groups; None
+            is that of `load_with_process_group`, or everybody.
+        leaving: whether this rank may be none of it, as it gives away what it has.
 
     Raises:
-        GroupError: this rank, or one of those named, is not of it.
+        GroupError: this rank is not of it; no such ranks, one named twice, or nothing of these kinds.
     """
     group = _current.get() if process_group is None else process_group
     if group is None:
@@ -35,9 +38,15 @@ def group_ranks(process_group: Any = None) -> Ranks:
         TORCH.groups.setdefault(tuple(sorted(ranks)), group)
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         ranks = ()
+    elif isinstance(group, Mesh | DeviceMesh):
+        ranks = as_mesh(group).ranks
+    elif isinstance(group, Iterable):
+        ranks = tuple(group)
     else:
-        ranks = tuple(group.ranks if isinstance(group, Mesh) else group)
-    if rank() not in ranks or max(ranks) >= world_size():
+        raise GroupError(f"A process group is one of torch's, a mesh, or ranks such as (0, 2), got {group!r}.")
+    if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world_size())):
+        raise GroupError(f"A process group names some of the {world_size()} ranks, each once, got {ranks}.")
+    if rank() not in ranks and not (leaving and ranks):
         raise GroupError(
             f"Rank {rank()} of {world_size()} cannot use a process group of the ranks {ranks}. "
             f"Fix: call this on the ranks of the group only."

@@ -18,7 +18,7 @@ from shardwise.tensor.sharded import local_tensor, reshard
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> None:
-    """Cut one parameter or buffer of `module` by a spec, in place; it becomes a `DTensor`.
+    """Cut one parameter, buffer or other tensor of `module` by a spec, in place; it becomes a `DTensor`.
 
     Args:
         module: the module that owns it; of one on the meta device only the source needs values.
@@ -30,29 +30,46 @@ def shard_parameter(
     Raises:
         AttributeError: the module has nothing of that name.
         PlanError: it is no tensor, or not contiguous.
-        MismatchError: spec, source, shape or dtype differ between ranks.
+        MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or some ranks alone have
+            one of the errors above.
         LayoutError: the spec does not fit.
     """
-    owner = type(module).__name__
-    if not hasattr(module, param_name):
-        raise AttributeError(f"{owner} has no attribute {param_name!r}.")
-    tensor = getattr(module, param_name)
-    if not isinstance(tensor, Tensor):
-        raise PlanError(f"{owner}.{param_name} is to be sharded, so it must be a Tensor, got {type(tensor).__name__}.")
-    if isinstance(tensor, DTensor):
+    tensor: Any = getattr(module, param_name, None)
+    resharded = isinstance(tensor, DTensor)
+    ranks = set(tensor._layout.mesh.ranks if resharded else ())
+    if process_group is not None or not resharded:
+        ranks.update(collectives.group_ranks(process_group, leaving=resharded))
+    problem = _unfit(module, param_name, tensor)
+    said = {"problem": problem and str(problem), "is sharded": resharded, "spec": words_of(sharding_spec)}
+    fix = "pass the same module and spec on every rank."
+    collectives.agree(f"how to shard {param_name!r}", said, tuple(sorted(ranks)), fix)
+    if problem:
+        raise problem
+    if resharded:
         cut: Tensor = reshard(tensor, sharding_spec, process_group).detach()
     else:
-        if not tensor.is_contiguous():
-            raise PlanError(f"{owner}.{param_name} is not contiguous. Fix: assign {param_name}.contiguous() first.")
         cut = sharding_spec.shard(tensor, src_rank, process_group)
     cut._spec = sharding_spec  # type: ignore[attr-defined]
-    if param_name in module._buffers:
+    if param_name in module._parameters:
+        parameter = nn.Parameter(cut.detach(), tensor.requires_grad)
+        parameter._name = param_name  # type: ignore[attr-defined]
+        module.register_parameter(param_name, parameter)
+    elif param_name in module._buffers:
         module._buffers[param_name] = cut.detach()
-        return
-    parameter = nn.Parameter(cut.detach(), tensor.requires_grad)
-    parameter._name = param_name  # type: ignore[attr-defined]
-    parameter._spec = sharding_spec  # type: ignore[attr-defined]
-    module.register_parameter(param_name, parameter)
+    else:
+        setattr(module, param_name, cut)
+
+
+def _unfit(module: nn.Module, name: str, tensor: Any) -> Exception | None:
+    """Why an attribute of `module` cannot be sharded."""
+    what = f"{type(module).__name__}.{name}"
+    if not hasattr(module, name):
+        return AttributeError(f"{type(module).__name__} has no attribute {name!r}.")
+    if not isinstance(tensor, Tensor):
+        return PlanError(f"{what} is to be sharded, so it must be a Tensor, got {type(tensor).__name__}.")
+    if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
+        return PlanError(f"{what} is not contiguous. Fix: assign {name}.contiguous() first.")
+    return None
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> nn.Module:

@@ -245,7 +245,6 @@ class DTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("Only leaf tensors can be deep-copied; copy a detached one.")
         copy = tag(plain(self.detach()).clone(), self._layout)
-        copy._name, copy._spec, copy._tiling = self._name, self._spec, self._tiling
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
         else:
@@ -253,6 +252,7 @@ class DTensor(torch.Tensor):
             grad = self.grad  # that of a parameter is not copied, as in torch
             if grad is not None:
                 copy.grad = grad.detach().clone()
+        copy._name, copy._spec, copy._tiling = self._name, self._spec, self._tiling
         memo[id(self)] = copy
         return copy
 

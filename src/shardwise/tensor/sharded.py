@@ -25,7 +25,7 @@ from shardwise.shards import (
     words_of,
 )
 from shardwise.tensor import factories
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
 
 ShardedTensor = DTensor
 
@@ -80,8 +80,10 @@ def local_tensor(x: DTensor) -> Tensor:
     """The only shard of this rank, with its gradient.
 
     Raises:
-        LayoutError: this rank has none, or several.
+        LayoutError: this rank has none, or several, or a summand.
     """
+    if x._layout.partial_axes:
+        raise LayoutError(f"local_tensor(): {x._layout} has summands, not shards. Fix: reshard it by a spec first.")
     count = len(x._layout.boxes(collectives.rank()))
     if count != 1:
         raise LayoutError(
@@ -144,8 +146,6 @@ def whole_on(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.d
     layout, rank = x._layout, collectives.rank()
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
-    if rank == dst and out is not None and tuple(out.shape) != layout.shape:
-        raise LayoutError(f"gather: out has shape {tuple(out.shape)}, the tensor {layout.shape}.")
     there = Layout(Mesh((1,), (dst,), None, layout.mesh.device_type), [Replicate()], layout.shape)
     with torch.no_grad():
         whole = moved(x.detach(), there).to_local()
@@ -153,18 +153,28 @@ def whole_on(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.d
             return None
         if out is None:
             return whole if dtype is None else whole.to(dtype)
+        if tuple(out.shape) != layout.shape:  # only now, for the other ranks do not know
+            raise LayoutError(f"gather: out has shape {tuple(out.shape)}, the tensor {layout.shape}.")
         return out.copy_(whole)
 
 
 def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: Any = None) -> DTensor:
     """The same tensor as `resharding_spec` cuts it; every element is sent at most once to a rank that lacks it.
 
+    Args:
+        resharding_spec: how to cut it.
+        process_group: who holds the result; None is who holds `x`. Ranks that leave call this as well, for which the
+            group is given by its ranks: of a group of torch they know nothing.
+
     Raises:
         LayoutError: the spec does not fit.
     """
-    ranks = tuple(sorted(x._layout.mesh.ranks)) if process_group is None else collectives.group_ranks(process_group)
+    known = process_group is not None
+    ranks = collectives.group_ranks(process_group, leaving=True) if known else tuple(sorted(x._layout.mesh.ranks))
     layout = resharding_spec.layout(x._layout.shape, ranks)
     result = moved(x, layout)
+    if result is x:  # which stays what its own spec made it
+        result = remembering(x, tag(plain(x), layout))
     result._spec = resharding_spec
     return result
 
@@ -231,13 +241,15 @@ def init_from_local_shards(
         process_group: who takes part; None is everybody.
 
     Raises:
-        MismatchError: dtypes, or the given sizes, differ between ranks, or a shard is placed on another rank.
+        MismatchError: dtypes, `requires_grad` or the given sizes differ between ranks, a shard is placed on another
+            rank, or is no `LocalShard`.
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
     ranks = collectives.group_ranks(process_group)
     size = list(global_size[0]) if len(global_size) == 1 and not isinstance(global_size[0], int) else list(global_size)
     said = {
         "size": size,
+        "strange": [type(s).__name__ for s in local_shards if not isinstance(s, LocalShard)],
         "shards": [
             {
                 "offsets": list(s.metadata.shard_offsets),
@@ -247,6 +259,7 @@ def init_from_local_shards(
                 "requires_grad": s.tensor.requires_grad,
             }
             for s in local_shards
+            if isinstance(s, LocalShard)
         ],
     }
     every = dict(zip(sorted(ranks), collectives.gather_json(said, tuple(sorted(ranks))), strict=True))
@@ -276,6 +289,7 @@ def _check_alike(every: dict[int, Any]) -> None:
     if len({str(said["size"]) for said in every.values()}) > 1:
         wrong += [f"  rank {rank}: global size {said['size'] or 'not given'}" for rank, said in every.items()]
     for rank, said in every.items():
+        wrong += [f"  rank {rank}: passes a {kind} where a LocalShard belongs" for kind in said["strange"]]
         for s in said["shards"]:
             if s["placement"] != "None" and not s["placement"].startswith(f"rank:{rank}/"):
                 wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']}")
@@ -284,7 +298,7 @@ def _check_alike(every: dict[int, Any]) -> None:
     if wrong:
         raise MismatchError(
             "init_from_local_shards: the shards do not make one tensor:\n" + "\n".join(wrong) + "\n  Fix: pass shards "
-            "of one dtype, each on the rank that holds it, and the same global size everywhere."
+            "of one dtype and requires_grad, each on the rank that holds it, and the same global size everywhere."
         )
 
 
@@ -308,10 +322,12 @@ def _joined(shards: Sequence[LocalShard], layout: Layout, every: dict[int, Any])
 
 def _factory(make: Any) -> Any:
     def made(sharding_spec: ShardingSpec, *size: Any, process_group: Any = None, **kwargs: Any) -> DTensor:
-        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # as torch takes it
+            shape, kwargs = tuple(size[0]), {"fill_value": size[1], **kwargs}
+        else:
+            shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
         layout = sharding_spec.layout(shape, collectives.group_ranks(process_group))
-        fill = (kwargs.pop("fill_value"),) if "fill_value" in kwargs else ()
-        x: DTensor = make(shape, *fill, device_mesh=layout.mesh, placements=layout.placements, **kwargs)
+        x: DTensor = make(shape, device_mesh=layout.mesh, placements=layout.placements, **kwargs)
         x._spec = sharding_spec
         return x
 
@@ -322,7 +338,7 @@ def _factory(make: Any) -> Any:
         sharding_spec: how it is cut.
         size: the global shape, as one sequence or as integers.
         process_group: who takes part; None is everybody.
-        kwargs: dtype, requires_grad; for `full`, fill_value.
+        kwargs: dtype, requires_grad; for `full`, fill_value, which may also follow the shape given as a sequence.
     """
     return made
 
