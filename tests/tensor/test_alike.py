@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
 from shardwise.errors import EmptyError, PlaceError
@@ -113,3 +114,38 @@ def test_no_places_are_written_from_a_tensor_of_no_dims() -> None:
     none = torch.zeros(0, 3, dtype=torch.int64)
     for out in (x.scatter_add(0, none, torch.tensor(1.0)), x.scatter_reduce(0, none, torch.tensor(1.0), "sum")):
         assert torch.equal(out.full_tensor(), VALUES)  # type: ignore[attr-defined]
+
+
+KEEPING: dict[str, Callable[[Any], Any]] = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "instance_norm": F.instance_norm,
+    "layer_norm": lambda x: F.layer_norm(x, (2, 3)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "rms_norm": lambda x: F.rms_norm(x, (2, 3)),
+    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(4, 3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("name", KEEPING)
+def test_backward_finds_on_every_rank_or_on_none_that_an_operand_was_changed(name: str, changed: bool) -> None:
+    def went_backward(leaf: Any) -> str:
+        x = leaf.requires_grad_() * 1
+        out = KEEPING[name](x)
+        if changed:
+            x.mul_(2)
+        try:
+            (out * out.detach().sin()).sum().backward()
+        except RuntimeError as error:
+            return str(error).split(":")[0]
+        return "right"
+
+    values = torch.arange(24.0).sin().reshape(4, 2, 3)
+    wanted = went_backward(values.clone())
+    layouts: list[list[Placement]] = [[Shard(0, [0, 3, 0, 1])], [Shard(1)], [Shard(2)]]
+    for placements in layouts:
+
+        def body(placements: list[Placement] = placements) -> str:
+            return went_backward(distribute_tensor(values, Mesh((4,)), placements))
+
+        assert world(4).run(body) == [wanted] * 4, placements

@@ -2,7 +2,7 @@
 
 Torch finds a bad index, or a division of integers by zero, while it looks at elements: a rank without elements finds
 nothing, goes on, and waits for the others for ever. Such a rank looks at the indices that all ranks know, or tries the
-op on one element.
+op on one element. And where the others keep an operand for backward, it keeps its own, to find that it was changed.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,13 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from shardwise import collectives
 from shardwise.rules import RULES, index
 from shardwise.rules.index import Form
 from shardwise.rules.pointwise import spellings
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, tag
 from shardwise.tensor.resolve import Recipe
 
 FORMS: dict[Any, Form] = {
@@ -31,8 +32,16 @@ ROUNDED = frozenset(
 )
 
 
+KEEPING = frozenset(
+    (F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss,
+     torch.batch_norm, torch.instance_norm, torch.layer_norm, torch.group_norm)
+)  # fmt: skip
+
+
 def guarded(func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
     """What runs `func` on this rank, with errors that are those of all ranks."""
+    if func in KEEPING and (recipe.moves or _some_have_none(recipe)):
+        return _Keeping(call)
     return _Guarded(func, recipe, call) if func in FORMS or (func in ROUNDED and _some_have_none(recipe)) else call
 
 
@@ -64,6 +73,35 @@ class _Guarded:
             _refuse_indices(FORMS[self.func], args, kwargs)
         else:
             self.func(*map(_one, args), **{k: _one(a) for k, a in kwargs.items()})
+
+
+class _Keeping:
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*map(_kept, args), **{k: _kept(a) for k, a in kwargs.items()})
+
+
+def _kept(a: Any) -> Any:
+    """An operand of which this rank has nothing, and whose gradient finds that it was changed in place."""
+    if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
+        return a
+    return tag(_Kept.apply(a), a._layout) if torch.is_grad_enabled() else a  # type: ignore[no-untyped-call]
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        assert ctx.saved_tensors  # looking at it is the question
+        return grads[0]
 
 
 def _refuse_indices(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
