@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from shardwise import DTensor, Mesh, Shard, count_comms, rank
 from shardwise import shard_module as sw_shard_module
 from shardwise.boxes import Box
-from shardwise.errors import GroupError, LayoutError, MismatchError, PlanError
+from shardwise.errors import DeadlockError, GroupError, LayoutError, MismatchError, PlanError
 from shardwise.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -79,6 +79,13 @@ def test_the_source_is_not_connected_to_what_is_made_of_it() -> None:
     x = chunks(0, 0).shard(given)
     x.fill_(7)
     assert_close(given, VALUE)
+
+
+@world(2)
+def test_no_rank_waits_for_one_that_lacks_the_device() -> None:
+    with pytest.raises(RuntimeError) as error:
+        ChunkShardingSpec(0, ["rank:0/mps", "rank:1/mps"]).shard(VALUE)
+    assert not isinstance(error.value, DeadlockError)
 
 
 @world(4)

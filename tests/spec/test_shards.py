@@ -171,6 +171,8 @@ def test_a_gather_that_cannot_be_is_refused() -> None:
             x.gather(0, out=torch.empty(3))
     else:
         assert x.gather(0) is None  # and does not wait for ever
+    with pytest.raises(LayoutError, match="second positional argument is an index"):
+        x.gather(0, torch.empty(10, 4))
 
 
 @world(2)
@@ -286,6 +288,11 @@ def test_shards_that_do_not_make_a_tensor_are_the_same_error_everywhere() -> Non
     def gradients() -> None:
         init_from_local_shards([shard_of(VALUE[:3].clone().requires_grad_(rank() == 1), 3 * rank(), rank())])
 
+    def device() -> None:
+        kind = "cuda:0" if rank() == 1 else "cpu"
+        metadata = ShardMetadata([3 * rank(), 0], [3, 4], f"rank:{rank()}/{kind}")
+        init_from_local_shards([LocalShard(VALUE[:3], metadata)])
+
     def strange() -> None:
         init_from_local_shards([VALUE[:3] if rank() == 2 else shard_of(VALUE[:3], 3 * rank(), rank())])  # type: ignore[list-item]
 
@@ -299,6 +306,7 @@ def test_shards_that_do_not_make_a_tensor_are_the_same_error_everywhere() -> Non
         (nothing, LayoutError, "no rank passed any shard"),
         (dims, MismatchError, "number"),
         (gradients, MismatchError, "rank 1: requires_grad .*True"),
+        (device, MismatchError, "rank 1: passes a shard placed on rank:1/cuda:0 that is on cpu"),
         (strange, MismatchError, "rank 2: passes a Tensor where a LocalShard belongs"),
     ):
         with pytest.raises(kind, match=said) as error:
@@ -321,7 +329,7 @@ def test_tensors_are_filled_by_spec(name: str) -> None:
         by = SPECS[name]
         assert_close(spec.zeros(by, 10, 4).full_tensor(), torch.zeros(10, 4))
         assert_close(spec.ones(by, (10, 4), dtype=torch.int32).full_tensor(), torch.ones(10, 4, dtype=torch.int32))
-        for filled in (spec.full(by, (10, 4), 3.0), spec.full(by, 10, 4, fill_value=3.0)):
+        for filled in (spec.full(by, (10, 4), 3.0), spec.full(by, size=[10, 4], fill_value=3.0)):
             assert_close(filled.full_tensor(), torch.full((10, 4), 3.0))
         torch.manual_seed(0)
         drawn = spec.rand(by, 10, 4, requires_grad=True)

@@ -123,7 +123,12 @@ def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """`gather(dst, out=, dtype=)`: the whole tensor on one rank. `gather(dim, index)` is `torch.gather`, as ever.
 
     A second positional argument is taken for an index, so `out` has to be named.
+
+    Raises:
+        LayoutError: it is no index, as its dtype tells; or as of `whole_on`.
     """
+    if len(args) > 1 and isinstance(args[1], Tensor) and (args[1].is_floating_point() or args[1].is_complex()):
+        raise LayoutError("gather: a second positional argument is an index. Fix: pass what is to be filled as out=.")
     if len(args) > 1 or "index" in kwargs or "dim" in kwargs:
         return Tensor.gather(x, *args, **kwargs)
     return whole_on(x, *args, **kwargs)
@@ -187,11 +192,12 @@ def shard_by(spec: ShardingSpec, tensor: Tensor, src_rank: int = 0, process_grou
     _agree_on_source(spec, tensor, src_rank, ranks)
     layout = spec.layout(tensor.shape, ranks)
     source = Layout(Mesh((1,), (ranks[src_rank],), None, layout.mesh.device_type), [Replicate()], tensor.shape)
-    rank = collectives.rank()
+    rank, device = collectives.rank(), layout.mesh.device_type
     with torch.no_grad():
-        mine = tensor.detach()
-        if rank != ranks[src_rank]:
-            mine = torch.empty(source.local_shape(rank), dtype=tensor.dtype, device=layout.mesh.device_type)
+        if rank == ranks[src_rank]:
+            mine = tensor.detach().to(device)
+        else:
+            mine = torch.empty(source.local_shape(rank), dtype=tensor.dtype, device=device)
         local = move(mine, source, layout)
         result = tag(local.clone() if local is mine else local, layout)
     result._spec = spec
@@ -241,8 +247,8 @@ def init_from_local_shards(
         process_group: who takes part; None is everybody.
 
     Raises:
-        MismatchError: dtypes, `requires_grad` or the given sizes differ between ranks, a shard is placed on another
-            rank, or is no `LocalShard`.
+        MismatchError: dtypes, kinds of device, `requires_grad` or the given sizes differ between ranks, a shard is
+            placed on another rank or kind of device, or is no `LocalShard`.
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
     ranks = collectives.group_ranks(process_group)
@@ -255,6 +261,7 @@ def init_from_local_shards(
                 "offsets": list(s.metadata.shard_offsets),
                 "sizes": list(s.metadata.shard_sizes),
                 "placement": str(s.metadata.placement),
+                "device": s.tensor.device.type,
                 "dtype": str(s.tensor.dtype),
                 "requires_grad": s.tensor.requires_grad,
             }
@@ -280,7 +287,7 @@ def init_from_local_shards(
 
 def _check_alike(every: dict[int, Any]) -> None:
     wrong = []
-    for field in ("dtype", "requires_grad"):
+    for field in ("dtype", "device", "requires_grad"):
         found = {s[field] for said in every.values() for s in said["shards"]}
         if len(found) > 1:
             wrong += [
@@ -293,12 +300,14 @@ def _check_alike(every: dict[int, Any]) -> None:
         for s in said["shards"]:
             if s["placement"] != "None" and not s["placement"].startswith(f"rank:{rank}/"):
                 wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']}")
+            elif s["placement"] != "None" and s["device"] != s["placement"].partition("/")[2].partition(":")[0]:
+                wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']} that is on {s['device']}")
             if len(s["sizes"]) != len(next(t["sizes"] for u in every.values() for t in u["shards"])):
                 wrong.append(f"  rank {rank}: a shard of {len(s['sizes'])} dims, others have another number")
     if wrong:
         raise MismatchError(
             "init_from_local_shards: the shards do not make one tensor:\n" + "\n".join(wrong) + "\n  Fix: pass shards "
-            "of one dtype and requires_grad, each on the rank that holds it, and the same global size everywhere."
+            "of one dtype and requires_grad, each on its rank and device, and the same global size everywhere."
         )
 
 
@@ -322,6 +331,7 @@ def _joined(shards: Sequence[LocalShard], layout: Layout, every: dict[int, Any])
 
 def _factory(make: Any) -> Any:
     def made(sharding_spec: ShardingSpec, *size: Any, process_group: Any = None, **kwargs: Any) -> DTensor:
+        size = (kwargs.pop("size"),) if "size" in kwargs else size
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # as torch takes it
             shape, kwargs = tuple(size[0]), {"fill_value": size[1], **kwargs}
         else:
