@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from shardwise import DTensor, Mesh, Shard, count_comms, rank
 from shardwise import shard_module as sw_shard_module
 from shardwise.boxes import Box
-from shardwise.errors import DeadlockError, GroupError, LayoutError, MismatchError, PlanError
+from shardwise.errors import GroupError, LayoutError, MismatchError, PlanError
 from shardwise.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -26,6 +26,7 @@ from shardwise.spec import (
     shard_parameter,
 )
 from shardwise.testing import world
+from shardwise.testing.failures import DeadlockError
 from shardwise.testing.truth import as_dtensor
 
 VALUE = torch.arange(40.0).reshape(10, 4)
