@@ -143,6 +143,15 @@ def test_a_group_of_some_ranks_works_for_itself() -> None:
 
 
 @world(3)
+def test_the_order_of_a_group_does_not_change_what_a_spec_makes() -> None:
+    for spec in (boxes(((0, 0), (10, 4), 1)), boxes(((0, 0), (10, 1), 2), ((0, 1), (4, 3), 0), ((4, 1), (6, 3), 2))):
+        x = spec.shard(VALUE + rank(), src_rank=0, process_group=(2, 0, 1))
+        assert x.sharding_spec() is spec
+        assert x.layout_ == spec.layout((10, 4), (0, 1, 2))
+        assert_close(x.full_tensor(), VALUE + 2)
+
+
+@world(3)
 def test_what_is_no_group_is_refused_in_words() -> None:
     for group, said in (
         ((0, 0, 1, 2), "each once"),

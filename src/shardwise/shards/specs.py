@@ -165,6 +165,7 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
         LayoutError: shards that do not cover the shape exactly once, or are on a rank that is not in `ranks`.
     """
     check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], shape)
+    ranks = tuple(sorted(ranks))  # the shards say who holds what; a group in another order is the same layout
     for shard in shards:
         if shard.rank not in ranks:
             raise LayoutError(f"The shard {shard} is on a rank that is not of the group, whose ranks are {ranks}.")
@@ -208,8 +209,8 @@ def _line(
     listed = list(dict.fromkeys(shard.rank for shard in shards))
     filled = sorted(boxes, key=lambda rank: boxes[rank].offsets[dim])
     order = (*filled, *(r for r in listed if r not in boxes), *(r for r in ranks if r not in listed))
-    if list(filled) == [r for r in sorted(ranks) if r in boxes]:  # the natural order, with empty shards in between
-        order = tuple(sorted(ranks))
+    if filled == [r for r in ranks if r in boxes]:  # the natural order, with empty shards in between
+        order = ranks
     sizes = [boxes[rank].sizes[dim] if rank in boxes else 0 for rank in order]
     return Layout(Mesh((len(order),), order, None, device), [Shard(dim, sizes)], shape)
 
