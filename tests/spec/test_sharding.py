@@ -111,6 +111,9 @@ def test_ranks_that_disagree_are_named() -> None:
     def no_values_on_the_source() -> None:
         chunks(0, 0, 1, 2).shard(torch.empty(10, 4, device="meta"), src_rank=1)
 
+    def sparse_on_one_rank() -> None:
+        chunks(0, 0, 1, 2).shard(VALUE if rank() else VALUE.to_sparse())
+
     def no_tensor() -> None:
         chunks(0, 0, 1, 2).shard(VALUE if rank() else VALUE.tolist())  # type: ignore[arg-type]
 
@@ -120,6 +123,7 @@ def test_ranks_that_disagree_are_named() -> None:
         (different_shape, "shape"),
         (another_wish_for_gradients, "rank 0: .*requires_grad"),
         (no_values_on_the_source, "rank 1: .*has no values"),
+        (sparse_on_one_rank, "rank 0: .*only a dense tensor"),
         (no_tensor, "rank 0: .*only a Tensor can be sharded, got list"),
     ):
         with pytest.raises(MismatchError, match=said):

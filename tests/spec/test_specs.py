@@ -1,6 +1,8 @@
 """Sharding specs: what they refuse, the layouts they mean, and that both words say the same."""
 
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from shardwise.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     RemoteDevice,
+    ShardedTensorMetadata,
+    ShardingSpec,
     ShardMetadata,
     TensorProperties,
     spec_of,
@@ -71,6 +75,27 @@ def test_specs_are_values() -> None:
 
 
 # ---- what does not fit ----
+
+
+class Told(ShardingSpec):
+    def __init__(self, told: Any) -> None:
+        self.told = told
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
+    ) -> ShardedTensorMetadata:
+        return self.told  # type: ignore[no-any-return]
+
+
+def test_what_is_no_metadata_is_refused_in_words() -> None:
+    with pytest.raises(LayoutError, match="lists ShardMetadata, got tuple"):
+        EnumerableShardingSpec([((0, 0), (6, 4))])  # type: ignore[list-item]
+    with pytest.raises(LayoutError, match=r"Told\.build_metadata returns ShardedTensorMetadata, got list"):
+        Told([]).layout((6, 4), (0, 1))
+    nobody = Told(ShardedTensorMetadata([], (0, 4)))
+    assert nobody.layout((0, 4), (0, 1)).boxes(1) == ()
+    with pytest.raises(LayoutError, match="nobody holds"):
+        nobody.layout((6, 4), (0, 1))
 
 
 def test_shards_that_overlap_are_both_named() -> None:

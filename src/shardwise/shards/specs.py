@@ -44,7 +44,7 @@ class ShardingSpec(ABC):
         Raises:
             LayoutError: shards that overlap, leave a gap, are out of range or on a rank that is not of the group.
         """
-        return layout_of_shards(self.build_metadata(tuple(shape)).shards_metadata, tuple(shape), ranks)
+        return layout_of_shards(_told(self, tuple(shape)), tuple(shape), ranks)
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
         """A `DTensor`: `tensor` of the rank `src_rank`, cut into shards that are sent to their ranks.
@@ -113,7 +113,7 @@ class EnumerableShardingSpec(ShardingSpec):
         shards: boxes that cover a tensor exactly once, each with its placement.
 
     Raises:
-        LayoutError: no shards; shards of different numbers of dims, that overlap or have no placement.
+        LayoutError: no shards; shards of different numbers of dims, that overlap or have no placement; other things.
     """
 
     shards: tuple[ShardMetadata, ...]
@@ -121,6 +121,9 @@ class EnumerableShardingSpec(ShardingSpec):
     def __init__(self, shards: Sequence[ShardMetadata]) -> None:
         if not shards:
             raise LayoutError("An EnumerableShardingSpec needs at least one shard.")
+        strange = [type(shard).__name__ for shard in shards if not isinstance(shard, ShardMetadata)]
+        if strange:
+            raise LayoutError(f"An EnumerableShardingSpec lists ShardMetadata, got {', '.join(strange)}.")
         dims = sorted({len(shard.shard_sizes) for shard in shards})
         if len(dims) > 1:
             raise LayoutError(f"The shards of a tensor have one number of dims, got {dims}: {_listed(shards)}.")
@@ -136,6 +139,16 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(self.shards, shape, tensor_properties)
 
 
+def _told(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadata]:
+    """The shards as a spec tells them, which may be of a user's class."""
+    told = spec.build_metadata(shape)
+    if not isinstance(told, ShardedTensorMetadata):
+        raise LayoutError(
+            f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(told).__name__}."
+        )
+    return told.shards_metadata
+
+
 def words_of(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
     """What ranks compare a spec by: its repr, or, of a class without one, its name and its shards of `shape`."""
     if type(spec).__repr__ is not object.__repr__:
@@ -143,7 +156,7 @@ def words_of(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
     if shape is None:
         return type(spec).__qualname__
     try:
-        return f"{type(spec).__qualname__}: {_listed(spec.build_metadata(tuple(shape)).shards_metadata)}"
+        return f"{type(spec).__qualname__}: {_listed(_told(spec, tuple(shape)))}"
     except LayoutError as error:  # which every rank will meet again, if it is that of every rank
         return f"{type(spec).__qualname__}: {error}"
 
@@ -194,7 +207,7 @@ def _device_type(shards: Sequence[ShardMetadata]) -> str:
     types = {shard.placement.device().type: shard for shard in shards if shard.placement is not None}
     if len(types) > 1:
         raise LayoutError(f"The shards of a tensor live on one kind of device, got {_listed(list(types.values()))}.")
-    return next(iter(types))
+    return next(iter(types), "cpu")
 
 
 def _cut_dim(shards: Sequence[ShardMetadata]) -> int:

@@ -219,6 +219,8 @@ def _agree_on_source(spec: ShardingSpec, tensor: Any, src_rank: int, ranks: tupl
         }
         if not 0 <= src_rank < len(ranks):
             problem = f"src_rank is a position in the process group, 0 to {len(ranks) - 1}, got {src_rank}."
+        elif tensor.layout is not torch.strided:
+            problem = f"only a dense tensor can be sharded, got one of layout {tensor.layout}."
         elif tensor.is_meta and collectives.rank() == ranks[src_rank]:
             problem = f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device and has no values."
     collectives.agree(
