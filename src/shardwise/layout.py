@@ -207,6 +207,10 @@ class Layout:
         """The whole tensor on every rank of the mesh."""
         return self.replace([REPLICATE] * self.mesh.ndim)
 
+    def alone_on(self, rank: int) -> "Layout":
+        """The whole tensor on one rank, on a mesh of that rank alone."""
+        return Layout(Mesh((1,), (rank,), None, self.mesh.device_type), [REPLICATE], self.shape)
+
     def reduced(self) -> "Layout":
         """The same without anything Partial: reduced values on every rank that held contributions."""
         return self.replace([REPLICATE if isinstance(p, Partial) else p for p in self.placements])

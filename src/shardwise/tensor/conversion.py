@@ -323,14 +323,21 @@ def distribute_tensor(
 def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:
     """This rank's part of `tensor`, a copy: cut from its own, or sent by the source rank."""
     mesh = layout.mesh
-    whole = [REPLICATE] * mesh.ndim
     if src_data_rank is None or mesh.size() == 1:
-        local = move(tensor, layout.replace(whole), layout)
+        local = move(tensor, layout.replicated(), layout)
         return local.clone() if local is tensor else local
     if not 0 <= src_data_rank < mesh.size():
         raise LayoutError(f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}.")
-    source = Mesh((1,), (mesh.ranks[src_data_rank],), None, mesh.device_type)
-    return move(tensor, Layout(source, [REPLICATE], tensor.shape), layout)
+    return sent_by(mesh.ranks[src_data_rank], tensor, layout)
+
+
+def sent_by(source: int, tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of the `tensor` of the rank `source`, a copy; nobody else's needs values."""
+    whole, rank = layout.alone_on(source), collectives.rank()
+    if rank != source:
+        tensor = tensor.new_empty(whole.local_shape(rank), device=layout.mesh.device_type)
+    local = move(tensor, whole, layout)
+    return local.clone() if local is tensor else local
 
 
 DTensor._from_local, DTensor._to_local = staticmethod(from_local), staticmethod(to_local)

@@ -22,7 +22,7 @@ def _made(
 ) -> DTensor:
     if layout is not torch.strided:
         raise LayoutError(f"Only dense (torch.strided) tensors can be made, got layout={layout}.")
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    shape = shape_of(size)
     mesh = default_mesh() if device_mesh is None else collectives.as_mesh(device_mesh)
     where = Layout(mesh, [REPLICATE] * mesh.ndim if placements is None else placements, shape)
     return tag(torch.empty(where.local_shape(collectives.rank()), dtype=dtype, device=mesh.device_type), where)
@@ -63,12 +63,12 @@ def full(
 
 def zeros(*size: Any, **kwargs: Any) -> DTensor:
     """A DTensor of zeros; keyword arguments as for `empty`."""
-    return full(_shape(size), 0.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
+    return full(shape_of(size), 0.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
 
 
 def ones(*size: Any, **kwargs: Any) -> DTensor:
     """A DTensor of ones; keyword arguments as for `empty`."""
-    return full(_shape(size), 1.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
+    return full(shape_of(size), 1.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
 
 
 def rand(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
@@ -87,7 +87,8 @@ def _unsummed(x: DTensor) -> DTensor:
     return x
 
 
-def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape that a caller gave as one sequence or as integers."""
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 

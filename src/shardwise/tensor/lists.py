@@ -29,8 +29,6 @@ ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
     "_foreach_max": torch.max,
 }
-
-
 _SUMMANDS = Cause("operand", "_foreach_norm", "a tensor in summands", "a norm is of the reduced values")
 
 # torch takes the foreach way by itself for the types in these lists of its own.
@@ -163,10 +161,13 @@ def _reductions(name: str, self: Sequence[Tensor], *args: Any, **kwargs: Any) ->
     if name == "_foreach_norm":
         for mesh, members in _together(self):
             row = _norms([self[i] for i in members], *args, **kwargs)
-            number = Layout(mesh, [REPLICATE] * mesh.ndim, ())
-            whole |= zip(members, [tag(x, number) for x in row.unbind()], strict=True)
+            whole |= zip(members, [tag(x, _of_numbers(mesh)) for x in row.unbind()], strict=True)
     one = ONE_BY_ONE[name]
     return tuple([whole[i] if i in whole else one(x, *args, **kwargs) for i, x in enumerate(self)])
+
+
+def _of_numbers(mesh: Mesh) -> Layout:
+    return Layout(mesh, [REPLICATE] * mesh.ndim, ())
 
 
 def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
@@ -225,7 +226,7 @@ def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(tensors, norm_type, *args, **kwargs)
         (mesh, _), *_ = groups
         total = torch.linalg.vector_norm(_norms(tensors, float(norm_type)), float(norm_type))
-        return tag(total, Layout(mesh, [REPLICATE] * mesh.ndim, ()))
+        return tag(total, _of_numbers(mesh))
 
     return total_norm
 

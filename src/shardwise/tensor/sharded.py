@@ -11,9 +11,6 @@ from shardwise import collectives
 from shardwise.boxes import Box
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.movement import move
-from shardwise.placement import Replicate
 from shardwise.shards import (
     ShardedTensorMetadata,
     ShardingSpec,
@@ -25,6 +22,7 @@ from shardwise.shards import (
     words_of,
 )
 from shardwise.tensor import factories
+from shardwise.tensor.conversion import sent_by
 from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
 
 ShardedTensor = DTensor
@@ -100,10 +98,9 @@ def metadata(x: DTensor) -> ShardedTensorMetadata:
         LayoutError: a tensor in summands has no shards.
     """
     properties = TensorProperties(x.dtype, torch.strided, x.requires_grad)
-    spec = x._spec
-    if spec is not None and spec.layout(x.shape, tuple(sorted(x._layout.mesh.ranks))) == x._layout:
-        told: ShardedTensorMetadata = spec.build_metadata(tuple(x.shape), properties)
-        return told
+    spec = _own_spec(x)
+    if spec is not None:
+        return spec.build_metadata(tuple(x.shape), properties)
     return ShardedTensorMetadata(shards_of(x._layout), x.shape, properties)
 
 
@@ -113,10 +110,15 @@ def sharding_spec(x: DTensor) -> ShardingSpec:
     Raises:
         LayoutError: a layout with copies or summands, which no spec tells of.
     """
-    spec = x._spec
-    if spec is not None and spec.layout(x.shape, tuple(sorted(x._layout.mesh.ranks))) == x._layout:
-        return spec  # type: ignore[no-any-return]
-    return spec_of(x._layout)
+    return _own_spec(x) or spec_of(x._layout)
+
+
+def _own_spec(x: DTensor) -> ShardingSpec | None:
+    """The spec that `x` was made by, unless `x` is laid out otherwise by now."""
+    spec: ShardingSpec | None = x._spec
+    if spec is None or spec.layout(x.shape, tuple(sorted(x._layout.mesh.ranks))) != x._layout:
+        return None
+    return spec
 
 
 def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -151,9 +153,8 @@ def whole_on(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.d
     layout, rank = x._layout, collectives.rank()
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
-    there = Layout(Mesh((1,), (dst,), None, layout.mesh.device_type), [Replicate()], layout.shape)
     with torch.no_grad():
-        whole = moved(x.detach(), there).to_local()
+        whole = moved(x.detach(), layout.alone_on(dst)).to_local()
         if rank != dst:
             return None
         if out is None:
@@ -191,15 +192,9 @@ def shard_by(spec: ShardingSpec, tensor: Tensor, src_rank: int = 0, process_grou
     ranks = collectives.group_ranks(process_group)
     _agree_on_source(spec, tensor, src_rank, ranks)
     layout = spec.layout(tensor.shape, ranks)
-    source = Layout(Mesh((1,), (ranks[src_rank],), None, layout.mesh.device_type), [Replicate()], tensor.shape)
-    rank, device = collectives.rank(), layout.mesh.device_type
     with torch.no_grad():
-        if rank == ranks[src_rank]:
-            mine = tensor.detach().to(device)
-        else:
-            mine = torch.empty(source.local_shape(rank), dtype=tensor.dtype, device=device)
-        local = move(mine, source, layout)
-        result = tag(local.clone() if local is mine else local, layout)
+        whole = tensor.detach() if tensor.is_meta else tensor.detach().to(layout.mesh.device_type)
+        result = tag(sent_by(ranks[src_rank], whole, layout), layout)
     result._spec = spec
     return result.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
@@ -254,8 +249,8 @@ def init_from_local_shards(
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
     ranks = collectives.group_ranks(process_group)
-    size = list(global_size[0]) if len(global_size) == 1 and not isinstance(global_size[0], int) else list(global_size)
-    said = {
+    size = list(factories.shape_of(global_size))
+    said: dict[str, Any] = {
         "size": size,
         "strange": [type(s).__name__ for s in local_shards if not isinstance(s, LocalShard)],
         "shards": [
@@ -337,7 +332,7 @@ def _factory(make: Any) -> Any:
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # as torch takes it
             shape, kwargs = tuple(size[0]), {"fill_value": size[1], **kwargs}
         else:
-            shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+            shape = factories.shape_of(size)
         layout = sharding_spec.layout(shape, collectives.group_ranks(process_group))
         x: DTensor = make(shape, device_mesh=layout.mesh, placements=layout.placements, **kwargs)
         x._spec = sharding_spec
