@@ -1,5 +1,6 @@
 """Gradients follow one duality: each case equals one process, and says what was communicated."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -438,3 +439,13 @@ def test_leaves_that_backward_reaches_in_another_order_on_one_rank_are_reduced_t
     torch.cat([x.to_local(grad_placements=[P]) * x.shape[0] for x in order]).sum().backward()
     assert_close(grad_of(first), torch.full((3,), 9.0, dtype=torch.float64))
     assert_close(grad_of(second), torch.full((5,), 15.0, dtype=torch.float64))
+
+
+@world(3)
+def test_a_copied_leaf_has_a_copy_of_its_gradient() -> None:
+    leaf = distribute_tensor(torch.ones(4), Mesh((3,)), [Shard(0)]).requires_grad_()
+    (leaf * 2).sum().backward()
+    twin = copy.deepcopy(leaf)
+    leaf.grad = None
+    assert twin.grad is not None
+    assert twin.grad.tolist() == [2] * 4

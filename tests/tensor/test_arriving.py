@@ -1,0 +1,63 @@
+"""Moves that take their time: the first look at the result waits for it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import (
+    DTensor,
+    Mesh,
+    Partial,
+    Placement,
+    distribute_tensor,
+)
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+from tests.tensor.test_conversion import FULL, S0, S1, P, R
+
+LATER: list[tuple[Placement, Placement]] = [(S0, R), (S0, S1), (P, R), (P, S0), (R, S0), (Partial("max"), R), (S0, S0)]
+
+
+def arrives_later() -> None:
+    mesh = Mesh((3,))
+    for src, dst in LATER:
+        x = as_dtensor(distribute_tensor(FULL, mesh, [R]).redistribute(placements=[src]).detach().requires_grad_())
+        looks: list[Callable[[DTensor], Tensor]] = [
+            lambda y: y.full_tensor(),
+            lambda y: as_dtensor(y * 1).full_tensor(),
+            lambda y: as_dtensor(torch.stack([y, y])[0]).full_tensor(),
+            lambda y: DTensor.from_local(
+                y.to_local(), mesh, y.placements, run_check=False, shape=y.shape
+            ).full_tensor(),
+        ]
+        for look in looks:
+            y = x.redistribute(placements=[dst], async_op=True)
+            other = x.redistribute(placements=[R], async_op=True)
+            assert_close(look(y), FULL)
+            assert type(y) is DTensor
+            assert_close(look(other), FULL)
+        y = x.redistribute(placements=[dst], async_op=True)
+        (y * y).sum().backward()
+        if src != Partial("max"):
+            assert x.grad is not None
+            assert_close(x.grad.full_tensor(), 2 * FULL)
+
+
+@world(3)
+def test_moves_may_be_waited_for_at_the_first_look() -> None:
+    arrives_later()
+
+
+@world(3, real=True)
+def test_moves_on_real_ranks_may_be_waited_for_at_the_first_look() -> None:
+    arrives_later()
+
+
+@world(2, real=True)
+def test_a_move_that_nobody_looks_at_disturbs_nobody() -> None:
+    x = distribute_tensor(FULL, Mesh((2,)), [S0])
+    for _ in range(3):
+        x.redistribute(placements=[R], async_op=True)
+    assert torch.equal(x.full_tensor(), FULL)
