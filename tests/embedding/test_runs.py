@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.errors import IdError
 from shardwise.ids import Bags, grouped, number_of_different
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
@@ -154,3 +155,24 @@ def test_counting_the_different_ids_is_cheap_or_left() -> None:
     assert number_of_different(ids, 10) == 3
     assert number_of_different(ids, 1 << 30) == 4
     assert number_of_different(torch.tensor([-5, 40, 41, 2]), 10) == 2  # those outside are one
+
+
+@world(5)
+def test_more_ranks_than_rows_answer_with_sums_all_the_same() -> None:
+    mesh, table = Mesh((5,)), TABLE[:3]
+    ids = IDS[:10] % 3
+    weight = distribute_tensor(table, mesh, [S0])
+    got = F.embedding_bag(distribute_tensor(ids, mesh, [S0]), weight, mode="sum")
+    assert_close(as_dtensor(got).full_tensor(), F.embedding_bag(ids, table, mode="sum"))
+
+
+def test_a_bad_id_in_long_bags_is_the_same_error_on_every_rank() -> None:
+    def body() -> str:
+        mesh, bad = Mesh((3,)), IDS.clone()
+        bad[-1, 4] = 61  # on the last rank
+        weight = distribute_tensor(TABLE, mesh, [S0])
+        with pytest.raises(IdError, match="id 61 at position") as error:
+            F.embedding_bag(distribute_tensor(bad, mesh, [S0]), weight, mode="sum")
+        return str(error.value)
+
+    assert len(set(world(3).run(body))) == 1

@@ -370,3 +370,25 @@ def test_names_that_would_hide_a_mistake_are_not_there() -> None:
     x = boxes(((0, 0), (10, 2), 0), ((0, 2), (10, 2), 1)).shard(VALUE)
     with pytest.raises((RuleError, AttributeError)):
         x.numpy()
+
+
+@world(1)
+def test_a_rank_alone_has_all_shards() -> None:
+    for by in (chunks(0, 0), chunks(1, 0, 0, 0), boxes(((0, 0), (4, 4), 0), ((4, 0), (6, 4), 0))):
+        x = by.shard(VALUE)
+        assert sum(s.tensor.numel() for s in x.local_shards()) == 40
+        assert_close(as_dtensor(x.reshard(chunks(1, 0))).full_tensor(), VALUE)
+        assert_close(x.gather(0), VALUE)
+        assert_close(init_from_local_shards(x.local_shards(), 10, 4).full_tensor(), VALUE)
+
+
+@world(5)
+def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
+    few = VALUE[:2]
+    x = chunks(0, 4, 3, 2, 1, 0).shard(few, src_rank=2)
+    assert len([s for s in x.local_shards() if s.tensor.numel()]) == (rank() in (3, 4))
+    assert_close(x.reshard(chunks(1, 0, 1, 2, 3, 4)).full_tensor(), few)
+    whole = x.gather(0)
+    assert (whole is None) == (rank() != 0)
+    again = init_from_local_shards([s for s in x.local_shards() if s.tensor.numel()], 2, 4)
+    assert_close(again.full_tensor(), few)

@@ -158,3 +158,13 @@ def test_lists_are_not_changed_through_copies_that_were_moved() -> None:
     view: Tensor = x.view(3, 4)  # rows of another length: they had to be moved
     with pytest.raises(RuleError, match="would not change"):
         torch._foreach_mul_([view], 2.0)
+
+
+@world(1)
+def test_norms_on_a_rank_alone_send_nothing() -> None:
+    tensors: list[Tensor] = [distribute_tensor(v, Mesh((1,)), [S0]) for v in VALUES]
+    with count_comms() as meter:
+        norms = torch._foreach_norm(tensors, 2.0)
+    assert sum(meter.calls.values()) == 0
+    for one, value in zip(norms, VALUES, strict=True):
+        assert_close(as_dtensor(one).full_tensor(), value.norm())
