@@ -15,7 +15,9 @@ LAYERS = """
     cli
     debug
     train
-    report
+    report | models
+    capture
+    parallel
     embedding | checkpoint | modules | experimental | launch | data | config
     spec
     tensor

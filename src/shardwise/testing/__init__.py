@@ -7,13 +7,38 @@ from shardwise.testing.failures import DeadlockError, SendError
 from shardwise.testing.worlds import World, world
 
 if TYPE_CHECKING:
+    from shardwise.models import (
+        Attention,
+        ExpertLayer,
+        Experts,
+        FeedForward,
+        MLPModule,
+        MLPStacked,
+        ModelArgs,
+        RMSNormPython,
+        Transformer,
+        TransformerBlock,
+    )
     from shardwise.testing.truth import check_rows
 
-__all__ = ["DeadlockError", "SendError", "World", "check_rows", "world"]
+# What needs torch is imported when it is used: pytest imports the plugin beside this in every run.
+_HOMES = {
+    "shardwise.models": (
+        "Attention", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython",
+        "Transformer", "TransformerBlock",
+    ),
+    "shardwise.testing.truth": ("check_rows",),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Attention", "DeadlockError", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs",
+    "RMSNormPython", "SendError", "Transformer", "TransformerBlock", "World", "check_rows", "world",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is used: pytest imports the plugin beside this in every run."""
-    if name == "check_rows":
-        return import_module("shardwise.testing.truth").check_rows
-    raise AttributeError(f"module 'shardwise.testing' has no attribute {name!r}")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shardwise.testing' has no attribute {name!r}")
+    return getattr(import_module(home), name)

@@ -1,0 +1,180 @@
+"""A toy decoder of the GPT kind, with every switch that makes tensor parallelism hard.
+
+Nothing here knows how many ranks there are. Heads are counted from the width of what the projections return, so the
+same code runs on plain tensors, on DTensors, and on a rank's own heads, however many those are.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.errors import ConfigError
+from shardwise.models.experts import ExpertLayer
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Sizes and switches of a `Transformer`.
+
+    Attributes:
+        dropout_p: of embeddings, attention weights and both residual branches.
+        use_attn_mask: each token sees only those before it and itself.
+        weight_tying: the output projection and the token table are one parameter.
+        checkpoint_activations: blocks are run again in backward instead of keeping their activations.
+        num_experts: above 0, an `ExpertLayer` takes the place of each feed-forward layer.
+        n_kv_heads: heads of keys and values, each shared by `n_heads / n_kv_heads` query heads; None is `n_heads`.
+        hidden_dim: width of feed-forward layers and experts; None is `4 * dim`.
+
+    Raises:
+        ConfigError: a size that is not positive, or heads that do not divide what they cut.
+    """
+
+    n_layers: int = 2
+    vocab_size: int = 8
+    max_seq_len: int = 16
+    dim: int = 16
+    n_heads: int = 4
+    dropout_p: float = 0.1
+    use_attn_mask: bool = True
+    weight_tying: bool = True
+    checkpoint_activations: bool = False
+    num_experts: int = 0
+    n_kv_heads: int | None = None
+    hidden_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_seq_len", "dim", "n_heads", "kv_heads", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of a Transformer is {getattr(self, name)}. Fix: give a positive size.")
+        if self.dim % self.n_heads:
+            raise ConfigError(f"{self.n_heads} heads do not divide dim={self.dim}. Fix: choose n_heads that do.")
+        if self.n_heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.kv_heads} heads of keys and values cannot be shared evenly by {self.n_heads} query heads. "
+                "Fix: choose n_kv_heads that divides n_heads."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """How many heads of keys and values there are."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of feed-forward layers and experts."""
+        return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
+
+
+class Attention(nn.Module):
+    """Causal self-attention; keys and values may have fewer heads than queries."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.n_heads = args.n_heads
+        self.n_kv_heads = args.kv_heads
+        self.dropout_p = args.dropout_p
+        self.resid_dropout = nn.Dropout(args.dropout_p)
+        self.use_attn_mask = args.use_attn_mask
+
+        kv_dim = args.kv_heads * args.head_dim
+        self.wq = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(batch, seq, heads · head_dim) -> (batch, heads, seq, head_dim), for as many heads as there are."""
+        return cast(Tensor, x.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) -> (batch, seq, dim)."""
+        queries, keys, values = self._heads(self.wq(x)), self._heads(self.wk(x)), self._heads(self.wv(x))
+        mixed = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            None,
+            self.dropout_p if self.training else 0.0,
+            self.use_attn_mask,
+            enable_gqa=self.n_kv_heads != self.n_heads,
+        )
+        return cast(Tensor, self.resid_dropout(self.wo(mixed.transpose(1, 2).flatten(-2))))
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU, linear, dropout."""
+
+    def __init__(self, dim: int, hidden_dim: int, dropout_p: float) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim)
+        self.gelu = nn.GELU()
+        self.w2 = nn.Linear(hidden_dim, dim)
+        self.resid_dropout = nn.Dropout(dropout_p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim)."""
+        return cast(Tensor, self.resid_dropout(self.w2(self.gelu(self.w1(x)))))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a feed-forward or expert layer, each after a normalisation and added to its input."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(args.dim)
+        self.attention = Attention(args)
+        self.ffn_norm = nn.LayerNorm(args.dim)
+        self.has_experts = args.num_experts > 0
+        if self.has_experts:
+            self.expert_layer = ExpertLayer(args.num_experts, dim=args.dim, hidden_dim=args.ffn_dim)
+        else:
+            self.feed_forward = FeedForward(args.dim, hidden_dim=args.ffn_dim, dropout_p=args.dropout_p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) -> (batch, seq, dim)."""
+        hidden = x + self.attention(self.attention_norm(x))
+        second = self.expert_layer if self.has_experts else self.feed_forward
+        return cast(Tensor, hidden + second(self.ffn_norm(hidden)))
+
+
+class Transformer(nn.Module):
+    """Token and position tables, `n_layers` blocks, a normalisation, and scores over the vocabulary."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.model_args = args
+        self.max_seq_len = args.max_seq_len
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
+        self.dropout = nn.Dropout(args.dropout_p)
+        self.layers = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
+        self.norm = nn.LayerNorm(args.dim)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.weight_tying:
+            self.output.weight = self.tok_embeddings.weight
+        self.checkpoint_activations = args.checkpoint_activations
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Integer tokens (batch, seq) -> scores of the next token, float32 (batch, seq, vocab_size).
+
+        Raises:
+            ConfigError: a sequence that is longer than the table of positions.
+        """
+        _, seq_len = tokens.size()
+        if seq_len > self.max_seq_len:
+            raise ConfigError(f"A sequence of {seq_len} tokens is longer than max_seq_len={self.max_seq_len}.")
+        positions = self.pos_embeddings(torch.arange(0, seq_len, device=tokens.device))  # (seq, dim)
+        hidden = self.dropout(self.tok_embeddings(tokens) + positions)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.checkpoint_activations else layer(hidden)
+        return cast(Tensor, self.output(self.norm(hidden)).float())
