@@ -1,7 +1,9 @@
 """Data sets that need no network."""
 
+from shardwise.data.compression import lzma_bits, order2_bits
 from shardwise.data.errors import DataError
 from shardwise.data.hide_one import Batch, Examples, Quality, examples, places, popularity_baseline, quality
+from shardwise.data.pydoc_topics import PydocTopics, load_pydoc_topics
 from shardwise.data.pyident import Bags, PyIdent, load_pyident
 
 __all__ = [
@@ -10,9 +12,13 @@ __all__ = [
     "DataError",
     "Examples",
     "PyIdent",
+    "PydocTopics",
     "Quality",
     "examples",
+    "load_pydoc_topics",
     "load_pyident",
+    "lzma_bits",
+    "order2_bits",
     "places",
     "popularity_baseline",
     "quality",
