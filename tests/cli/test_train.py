@@ -13,8 +13,8 @@ import pytest
 from shardwise import cli
 from shardwise.checkpoint import read_manifest
 from shardwise.data import load_pyident
-from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Training
+from shardwise.train.recommender.config import TrainConfig
+from shardwise.train.recommender.training import Training
 
 COMMAND = [sys.executable, "-m", "shardwise", "train"]
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "FORCE_COLOR")}
@@ -166,6 +166,16 @@ def test_a_printed_configuration_is_one_that_can_be_read(tmp_path: Path, capsys:
     (tmp_path / "run.toml").write_text(printed)
     assert cli.main(["train", "--print-config", "--config", "run.toml"]) == 0
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_without_a_word_it_is_the_recommender(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--print-config", "--epochs", "7"]) == 0
+    printed = capsys.readouterr().out
+    assert cli.main(["train", "recommender", "--print-config", "--epochs", "7"]) == 0
+    assert capsys.readouterr().out == printed
+    assert cli.main(["train", "recomender"]) == 2
+    assert "invalid choice: 'recomender'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_ranks")

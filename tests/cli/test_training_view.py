@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import training_view as view
+from shardwise.cli.train import recommender_view, view
 from shardwise.data import Quality, load_pyident
 from shardwise.placement import REPLICATE, Shard
 from shardwise.report import Placed
-from shardwise.train.config import TrainConfig
 from shardwise.train.ledger import Communication, Progress
-from shardwise.train.loop import Outcome
+from shardwise.train.loop import Taken
+from shardwise.train.recommender.config import TrainConfig
+from shardwise.train.recommender.training import Outcome
 
 FIRST = Progress(step=50, last_step=1200, epoch=1, loss=6.54321, examples_per_second=12345.6)
 SECOND = Progress(step=1200, last_step=1200, epoch=3, loss=3.5, examples_per_second=900.0)
-OUTCOME = Outcome(
+TAKEN = Taken(
     step=1200,
     steps_done=1000,
     seconds=20.0,
-    quality=Quality(hit_rate_10=0.43, mrr=0.3, num_examples=1652),
-    neighbours={"re": ("match", "sub")},
     communication=Communication({"all_reduce": 0.5, "all_to_all": 10.0}, (2048.0, 3 << 20)),
     checkpoint=Path("runs/x/step-00001200"),
 )
+OUTCOME = Outcome(TAKEN, Quality(hit_rate_10=0.43, mrr=0.3, num_examples=1652), {"re": ("match", "sub")})
 
 
 class Terminal(io.StringIO):
@@ -45,7 +45,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def progress_lines() -> None:
-    with view.live() as show:
+    with view.live(recommender_view.line) as show:
         show(FIRST)
         show(SECOND)
 
@@ -89,7 +89,7 @@ def test_the_plan_shows_the_bytes_of_every_rank_and_their_sums(capsys: pytest.Ca
         Placed("a.weight", (1000, 512), Shard(0), (1 << 20, 1 << 20)),
         Placed("b.bias", (3,), REPLICATE, (12, 12)),
     ]
-    view.show_start(TrainConfig(plan="mine.toml"), load_pyident(), placed, None)
+    recommender_view.show_start(TrainConfig(plan="mine.toml"), load_pyident(), placed, None)
     assert capsys.readouterr().out.splitlines()[1:6] == [
         "Plan mine.toml for 2 ranks: read from this file.",
         "parameter  shape        placement     rank 0   rank 1",
@@ -101,7 +101,7 @@ def test_the_plan_shows_the_bytes_of_every_rank_and_their_sums(capsys: pytest.Ca
 
 def test_of_many_ranks_the_fullest_and_the_emptiest_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     placed = [Placed("a", (9, 1), Shard(0), (8, 8, 8, 8, 4, 0)), Placed("b", (1, 1), Shard(0), (0, 0, 0, 0, 0, 4))]
-    view.show_start(TrainConfig(plan="row"), load_pyident(), placed, 7)
+    recommender_view.show_start(TrainConfig(plan="row"), load_pyident(), placed, 7)
     said = capsys.readouterr().out.splitlines()
     assert said[2].split() == ["parameter", "shape", "placement", "fullest", "rank", "emptiest", "rank"]
     assert said[5].split() == ["all", "8", "B", "4", "B"]
@@ -111,7 +111,7 @@ def test_of_many_ranks_the_fullest_and_the_emptiest_are_shown(capsys: pytest.Cap
 def test_a_table_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
-    view.show_start(
+    recommender_view.show_start(
         TrainConfig(), load_pyident(), [Placed("context.weight", (3530, 128), Shard(0), (1 << 19,) * 4)], None
     )
     assert "context.weight" in screen.getvalue()
@@ -119,7 +119,7 @@ def test_a_table_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_outcome_stands_beside_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
-    view.show_outcome(OUTCOME, Quality(hit_rate_10=0.25, mrr=0.184, num_examples=1652))
+    recommender_view.show_outcome(OUTCOME, Quality(hit_rate_10=0.25, mrr=0.184, num_examples=1652))
     assert capsys.readouterr().out == (
         "1,000 steps in 20.0 s, 20.0 ms each.\n\n"
         "Of 1,652 functions in files never seen, the hidden identifier:\n\n"
@@ -135,5 +135,5 @@ def test_the_outcome_stands_beside_the_baseline(capsys: pytest.CaptureFixture[st
 
 def test_a_span_that_reads_the_same_at_both_ends_is_one_number(capsys: pytest.CaptureFixture[str]) -> None:
     sent = Communication({"all_to_all": 10.0}, (2048.0, 2050.0))
-    view.show_outcome(replace(OUTCOME, communication=sent), Quality(hit_rate_10=0.25, mrr=0.184, num_examples=1652))
+    recommender_view.show_outcome(replace(OUTCOME, taken=replace(TAKEN, communication=sent)), OUTCOME.quality)
     assert "each rank sends 2.0 KiB.\n" in capsys.readouterr().out

@@ -7,10 +7,10 @@ import pytest
 from shardwise.data import PyIdent
 from shardwise.errors import PlanError
 from shardwise.placement import OnRanks, Replicate, Shard
-from shardwise.train.config import TrainConfig
-from shardwise.train.loop import outline
-from shardwise.train.model import Recommender
-from shardwise.train.plans import NAMED, SMALL_BYTES, placed, plan_for
+from shardwise.train.recommender.config import TrainConfig
+from shardwise.train.recommender.model import Recommender
+from shardwise.train.recommender.plans import NAMED, SMALL_BYTES, placed, plan_for
+from shardwise.train.recommender.training import outline
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from shardwise.data import Batch, PyIdent, Quality, examples, quality
 from shardwise.mesh import Mesh
 from shardwise.placement import PARTIAL, REPLICATE, Shard
 from shardwise.tensor import DTensor
-from shardwise.train.batches import shared_out
-from shardwise.train.model import Recommender
+from shardwise.train.recommender.batches import shared_out
+from shardwise.train.recommender.model import Recommender
 
 BATCH_SIZE = 512
 

@@ -10,7 +10,7 @@ from shardwise.data import Batch
 from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATE, Placement, Shard, chunk
 from shardwise.tensor import DTensor
-from shardwise.train.model import MAX_ARGS
+from shardwise.train.recommender.model import MAX_ARGS
 
 
 @dataclass(frozen=True)

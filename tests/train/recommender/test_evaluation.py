@@ -11,10 +11,10 @@ from shardwise.modules import shard_module
 from shardwise.placement import OnRanks, Placement, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing import world
-from shardwise.train.batches import Inputs, shared_out, whole
-from shardwise.train.config import TrainConfig
-from shardwise.train.evaluation import evaluate, neighbours, places
-from shardwise.train.loop import Training, build
+from shardwise.train.recommender.batches import Inputs, shared_out, whole
+from shardwise.train.recommender.config import TrainConfig
+from shardwise.train.recommender.evaluation import evaluate, neighbours, places
+from shardwise.train.recommender.training import Training, build
 
 TINY = TrainConfig(dim=6, init_std=1.0)
 

@@ -13,14 +13,15 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.placement import OnRanks, Placement, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing import world
-from shardwise.train.batches import whole
-from shardwise.train.config import TrainConfig
 from shardwise.train.errors import DivergedError
-from shardwise.train.evaluation import evaluate, neighbours
 from shardwise.train.ledger import Progress
-from shardwise.train.loop import Training, build, outline, resumable_step, train
-from shardwise.train.model import Recommender
-from shardwise.train.plans import NAMED, plan_for
+from shardwise.train.loop import resumable_step
+from shardwise.train.recommender.batches import whole
+from shardwise.train.recommender.config import TrainConfig
+from shardwise.train.recommender.evaluation import evaluate, neighbours
+from shardwise.train.recommender.model import Recommender
+from shardwise.train.recommender.plans import NAMED, plan_for
+from shardwise.train.recommender.training import Training, build, outline, train
 
 TINY = TrainConfig(dim=6, batch_size=7, epochs=100, save_every=1000)  # the last batch of a pass is shorter
 PLANS = [*NAMED, "mixed"]
@@ -168,7 +169,7 @@ def test_a_run_goes_on_exactly_with_other_ranks_and_another_plan(
         assert take(run, 30) == pytest.approx(losses[11:41], rel=1e-5)
 
     world(2).run(begin)
-    assert resumable_step(config, tiny) == 11
+    assert resumable_step(config, tiny.fingerprint) == 11
     for plan, num_ranks in [("table", 3), ("mixed", 4), ("column", 1), ("row", 2)]:
         world(num_ranks).run(go_on, plan, num_ranks)
 
@@ -178,13 +179,13 @@ def test_what_is_no_continuation_is_refused(tiny: PyIdent, pyident: PyIdent, tmp
     with pytest.raises(
         CheckpointError, match=r"no complete checkpoint in .*run to resume from. Fix: leave out --resume"
     ):
-        resumable_step(TrainConfig(checkpoint=folder), tiny)
+        resumable_step(TrainConfig(checkpoint=folder), "tiny")
     config = TrainConfig(dim=6, batch_size=7, checkpoint=folder)
     Training(config, tiny, {}).save()
     with pytest.raises(ConfigError, match=r"another run: batch_size was 7, now 8; dim was 6, now 5\. Fix"):
-        resumable_step(TrainConfig(dim=5, batch_size=8, checkpoint=folder), tiny)
+        resumable_step(TrainConfig(dim=5, batch_size=8, checkpoint=folder), "tiny")
     with pytest.raises(CheckpointError, match="trained on the data tiny, this is"):
-        resumable_step(config, pyident)
+        resumable_step(config, pyident.fingerprint)
 
 
 # ---- a whole run ----------------------------------------------------------------------------------------------
@@ -200,13 +201,14 @@ def test_a_run_reports_saves_and_evaluates(tiny: PyIdent, tmp_path: Path) -> Non
         seen: list[Progress] = []
         run = Training(config, tiny, {"*": Shard(0)})
         outcome = train(run, seen.append)
-        assert (outcome.step, outcome.steps_done) == (34, 34)
-        assert outcome.checkpoint == tmp_path / "step-00000034"
+        taken = outcome.taken
+        assert (taken.step, taken.steps_done) == (34, 34)
+        assert taken.checkpoint == tmp_path / "step-00000034"
         assert outcome.quality == evaluate(run.model, tiny, run.mesh)
         assert outcome.quality.num_examples == 6
-        assert set(outcome.communication.calls) == {"all_to_all"}
-        assert len(outcome.communication.rank_bytes) == 2
-        assert train(run, seen.append).steps_done == 0  # nothing is left to do
+        assert set(taken.communication.calls) == {"all_to_all"}
+        assert len(taken.communication.rank_bytes) == 2
+        assert train(run, seen.append).taken.steps_done == 0  # nothing is left to do
         return seen
 
     mine, theirs = world(2).run(body)

@@ -1,0 +1,63 @@
+"""`shardwise train`: train the recommender of PyIdent, or a language model of the manual, on some ranks.
+
+A job is a module here with `OPTIONS`, those of its own that set the configuration's value of the same name, and
+`run(args) -> int`. A new job is added to `JOBS` and its options to `add_parser`.
+"""
+
+import argparse
+from typing import Any
+
+from shardwise.cli.train import recommender
+from shardwise.errors import ConfigError
+
+JOBS = {"recommender": recommender}
+DEFAULT = "recommender"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Describe `train` to argparse."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a recommender whose tables live on several ranks",
+        description="Train the recommender: learn which identifier is missing from a function of the Python library, "
+        "from the functions of nine files in ten; then find those of the others. Starts its ranks itself, or runs "
+        "under torchrun.",
+    )
+    parser.add_argument("job", nargs="?", choices=JOBS, default=DEFAULT, help=f"what to train (default: {DEFAULT})")
+    parser.add_argument("--nproc", metavar="N", help="ranks to start (default: 2)")
+    parser.add_argument("--steps", metavar="N", help="stop after this many steps")
+    parser.add_argument("--checkpoint", metavar="DIR", help="where to save (default: runs/pyident)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the latest checkpoint, on any number of ranks"
+    )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the values that --print-config shows")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="set one value; may be repeated",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the configuration as TOML and stop")
+    own = parser.add_argument_group("options of the recommender")
+    own.add_argument(
+        "--plan", metavar="PLAN", help="row, column, table, replicate, auto-simple, or a TOML file (default: row)"
+    )
+    own.add_argument("--epochs", metavar="N", help="passes over the training data (default: 3)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train what was asked for.
+
+    Raises:
+        ConfigError: an option is of another job.
+    """
+    for name, job in JOBS.items():
+        wrong = [option for option in job.OPTIONS if getattr(args, option) is not None]
+        if name != args.job and wrong:
+            words = ", ".join(f"--{option.replace('_', '-')}" for option in wrong)
+            raise ConfigError(f"{words}: only `shardwise train {name}` has that, this is `shardwise train {args.job}`.")
+    code: int = JOBS[args.job].run(args)
+    return code

@@ -1,0 +1,89 @@
+"""What the commands of all jobs do: read the configuration, start ranks, show how it goes."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+
+if TYPE_CHECKING:
+    from shardwise.train.config import RunConfig
+    from shardwise.train.ledger import Progress
+
+C = TypeVar("C", bound="RunConfig")
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+SHARED = ("nproc", "steps", "checkpoint")  # options of all jobs that set the value of the same name
+
+
+def configuration(cls: type[C], args: argparse.Namespace, options: Sequence[str]) -> C:
+    """The defaults, changed by the file, by `--set` values, and by the options of the same name as a value.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    from shardwise import config
+
+    given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
+    return config.load(cls, args.config, [*args.overrides, *(f"{name}={value}" for name, value in given.items())])
+
+
+def print_configuration(config: "RunConfig") -> None:
+    """As TOML that `--config` reads."""
+    from shardwise.config import dump_toml
+
+    print(dump_toml(config), end="")
+
+
+def ranks_of_torchrun() -> int | None:
+    """How many ranks torchrun started, this process among them; None if it did not start this one."""
+    from shardwise.launch import under_torchrun
+
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def speaks() -> bool:
+    """Whether this process prints: one of those that torchrun started does."""
+    return ranks_of_torchrun() is None or os.environ["RANK"] == "0"
+
+
+def launched(folder: str, fn: Callable[[*Args], T], *args: *Args, nproc: int) -> T:
+    """`launch`; if it is interrupted, say which checkpoint in `folder` there is."""
+    from shardwise.cli.train import view
+    from shardwise.errors import RankFailedError
+    from shardwise.launch import launch
+
+    try:
+        return launch(fn, *args, nproc=nproc)
+    except (KeyboardInterrupt, RankFailedError):
+        if speaks():
+            view.show_interruption(folder)
+        raise
+
+
+@contextmanager
+def reporting(line: "Callable[[Progress], str]") -> "Iterator[Callable[[Progress], None]]":
+    """On a rank: something to call with progress, which the first rank shows as `line` makes it."""
+    from shardwise import collectives
+    from shardwise.cli.train import view
+
+    if collectives.rank() == 0:
+        with view.live(line) as show:
+            yield show
+    else:
+        yield lambda progress: None
+
+
+def next_command(args: argparse.Namespace, words: Sequence[str], options: Sequence[str]) -> str:
+    """The command that goes on: `words`, then what was given this time in files, `--set` values and `options`."""
+    command = ["shardwise", "train", *words]
+    if args.config:
+        command += ["--config", args.config]
+    for override in args.overrides:
+        command += ["--set", override]
+    for name in options:
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", value]
+    return shlex.join(command)

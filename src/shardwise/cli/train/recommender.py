@@ -1,0 +1,67 @@
+"""`shardwise train recommender`: which identifier is missing from a function of the Python library?"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shardwise.cli.exits import Exit
+from shardwise.cli.train import common
+
+if TYPE_CHECKING:
+    from shardwise.placement import Placement
+    from shardwise.train.recommender.config import TrainConfig
+    from shardwise.train.recommender.training import Outcome
+
+OPTIONS = ("plan", "epochs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the plan, train, show what came of it."""
+    from shardwise.train.recommender.config import TrainConfig
+
+    config = common.configuration(TrainConfig, args, (*OPTIONS, *common.SHARED))
+    if args.print_config:
+        common.print_configuration(config)
+        return Exit.OK
+
+    from shardwise.cli.train import recommender_view as view
+    from shardwise.data import load_pyident, popularity_baseline
+    from shardwise.train.loop import resumable_step
+    from shardwise.train.recommender import plans
+    from shardwise.train.recommender.training import outline
+
+    num_ranks = common.ranks_of_torchrun() or config.nproc
+    data = load_pyident()
+    model = outline(config, data)
+    plan = plans.plan_for(config.plan, model, num_ranks)
+    placed = plans.placed(model, plan, num_ranks)
+    resumed_step = resumable_step(config, data.fingerprint) if args.resume else None
+    if common.speaks():
+        view.show_start(config, data, placed, resumed_step)
+    outcome = common.launched(config.checkpoint, on_rank, config, plan, args.resume, nproc=num_ranks)
+    if common.speaks():
+        view.show_outcome(outcome, popularity_baseline(data))
+        print(f"\nNext: {_next_command(args, config)}")
+    return Exit.OK
+
+
+def on_rank(config: "TrainConfig", plan: "dict[str, Placement]", resume: bool) -> "Outcome":
+    """What every rank does; the first one tells how it goes."""
+    from shardwise.cli.train import recommender_view as view
+    from shardwise.data import load_pyident
+    from shardwise.train.recommender.training import Training, train
+
+    training = Training(config, load_pyident(), plan)
+    if resume:
+        training.restore()
+    with common.reporting(view.line) as show:
+        return train(training, show)
+
+
+def _next_command(args: argparse.Namespace, config: "TrainConfig") -> str:
+    """Go on with this run: one epoch more, or what `steps` left, on one rank more if the plan allows any number."""
+    from shardwise.train.recommender.plans import NAMED
+
+    words = ["--resume", "--nproc", str(config.nproc + (config.plan in NAMED))]
+    if config.steps is None:
+        words += ["--epochs", str(config.epochs + 1)]
+    return common.next_command(args, words, ("plan", "checkpoint"))
