@@ -31,8 +31,8 @@ def attention(
     def row(dim: int, places: Places, output: Placement, why: str, local: Any = None, follow: int | None = None) -> Row:
         length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
         dims = [(x, (at + 1 if output == REPLICATE else dim) - query.ndim + x.ndim) for x in masks]
-        cut = [Shard(d) if d >= 0 and x.shape[d] == length and follow is None else REPLICATE for x, d in dims]
-        return Row((*places, *cut), output, why, local, follow is None, follow)
+        cut = [Shard(d) if d >= 0 and x.shape[d] == length else REPLICATE for x, d in dims]
+        return Row((*places, *cut), output, why, local, True if follow is None else (follow, 3), follow)
 
     rows = []
     for d in range(at):
@@ -61,8 +61,6 @@ def _attend(
     own, keys = (site.layouts[i].boxes(site.rank)[0] for i in (0, 1))
     if enable_gqa and any(layout.shape[at - 1] != site.layouts[0].shape[at - 1] for layout in site.layouts[1:3]):
         key, value = _of_own_heads(site, key, value, at - 1)
-        if attn_mask is not None and attn_mask.ndim > 2 and attn_mask.shape[-3] not in (1, own.sizes[at - 1]):
-            attn_mask = attn_mask.narrow(-3, own.offsets[at - 1], own.sizes[at - 1])
     if is_causal:
         first, start = own.offsets[at], keys.offsets[at]
         stop = min(max(first + own.sizes[at], start), start + keys.sizes[at])  # nobody here looks at what is behind
