@@ -60,6 +60,7 @@ OPS: dict[str, Op] = {
     "normal(number, tensor)": lambda x: torch.normal(1.0, x),
     "normal(tensor, plain)": lambda x: torch.normal(x, torch.ones(3, dtype=torch.float64)),
     "multinomial": lambda x: torch.multinomial(x[:, :, 0], 3),
+    "multinomial by keyword": lambda x: torch.multinomial(x[:, :, 0], num_samples=2),
     "multinomial(replacement)": lambda x: torch.multinomial(x[:, :, 0], 7, replacement=True),
     "multinomial of one": lambda x: torch.multinomial(x[0, :, 0], 3),
     "poisson": lambda x: torch.poisson(x * 10),

@@ -239,4 +239,6 @@ register(_bernoullis, _bernoulli_rows, _bernoulli, shape=shape_of_first)
 _normals = [torch.normal, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor]
 register(_normals, nonlinear, _normal, shape=broadcast)
 register([torch.rrelu], nonlinear, _rrelu, shape=shape_of_first)
-register(MULTINOMIAL, _multinomial_rows, _multinomial, shape=lambda x, n, *_, **__: (*x.shape[:-1], n))
+register(
+    MULTINOMIAL, _multinomial_rows, _multinomial, shape=lambda x, num_samples, *_, **__: (*x.shape[:-1], num_samples)
+)
