@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.launch import launch
 
 if TYPE_CHECKING:
-    from shardwise import debug
+    from shardwise import debug, parallel
     from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
     from shardwise.debug import no_implicit_comm
     from shardwise.embedding import embedding_bags
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.mesh import Mesh
     from shardwise.meter import CommMeter, count_comms
     from shardwise.modules import distribute_module, shard_module
+    from shardwise.parallel import parallelize_module
     from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
     from shardwise.report import picture, sharding_table
     from shardwise.spec import LocalShardsWrapper
@@ -31,6 +32,7 @@ _HOMES = {
     "shardwise.mesh": ("Mesh",),
     "shardwise.meter": ("CommMeter", "count_comms"),
     "shardwise.modules": ("distribute_module", "shard_module"),
+    "shardwise.parallel": ("parallelize_module",),
     "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
     "shardwise.report": ("picture", "sharding_table"),
     "shardwise.spec": ("LocalShardsWrapper",),
@@ -43,13 +45,14 @@ __all__ = [
     "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
     "Placement", "Replicate", "Shard", "ShardwiseError", "count_comms", "debug", "distribute_module",
     "distribute_tensor", "embedding_bags", "empty", "full", "init_device_mesh", "launch", "no_implicit_comm", "ones",
-    "picture", "rand", "randn", "rank", "shard_module", "sharding_table", "strict", "world_size", "zeros",
+    "parallel", "parallelize_module", "picture", "rand", "randn", "rank", "shard_module", "sharding_table", "strict",
+    "world_size", "zeros",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "debug":  # a package, not a name in one
-        return import_module("shardwise.debug")
+    if name in ("debug", "parallel"):  # a package, not a name in one
+        return import_module(f"shardwise.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

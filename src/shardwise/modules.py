@@ -48,15 +48,27 @@ def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: i
     where = default_mesh(device) if mesh is None else collectives.as_mesh(mesh)
     _agree(named, plan, where)
     layouts = layouts_of(module, plan, where)
+    lay_out(module, layouts, src_rank)
+    return module
+
+
+def lay_out(module: nn.Module, layouts: Mapping[str, Layout], src_rank: int | None) -> None:
+    """Turn the parameters that `layouts` names into DTensors, in place; ties stay ties.
+
+    Submodules on the meta device are materialised if all their own parameters are named.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
     done: dict[int, nn.Parameter] = {}
     with torch.no_grad():
+        for name, layout in layouts.items():
+            parameter = named[name]
+            if id(parameter) not in done:
+                kept = isinstance(parameter, DTensor) and parameter._layout == layout
+                done[id(parameter)] = parameter if kept else _sharded(name, parameter, layout, src_rank)
         for name, parameter in named.items():
-            if id(parameter) not in done:  # a tied parameter stays one parameter
-                done[id(parameter)] = _sharded(name, parameter, layouts[name], src_rank)
-            _replace(module, name, done[id(parameter)])
-        fresh = {name for name, parameter in named.items() if parameter.is_meta}
-        _initialise(module, fresh)
-    return module
+            if id(parameter) in done:
+                _replace(module, name, done[id(parameter)])
+        _initialise(module, {name for name, parameter in named.items() if parameter.is_meta and id(parameter) in done})
 
 
 Partition = Callable[[str, nn.Module, Any], None]
@@ -145,7 +157,7 @@ def layouts_of(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Layout]:
             layouts[name] = _layout(parameter, [REPLICATE] * mesh.ndim if key is None else plan[key], mesh)
         except (LayoutError, PlanError) as error:
             problems.append(f"  {name}: {error}")
-    problems += _torn_ties(named, layouts)
+    problems += torn_ties(named, layouts)
     if problems:
         raise PlanError("The plan does not fit the module:\n" + "\n".join(problems))
     return layouts
@@ -175,13 +187,15 @@ def _layout(parameter: Tensor, entry: Entry, mesh: Mesh) -> Layout:
     return Layout(mesh, list(entry), tuple(parameter.shape))
 
 
-def _torn_ties(named: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> list[str]:
+def torn_ties(named: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> list[str]:
     """One parameter under two names must have one layout."""
     first: dict[int, str] = {}
     torn = []
     for name, parameter in named.items():
+        if name not in layouts:
+            continue
         other = first.setdefault(id(parameter), name)
-        if name in layouts and other in layouts and layouts[name] != layouts[other]:
+        if layouts[name] != layouts[other]:
             torn.append(f"  {other} and {name} are one parameter, but the plan lays them out differently.")
     return torn
 
@@ -210,7 +224,7 @@ def _initialise(module: nn.Module, fresh: set[str]) -> None:
         prefix = f"{path}." if path else ""
         buffers = {f"{prefix}{name}": name for name, b in child.named_buffers(recurse=False) if b.is_meta}
         own = {f"{prefix}{name}" for name, _ in child.named_parameters(recurse=False)} & fresh | set(buffers)
-        if not own:
+        if not own or any(p.is_meta for p in child.parameters(recurse=False)):  # left to a later plan
             continue
         reset = getattr(child, "reset_parameters", None)
         if reset is None:

@@ -1,0 +1,225 @@
+"""Borders of parallel modules: how a tensor, plain or distributed, comes in and goes out.
+
+What a border does to a tensor is worked out once for every shape (of plain tensors) or layout (of DTensors); a warm
+one is a dictionary look-up and, where a gradient is wanted, one autograd node for the move there and the move back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.errors import LayoutError, MismatchError, PlanError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.meter import Cause
+from shardwise.movement import move
+from shardwise.placement import REPLICATE, Placement, Shard
+from shardwise.tensor import DTensor, moved, plain, tag
+from shardwise.tensor.gradients import as_cotangent
+
+Axes = tuple[Placement | None, ...]  # one an axis of the mesh; None is the default there, or what a DTensor has
+Entry = tuple[Layout, Layout, Layout]  # a plain tensor as it comes, as it goes on, and how its gradient leaves
+
+
+class _Enter(torch.autograd.Function):
+    """A plain tensor becomes the part of a DTensor, moved on the way; its gradient leaves as the entry says."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, entry: Entry, cause: Cause) -> Tensor:
+        ctx.entry, ctx.cause = entry, cause
+        found = move(local, entry[0], entry[1], cause)
+        return local.view_as(local) if found is local else found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _, dst, border = ctx.entry
+        return move(grads[0], dst.dual(), border, ctx.cause.turned()), None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The part of a DTensor laid out as `src` becomes a plain tensor laid out as `dst`.
+
+    Every rank is taken to compute the same loss from what it gets, so the gradient comes back whole where `dst` is.
+    Moving and leaving in one node keeps it whole: that of summands which were added needs no communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, src: Layout, dst: Layout, cause: Cause) -> Tensor:
+        ctx.src, ctx.border, ctx.cause = src, dst.reduced(), cause
+        found = move(local, src, dst, cause)
+        return local.view_as(local) if found is local else found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return as_cotangent(grads[0], ctx.border, ctx.src, ctx.cause.turned()), None, None, None
+
+
+def enter(x: Tensor, entry: Entry, cause: Cause) -> DTensor:
+    """The DTensor of which the plain `x` is this rank's part."""
+    with DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and x.requires_grad:
+            return tag(_Enter.apply(x, entry, cause), entry[1])  # type: ignore[no-untyped-call]
+        found = move(x, entry[0], entry[1], cause)
+        return tag(found.detach() if found is x else found, entry[1])
+
+
+def leave(x: DTensor, dst: Layout, cause: Cause) -> Tensor:
+    """This rank's part of `x` laid out as `dst`, plain."""
+    with DisableTorchFunctionSubclass():
+        local = plain(x)
+        if torch.is_grad_enabled() and local.requires_grad:
+            return _Leave.apply(local, x._layout, dst, cause)  # type: ignore[no-any-return, no-untyped-call]
+        return move(local, x._layout, dst, cause).detach()
+
+
+class Scope:
+    """The forward of a module, while which a tensor that several of its children take crosses the border once.
+
+    Queries, keys and values of one input then send one gradient back, and a cut input is gathered once.
+    """
+
+    __slots__ = ("depth", "key", "result", "source")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.source: Tensor | None = None
+        self.key: Any = None
+        self.result: DTensor | None = None
+
+    def open(self, *_: Any) -> None:
+        """A forward pre-hook."""
+        self.depth += 1
+
+    def close(self, *_: Any) -> None:
+        """A forward hook, called also where forward raised: what was shared is let go."""
+        self.depth = max(self.depth - 1, 0)
+        self._forget()
+
+    def find(self, x: Tensor, key: Any) -> DTensor | None:
+        """What `x`, unchanged since, became by `key` a moment ago."""
+        return self.result if self.source is x and self.key == key else None
+
+    def keep(self, x: Tensor, key: Any, result: DTensor) -> DTensor:
+        """Remember what `x` became; only the last is."""
+        if self.depth:
+            self.source, self.key, self.result = x, key, result
+        return result
+
+
+def _state(x: Tensor) -> Any:
+    """What changes when `x` does; of tensors that do not count their changes, a value equal to none."""
+    with DisableTorchFunctionSubclass():
+        return object() if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
+
+
+class Crossing:
+    """What becomes of one tensor at the border of a module.
+
+    Args:
+        mesh: of the module.
+        given: how a plain tensor is laid out: this rank's part of what. None where plain tensors may not come.
+        wanted: the placements to move to; None keeps those of an axis.
+        local: whether it goes on as a plain tensor.
+        what: which tensor of which module this is, for errors and reports.
+        scope: where several crossings of one tensor are one.
+    """
+
+    __slots__ = ("_entries", "_targets", "cause", "given", "local", "mesh", "scope", "wanted", "what")
+
+    def __init__(
+        self, mesh: Mesh, given: Axes | None, wanted: Axes, local: bool, what: str, scope: Scope | None = None
+    ) -> None:
+        self.mesh, self.given, self.wanted, self.local, self.what = mesh, given, wanted, local, what
+        self.scope = scope if scope is not None else Scope()
+        self.cause = Cause("asked", "parallelize_module", what)
+        self._entries: dict[Any, Entry] = {}
+        self._targets: dict[Layout, Layout] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if type(x) is DTensor:
+            layout = x._layout
+            target = self._targets.get(layout)
+            if target is None:
+                target = self._targets[layout] = self._target(layout)
+            if self.local:
+                return leave(x, target, self.cause)
+            return x if target is layout else self._shared(x, target, lambda: moved(x, target, self.cause))
+        entry = self._entries.get(x.shape) or self._entry(x)
+        found = self._shared(x, entry, lambda: enter(x, entry, self.cause))
+        return leave(found, entry[1], self.cause) if self.local else found
+
+    def _shared(self, x: Tensor, key: Any, cross: Callable[[], DTensor]) -> DTensor:
+        scope = self.scope
+        if not scope.depth:
+            return cross()
+        full = key, _state(x)
+        return scope.find(x, full) or scope.keep(x, full, cross())
+
+    def _target(self, layout: Layout) -> Layout:
+        """Where a DTensor of this layout moves."""
+        if layout.mesh != self.mesh:
+            raise LayoutError(
+                f"{self.what} is a DTensor on {layout.mesh}, but the module was parallelised on {self.mesh}. "
+                f"Fix: make it on that mesh, or redistribute(mesh, placements) it before."
+            )
+        return self._wanted(layout)
+
+    def _wanted(self, layout: Layout) -> Layout:
+        try:
+            return layout.replace([w or have for w, have in zip(self.wanted, layout.placements, strict=True)])
+        except LayoutError as error:
+            raise LayoutError(f"{self.what}: {error}") from None
+
+    def _entry(self, x: Any) -> Entry:
+        """How a plain tensor of this shape comes in. Kept, unless other ranks had to be asked for its sizes."""
+        if not isinstance(x, Tensor):
+            raise PlanError(
+                f"{self.what} must be a tensor, got {type(x).__name__}. Fix: None in the layouts of the plan."
+            )
+        if self.given is None:
+            raise LayoutError(
+                f"{self.what} is a plain tensor, and the plan does not say how it is laid out. "
+                f"Fix: pass a DTensor, or say its layout in the style."
+            )
+        src, known = self._layout_of_part(x, [p or (Shard(0) if x.ndim else REPLICATE) for p in self.given])
+        entry = src, self._wanted(src), src.reduced()
+        if known:
+            self._entries[x.shape] = entry
+        return entry
+
+    def _layout_of_part(self, x: Tensor, placements: list[Placement]) -> tuple[Layout, bool]:
+        """The whole of which `x` is this rank's part, and whether it follows from the plan alone."""
+        shape, told = list(x.shape), list(placements)
+        cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Shard)]
+        dims = [p.dim % max(x.ndim, 1) for _, p in cuts]
+        if any(not -x.ndim <= p.dim < x.ndim for _, p in cuts):
+            raise LayoutError(f"{self.what}: a tensor of shape {tuple(x.shape)} cannot be laid out as {placements}.")
+        known = len(set(dims)) == len(dims)
+        for (axis, p), dim in zip(cuts, dims, strict=True):
+            if p.sizes is None and self.mesh.shape[axis] == 1:
+                told[axis] = p = Shard(dim, (shape[dim],))
+            if p.sizes is None or not isinstance(p.sizes[0], int):
+                known = False
+            elif known:
+                shape[dim] = sum(p.sizes)
+        try:
+            if not known:
+                return DTensor.from_local(x.detach(), self.mesh, placements)._layout, False
+            layout = Layout(self.mesh, told, shape)
+        except (LayoutError, MismatchError) as error:
+            raise type(error)(f"{self.what}: {error}") from None
+        expected = layout.local_shape(collectives.rank())
+        if expected != tuple(x.shape):
+            raise LayoutError(
+                f"{self.what}: a plain tensor laid out as {list(layout.placements)} on {self.mesh} is a part of shape "
+                f"{expected} on rank {collectives.rank()}, got {tuple(x.shape)}. Fix: pass that part, say in the style "
+                f"how the tensor is laid out, or pass a DTensor."
+            )
+        return layout, True

@@ -1,0 +1,127 @@
+"""What a parallel style is: plain data that says, for one module, what becomes of parameters, inputs and outputs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import PlanError
+from shardwise.layout import Layout
+from shardwise.mesh import Mesh
+from shardwise.parallel.crossing import Axes, Crossing, Scope
+from shardwise.placement import REPLICATE, Placement
+
+Placed = Placement | Sequence[Placement]
+"""A placement on the axis that styles speak of, or one an axis of the mesh."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Before = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+After = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Where:
+    """The module that a style is asked about, and the ranks it is spread over.
+
+    Args:
+        path: of the module, for errors; empty for the root.
+        mesh: all ranks of the plan.
+        axis: of the mesh, that a single placement speaks of; the others are data axes.
+        scope: the forward of its parent.
+    """
+
+    path: str
+    mesh: Mesh
+    axis: int
+    scope: Scope = field(default_factory=Scope, compare=False, repr=False)
+
+    @property
+    def positions(self) -> int:
+        """How many ranks share the module."""
+        return self.mesh.shape[self.axis]
+
+    def axes(self, placed: Placed | None) -> Axes:
+        """One placement an axis of the mesh, None where nothing is said.
+
+        Raises:
+            PlanError: another number of them, or what is no placement.
+        """
+        if placed is None or isinstance(placed, Placement):
+            return tuple(placed if axis == self.axis else None for axis in range(self.mesh.ndim))
+        if not isinstance(placed, Sequence) or not all(isinstance(p, Placement) for p in placed):
+            raise PlanError(f"{placed!r} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis.")
+        if len(placed) != self.mesh.ndim:
+            raise PlanError(f"{list(placed)} are {len(placed)} placements, {self.mesh} has {self.mesh.ndim} axes.")
+        return tuple(placed)
+
+    def layout(self, placed: Placed, shape: Sequence[int]) -> Layout:
+        """The layout of a parameter of that shape, replicated on the axes that nothing is said of."""
+        return Layout(self.mesh, [p or REPLICATE for p in self.axes(placed)], shape)
+
+    def crossing(
+        self, given: Placed | None, wanted: Placed | None, *, local: bool = False, what: str = "the input"
+    ) -> Crossing:
+        """What becomes of a tensor at the border of the module.
+
+        Args:
+            given: how a plain tensor is laid out; on data axes it is this rank's part of the batch, `Shard(0)`. None:
+                it must be a DTensor.
+            wanted: where to move it; None leaves it. Other axes stay as they are.
+            local: hand on this rank's part as a plain tensor.
+        """
+        plain = None if given is None else self.axes(given)
+        return Crossing(
+            self.mesh, plain, self.axes(wanted), local, f"{what} of {self.path or 'the module'}", self.scope
+        )
+
+
+@dataclass(frozen=True)
+class ParallelStyle:
+    """How a module is parallelised. Subclass it as a frozen dataclass and say what differs from doing nothing.
+
+    Everything is asked once, before any module changes; errors that are raised here are collected.
+    """
+
+    def parameters(self, module: nn.Module, where: Where) -> Mapping[str, Placed]:
+        """How parameters are laid out, by name. If any is named, the others of the module are replicated."""
+        return {}
+
+    def before(self, module: nn.Module, where: Where) -> Before | None:
+        """What becomes of the positional and keyword arguments of forward."""
+        return None
+
+    def after(self, module: nn.Module, where: Where) -> After | None:
+        """What becomes of the result of forward."""
+        return None
+
+
+@dataclass(frozen=True)
+class First:
+    """Takes the first argument of a forward across the border, passed by position or by `name`."""
+
+    crossing: Callable[[Tensor], Tensor]
+    name: str
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if args:
+            return (self.crossing(args[0]), *args[1:]), kwargs
+        if self.name in kwargs:
+            return args, {**kwargs, self.name: self.crossing(kwargs[self.name])}
+        return args, kwargs
+
+
+def argument_names(module: nn.Module) -> tuple[list[str], bool]:
+    """Names of the arguments of forward that may be passed by position, and whether it takes any others by name."""
+    parameters = list(signature(module.forward).parameters.values())
+    by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in by_position], any(
+        p.kind == Parameter.VAR_KEYWORD for p in parameters
+    )
+
+
+def first(module: nn.Module, crossing: Callable[[Tensor], Tensor]) -> First:
+    """`before` of a style that cares for the first argument of forward only."""
+    names, _ = argument_names(module)
+    return First(crossing, names[0] if names else "")
