@@ -160,7 +160,8 @@ class Crossing:
         if not scope.depth:
             return cross()
         full = key, _state(x)
-        return scope.find(x, full) or scope.keep(x, full, cross())
+        found = scope.find(x, full)
+        return scope.keep(x, full, cross()) if found is None else found
 
     def _target(self, layout: Layout) -> Layout:
         """Where a DTensor of this layout moves."""
