@@ -1,36 +1,38 @@
 """Where gradients meet the duality: seeds, borders to plain tensors, and the `.grad` of leaves.
 
 The gradient of a Replicate leaf stays a sum of unreduced summands while backward runs. Reading any `.grad`
-reduces all gradients of that backward in one collective a mesh, dtype and set of axes: data parallelism,
-gradient accumulation without communication and bucketed reduction are this one rule.
+reduces all gradients of that backward in buckets, one collective each (`reduction.py`): data parallelism, gradient
+accumulation without communication and bucketed reduction are this one rule.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from itertools import count
+from collections.abc import Iterable
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import get_gradient_edge
 
-from shardwise import collectives, meter
+from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
-from shardwise.mesh import Mesh
 from shardwise.meter import Cause
-from shardwise.movement import exchange_now, move
+from shardwise.movement import move
 from shardwise.placement import PARTIAL, REPLICATE, Partial
-from shardwise.steps import plan_move
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.reduction import (
+    axes_to_reduce,
+    joined,
+    next_number,
+    raw_grad,
+    readable,
+    reduce_alone,
+    reduce_batch,
+)
 
-_raw_grad: Any = torch._C.TensorBase.grad
-_get_raw = _raw_grad.__get__
+_get_raw = raw_grad.__get__
 
-_READ = Cause("gradient", ".grad", "gradients", "the summands of Replicate axes are added when a gradient is read")
 _SET = Cause("gradient", ".grad =", "the gradient", "it is kept in the layout of its tensor")
 _GRAD = Cause("gradient", "torch.autograd.grad", "a gradient", "it is returned in the layout of its input")
 _SEED = Cause("gradient", "backward", "the gradient it starts with", "it is laid out for the tensor it belongs to")
@@ -38,43 +40,20 @@ _BORDER = Cause("gradient", "backward", "a gradient", "it crosses between a DTen
 _OUTPUT = Cause("operand", "backward", "its output", "a maximum, minimum or product has no gradient until reduced")
 
 
-class Batch:
-    """Leaves whose gradients one backward has left unreduced."""
-
-    def __init__(self) -> None:
-        self.leaves: dict[int, DTensor] = {}
-
-
-# One batch collects at a time for every rank; simulated ranks are told apart by their transport.
-_collecting: "WeakKeyDictionary[Any, Batch]" = WeakKeyDictionary()
-_watches = count(1)
-
-
 def watch(leaf: DTensor) -> None:
     """Let a leaf with a Replicate axis join the batch of the backward that reaches it."""
     with DisableTorchFunctionSubclass():
-        if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not _axes_to_reduce(leaf._layout):
+        if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not axes_to_reduce(leaf._layout):
             return
-        leaf._watched = next(_watches)
-        leaf.register_post_accumulate_grad_hook(_joined)  # type: ignore[no-untyped-call]
-
-
-def _joined(leaf: Tensor) -> None:
-    assert isinstance(leaf, DTensor)
-    if leaf._grad_batch is None:
-        here = collectives.transport()
-        batch = _collecting.get(here)
-        if batch is None:
-            batch = _collecting[here] = Batch()
-        batch.leaves[id(leaf)] = leaf
-        leaf._grad_batch = batch
+        leaf._watched = next_number()
+        leaf.register_post_accumulate_grad_hook(joined)  # type: ignore[no-untyped-call]
 
 
 def read(x: DTensor) -> DTensor | None:
     """The gradient of `x` in its own layout (a gradient of a Partial tensor is Replicate)."""
     if x._grad_batch is not None:
         with DisableTorchFunctionSubclass():
-            _reduce(x._grad_batch)
+            reduce_batch(x._grad_batch)
     if torch._C._is_torch_function_enabled():
         with DisableTorchFunctionSubclass():
             raw = _get_raw(x)
@@ -83,24 +62,25 @@ def read(x: DTensor) -> DTensor | None:
     if type(raw) is DTensor and raw._layout is x._layout:
         return raw
     with DisableTorchFunctionSubclass():
-        if _axes_to_reduce(x._layout):
+        if axes_to_reduce(x._layout):
             if raw is not None:  # a leaf that was not watched, or a non-leaf that retains its gradient
-                _keep_reduced([(x, raw)])
+                reduce_alone(x)
             return x._reduced_grad
         if raw is not None and type(raw) is not DTensor:
-            tag(raw, _readable(x._layout))
+            tag(raw, readable(x._layout))
         return raw  # type: ignore[no-any-return]
 
 
 def write(x: DTensor, value: Tensor | None) -> None:
     """Set or clear the gradient; a plain tensor is taken for the whole gradient."""
     if x._grad_batch is not None:
-        x._grad_batch.leaves.pop(id(x), None)
+        with DisableTorchFunctionSubclass():
+            x._grad_batch.forget(x)
         x._grad_batch = None
     if x._reduced_grad is not None:
         x._reduced_grad = None
     with DisableTorchFunctionSubclass():
-        _raw_grad.__set__(x, None)
+        raw_grad.__set__(x, None)
         if value is None:
             return
         shape = value._layout.shape if type(value) is DTensor else tuple(value.shape)
@@ -109,89 +89,10 @@ def write(x: DTensor, value: Tensor | None) -> None:
         replicated = x._layout.replicated()
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
-        if _axes_to_reduce(x._layout):
-            x._reduced_grad = moved(value, _readable(x._layout), _SET)
+        if axes_to_reduce(x._layout):
+            x._reduced_grad = moved(value, readable(x._layout), _SET)
         else:
-            _raw_grad.__set__(x, moved(value, _readable(x._layout), _SET))
-
-
-def _reduce(batch: Batch) -> None:
-    here = collectives.transport()
-    if _collecting.get(here) is batch:
-        del _collecting[here]
-    leaves, batch.leaves = batch.leaves.values(), {}
-    waiting = []
-    # Backward may reach leaves in another order on a rank whose kernels took another way, such as one for empty shards.
-    for leaf in sorted(leaves, key=lambda leaf: leaf._watched):
-        leaf._grad_batch = None
-        raw = _raw_grad.__get__(leaf)
-        if raw is not None:
-            waiting.append((leaf, raw))
-    _keep_reduced(waiting)
-
-
-def _keep_reduced(waiting: Sequence[tuple[DTensor, Tensor]]) -> None:
-    """Reduce gradients, the dense ones of a kind in one buffer, and add them to what was reduced before."""
-    buckets: dict[Any, list[tuple[DTensor, Tensor]]] = {}
-    for leaf, raw in waiting:
-        _raw_grad.__set__(leaf, None)
-        mesh, axes = leaf._layout.mesh, _axes_to_reduce(leaf._layout)
-        if mesh.coordinate(collectives.rank()) is None:  # this rank holds none of the summands
-            _add_reduced(leaf, plain(raw))
-        elif raw.is_sparse:
-            _add_reduced(leaf, _sum_sparse(plain(raw), leaf._layout))
-        else:
-            buckets.setdefault((mesh, axes, raw.dtype, raw.device), []).append((leaf, plain(raw)))
-    for (mesh, axes, _, _), members in buckets.items():
-        flat = torch.cat([raw.reshape(-1) for _, raw in members]) if len(members) > 1 else members[0][1].reshape(-1)
-        line = mesh.submesh(axes, collectives.rank())
-        src = Layout(line, [Partial()] * line.ndim, flat.shape)
-        cause = _told(mesh, axes, [leaf for leaf, _ in members], flat) if meter.listening() else _READ
-        flat = move(flat, src, src.replicated(), cause)
-        for (leaf, _), piece in zip(members, flat.split([raw.numel() for _, raw in members]), strict=True):
-            _add_reduced(leaf, piece.view(leaf._layout.local_shape(collectives.rank())))
-
-
-def _told(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
-    """The reduction for those who listen: whose gradients, and what the other lines of the mesh send as well."""
-    elements = 0
-    for line in {mesh.submesh(axes, rank) for rank in mesh.ranks}:
-        src = Layout(line, [Partial()] * line.ndim, (sum(leaf._layout.local_numel(line.ranks[0]) for leaf in leaves),))
-        elements += plan_move(src, src.replicated()).total_elements
-    names = [leaf._name or "a leaf" for leaf in leaves]
-    short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    together = tuple(sorted(mesh.ranks)), elements * flat.element_size()
-    return _READ._replace(operand=f"the gradient of {short}", together=together)
-
-
-def _add_reduced(leaf: DTensor, total: Tensor) -> None:
-    if leaf._reduced_grad is None:
-        leaf._reduced_grad = tag(total.clone() if total._base is not None else total, _readable(leaf._layout))
-    elif torch.is_grad_enabled() and total.requires_grad:
-        leaf._reduced_grad = tag(plain(leaf._reduced_grad) + total, _readable(leaf._layout))
-    else:
-        with torch.no_grad():
-            leaf._reduced_grad.add_(total)
-
-
-def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
-    """Row-sparse summands of all ranks as one sparse tensor: indices and values travel, never the dense table."""
-    own = raw.coalesce()
-    line = layout.mesh.submesh(_axes_to_reduce(layout), collectives.rank())
-    ranks = tuple(sorted(line.ranks))
-    count = own.indices().shape[1]
-    ones = [1] * len(ranks)
-    counts = exchange_now(torch.tensor([count] * len(ranks)), ones, ones, ranks, _READ).tolist()
-
-    def gathered(x: Tensor) -> list[Tensor]:
-        width = prod(x.shape[1:])
-        flat = x.reshape(-1).repeat(len(ranks))
-        every = exchange_now(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, _READ)
-        return [piece.view(-1, *x.shape[1:]) for piece in every.split([n * width for n in counts])]
-
-    indices = torch.cat(gathered(own.indices().t().contiguous())).t()
-    values = torch.cat(gathered(own.values()))
-    return torch.sparse_coo_tensor(indices, values, raw.shape, check_invariants=False).coalesce()
+            raw_grad.__set__(x, moved(value, readable(x._layout), _SET))
 
 
 # ---- seeds and borders --------------------------------------------------------------------------------------
@@ -295,26 +196,12 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         kwargs["allow_unused"] = True
     found = torch.autograd.grad(outputs, _edges(inputs), seeds, **kwargs)
 
-    def readable(x: Any, g: Tensor | None) -> Any:
+    def shown(x: Any, g: Tensor | None) -> Any:
         if g is None:
             return torch.zeros_like(x, requires_grad=bool(kwargs.get("create_graph"))) if materialize else None
-        return moved(tag(g, x._layout.dual()), _readable(x._layout), _GRAD) if type(x) is DTensor else g
+        return moved(tag(g, x._layout.dual()), readable(x._layout), _GRAD) if type(x) is DTensor else g
 
-    return tuple(readable(x, g) for x, g in zip(inputs, found, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def _axes_to_reduce(layout: Layout) -> tuple[int, ...]:
-    """The axes whose ranks hold different summands of the gradient of a tensor laid out so."""
-    return tuple(axis for axis in layout.dual().partial_axes if layout.mesh.shape[axis] > 1)
-
-
-@lru_cache(maxsize=4096)
-def _readable(layout: Layout) -> Layout:
-    """The layout of the gradient that users see: that of the tensor, and whole where the tensor is in summands."""
-    if not layout.partial_axes:
-        return layout
-    return layout.reduced()
+    return tuple(shown(x, g) for x, g in zip(inputs, found, strict=True))
 
 
 class _Border(torch.autograd.Function):
