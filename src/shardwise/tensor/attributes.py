@@ -84,6 +84,8 @@ def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
         with DisableTorchFunctionSubclass():
             return remembering(x, tag(func(*args), x._layout)) if value is None else func(x, value)
+    if attribute == "_base" and same(func, args, kwargs) is None:
+        return None
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
         raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
     raise RuleError(
@@ -107,7 +109,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
 def _set(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """`x.set_(y)` of two DTensors: x gets the storage of y, as modules do when a parametrization is registered."""
     if len(args) != 1 or kwargs or type(args[0]) is not DTensor:
-        _refuse(Tensor.set_, (x, *args), kwargs)
+        refuse(Tensor.set_, (x, *args), kwargs)
     value = _in_layout_of(x, args[0], "set_()")
     with DisableTorchFunctionSubclass():
         return Tensor.set_(x, value)  # type: ignore[call-overload, no-any-return]
@@ -126,7 +128,7 @@ def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tag(func(x, x), x._layout)
 
 
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise RuleError(
         f"{name_of(func)}() would reach this rank's part of a DTensor as if it were the whole. "
         f"Fix: call it on to_local() or full_tensor(), or inside shardwise.experimental.local_map."
@@ -149,7 +151,7 @@ DTensor._specials |= dict.fromkeys(
         Tensor.resize_,
         Tensor.resize_as_,
     ),
-    _refuse,
+    refuse,
 )
 DTensor._specials |= dict.fromkeys(
     (Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn),

@@ -117,6 +117,8 @@ def _handler_of(func: Any) -> Handler:
         return attributes.attribute_of
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return lists.run
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed."):
+        return attributes.refuse
     return _taken_apart
 
 

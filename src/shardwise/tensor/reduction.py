@@ -6,6 +6,7 @@ and is waited for when a gradient is read. That guess decides when something is 
 reduced is kept apart from what accumulates later.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -42,7 +43,10 @@ class Options:
     """How the gradients of one rank travel."""
 
     max_bytes: int = 25 << 20
-    overlap: bool = True
+    overlap: bool | None = None
+
+    def overlaps(self, device: torch.device) -> bool:
+        return device.type != "cpu" if self.overlap is None else self.overlap
 
 
 @dataclass
@@ -50,16 +54,23 @@ class Plan:
     """Which leaves, by their numbers, travel together, in the order in which all ranks start."""
 
     buckets: tuple[tuple[int, ...], ...]
-    early: bool = False  # whether a bucket starts once it is complete
+    once: bool = False  # whether the last gradients were read after one backward
+    spoiled: bool = False  # whether somebody else changes gradients after they came, as DistributedDataParallel does
 
 
-@dataclass
+@dataclass(frozen=True)
 class Started:
-    """A bucket on its way. A leaf whose gradient was cleared meanwhile is None."""
+    """A bucket on its way, and the gradients that it was filled with."""
 
-    leaves: list[DTensor | None]
-    sizes: list[int]
+    leaves: tuple[DTensor, ...]
+    raws: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     finish: Finish
+
+    def fresh(self) -> list[bool]:
+        """Which leaves have the very gradient that was sent: nothing was added to it, nor was it cleared."""
+        now = [raw_grad.__get__(leaf) for leaf in self.leaves]
+        return [a is b and a._version == v for a, b, v in zip(now, self.raws, self.versions, strict=True)]
 
 
 @dataclass
@@ -84,13 +95,14 @@ def _rank() -> _Rank:
     return found
 
 
-def gradient_buckets(max_bytes: int = Options.max_bytes, *, overlap: bool = Options.overlap) -> None:
+def gradient_buckets(max_bytes: int = Options.max_bytes, *, overlap: bool | None = None) -> None:
     """How gradients of Replicate axes are reduced from now on; all ranks have to say the same.
 
     Args:
         max_bytes: gradients share a collective up to this size; a larger one has its own.
-        overlap: let buckets travel while backward still runs, where the last gradients of the same leaves were read
-            after exactly one backward. False sends nothing before a gradient is read.
+        overlap: let a bucket travel as soon as backward has filled it, where the last gradients of the same leaves
+            were read after exactly one backward. False sends nothing before a gradient is read. None is False on
+            the CPU, where communication takes the cores that backward needs, and True elsewhere.
 
     Raises:
         RuleError: `max_bytes` is not positive.
@@ -125,20 +137,16 @@ class Batch:
         """The gradient of `leaf` was cleared or replaced."""
         self.leaves.pop(leaf._watched, None)
         self.arrivals.pop(leaf._watched, None)
-        for started in self.started:
-            started.leaves = [None if other is leaf else other for other in started.leaves]
         if not self.leaves:
             here = _rank()
             here.batch = None if here.batch is self else here.batch
-            while self.started:
-                _finish(self.started.pop())
+            for started in self.started:
+                started.finish()
 
-    def start_what_is_complete(self) -> None:
-        plan = self.plan
-        while plan is not None and plan.early and self.next < len(plan.buckets):
+    def start_what_is_complete(self, plan: Plan) -> None:
+        while self.next < len(plan.buckets):
             members = [self.leaves.get(number) for number in plan.buckets[self.next]]
-            raws = [None if leaf is None else raw_grad.__get__(leaf) for leaf in members]
-            if any(raw is None or raw.is_sparse for raw in raws):
+            if any(leaf is None or _is_sparse(leaf) for leaf in members):
                 return
             self.started.append(_start([leaf for leaf in members if leaf is not None]))
             self.next += 1
@@ -156,13 +164,15 @@ def joined(leaf: Tensor) -> None:
         leaf._grad_batch = here.batch
     batch: Batch = leaf._grad_batch
     batch.arrivals[number] = batch.arrivals.get(number, 0) + 1
-    if batch.plan is None:
+    plan = batch.plan
+    if plan is None or not plan.once or plan.spoiled:
         return
     if batch.arrivals[number] > 1:
-        batch.plan.early = False  # gradients accumulate: nothing more is sent before one is read
-    elif here.options.overlap and not torch.is_grad_enabled():
+        plan.once = False  # gradients accumulate: nothing more is sent before one is read
+    elif not torch.is_grad_enabled():
         with DisableTorchFunctionSubclass():
-            batch.start_what_is_complete()
+            if here.options.overlaps(leaf.device):
+                batch.start_what_is_complete(plan)
 
 
 # ---- when a gradient is read --------------------------------------------------------------------------------
@@ -175,15 +185,17 @@ def reduce_batch(batch: Batch) -> None:
         here.batch = None
     for leaf in batch.leaves.values():
         leaf._grad_batch = None
-    waiting = {n: leaf for n, leaf in batch.leaves.items() if raw_grad.__get__(leaf) is not None}
     plan = _plan_of(batch.leaves, here)
-    if plan is batch.plan and batch.next and all(n == 1 for n in batch.arrivals.values()):
-        buckets = plan.buckets[batch.next :]
-    else:  # nothing is on its way, or some has accumulated since: what waits is packed anew, in the plan's order
-        ordered = [n for bucket in plan.buckets for n in bucket if n in waiting]
-        buckets = plan.buckets if len(waiting) == len(batch.leaves) else _buckets(ordered, waiting, here.options)
-    plan.early = all(n == 1 for n in batch.arrivals.values())
+    plan.once = all(n == 1 for n in batch.arrivals.values())
     here.last.update(dict.fromkeys(batch.leaves, plan))
+    fresh = {leaf._watched: is_fresh for s in batch.started for leaf, is_fresh in zip(s.leaves, s.fresh(), strict=True)}
+    sent = {n for n in batch.leaves if fresh.get(n)}
+    waiting = {n: leaf for n, leaf in batch.leaves.items() if n not in sent}
+    plan.spoiled |= plan.once and not all(fresh.get(n, True) for n in batch.leaves)
+    buckets = plan.buckets
+    if sent:
+        ordered = [n for bucket in plan.buckets for n in bucket if n in waiting]
+        buckets = _buckets(ordered, waiting, here.options)
     _reduce_buckets(batch.started, [[waiting[n] for n in bucket] for bucket in buckets])
 
 
@@ -253,32 +265,33 @@ def _kind(leaf: DTensor) -> Kind | int:
 # ---- one bucket ---------------------------------------------------------------------------------------------
 
 
-def _reduce_buckets(started: list[Started], buckets: Iterable[Sequence[DTensor]]) -> None:
+def _reduce_buckets(started: Sequence[Started], buckets: Iterable[Sequence[DTensor]]) -> None:
     """Finish what travels, one bucket behind what starts."""
+    under_way = deque(started)
     for leaves in buckets:
-        started.append(_start(leaves))
-        while len(started) > 1:
-            _finish(started.pop(0))
-    while started:
-        _finish(started.pop(0))
+        under_way.append(_start(leaves))
+        while len(under_way) > 1:
+            _finish(under_way.popleft())
+    while under_way:
+        _finish(under_way.popleft())
 
 
 def _start(leaves: Sequence[DTensor]) -> Started:
-    raws = [plain(raw_grad.__get__(leaf)) for leaf in leaves]
-    sizes = [raw.numel() for raw in raws]
-    layout = leaves[0]._layout
-    if layout.mesh.coordinate(collectives.rank()) is None:  # this rank holds none of the summands
-        found = raws[0]
-        finish: Finish = lambda: found  # noqa: E731
+    """Let the gradients of a bucket travel. They stay where they are meanwhile, for somebody may change them."""
+    raws = [raw_grad.__get__(leaf) for leaf in leaves]
+    versions = [raw._version for raw in raws]
+    if leaves[0]._layout.mesh.coordinate(collectives.rank()) is None:  # this rank holds none of the summands
+        finish = _known(plain(raws[0]))
     elif raws[0].is_sparse:
-        found = _sum_sparse(raws[0], layout)
-        finish = lambda: found  # noqa: E731
+        finish = _known(_sum_sparse(plain(raws[0]), leaves[0]._layout))
     else:
-        flat = torch.cat([raw.reshape(-1) for raw in raws]) if len(raws) > 1 else raws[0].reshape(-1)
+        flat = torch.cat([plain(raw).reshape(-1) for raw in raws]) if len(raws) > 1 else plain(raws[0]).reshape(-1)
         finish = _start_sum(flat, leaves)
-    for leaf in leaves:
-        raw_grad.__set__(leaf, None)
-    return Started(list(leaves), sizes, finish)
+    return Started(tuple(leaves), tuple(raws), tuple(versions), finish)
+
+
+def _known(total: Tensor) -> Finish:
+    return lambda: total
 
 
 def _start_sum(flat: Tensor, leaves: Sequence[DTensor]) -> Finish:
@@ -287,20 +300,21 @@ def _start_sum(flat: Tensor, leaves: Sequence[DTensor]) -> Finish:
     src = Layout(line, [Partial()] * line.ndim, flat.shape)
     cause = _told(mesh, axes, leaves, flat) if meter.listening() else READ
     if torch.is_grad_enabled() and flat.requires_grad:
-        total = move(flat, src, src.replicated(), cause)
-        return lambda: total
+        return _known(move(flat, src, src.replicated(), cause))
     return start_move(flat.detach(), src, src.replicated(), cause)
 
 
 def _finish(started: Started) -> None:
     total, rank = started.finish(), collectives.rank()
-    pieces = total.split(started.sizes) if len(started.leaves) > 1 else (total,)
-    for leaf, piece in zip(started.leaves, pieces, strict=True):
-        if leaf is None:
+    pieces = total.split([raw.numel() for raw in started.raws]) if len(started.leaves) > 1 else (total,)
+    for leaf, piece, fresh in zip(started.leaves, pieces, started.fresh(), strict=True):
+        if not fresh:
             continue
+        raw_grad.__set__(leaf, None)
         if not piece.is_sparse and leaf._layout.mesh.coordinate(rank) is not None:
             shape = leaf._layout.local_shape(rank)
-            piece = piece.reshape(shape) if piece.requires_grad else torch.ops.aten._unsafe_view.default(piece, shape)
+            alone = len(started.leaves) == 1 and not piece.requires_grad  # nobody shares its memory: no view
+            piece = torch.ops.aten._unsafe_view.default(piece, shape) if alone else piece.view(shape)
         _add_reduced(leaf, piece)
 
 
