@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.spec import LocalShardsWrapper
     from shardwise.tensor import DTensor, distribute_tensor, strict
     from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
+    from shardwise.tensor.reduction import gradient_buckets
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "shardwise.report": ("picture", "sharding_table"),
     "shardwise.spec": ("LocalShardsWrapper",),
     "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
+    "shardwise.tensor.reduction": ("gradient_buckets",),
     "shardwise.tensor.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -44,9 +46,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
     "Placement", "Replicate", "Shard", "ShardwiseError", "count_comms", "debug", "distribute_module",
-    "distribute_tensor", "embedding_bags", "empty", "full", "init_device_mesh", "launch", "no_implicit_comm", "ones",
-    "parallel", "parallelize_module", "picture", "rand", "randn", "rank", "shard_module", "sharding_table", "strict",
-    "world_size", "zeros",
+    "distribute_tensor", "embedding_bags", "empty", "full", "gradient_buckets", "init_device_mesh", "launch",
+    "no_implicit_comm", "ones", "parallel", "parallelize_module", "picture", "rand", "randn", "rank", "shard_module",
+    "sharding_table", "strict", "world_size", "zeros",
 ]  # fmt: skip
 
 

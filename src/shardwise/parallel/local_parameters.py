@@ -1,6 +1,5 @@
 """Modules whose parameters others manage as plain tensors, and which compute with DTensors all the same."""
 
-from functools import cache
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,6 +11,8 @@ from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import plain
 
 M = TypeVar("M", bound=nn.Module)
+
+_classes: dict[tuple[type, tuple[tuple[str, Layout], ...]], type] = {}
 
 
 def local_parameters(module: M) -> M:
@@ -32,7 +33,7 @@ def local_parameters(module: M) -> M:
     """
     parts: dict[int, nn.Parameter] = {}
     for child in module.modules():
-        held = {name: p for name, p in child._parameters.items() if isinstance(p, DTensor)}
+        held: dict[str, Any] = {name: p for name, p in child._parameters.items() if isinstance(p, DTensor)}
         for name, whole in held.items():
             if id(whole) not in parts:
                 parts[id(whole)] = nn.Parameter(plain(whole.detach()), whole.requires_grad)
@@ -43,10 +44,12 @@ def local_parameters(module: M) -> M:
     return module
 
 
-@cache
 def _with_wholes(cls: type[nn.Module], layouts: tuple[tuple[str, Layout], ...]) -> type[nn.Module]:
-    wholes = {name: property(_Whole(name, layout), _assigned(name)) for name, layout in layouts}
-    return type(f"Local{cls.__name__}", (cls,), {"__module__": cls.__module__, **wholes})
+    known = _classes.get((cls, layouts))
+    if known is None:
+        wholes = {name: property(_Whole(name, layout), _assigning(name)) for name, layout in layouts}
+        known = _classes[cls, layouts] = type(f"Local{cls.__name__}", (cls,), {"__module__": cls.__module__, **wholes})
+    return known
 
 
 class _Whole:
@@ -68,5 +71,5 @@ class _Whole:
         return whole
 
 
-def _assigned(name: str) -> Any:
+def _assigning(name: str) -> Any:
     return lambda module, value: nn.Module.__setattr__(module, name, value)

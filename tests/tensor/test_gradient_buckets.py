@@ -1,0 +1,337 @@
+"""Gradients of Replicate axes travel in buckets, when they are read or while backward runs, and are right."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import (
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    count_comms,
+    distribute_tensor,
+    gradient_buckets,
+    rank,
+    shard_module,
+    world_size,
+)
+from shardwise.errors import MismatchError, RuleError, ShardwiseError
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(7, 6, generator=GENERATOR)
+Y = torch.randn(7, 3, generator=GENERATOR)
+SQUARE = Mesh((2, 2), (), ("dp", "tp"))
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@contextmanager
+def buckets(max_bytes: int = 25 << 20, *, overlap: bool | None = None) -> Iterator[None]:
+    gradient_buckets(max_bytes, overlap=overlap)
+    try:
+        yield
+    finally:
+        gradient_buckets()
+
+
+def on_line(plain: nn.Module, **plan: Any) -> nn.Module:
+    return shard_module(plain, plan or {"*": R}, mesh=Mesh((world_size(),)))
+
+
+def cut(x: Tensor, mesh: Mesh | None = None) -> Tensor:
+    mesh = mesh or Mesh((world_size(),))
+    return distribute_tensor(x, mesh, [S0] + [R] * (mesh.ndim - 1))
+
+
+def grads(module: nn.Module) -> list[Tensor]:
+    return [as_dtensor(p.grad).full_tensor() if hasattr(p, "layout_") else p.grad for p in module.parameters()]  # type: ignore[misc]
+
+
+def trained(module: nn.Module, x: Tensor, y: Tensor, steps: int = 4, parts: int = 1) -> list[Tensor]:
+    """All gradients of each step of training, with as many backwards a step as `parts`."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(parts):
+            (F.mse_loss(module(x), y) / parts).backward()
+        seen += [g.clone() for g in grads(module)]
+        optimizer.step()
+    return seen
+
+
+def equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b)
+
+
+# ---- values and counts ---------------------------------------------------------------------------------------------
+
+
+def trains_like_one_process(max_bytes: int, overlap: bool, parts: int) -> None:
+    with buckets(max_bytes, overlap=overlap):
+        equal(trained(on_line(mlp()), cut(X), cut(Y), parts=parts), trained(mlp(), X, Y))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_bytes", [1, 100, 25 << 20])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_training_equals_one_process_with_buckets_of_any_size(
+    ranks: int, max_bytes: int, overlap: bool, parts: int
+) -> None:
+    world(ranks).run(trains_like_one_process, max_bytes, overlap, parts)
+
+
+def test_training_on_processes_equals_one_process_while_buckets_travel() -> None:
+    world(2, real=True).run(trains_like_one_process, 100, True, 1)
+
+
+@world(4)
+def test_axes_are_reduced_where_gradients_are_summands_and_once_a_set_of_axes() -> None:
+    """Rows and columns over tp, the batch over dp: cut weights are reduced over dp, the last bias over both."""
+    plan: dict[str, list[Placement]] = {"0.weight": [R, S0], "0.bias": [R, S0], "2.weight": [R, S1], "2.bias": [R, R]}
+    module = shard_module(mlp(), plan, mesh=SQUARE)
+    F.mse_loss(module(cut(X, SQUARE)), cut(Y, SQUARE)).backward()
+    with count_comms() as read:
+        assert module[2].bias.grad is not None  # type: ignore[index]
+    assert read.total_calls == 2
+    plain = mlp()
+    F.mse_loss(plain(X), Y).backward()
+    equal(grads(module), grads(plain))
+
+
+@world(3)
+def test_a_bucket_is_one_collective_and_holds_what_fits() -> None:
+    with buckets(
+        4 * (3 + 15)
+    ):  # bytes of the last layer, which backward comes to first; 0.bias and 0.weight do not fit
+        module = on_line(mlp())
+        for _ in range(2):
+            module.zero_grad()
+            F.mse_loss(module(cut(X)), cut(Y)).backward()
+            with count_comms() as read:
+                assert module[0].bias.grad is not None  # type: ignore[index]
+            assert read.total_calls == 3  # a collective for the last layer, one for each of the others
+            with count_comms() as again:
+                grads(module)
+            assert again.total_calls == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@world(3)
+def test_micro_batches_before_a_read_are_reduced_once(overlap: bool) -> None:
+    with buckets(overlap=overlap):
+        module = on_line(mlp())
+        for _ in range(3):
+            module.zero_grad()
+            losses = [F.mse_loss(module(cut(X)), cut(Y), reduction="sum") for _ in range(4)]
+            with count_comms() as backward:
+                for loss in losses:
+                    loss.backward()
+            with count_comms() as read:
+                grads(module)
+            assert (backward.total_calls, read.total_calls) == (0, 1)
+
+
+# ---- while backward runs -------------------------------------------------------------------------------------------
+
+
+def step_of(module: nn.Module) -> tuple[int, int]:
+    """How many collectives backward takes, and how many reading takes."""
+    module.zero_grad()
+    loss = F.mse_loss(module(cut(X)), cut(Y), reduction="sum")
+    with count_comms() as backward:
+        loss.backward()
+    with count_comms() as read:
+        grads(module)
+    return backward.total_calls, read.total_calls
+
+
+@world(3)
+def test_buckets_travel_in_backward_once_gradients_were_read_after_one_backward() -> None:
+    with buckets(72, overlap=True):
+        module = on_line(mlp())
+        assert [step_of(module) for _ in range(3)] == [(0, 3), (3, 0), (3, 0)]
+    assert [step_of(module) for _ in range(2)] == [(0, 1)] * 2  # the CPU waits until gradients are read
+
+
+@world(3)
+def test_accumulation_that_starts_later_costs_one_reduction_and_no_value() -> None:
+    with buckets(overlap=True):
+        module, plain = on_line(mlp()), mlp()
+        F.mse_loss(plain(X), Y, reduction="sum").backward()
+        assert step_of(module) == (0, 1)
+        counts = []
+        for _ in range(3):
+            module.zero_grad()
+            losses = [F.mse_loss(module(cut(X)), cut(Y), reduction="sum") for _ in range(2)]
+            with count_comms() as step:
+                for loss in losses:
+                    loss.backward()
+                found = [p.grad for p in module.parameters()]
+            assert None not in found
+            equal(grads(module), [2 * g for g in grads(plain)])
+            counts.append(step.total_calls)
+        assert counts == [2, 1, 1]
+
+
+@world(3)
+def test_gradients_that_were_cleared_while_they_travel_are_forgotten() -> None:
+    with buckets(72, overlap=True):
+        module, plain = on_line(mlp()), mlp()
+        F.mse_loss(plain(X), Y, reduction="sum").backward()
+        step_of(module)
+        F.mse_loss(module(cut(X)), cut(Y), reduction="sum").backward()
+        module.zero_grad()
+        assert [p.grad for p in module.parameters()] == [None] * 4
+        F.mse_loss(module(cut(X)), cut(Y), reduction="sum").backward()
+        module[0].weight.grad = None  # type: ignore[index]
+        assert module[0].weight.grad is None  # type: ignore[index]
+        equal(grads(module[2]), grads(plain[2]))  # type: ignore[index]
+
+
+@world(3)
+def test_who_changes_gradients_on_their_way_gets_what_is_there_when_they_are_read() -> None:
+    """As DistributedDataParallel does, which adds up what the local gradients hold."""
+    with buckets(72, overlap=True):
+        module, plain = on_line(mlp()), mlp()
+        F.mse_loss(plain(X), Y, reduction="sum").backward()
+        step_of(module)
+        raw: Any = torch._C.TensorBase.grad
+        for expected in [(3, 3), (0, 3)]:  # sent in vain, and then no longer
+            module.zero_grad()
+            loss = F.mse_loss(module(cut(X)), cut(Y), reduction="sum")
+            with count_comms() as step:
+                loss.backward()
+            with torch._C.DisableTorchFunctionSubclass():
+                for p in module.parameters():
+                    raw.__get__(p).mul_(10)
+            with count_comms() as read:
+                equal(grads(module), [10 * g for g in grads(plain)])
+            assert (step.total_calls, read.total_calls) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@world(2)
+def test_gradients_of_gradients_are_reduced_when_they_are_read() -> None:
+    with buckets(overlap=True):
+        w = as_dtensor(distribute_tensor(X, Mesh((2,)), [R]).requires_grad_())
+        for _ in range(2):
+            w.grad = None
+            cut(X).mul(w).pow(3).sum().backward(create_graph=True)
+            grad = as_dtensor(w.grad)
+            assert_close(grad.full_tensor(), 3 * X.pow(5))
+            (second,) = torch.autograd.grad(grad.sum(), [w])
+            assert_close(as_dtensor(second).full_tensor(), 6 * X.pow(4))
+
+
+# ---- which parameters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@world(3)
+def test_parameters_that_no_rank_uses_have_no_gradient_whatever_was_used_before(overlap: bool) -> None:
+    """Three sets of parameters take turns: what a bucket held last time may not come this time."""
+    with buckets(overlap=overlap):
+        module, plain = on_line(mlp()), mlp()
+        for used in [(0, 2), (0,), (2,), (0, 2), (0,), (0,), (0, 2), (0, 2)]:
+            module.zero_grad()
+            plain.zero_grad()
+            for layer in used:
+                width = (6, 0, 5)[layer]
+                module[layer](cut(X)[:, :width]).square().sum().backward()  # type: ignore[index]
+                plain[layer](X[:, :width]).square().sum().backward()
+            for got, want in zip(module.parameters(), plain.parameters(), strict=True):
+                assert (got.grad is None) == (want.grad is None)
+                if want.grad is not None:
+                    assert_close(as_dtensor(got.grad).full_tensor(), want.grad)
+
+
+def uses_its_own(named: bool, shape: Sequence[int], warm: bool) -> Tensor | None:
+    mesh = Mesh((world_size(),))
+    pair: Any = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(*shape))])
+    if named:
+        shard_module(pair, {"*": R}, mesh=mesh)
+    else:
+        pair = nn.ParameterList([nn.Parameter(distribute_tensor(p.detach(), mesh, [R])) for p in pair])
+    if warm:
+        for p in pair:
+            p.sum().backward()
+        assert pair[0].grad is not None
+        pair.zero_grad()
+    mine: Tensor = pair[min(rank(), 1)]
+    mine.sum().backward()
+    return mine.grad
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+@pytest.mark.parametrize("named", [False, True])
+def test_ranks_that_use_different_parameters_are_told_so_on_every_rank(named: bool, shape: Sequence[int]) -> None:
+    """Of equal shapes, their gradients would be added to each other."""
+    with pytest.raises(MismatchError, match="the gradients that are reduced together") as caught:
+        world(3).run(uses_its_own, named, shape, False)
+    assert "ranks 0, 1, 2 raised the same" in "\n".join(caught.value.__notes__)
+
+
+def test_on_processes_as_well_and_nobody_hangs() -> None:
+    with pytest.raises(MismatchError, match="the gradients that are reduced together"):
+        world(2, real=True).run(uses_its_own, True, (2, 3), False)
+
+
+def test_a_rank_that_leaves_the_others_later_is_an_error_too() -> None:
+    with pytest.raises(ShardwiseError):
+        world(2).run(uses_its_own, True, (2, 3), True)
+
+
+@world(2)
+def test_ranks_that_set_other_sizes_are_told() -> None:
+    gradient_buckets(100 + rank())
+    w = as_dtensor(distribute_tensor(X, Mesh((2,)), [R]).requires_grad_())
+    w.sum().backward()
+    with pytest.raises(MismatchError, match="max_bytes=100"):
+        _ = w.grad
+    with pytest.raises(RuleError, match="positive number of bytes, got 0"):
+        gradient_buckets(0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@world(2)
+def test_sparse_dense_and_half_gradients_have_buckets_of_their_own(overlap: bool) -> None:
+    def loss(table: Tensor, w: Tensor, h: Tensor, x: Tensor, bags: Tensor) -> Tensor:
+        rows = F.embedding(bags, table, sparse=True)
+        return rows.square().sum() + (x * w).sum() + (x.bfloat16() * h).sum().float()
+
+    ids = torch.tensor([0, 2, 2, 5, 1, 0, 3])
+    with buckets(overlap=overlap):
+        parts = cut(X), cut(ids)
+        leaves = [
+            as_dtensor(distribute_tensor(t, Mesh((2,)), [R]).requires_grad_()) for t in (X, X[0], X[1].bfloat16())
+        ]
+        plain = [t.clone().requires_grad_() for t in (X, X[0], X[1].bfloat16())]
+        loss(plain[0], plain[1], plain[2], X, ids).backward()
+        for _ in range(3):
+            for leaf in leaves:
+                leaf.grad = None
+            loss(leaves[0], leaves[1], leaves[2], *parts).backward()
+            for leaf, want in zip(leaves, plain, strict=True):
+                assert want.grad is not None
+                found = as_dtensor(leaf.grad)
+                got, expected = found.to_local() if found.is_sparse else found.full_tensor(), want.grad
+                if expected.is_sparse:
+                    got, expected = got.to_dense(), expected.to_dense()
+                assert_close(got, expected, rtol=2e-2, atol=2e-2)
