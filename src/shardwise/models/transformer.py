@@ -4,16 +4,27 @@ Nothing here knows how many ranks there are. Heads are counted from the width of
 same code runs on plain tensors, on DTensors, and on a rank's own heads, however many those are.
 """
 
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.collectives import as_mesh
 from shardwise.errors import ConfigError
 from shardwise.models.experts import ExpertLayer
+from shardwise.modules import shard_module
+from shardwise.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from shardwise.placement import Replicate, Shard
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,8 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, seq, heads · head_dim) -> (batch, heads, seq, head_dim), for as many heads as there are."""
-        return cast(Tensor, x.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        heads = x.shape[-1] // self.head_dim  # counted, because none at all cannot be inferred
+        return cast(Tensor, x.unflatten(-1, (heads, self.head_dim))).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, dim) -> (batch, seq, dim)."""
@@ -178,3 +190,53 @@ class Transformer(nn.Module):
         for layer in self.layers:
             hidden = checkpoint(layer, hidden, use_reentrant=False) if self.checkpoint_activations else layer(hidden)
         return cast(Tensor, self.output(self.norm(hidden)).float())
+
+    @staticmethod
+    def parallelize(
+        module: "Transformer",
+        device_mesh: Any,
+        use_seq_parallel: bool,
+        local_output_for_attn: bool = False,
+        *,
+        gather_output: bool = True,
+    ) -> nn.Module:
+        """Cut a Transformer, in place: heads, features and vocabulary along the axis "tp" (else the last).
+
+        Any number of heads goes on any number of ranks, in groups that share keys and values. Parameters that are not
+        cut are replicated. Other axes of the mesh are data axes: every rank passes its own part of the batch.
+
+        Args:
+            use_seq_parallel: between attention and feed-forward layers, each rank has a part of the sequence.
+            local_output_for_attn: attention works on plain tensors, this rank's heads.
+            gather_output: scores are plain and whole. Otherwise they are a DTensor cut along the vocabulary, as
+                `loss_parallel` wants them.
+        """
+        args, mesh = module.model_args, as_mesh(device_mesh)
+        parallelize_module(module, device_mesh, _plan(args, mesh.ndim, use_seq_parallel, local_output_for_attn))
+        output = ColwiseParallel(output_layouts=Replicate() if gather_output else None, use_local_output=gather_output)
+        parallelize_module(module, device_mesh, {"output": output})
+        return shard_module(module, {}, mesh=device_mesh)
+
+
+def _plan(args: ModelArgs, axes: int, sequence: bool, local_heads: bool) -> dict[str, ParallelStyle]:
+    """The styles of all parts but the last; without `sequence` the activations between layers are whole."""
+    everywhere = (Replicate(),) * axes
+    between = Shard(1) if sequence else Replicate()
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    heads = ColwiseParallel(use_local_output=local_heads, unit=args.head_dim)
+    groups = args.head_dim * (args.n_heads // args.kv_heads)  # queries that share keys and values stay together
+    back = RowwiseParallel(output_layouts=between, use_local_output=False)
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=False),
+        # Positions are the same for every part of the batch.
+        "pos_embeddings": PrepareModuleInput(input_layouts=(everywhere,), desired_input_layouts=(everywhere,)),
+        "layers.*.attention.wq": replace(heads, unit=groups),
+        "layers.*.attention.w[kv]": heads,
+        "layers.*.attention.wo": replace(back, unit=groups),
+    }
+    if not args.num_experts:
+        plan |= {"layers.*.feed_forward.w1": ColwiseParallel(use_local_output=False), "layers.*.feed_forward.w2": back}
+    if sequence:
+        norms = dict.fromkeys(("norm", "layers.*.attention_norm", "layers.*.ffn_norm"), SequenceParallel())
+        plan |= {**norms, "layers.*.attention": whole}
+    return plan

@@ -1,13 +1,17 @@
 """Tensor and sequence parallelism: a module is cut by a plan of styles, as in `torch.distributed.tensor.parallel`."""
 
 from shardwise.parallel.api import parallelize_module
-from shardwise.parallel.crossing import Crossing, Scope
+from shardwise.parallel.crossing import Crossing
 from shardwise.parallel.features import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.local_parameters import local_parameters
+from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.plan import Plan
+from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from shardwise.parallel.sequence import SequenceParallel
-from shardwise.parallel.style import First, ParallelStyle, Where, first
+from shardwise.parallel.style import After, Before, First, ParallelStyle, Where, first
 
 __all__ = [
-    "ColwiseParallel", "Crossing", "First", "ParallelStyle", "RowwiseParallel", "Scope", "SequenceParallel", "Where",
-    "first", "local_parameters", "parallelize_module",
+    "After", "Before", "ColwiseParallel", "Crossing", "First", "ParallelStyle", "Plan", "PrepareModuleInput",
+    "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "Where", "first",
+    "local_parameters", "loss_parallel", "parallelize_module",
 ]  # fmt: skip

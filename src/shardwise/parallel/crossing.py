@@ -19,9 +19,11 @@ from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import REPLICATE, Placement, Shard
 from shardwise.tensor import DTensor, moved, plain, tag
+from shardwise.tensor.conversion import fitted
 from shardwise.tensor.gradients import as_cotangent
 
 Axes = tuple[Placement | None, ...]  # one an axis of the mesh; None is the default there, or what a DTensor has
+MOST_DIMS = 16  # of a tensor whose parts' shapes are asked for
 Entry = tuple[Layout, Layout, Layout]  # a plain tensor as it comes, as it goes on, and how its gradient leaves
 
 
@@ -212,7 +214,7 @@ class Crossing:
                 shape[dim] = sum(p.sizes)
         try:
             if not known:
-                return DTensor.from_local(x.detach(), self.mesh, placements)._layout, False
+                return self._asked(x, told), False
             layout = Layout(self.mesh, told, shape)
         except (LayoutError, MismatchError) as error:
             raise type(error)(f"{self.what}: {error}") from None
@@ -224,3 +226,24 @@ class Crossing:
                 f"how the tensor is laid out, or pass a DTensor."
             )
         return layout, True
+
+    def _asked(self, x: Tensor, placements: list[Placement]) -> Layout:
+        """The whole of which `x` is a part, from the shapes of all parts: one small exchange."""
+        ranks = tuple(sorted(self.mesh.ranks))
+        said = [x.ndim, *x.shape, *[0] * (MOST_DIMS - x.ndim)]
+        sent = torch.tensor(said * len(ranks))
+        heard = collectives.all_to_all(sent, [len(said)] * len(ranks), [len(said)] * len(ranks), ranks)
+        answers = heard.view(len(ranks), len(said)).tolist()
+        shapes = {rank: tuple(shape[:ndim]) for rank, (ndim, *shape) in zip(ranks, answers, strict=True)}
+        layout = fitted(self.mesh, placements, shapes, None)
+        wrong = {rank: shape for rank, shape in shapes.items() if shape != layout.local_shape(rank)}
+        if wrong:
+            lines = [
+                f"  rank {rank}: expected {layout.local_shape(rank)}, got {shape}" for rank, shape in wrong.items()
+            ]
+            raise MismatchError(
+                f"plain tensors laid out as {placements} on {self.mesh} are parts of one whole, but these do not fit:\n"
+                + "\n".join(lines)
+                + "\n  Fix: pass parts of the expected shapes, or say in the style how the tensor is laid out."
+            )
+        return layout

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -112,16 +112,29 @@ class First:
         return args, kwargs
 
 
-def argument_names(module: nn.Module) -> tuple[list[str], bool]:
-    """Names of the arguments of forward that may be passed by position, and whether it takes any others by name."""
-    parameters = list(signature(module.forward).parameters.values())
+class Forward(NamedTuple):
+    """The arguments that a forward takes: names that may be passed by position, all names, and whether any others."""
+
+    positional: list[str]
+    names: list[str]
+    any_number: bool
+    any_name: bool
+
+
+def forward_of(module: nn.Module) -> Forward:
+    """What the forward of `module` takes."""
+    found = list(signature(module.forward).parameters.values())
+    kinds = [p.kind for p in found]
     by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in by_position], any(
-        p.kind == Parameter.VAR_KEYWORD for p in parameters
+    return Forward(
+        [p.name for p in found if p.kind in by_position],
+        [p.name for p in found if p.kind in (*by_position, Parameter.KEYWORD_ONLY)],
+        Parameter.VAR_POSITIONAL in kinds,
+        Parameter.VAR_KEYWORD in kinds,
     )
 
 
 def first(module: nn.Module, crossing: Callable[[Tensor], Tensor]) -> First:
     """`before` of a style that cares for the first argument of forward only."""
-    names, _ = argument_names(module)
+    names = forward_of(module).positional
     return First(crossing, names[0] if names else "")

@@ -169,7 +169,7 @@ def _agreed_layout(
         _all_alike(field, {r: answer[field] for r, answer in every.items() if field != "dtype" or r not in nobody})
     shapes = {rank: tuple(answer["shape"]) for rank, answer in every.items()}
     _guess_empty(shapes, nobody, placements)
-    layout = _fitted(mesh, placements, shapes, shape)
+    layout = fitted(mesh, placements, shapes, shape)
     stands = {r: Box(*map(tuple, answer["stands"])) for r, answer in every.items() if answer.get("stands")}
     misplaced = [_misplaced(layout, r, box) for r, box in stands.items() if not _stands_right(layout, r, box)]
     if misplaced:
@@ -205,7 +205,7 @@ def _all_alike(field: str, answers: dict[int, Any]) -> None:
         raise MismatchError(f"from_local: ranks disagree on the {field}:\n{lines}\n  Fix: pass the same on every rank.")
 
 
-def _fitted(
+def fitted(
     mesh: Mesh,
     placements: Sequence[Placement],
     shapes: dict[int, tuple[int, ...]],
