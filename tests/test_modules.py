@@ -19,6 +19,7 @@ from shardwise import (
     Replicate,
     Shard,
     collectives,
+    count_comms,
     distribute_module,
     distribute_tensor,
     init_device_mesh,
@@ -253,6 +254,24 @@ class HalfReset(nn.Linear):
 
 
 @world(2)
+@pytest.mark.parametrize("placement", [R, S0, S1, Shard(0, (0, 9)), OnRanks(1)], ids=str)
+def test_the_row_of_the_padding_of_a_meta_table_is_zero(placement: Placement) -> None:
+    """It was filled through a view, which of a table cut by rows is a copy."""
+
+    def body() -> None:
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            with torch.device("meta"):
+                module = nn.Sequential(kind(9, 4, padding_idx=5))
+            with count_comms() as meter:
+                shard_module(module, {"0.weight": placement})
+            rows = as_dtensor(module.get_parameter("0.weight")).full_tensor().detach()
+            assert (rows == 0).all(1).tolist() == [row == 5 for row in range(9)]
+            assert meter.implicit == []
+            assert module[0].padding_idx == 5
+
+    world(2).run(body)
+
+
 def test_buffers_of_the_meta_device_are_filled_or_refused() -> None:
     """They stayed on the meta device, or held whatever the memory did."""
     with torch.device("meta"):

@@ -226,21 +226,34 @@ def _initialise(module: nn.Module, fresh: set[str]) -> None:
         own = {f"{prefix}{name}" for name, _ in child.named_parameters(recurse=False)} & fresh | set(buffers)
         if not own or any(p.is_meta for p in child.parameters(recurse=False)):  # left to a later plan
             continue
-        reset = getattr(child, "reset_parameters", None)
-        if reset is None:
+        if getattr(child, "reset_parameters", None) is None:
             raise PlanError(
                 f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and has no "
                 f"reset_parameters() to fill {', '.join(sorted(own))}. Fix: give it one, or build it on a device."
             )
         for name in buffers.values():
             child._buffers[name] = _unfilled(child.get_buffer(name))
-        reset()
+        _reset(child)
         left = [full for full, name in buffers.items() if bool(torch.isnan(child.get_buffer(name)).any())]
         if left:
             raise PlanError(
                 f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and its "
                 f"reset_parameters() does not fill {', '.join(left)}. Fix: let it do so, or build it on a device."
             )
+
+
+def _reset(module: Any) -> None:
+    """`reset_parameters()`, but torch fills the row of the padding as a view, which of a cut table is a copy."""
+    row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+    if row is None:
+        module.reset_parameters()
+        return
+    module.padding_idx = None
+    try:
+        module.reset_parameters()
+    finally:
+        module.padding_idx = row
+    module.weight[row] = 0.0
 
 
 def _unfilled(buffer: Tensor) -> Tensor:
