@@ -1,0 +1,266 @@
+"""Models of Hugging Face, built from configs, cut as the example cuts them: all that they do equals the plain model."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import DTensor, Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor, shard_module
+from shardwise.testing import world
+
+FILE = Path(__file__).parents[2] / "examples" / "hugging_face.py"
+R, S0 = Replicate(), Shard(0)
+VOCAB, DIM, LAYERS = 37, 24, 2
+
+
+def loaded() -> ModuleType:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    spec = importlib.util.spec_from_file_location("hugging_face", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hf = loaded()
+
+
+def llama(attention: str = "sdpa", heads: int = 6, shared: int = 2, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=4 * heads, intermediate_size=40, num_hidden_layers=LAYERS,
+        num_attention_heads=heads, num_key_value_heads=shared, head_dim=4, max_position_embeddings=64, pad_token_id=0,
+        attn_implementation=attention, **options,
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config).eval()
+
+
+def gpt2(attention: str = "sdpa", **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = hf.GPT2Config(
+        vocab_size=VOCAB, n_embd=DIM, n_layer=LAYERS, n_head=6, n_positions=64, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, attn_implementation=attention, **options,
+    )  # fmt: skip
+    return hf.GPT2LMHeadModel(config).eval()
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "llama of 2 keys": llama,
+    "llama of 6 keys": lambda attention="sdpa": llama(attention, shared=6),
+    "llama of 5 keys": lambda attention="sdpa": llama(attention, heads=10, shared=5, attention_bias=True),
+    "tied llama": lambda attention="sdpa": llama(attention, tie_word_embeddings=True),
+    "gpt2": gpt2,
+}
+MAKERS = {"by layouts": hf.by_layouts, "by styles": hf.by_styles}
+IDS = torch.randint(3, VOCAB, (3, 7), generator=torch.Generator().manual_seed(1))
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]])  # padded on the left
+
+
+def full(x: Any) -> Tensor:
+    """The whole, without history."""
+    result: Tensor = hf.whole(x).detach()
+    return result
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that they have in the plain model."""
+    found = {name: full(p.grad) for name, p in model.named_parameters()}
+    for name in [name for name in found if ".query." in name]:
+        parts = [found.pop(name.replace(".query.", f".{part}.")) for part in ("query", "key", "value")]
+        found[name.replace(".query.", ".")] = torch.cat(parts, -1)
+    return found
+
+
+def learnt(model: Any, ids: Any, mask: Any = None, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits of what is no padding, loss, and gradients."""
+    out = model(ids, attention_mask=mask, labels=ids, **options)
+    out.loss.backward()
+    logits = full(out.logits)
+    return logits if mask is None else logits[MASK.bool()], full(out.loss), gradients(model)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients_equal_the_plain_model(name: str, attention: str, maker: str) -> None:
+    """On 2 and 4 ranks, which divide neither heads nor vocabulary; ids plain or distributed; padding or none."""
+    plain = MODELS[name](attention)
+    expected = {masked: learnt(deepcopy(plain), IDS, MASK if masked else None) for masked in (False, True)}
+
+    def body(ranks: int, distributed: bool, masked: bool) -> None:
+        model = MAKERS[maker](deepcopy(plain), ranks)
+        assert sum(isinstance(p, DTensor) for p in model.parameters()) >= 7 * LAYERS
+        ids = distribute_tensor(IDS, Mesh((ranks,)), [R]) if distributed else IDS
+        assert_close(learnt(model, ids, MASK if masked else None), expected[masked], rtol=1e-4, atol=1e-6)
+
+    world(2).run(body, 2, True, False)
+    world(4).run(body, 4, False, True)
+
+
+def test_batch_and_heads_are_cut_on_two_axes() -> None:
+    plain = llama()
+    logits, loss, expected = learnt(deepcopy(plain), IDS)
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    plan: dict[str, list[Placement]] = {name: [R, p] for name, p in hf.llama_layouts(plain.config, 2).items()}
+
+    def body() -> None:
+        model = shard_module(deepcopy(plain), plan, mesh=mesh)
+        got = learnt(model, distribute_tensor(IDS, mesh, [S0, R]))
+        assert_close(got, (logits, loss, expected), rtol=1e-4, atol=1e-6)
+
+    world(4).run(body)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_pass_by_styles_sends_two_sums_a_layer_each_way(make: Any) -> None:
+    """Forward also one for the input table, and the logits are gathered; by layouts no pass sends fewer."""
+    plain = make()
+
+    def body(maker: str) -> tuple[int, int]:
+        model = MAKERS[maker](deepcopy(plain), 4)
+        with count_comms() as forward:
+            out = model(IDS).logits
+        loss = out.float().logsumexp(-1).sum()
+        with count_comms() as backward:
+            loss.backward()
+        return forward.total_calls, backward.total_calls
+
+    ((forward, backward),) = set(world(4).run(body, "by styles"))
+    assert (forward, backward) == (2 * LAYERS + 2, 2 * LAYERS + 1)
+    ((by_layouts, _),) = set(world(4).run(body, "by layouts"))
+    assert by_layouts >= 2 * LAYERS + 1
+
+
+@pytest.mark.parametrize(("layout", "calls"), [("whole", 0), ("by columns", 5), ("by rows", 3), ("apart", 0)])
+def test_what_the_fused_weight_of_gpt2_costs_in_each_layout(layout: str, calls: int) -> None:
+    """Values are right in all of them; only apart do ranks compute just their own heads and send nothing."""
+    plain = gpt2()
+    expected = learnt(deepcopy(plain), IDS)
+
+    def body() -> int:
+        model = hf.with_fused_weight(deepcopy(plain), layout, 4)
+        x = distribute_tensor(torch.ones(2, 7, DIM), Mesh((4,)), [R])
+        with torch.no_grad(), count_comms() as meter:
+            model.transformer.h[0].attn(x)
+        assert_close(learnt(model, IDS), expected, rtol=1e-4, atol=1e-6)
+        return meter.total_calls
+
+    assert set(world(4).run(body)) == {calls}
+
+
+GREEDY: dict[str, dict[str, Any]] = {
+    "with a cache": {},
+    "without": {"use_cache": False},
+    "with a static cache": {"cache_implementation": "static"},
+    "in beams": {"num_beams": 3},
+    "with penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+}
+
+
+def generated(model: Any, ids: Any, mask: Any, **options: Any) -> Tensor:
+    torch.manual_seed(3)
+    return full(model.generate(ids, attention_mask=mask, max_new_tokens=6, **options))
+
+
+@pytest.mark.parametrize("options", GREEDY)
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_greedy_generation_gives_the_tokens_of_the_plain_model(make: Any, options: str) -> None:
+    plain = make()
+    expected = generated(plain, IDS, MASK, do_sample=False, **GREEDY[options])
+
+    def body(ranks: int, distributed: bool, maker: str) -> Tensor:
+        model = MAKERS[maker](deepcopy(plain), ranks)
+        ids, mask = (distribute_tensor(x, Mesh((ranks,)), [R]) if distributed else x for x in (IDS, MASK))
+        return generated(model, ids, mask, do_sample=False, **GREEDY[options])
+
+    cases = [(2, True, "by layouts"), (4, False, "by layouts"), (3, False, "by styles")]
+    for case in cases:
+        assert all(torch.equal(got, expected) for got in world(case[0]).run(body, *case))
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_sampled_generation_is_that_of_the_plain_model_or_of_one_rank(make: Any) -> None:
+    """Whole logits are sampled by torch; of cut ones the library draws, the same on any number of ranks."""
+    plain = make()
+    options = {"do_sample": True, "top_p": 0.9, "temperature": 0.8}
+    expected = generated(plain, IDS, MASK, **options)
+
+    def body(ranks: int, maker: str) -> Tensor:
+        return generated(MAKERS[maker](deepcopy(plain), ranks), IDS, MASK, **options)
+
+    alone = world(1).run(body, 1, "by layouts")[0]
+    for ranks in (2, 4):
+        assert all(torch.equal(got, expected) for got in world(ranks).run(body, ranks, "by styles"))
+        assert all(torch.equal(got, alone) for got in world(ranks).run(body, ranks, "by layouts"))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [llama, lambda: gpt2(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)])
+def test_activations_may_be_checkpointed(make: Any, reentrant: bool) -> None:
+    plain = make().train()
+    expected = learnt(deepcopy(plain), IDS, use_cache=False)
+
+    def body(maker: str) -> None:
+        model = MAKERS[maker](deepcopy(plain), 2)
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        assert_close(learnt(model, IDS, use_cache=False), expected, rtol=1e-4, atol=1e-6)
+
+    for maker in MAKERS:
+        world(2).run(body, maker)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_saved_plain_model_is_loaded_into_a_sharded_one(make: Any, maker: str, tmp_path: Path) -> None:
+    saved = make()
+    saved.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = saved(IDS).logits
+    other = type(saved)(saved.config).eval()
+
+    def body() -> None:
+        model = MAKERS[maker](deepcopy(other), 4)
+        with torch.no_grad():
+            assert not torch.allclose(full(model(IDS).logits), expected, atol=0.01)
+            found = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+            assert_close(full(model(IDS).logits), expected)
+        assert found.unexpected_keys == []
+        assert set(found.missing_keys) <= {"lm_head.weight"}  # tied, so not in the file
+        again = MAKERS[maker](type(saved).from_pretrained(tmp_path), 4)
+        with torch.no_grad():
+            assert_close(full(again(IDS).logits), expected)
+
+    world(4).run(body)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_steps_of_an_optimizer_with_clipping_and_dropout_learn_as_one_rank_does(maker: str) -> None:
+    """Dropout that is drawn by the library is the same on any number of ranks."""
+    plain = gpt2().train()
+
+    def body(ranks: int) -> list[Tensor]:
+        model = MAKERS[maker](deepcopy(plain), ranks)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        torch.manual_seed(7)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(IDS, labels=IDS).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(full(loss))
+        return losses
+
+    expected = world(1).run(body, 1)[0]
+    for got in world(4).run(body, 4):
+        assert_close(got, expected, rtol=1e-4, atol=1e-5)
