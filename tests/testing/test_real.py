@@ -137,7 +137,7 @@ def test_a_function_is_found_under_its_decorators() -> None:
     assert refer(inside).resolve() is inside
 
 
-# ---- failures: each is followed by a run on fresh processes -----------------------------------------------
+# ---- failures: each is followed by a run of all ranks -----------------------------------------------------
 
 
 class Unfriendly(Exception):  # noqa: N818 - the name is of no matter
@@ -170,16 +170,26 @@ def hang() -> None:
         barrier((0, 1))
 
 
+def fail_alone() -> None:
+    if rank() == 1:
+        raise KeyError("boom")
+    for _ in range(3):
+        barrier((0, 1))
+
+
 def run_and_get_pids(
     fn: Callable[..., object], *args: object, error: type[Exception]
 ) -> pytest.ExceptionInfo[Exception]:
-    """What `fn` raises; afterwards a run must succeed, on other processes."""
+    """What `fn` raises; afterwards a run must succeed, on other processes if one hung or is gone."""
     before = REAL.run(pid)
     with pytest.raises(error) as caught:
         world(2, real=True, timeout=1.0 if fn is hang else 60.0).run(fn, *args)
     after = REAL.run(pid)
-    assert not set(before) & set(after)
-    assert all(is_gone(old) for old in before)
+    if error in {RemoteRankError, DeadlockError}:
+        assert not set(before) & set(after)
+        assert all(is_gone(old) for old in before)
+    else:
+        assert after == before
     assert REAL.run(exchange, 1.0) is not None
     return caught
 
@@ -197,6 +207,33 @@ def test_the_exception_of_a_failing_rank_is_raised_with_its_traceback() -> None:
     assert f'test_real.py", line {line(fail, 2)}, in fail' in there
     assert "worker.py" not in there
     assert where == "on rank 1 of 2, real"
+
+
+def test_the_report_of_a_failing_rank_ends_at_the_line_of_the_user_s_code() -> None:
+    caught = run_and_get_pids(fail, (1,), error=KeyError)
+    last = caught.traceback[-1]
+    assert (Path(last.path).name, last.lineno + 1, last.name) == ("test_real.py", line(fail, 2), "fail")
+
+
+def test_collectives_that_were_half_done_leave_nothing_in_the_world_after() -> None:
+    for _ in range(3):
+        run_and_get_pids(fail_alone, error=KeyError)
+
+
+def compare(wanted: int) -> None:
+    found = [rank(), wanted]
+    assert found == [
+        rank(),
+        7,
+    ]
+
+
+def test_a_bare_assert_tells_the_values_of_its_names() -> None:
+    compare(7)
+    with pytest.raises(AssertionError) as caught:
+        REAL.run(compare, 5)
+    told = caught.value.__notes__[0] if not str(caught.value) else str(caught.value)
+    assert "found = [0, 5]" in told or "[0, 5] == [0, 7]" in told
 
 
 def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:

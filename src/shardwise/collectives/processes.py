@@ -282,22 +282,28 @@ TORCH = TorchTransport()
 # ---- entering and leaving ---------------------------------------------------------------------------------
 
 
-def init_processes(rank: int, world_size: int, store: str, timeout_seconds: float = 60.0) -> None:
-    """Join the gloo world whose members meet in the file `store`; no port is opened for the meeting.
+def init_processes(
+    rank: int, world_size: int, store: str, timeout_seconds: float = 60.0, backend: str = "gloo"
+) -> None:
+    """Join the world whose members meet in the file `store`; no port is opened for the meeting.
 
     Args:
         rank: of this process, from 0.
         world_size: how many processes join.
         store: a path that all of them open; empty at first.
         timeout_seconds: how long a rank waits for the others, here and in each collective.
+        backend: of `torch.distributed`; with NCCL the rank takes the GPU of its number, and CPU tensors go by gloo.
 
     Raises:
         RemoteRankError: not all came in time; the text names those that did not.
     """
+    if "nccl" in backend:
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
     meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
     with _joining(Board(meeting, rank), world_size, timeout_seconds):
         dist.init_process_group(
-            "gloo", store=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+            backend, store=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
         )
     TORCH.attend()
 

@@ -19,6 +19,18 @@ if TYPE_CHECKING:
         Transformer,
         TransformerBlock,
     )
+    from shardwise.testing.assertions import TensorAssertions
+    from shardwise.testing.cases import (
+        DEVICE_COUNT,
+        DEVICE_TYPE,
+        NUM_DEVICES,
+        PG_BACKEND,
+        DTensorOpTestBase,
+        DTensorTestBase,
+        skip_unless_torch_gpu,
+        with_comms,
+    )
+    from shardwise.testing.converter import DTensorConverter
     from shardwise.testing.truth import check_rows
 
 # What needs torch is imported when it is used: pytest imports the plugin beside this in every run.
@@ -27,13 +39,42 @@ _HOMES = {
         "Attention", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython",
         "Transformer", "TransformerBlock",
     ),
+    "shardwise.testing.assertions": ("TensorAssertions",),
+    "shardwise.testing.cases": (
+        "DEVICE_COUNT", "DEVICE_TYPE", "DTensorOpTestBase", "DTensorTestBase", "NUM_DEVICES", "PG_BACKEND",
+        "skip_unless_torch_gpu", "with_comms",
+    ),
+    "shardwise.testing.converter": ("DTensorConverter",),
     "shardwise.testing.truth": ("check_rows",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Attention", "DeadlockError", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs",
-    "RMSNormPython", "SendError", "Transformer", "TransformerBlock", "World", "check_rows", "world",
+    "DEVICE_COUNT",
+    "DEVICE_TYPE",
+    "NUM_DEVICES",
+    "PG_BACKEND",
+    "Attention",
+    "DTensorConverter",
+    "DTensorOpTestBase",
+    "DTensorTestBase",
+    "DeadlockError",
+    "ExpertLayer",
+    "Experts",
+    "FeedForward",
+    "MLPModule",
+    "MLPStacked",
+    "ModelArgs",
+    "RMSNormPython",
+    "SendError",
+    "TensorAssertions",
+    "Transformer",
+    "TransformerBlock",
+    "World",
+    "check_rows",
+    "skip_unless_torch_gpu",
+    "with_comms",
+    "world",
 ]  # fmt: skip
 
 

@@ -1,8 +1,13 @@
 """What a run raises when ranks fail, hang or cannot be reached."""
 
+import contextlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
+
+if TYPE_CHECKING:  # it needs torch, which the pytest plugin does without
+    from shardwise.places import Place
 
 
 class DeadlockError(ShardwiseError, RuntimeError):
@@ -33,3 +38,19 @@ def blame(errors: Mapping[int, BaseException], world: str) -> BaseException:
     for rank in sorted(own.keys() - set(same)):
         error.add_note(f"rank {rank} raised {summary(own[rank])}")
     return error
+
+
+def point_at(error: BaseException, place: "Place", first_line: int) -> None:
+    """Give an error that was not raised in this process a traceback of one line, so that reports here show that line.
+
+    Args:
+        first_line: where the function begins that the place is in.
+    """
+    code = compile("\n" * (place.line - first_line) + "raise error", place.file, "exec")
+    code = code.replace(co_name=place.function, co_qualname=place.function, co_firstlineno=first_line)
+    error.__traceback__ = None
+    with contextlib.suppress(type(error)):
+        exec(code, {"error": error})  # noqa: S102 - a traceback has no other maker
+    made = error.__traceback__
+    assert made is not None
+    error.__traceback__ = made.tb_next

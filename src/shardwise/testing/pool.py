@@ -1,4 +1,4 @@
-"""Real ranks: gloo processes that are started once per world size and kept until something goes wrong.
+"""Real ranks: processes that are started once per world size and kept until something goes wrong.
 
 Functions, arguments and results travel by pickle between this process and its own children, never over
 the network.
@@ -26,39 +26,55 @@ import torch
 
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 from shardwise.places import Place, running_at
-from shardwise.testing.failures import DeadlockError, SendError, blame
+from shardwise.testing.failures import DeadlockError, SendError, blame, point_at
 from shardwise.testing.reference import refer
-from shardwise.testing.worker import STACK_SIGNAL, Failure, Task, serve, stack_file
+from shardwise.testing.worker import STACK_SIGNAL, Failure, Regroup, Task, serve, stack_file
+
+__unittest = True  # unittest leaves the frames of such modules out of its reports
 
 R = TypeVar("R")
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 1.0  # after a first failure, how long the other ranks have to fail by themselves
-_pools: dict[int, "Pool"] = {}
+_PATIENCE_SECONDS = 2.0  # beyond that, before they are replaced; what a failure takes to reach everybody
+_pools: dict[tuple[int, str], "Pool"] = {}
 _lock = threading.Lock()  # one run at a time
 
 
 def run_on_processes(
-    size: int, timeout: float, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    size: int,
+    timeout: float,
+    fn: Callable[..., R],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    backend: str = "gloo",
+    called: str | None = None,
 ) -> list[R]:
-    """The results of `fn` on real ranks; see `World.run`."""
+    """The results of `fn` on real ranks, which reports call `called`; see `World.run`."""
     __tracebackhide__ = True
     task = Task(refer(fn), _pickled(args, kwargs), tuple(sys.path), torch.get_rng_state())
     with _lock:
-        pool = _pools.get(size)
+        pool = _pools.get((size, backend))
         if pool is None or not pool.is_alive():
-            close_pool(size)
-            pool = _pools[size] = Pool(size)
+            close_pool(size, backend)
+            pool = _pools[size, backend] = Pool(size, backend)
         try:
-            return pool.run(task, timeout)
+            return pool.run(task, timeout, called or task.function.name)
         except BaseException:
-            close_pool(size)  # collectives may be half done; the next run gets fresh processes
+            renew_pool(size, backend)
             raise
 
 
-def close_pool(size: int) -> None:
+def renew_pool(size: int, backend: str = "gloo") -> None:
+    """Let the processes of a world meet in a new one, or end them where they cannot; see `Pool.regroup`."""
+    if not _pools[size, backend].regroup():
+        close_pool(size, backend)
+
+
+def close_pool(size: int, backend: str = "gloo") -> None:
     """End the processes of one world size, if there are any."""
-    pool = _pools.pop(size, None)
+    pool = _pools.pop((size, backend), None)
     if pool is not None:
         pool.close()
 
@@ -66,15 +82,17 @@ def close_pool(size: int) -> None:
 @atexit.register
 def close_pools() -> None:
     """End all processes and remove their files; the next run starts new ones."""
-    for size in list(_pools):
-        close_pool(size)
+    for key in list(_pools):
+        close_pool(*key)
 
 
 class Pool:
     """The processes of one world."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str) -> None:
         self.size = size
+        self.worlds = 0  # that these processes have joined again
+        self.answers: dict[int, Any] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="shardwise-world-"))
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
@@ -82,12 +100,12 @@ class Pool:
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(theirs, rank, size, self.folder), daemon=True)
+                process = context.Process(target=serve, args=(theirs, rank, size, self.folder, backend), daemon=True)
                 self.connections.append(ours)
                 self.processes.append(process)
                 process.start()
                 theirs.close()
-            self._check(self._collect(_START_SECONDS), _START_SECONDS, "start")
+            self._check(self._collect(_START_SECONDS, {}), _START_SECONDS, "start")
         except BaseException:
             self.close()
             raise
@@ -106,19 +124,38 @@ class Pool:
             connection.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def run(self, task: Task, timeout: float) -> list[Any]:
-        """The results of `task` in rank order. The pool is of no use after an error."""
+    def run(self, task: Task, timeout: float, called: str) -> list[Any]:
+        """The results of `task` in rank order. After an error the pool is of no use until it has regrouped."""
+        __tracebackhide__ = True
         message = pickle.dumps(task)
         for connection in self.connections:
             with contextlib.suppress(OSError):  # a rank that has just died: seen below
                 connection.send_bytes(message)
-        answers = self._collect(timeout)
-        self._check(answers, timeout, f"run {task.function.name}")
+        answers = self.answers = self._collect(timeout, {})
+        self._check(answers, timeout, f"run {called}")
         return [answers[rank].value for rank in range(self.size)]
 
-    def _collect(self, timeout: float) -> dict[int, Any]:
-        """What each rank sends: an answer, or None if it died. Ranks that say nothing in time are missing."""
-        answers: dict[int, Any] = {}
+    def regroup(self) -> bool:
+        """After an error: let the ranks meet in another world, for collectives of this one may be half done.
+
+        False where a rank hangs or is gone; the next run then needs other processes.
+        """
+        if any(isinstance(answer, Failure) for answer in self.answers.values()):
+            self._collect(_PATIENCE_SECONDS, self.answers)
+        if any(self.answers.get(rank) is None for rank in range(self.size)) or not self.is_alive():
+            return False
+        self.worlds += 1
+        message = pickle.dumps(Regroup(str(self.folder / f"store-{self.worlds}")))
+        try:
+            for connection in self.connections:
+                connection.send_bytes(message)
+            self._check(self._collect(_START_SECONDS, {}), _START_SECONDS, "join another world")
+        except (OSError, ShardwiseError):
+            return False
+        return True
+
+    def _collect(self, timeout: float, answers: dict[int, Any]) -> dict[int, Any]:
+        """Add what each rank sends: an answer, or None if it died. Ranks that say nothing in time are missing."""
         deadline = time.monotonic() + timeout
         while pending := [rank for rank in range(self.size) if rank not in answers]:
             signs = [self.connections[rank] for rank in pending]
@@ -135,6 +172,7 @@ class Pool:
 
     def _check(self, answers: Mapping[int, Any], timeout: float, what: str) -> None:
         """Raise unless all ranks sent results. A death goes first: it makes the peers fail, or wait."""
+        __tracebackhide__ = True
         dead = [rank for rank, answer in answers.items() if answer is None]
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if dead:
@@ -196,7 +234,9 @@ def _revive(failure: Failure) -> BaseException:
         error = ShardwiseError(f"{failure.summary} (this exception cannot be pickled)")
     else:
         error = pickle.loads(failure.pickled)  # noqa: S301 - from our own child
-    error.add_note(f"its traceback there:\n{failure.traceback}")
+    error.add_note(f"its traceback there:\n{failure.traceback.rstrip()}")
+    if failure.place is not None:
+        point_at(error, failure.place, failure.first_line)
     return error
 
 

@@ -28,7 +28,10 @@ from shardwise.collectives.calls import (
 )
 from shardwise.errors import MismatchError, RemoteRankError, summary
 from shardwise.places import Place, called_at, places_of, running_at
+from shardwise.testing.assertions import tell_values
 from shardwise.testing.failures import DeadlockError, blame
+
+__unittest = True  # unittest leaves the frames of such modules out of its reports
 
 R = TypeVar("R")
 
@@ -162,6 +165,7 @@ class _Simulation:
         except _Stopped:
             return
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            tell_values(error)
             rank.error = error
         rank.ended = True
         if rank.error is not None:

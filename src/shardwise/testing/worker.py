@@ -19,10 +19,13 @@ import torch
 
 from shardwise.collectives import init_processes, report_failure, shutdown
 from shardwise.errors import summary
+from shardwise.places import Place
+from shardwise.testing.assertions import tell_values
 from shardwise.testing.failures import SendError
 from shardwise.testing.reference import Reference
 
 STACK_SIGNAL = signal.SIGUSR1
+_OURS = str(Path(__file__).parent) + os.sep
 # The parent ends a run that takes too long and tells where each rank stands; gloo must not come before it.
 _GLOO_TIMEOUT = 7 * 24 * 3600.0
 
@@ -38,6 +41,13 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Regroup:
+    """Leave the world, whatever state its collectives are in, and join another that meets in the file `store`."""
+
+    store: str
+
+
+@dataclass(frozen=True)
 class Success:
     """What a function returned."""
 
@@ -46,28 +56,39 @@ class Success:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a function raised: the pickled exception if it can travel, and its text in any case."""
+    """What a function raised: the pickled exception if it can travel, its text in any case, and where it was raised.
+
+    The place is the innermost line of the user's code, with the first line of the function it is in.
+    """
 
     pickled: bytes | None
     summary: str
     traceback: str
+    place: Place | None
+    first_line: int
 
 
-def serve(connection: Connection, rank: int, size: int, folder: Path) -> None:
+def serve(connection: Connection, rank: int, size: int, folder: Path, backend: str) -> None:
     """Be one rank of a pool. Returns when the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    init_processes(rank, size, str(folder / "store"), _GLOO_TIMEOUT)
+    init_processes(rank, size, str(folder / "store"), _GLOO_TIMEOUT, backend)
     connection.send_bytes(b"ready")
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return
-        answer = _answer(pickle.loads(message))  # noqa: S301 - from our own parent
+        order = pickle.loads(message)  # noqa: S301 - from our own parent
+        if isinstance(order, Regroup):
+            shutdown()
+            init_processes(rank, size, order.store, _GLOO_TIMEOUT, backend)
+            connection.send_bytes(b"ready")
+            continue
+        answer = _answer(order)
         if isinstance(answer, Failure):
             connection.send_bytes(pickle.dumps(answer))
             shutdown()  # those that wait for this rank fail now, and the parent hears of all
@@ -94,6 +115,7 @@ def _answer(task: Task) -> bytes | Failure:
         value = _run(task)
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         report_failure(error)
+        tell_values(error)
         return _failure(error)
     try:
         return pickle.dumps(Success(value))
@@ -115,13 +137,23 @@ def _run(task: Task) -> Any:
 
 
 def _failure(error: BaseException) -> Failure:
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    if error.__cause__ is None and error.__context__ is None:
+        text = "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace or error.__traceback__)])
+    else:
+        text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)  # noqa: S301 - an exception may go in and not come out
     except Exception:  # noqa: BLE001 - whatever a pickle may raise
         pickled = None
-    return Failure(pickled, summary(error), text)
+    place, first_line = None, 0
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        here = Place(code.co_filename, trace.tb_lineno, code.co_name)
+        if here.is_users:
+            place, first_line = here, code.co_firstlineno
+        trace = trace.tb_next
+    return Failure(pickled, summary(error), text, place, first_line)

@@ -1,0 +1,139 @@
+"""Comparisons of tensors for test cases, and the values that stood in an assert that failed."""
+
+import ast
+import linecache
+import unittest
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from numbers import Number
+from textwrap import shorten
+from types import FrameType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.places import Place
+from shardwise.tensor import DTensor
+
+__unittest = True  # unittest leaves the frames of such modules out of its reports
+
+_LONGEST = 300  # characters of a value in a note
+
+
+class TensorAssertions(unittest.TestCase):
+    """`assertEqual` for tensors, also inside lists, tuples and dicts; DTensors are compared as whole tensors."""
+
+    def assertEqual(  # noqa: N802 - unittest's name
+        self,
+        first: Any,
+        second: Any,
+        msg: Any = None,
+        *,
+        atol: float | None = None,
+        rtol: float | None = None,
+        equal_nan: bool = True,
+        exact_dtype: bool = True,
+        exact_device: bool = False,
+    ) -> None:
+        """Fail unless both are equal; tensors may differ by torch's tolerance for their dtype.
+
+        All ranks of a DTensor's mesh must call this together, for it gathers.
+
+        Args:
+            atol, rtol: largest absolute and relative difference; give both or none.
+            equal_nan: two that are not a number are equal.
+            exact_dtype, exact_device: whether those must be equal as well.
+        """
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((first, second))):
+            super().assertEqual(first, second, msg)  # noqa: PT009 - what it is built on
+            return
+        first, second = _alike(_whole(first), _whole(second))
+        torch.testing.assert_close(
+            first,
+            second,
+            atol=atol,
+            rtol=rtol,
+            equal_nan=equal_nan,
+            check_dtype=exact_dtype,
+            check_device=exact_device,
+            msg=None if msg is None else lambda why: f"{why}\n{msg}",
+        )
+
+
+def _whole(tree: Any) -> Any:
+    return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), tree)
+
+
+def _alike(first: Any, second: Any) -> tuple[Any, Any]:
+    """A number or a list beside a tensor becomes a tensor of its kind."""
+    if isinstance(first, Tensor) and isinstance(second, Number | list | tuple):
+        return first, torch.as_tensor(second, dtype=first.dtype, device=first.device)
+    if isinstance(second, Tensor) and isinstance(first, Number | list | tuple):
+        return torch.as_tensor(first, dtype=second.dtype, device=second.device), second
+    return first, second
+
+
+# ---- values of an assert -----------------------------------------------------------------------------------------
+
+
+def tell_values(error: BaseException) -> None:
+    """Add a note to a bare AssertionError: the names in the assert that failed, and what they stood for."""
+    if type(error) is not AssertionError or str(error):
+        return
+    innermost = _innermost(error.__traceback__)
+    if innermost is None:
+        return
+    frame, line = innermost
+    known = {**frame.f_globals, **frame.f_locals}
+    place = Place(frame.f_code.co_filename, line, frame.f_code.co_name)
+    values = {text: value for test in _tests_at(place) for text, value in _values_in(test, known)}
+    if values:
+        error.add_note("\n".join(["the values there:", *(f"  {text} = {_shown(v)}" for text, v in values.items())]))
+
+
+def _innermost(trace: TracebackType | None) -> tuple[FrameType, int] | None:
+    found = None
+    while trace is not None:
+        found, trace = (trace.tb_frame, trace.tb_lineno), trace.tb_next
+    return found
+
+
+def _tests_at(place: Place) -> list[ast.expr]:
+    """What the assert statements that span a line ask for."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(place.file)))
+    except SyntaxError:
+        return []
+    asserts = [n for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+    return [n.test for n in asserts if n.lineno <= place.line <= (n.end_lineno or n.lineno)]
+
+
+def _values_in(node: ast.AST, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The names, and attributes of names, of an expression with their values, in the order of the text."""
+    value = _looked_up(node, known)
+    if value is None or callable(value) or isinstance(value, ModuleType):
+        for child in ast.iter_child_nodes(node):
+            yield from _values_in(child, known)
+    else:
+        yield ast.unparse(node), value
+
+
+def _looked_up(node: ast.AST, known: Mapping[str, Any]) -> Any:
+    """Attributes of tensors are not asked for: reading a gradient communicates."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = _looked_up(node.value, known)
+    if owner is None or isinstance(owner, Tensor):
+        return None
+    with suppress(Exception):  # whatever a property may raise
+        return getattr(owner, node.attr)
+    return None
+
+
+def _shown(value: Any) -> str:
+    """On one line. The text of a DTensor is that of its local part, which needs no other rank."""
+    return shorten(repr(value), _LONGEST)

@@ -1,0 +1,339 @@
+"""Test cases whose methods run on every rank, for unittest and pytest, with the names of torch's own kit."""
+
+import functools
+import inspect
+import itertools
+import pickle
+import traceback
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType, MethodType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+
+from shardwise.collectives import barrier, fingerprint, init_device_mesh, rank, world_size
+from shardwise.errors import RemoteRankError, summary
+from shardwise.places import Place
+from shardwise.testing.assertions import TensorAssertions
+from shardwise.testing.converter import DTensorConverter
+from shardwise.testing.failures import DeadlockError, point_at
+from shardwise.testing.pool import renew_pool, run_on_processes
+from shardwise.testing.reference import Reference, refer
+from shardwise.testing.simulated import run_on_threads
+
+__unittest = True  # unittest leaves the frames of such modules out of its reports
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE_COUNT = torch.cuda.device_count()
+PG_BACKEND = "nccl" if DEVICE_TYPE == "cuda" else "gloo"
+NUM_DEVICES = min(4, DEVICE_COUNT) if DEVICE_COUNT > 1 else 4  # ranks of a test that does not say how many
+
+_BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+_SEED = 1234
+
+
+def skip_unless_torch_gpu(method: F) -> F:
+    """Decorate a test, or a class of them: it is skipped unless there are `NUM_DEVICES` GPUs."""
+    return unittest.skipUnless(DEVICE_COUNT >= NUM_DEVICES, f"Need at least {NUM_DEVICES} CUDA devices")(method)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank needs to know to run its part of a test; travels by pickle to real ranks.
+
+    Attributes:
+        home: the class of the test.
+        made: attributes that setUp made, pickled.
+        left: why others of them cannot travel, by name.
+        compared: whether ranks compare their collectives before they make them, as simulated ranks always do.
+    """
+
+    home: Reference | type["RankedTestCase"]
+    method: str
+    made: bytes
+    left: Mapping[str, str]
+    compared: bool
+
+    def run(self) -> tuple[str | None, int]:
+        """Run the test on this rank; why it was skipped, if it was, and the size of the world it left behind."""
+        home = self.home.resolve() if isinstance(self.home, Reference) else self.home
+        case: RankedTestCase = home(self.method)
+        case.rank = rank()
+        vars(case).update(pickle.loads(self.made), _left=self.left)  # noqa: S301 - from our own parent
+        torch.manual_seed(_SEED)
+        skipped: str | None = None
+        try:
+            case.perThreadSetUp()
+            with fingerprint() if self.compared else nullcontext():
+                getattr(home, self.method)(case)
+        except unittest.SkipTest as skip:
+            skipped = str(skip)
+        except BaseException as error:
+            _leave(case, error)
+            raise
+        _leave(case, None)
+        return skipped, world_size()
+
+
+def _run(part: _Part) -> tuple[str | None, int]:
+    return part.run()
+
+
+def _skip_alike(reasons: Sequence[str | None]) -> None:
+    """Skip the test if all ranks did."""
+    ran = [rank for rank, reason in enumerate(reasons) if reason is None]
+    skipped = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if skipped and ran:
+        raise AssertionError(
+            f"Ranks {', '.join(map(str, skipped))} skipped this test ({min(skipped.items())[1]}), but "
+            f"ranks {', '.join(map(str, ran))} ran it. Fix: skip on all ranks, or on none."
+        )
+    if skipped:
+        raise unittest.SkipTest(skipped[0])
+
+
+def _leave(case: "RankedTestCase", failure: BaseException | None) -> None:
+    """Clean up on a rank. What a test raised counts for more than what its cleanup raises after that."""
+    cleanups: list[tuple[Callable[..., Any], Any, Any]] = vars(case)["_cleanups"]
+    try:
+        case.perThreadTearDown()
+        while cleanups:
+            function, args, kwargs = cleanups.pop()
+            function(*args, **kwargs)
+    except Exception as error:
+        if failure is None:
+            raise
+        failure.add_note(f"the cleanup after it raised {summary(error)}")
+
+
+class RankedTestCase(TensorAssertions):
+    """A test case whose test methods run once on each rank of a world; see `DTensorTestBase`, `DTensorOpTestBase`.
+
+    `setUp` and `tearDown` run once, where the test is started. Each rank works on an instance of its own with copies
+    of the attributes that `setUp` made, and torch's generator starts from the same seed on all.
+
+    Attributes:
+        timeout: seconds a test may take; ranks that have not returned by then are reported as a deadlock.
+        rank: of this instance; -1 where the test is started.
+    """
+
+    MAIN_PROCESS_RANK = -1
+    timeout: float = 60.0
+    _left: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        name = method_name if methodName == "runTest" else methodName
+        super().__init__(name)
+        self.rank = self.MAIN_PROCESS_RANK
+        test = getattr(self, name, None)
+        if test is not None:
+            setattr(self, name, self._started(test))
+        self._born_with = frozenset({*vars(self), "_born_with"})
+
+    def _started(self, test: Callable[[], object]) -> MethodType:
+        @functools.wraps(test)
+        def start(self: RankedTestCase) -> None:
+            __tracebackhide__ = True
+            self._run_on_ranks(test)
+
+        return MethodType(start, self)  # a bare function would be a static method to unittest's loader
+
+    def _run_on_ranks(self, test: Callable[[], object]) -> None:
+        raise NotImplementedError("Derive tests from DTensorTestBase or DTensorOpTestBase.")
+
+    def _part(self, home: "Reference | type[RankedTestCase]", test: Callable[[], object]) -> _Part:
+        made = {name: value for name, value in vars(self).items() if name not in self._born_with}
+        left: dict[str, str] = {}
+        try:
+            travels = pickle.dumps(made)
+        except Exception:  # noqa: BLE001 - whatever a pickle may raise
+            left = {name: why for name, value in made.items() if (why := _hindrance(value)) is not None}
+            travels = pickle.dumps({name: value for name, value in made.items() if name not in left})
+        return _Part(home, self._testMethodName, travels, left, isinstance(home, Reference))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self._left:
+                raise AttributeError(
+                    f"{name!r} was made where the test was started and cannot travel to the ranks "
+                    f"({self._left[name]}). Fix: make it in the test, or in perThreadSetUp()."
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def perThreadSetUp(self) -> None:  # noqa: N802 - torch's name
+        """Runs on each rank before the test."""
+
+    def perThreadTearDown(self) -> None:  # noqa: N802 - torch's name
+        """Runs on each rank after the test, also after one that failed."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks a test of this class has."""
+        return NUM_DEVICES
+
+    @property
+    def device_type(self) -> str:
+        """Where tensors of a test live."""
+        return DEVICE_TYPE
+
+    def build_device_mesh(self) -> Any:
+        """A mesh of all ranks, with one axis."""
+        return init_device_mesh(self.device_type, (self.world_size,))
+
+    def run_subtests(
+        self, subtest_config: Mapping[str, Sequence[Any]], test_fn: Callable[..., object], *args: Any, **kwargs: Any
+    ) -> None:
+        """Call `test_fn(*args, **kwargs, name=value, …)` for every combination of values, ranks side by side.
+
+        Args:
+            subtest_config: the values to try, by the name of a keyword argument.
+        """
+        for values in itertools.product(*subtest_config.values()):
+            chosen = dict(zip(subtest_config, values, strict=True))
+            with self.subTest(**chosen):
+                try:
+                    test_fn(*args, **kwargs, **chosen)
+                except Exception as error:
+                    error.add_note(f"in the subtest {', '.join(f'{name}={value!r}' for name, value in chosen.items())}")
+                    raise
+            barrier(tuple(range(world_size())))
+
+    def _test_op(self, mesh: Any, op_call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Compare `op_call` of plain tensors with that of DTensors, in every combination of the converter."""
+        expected = op_call(*args, **kwargs)
+        converter = DTensorConverter(mesh, args, kwargs)
+        for d_args, d_kwargs in converter:
+            self.assertTrue(converter.successful())  # noqa: PT009 - for any runner
+            self.assertEqual(op_call(*d_args, **d_kwargs), expected)  # noqa: PT009 - for tensors
+
+
+def _show_test(error: BaseException, test: Callable[[], object]) -> None:
+    """Let the report of an error that has no line of the user's code show the test."""
+    if not any(place.is_users for place in _places(error)):
+        code = inspect.unwrap(test).__code__
+        point_at(error, Place(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
+
+
+def _places(error: BaseException) -> Iterator[Place]:
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        yield Place(frame.f_code.co_filename, line, frame.f_code.co_name)
+
+
+def _hindrance(value: object) -> str | None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
+        return summary(error)
+    return None
+
+
+class DTensorOpTestBase(RankedTestCase):
+    """Tests on simulated ranks: threads of this process that take turns, ready in milliseconds.
+
+    They are ranks of shardwise (`shardwise.rank`, meshes, DTensors); `torch.distributed` itself does not know them.
+    """
+
+    def _run_on_ranks(self, test: Callable[[], object]) -> None:
+        __tracebackhide__ = True
+        ends = run_on_threads(self.world_size, self.timeout, _run, [self._part(type(self), test)], {})
+        _skip_alike([reason for reason, _ in ends])
+
+
+class DTensorTestBase(RankedTestCase):
+    """Tests on real processes, which are started once for each size of the world and kept from test to test.
+
+    A test class must be found by its name in its module. They are in a
+    world of `torch.distributed` from the start; `init_pg` only makes sure of it, and `destroy_pg` waits for all ranks.
+    """
+
+    @property
+    def device_type(self) -> str:
+        """ "cuda" where there is a GPU for each rank, else "cpu"."""
+        return "cpu" if self.world_size > DEVICE_COUNT else DEVICE_TYPE
+
+    @property
+    def backend(self) -> str:
+        """The transport of `torch.distributed`: "gloo" or "nccl"."""
+        return "gloo" if self.device_type == "cpu" else PG_BACKEND
+
+    def _run_on_ranks(self, test: Callable[[], object]) -> None:
+        __tracebackhide__ = True
+        backend = self._backend = self._checked(getattr(test, "_backend", None))
+        part, size = self._part(refer(type(self)), test), self.world_size
+        try:
+            ends = run_on_processes(size, self.timeout, _run, [part], {}, backend=backend, called=self.id())
+        except (DeadlockError, RemoteRankError) as error:
+            _show_test(error, test)
+            raise
+        if any(left != size for _, left in ends):  # the test has ended the world
+            renew_pool(size, backend)
+        _skip_alike([reason for reason, _ in ends])
+
+    def _checked(self, backend: str | None) -> str:
+        wanted = self.backend if backend is None else backend
+        if wanted not in _BACKENDS:
+            raise RuntimeError(f"Backend {wanted} not supported! Fix: use one of {', '.join(_BACKENDS)}.")
+        if "nccl" in wanted and self.world_size > DEVICE_COUNT:
+            raise unittest.SkipTest(f"Need at least {self.world_size} CUDA devices")
+        return wanted
+
+    def init_pg(self, eager_init: bool = False, backend: str | None = None) -> None:
+        """Make sure that this rank is in the world of its test.
+
+        Args:
+            eager_init: accepted for torch's sake; the world is there before the test begins.
+            backend: what the transport of this world must be; None takes what there is.
+
+        Raises:
+            RuntimeError: no such world.
+        """
+        if world_size() != self.world_size:
+            raise RuntimeError("This test has left its world. Fix: do not end the process group in a test.")
+        if self._checked(backend) != self._backend:
+            raise RuntimeError(
+                f"init_pg wants the backend {backend}, but the ranks of this test were started with {self._backend}. "
+                "Fix: decorate the test with with_comms(backend=...), or override the property `backend`."
+            )
+
+    def destroy_pg(self, device_id: int | None = None) -> None:
+        """Return once all ranks have come here; the processes stay for the next test."""
+        barrier(tuple(range(world_size())))
+
+
+@overload
+def with_comms(eager_init: F) -> F: ...
+@overload
+def with_comms(eager_init: bool = ..., backend: str | None = ...) -> Callable[[F], F]: ...
+def with_comms(eager_init: Any = False, backend: str | None = None) -> Any:
+    """Decorate a test method, with or without arguments: `init_pg` before it and `destroy_pg` after it.
+
+    Where the case has no `init_pg`, as on simulated ranks, the test runs as it is.
+
+    Args:
+        eager_init: handed to `init_pg`.
+        backend: of the processes the test runs on; None is that of the case.
+    """
+    if callable(eager_init):
+        return with_comms()(eager_init)
+
+    def decorate(test: F) -> F:
+        @functools.wraps(test)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            if not hasattr(self, "init_pg"):
+                test(self, *args, **kwargs)
+                return
+            self.init_pg(eager_init, backend)
+            test(self, *args, **kwargs)
+            self.destroy_pg()
+
+        wrapper._backend = backend  # type: ignore[attr-defined]
+        return wrapper  # type: ignore[return-value]
+
+    return decorate

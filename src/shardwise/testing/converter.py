@@ -1,0 +1,159 @@
+"""One call in many layouts: arguments as DTensors, in every combination of placements."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.collectives import as_mesh, rank
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.placement import REPLICATE, Partial, Placement, Shard
+from shardwise.tensor import distribute_tensor
+from shardwise.testing.opcheck import distributed
+
+Placements = tuple[Placement, ...]
+
+
+class DTensorConverter:
+    """Goes through the arguments of a call as DTensors, once for every combination of placements of its tensors.
+
+    ```
+    converter = DTensorConverter(mesh, args, kwargs)
+    for d_args, d_kwargs in converter:
+        assert converter.successful()
+        torch.testing.assert_close(op(*d_args, **d_kwargs).full_tensor(), op(*args, **kwargs))
+    ```
+
+    Without further arguments the placements are those of torch's converter: whole copies, and even cuts of each dim.
+    On a mesh with several axes each axis has these choices, and all combinations that are a layout are tried.
+
+    Args:
+        mesh: a `Mesh` or torch's `DeviceMesh`.
+        args, kwargs: of the call; tensors in lists, tuples and dicts are found. All ranks give the same values.
+        replicate_only: only whole copies.
+        uneven: also cuts in which ranks hold different shapes, but each something: torch's, and one by hand.
+        empty: also cuts that leave ranks with nothing: torch's, and one with all rows on the last rank.
+        partial: also contributions of all ranks that add up to the value, for floating and complex tensors.
+        bools: also cut tensors of truth values.
+
+    Attributes:
+        hit: tensors that were converted so far.
+        miss: tensors that were left as they are because they cannot be: sparse, quantised, nested, conjugated or
+            negated views, on the meta device, or of another subclass of Tensor.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        replicate_only: bool = False,
+        *,
+        uneven: bool = False,
+        empty: bool = False,
+        partial: bool = False,
+        bools: bool = False,
+    ) -> None:
+        self.hit = 0
+        self.miss = 0
+        self.mesh = mesh
+        self.args = args
+        self.kwargs = kwargs
+        self.replicate_only = replicate_only
+        self.uneven, self.empty, self.partial, self.bools = uneven, empty, partial, bools
+        self._leaves, self._tree = pytree.tree_flatten((args, dict(kwargs)))
+        tensors = [x for x in self._leaves if isinstance(x, Tensor)]
+        self.sharding_combs: Iterator[tuple[Placements, ...]] = itertools.product(*map(self.layouts_for_arg, tensors))
+
+    def successful(self) -> bool:
+        """Whether tensors were converted, and none was left as it is."""
+        return self.hit > 0 and self.miss == 0
+
+    def is_supported_tensor(self, t: Tensor) -> bool:
+        """Whether `t` is dense, real memory, neither quantised nor a view that conjugates or negates."""
+        strange = t.layout is not torch.strided or t.is_quantized or t.is_nested
+        return not (strange or t.is_neg() or t.is_conj() or t.device.type in {"lazy", "meta"})
+
+    def _can_convert(self, t: Tensor) -> bool:
+        return type(t) in {Tensor, nn.Parameter} and self.is_supported_tensor(t)
+
+    def gen_sharding_choices_for_arg(self, arg: Tensor) -> Sequence[Placement]:
+        """The placements to try on one axis of the mesh."""
+        choices: list[Placement] = [REPLICATE]
+        if self.replicate_only:
+            return choices
+        if arg.dtype != torch.bool or self.bools:
+            for dim, length in enumerate(arg.shape):
+                choices += self._cuts(dim, length)
+        if self.partial and (arg.is_floating_point() or arg.is_complex()):
+            choices.append(Partial())
+        return choices
+
+    def _cuts(self, dim: int, length: int) -> Iterator[Placement]:
+        """Of one dim: torch's cut, and cuts by hand."""
+        mesh = as_mesh(self.mesh)
+        if (length > 1 and length % mesh.size() == 0) or (length and (self.uneven or self.empty)):
+            yield Shard(dim)
+        for positions in sorted(set(mesh.shape) - {1}):
+            if self.uneven and length > positions:
+                yield Shard(dim, (length - positions + 1, *[1] * (positions - 1)))
+            if self.empty and length:
+                yield Shard(dim, (*[0] * (positions - 1), length))
+
+    def layouts_for_arg(self, arg: Tensor) -> Sequence[Placements]:
+        """The placements to try, one an axis: what the choices for an axis combine to, where that is wanted."""
+        mesh = as_mesh(self.mesh)
+        whole = (REPLICATE,) * mesh.ndim
+        if not self._can_convert(arg):
+            return [whole]
+        found = []
+        for placements in itertools.product(self.gen_sharding_choices_for_arg(arg), repeat=mesh.ndim):
+            with suppress(LayoutError):  # sizes for an axis of another length
+                if self._is_wanted(Layout(mesh, placements, tuple(arg.shape))):
+                    found.append(placements)
+        return found
+
+    def _is_wanted(self, layout: Layout) -> bool:
+        held = {layout.local_shape(rank) for rank in layout.mesh.ranks}
+        if len(held) == 1:
+            return True
+        return self.empty if any(0 in shape for shape in held) else self.uneven
+
+    def __iter__(self) -> "DTensorConverter":
+        return self
+
+    def __next__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        placements = iter(next(self.sharding_combs))
+        leaves = [
+            self.to_dist_tensor(x, self.mesh, next(placements)) if isinstance(x, Tensor) else x for x in self._leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        return args, kwargs
+
+    def to_dist_tensor(self, t: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+        """`t` as a DTensor, or `t` itself where that cannot be; counts a hit or a miss.
+
+        An `nn.Parameter` stays one. No rank sends anything: all have the whole tensor.
+
+        Raises:
+            TypeError: `t` is no tensor.
+        """
+        if not isinstance(t, Tensor):
+            raise TypeError(f"A tensor is wanted, to make a DTensor of; got {type(t).__name__}.")
+        if not self._can_convert(t):
+            self.miss += 1
+            return t
+        self.hit += 1
+        layout = Layout(as_mesh(mesh), placements, tuple(t.shape))
+        if rank() in layout.mesh.ranks:
+            made = distributed(t.detach(), layout)
+        else:
+            made = distribute_tensor(t.detach(), mesh, placements, src_data_rank=None)
+        if isinstance(t, nn.Parameter):
+            return nn.Parameter(made, requires_grad=t.requires_grad)
+        return made.requires_grad_(t.requires_grad)
