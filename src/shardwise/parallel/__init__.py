@@ -2,6 +2,7 @@
 
 from shardwise.parallel.api import parallelize_module
 from shardwise.parallel.crossing import Crossing
+from shardwise.parallel.experts import ExpertParallel, mix_experts
 from shardwise.parallel.features import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.local_parameters import local_parameters
 from shardwise.parallel.loss import loss_parallel
@@ -11,7 +12,7 @@ from shardwise.parallel.sequence import SequenceParallel
 from shardwise.parallel.style import After, Before, First, ParallelStyle, Where, first
 
 __all__ = [
-    "After", "Before", "ColwiseParallel", "Crossing", "First", "ParallelStyle", "Plan", "PrepareModuleInput",
-    "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "Where", "first",
-    "local_parameters", "loss_parallel", "parallelize_module",
+    "After", "Before", "ColwiseParallel", "Crossing", "ExpertParallel", "First", "ParallelStyle", "Plan",
+    "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel",
+    "Where", "first", "local_parameters", "loss_parallel", "mix_experts", "parallelize_module",
 ]  # fmt: skip

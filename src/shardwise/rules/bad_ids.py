@@ -80,7 +80,9 @@ def raise_bad_ids(site: Site, verdict: Verdict) -> None:
         )
     index = tuple(map(int, np.unravel_index(position, site.layouts[0].shape)))
     where = index[0] if len(index) == 1 else index
-    held = f" (held by rank {rank})" if any(isinstance(p, Shard) for p in site.layouts[0].placements) else ""
+    asked, mesh = asked_axes(site), site.layouts[0].mesh
+    copies = tuple(axis for axis in range(mesh.ndim) if axis not in asked)
+    held = f" (held by rank {min(mesh.submesh(copies, rank).ranks) if copies else rank})" if asked else ""
     raise IdError(
         f"{site.name_of(1)}: id {bad} at position {where} of the ids{held} is not in the table, whose valid ids are "
         f"0 to {site.layouts[1].shape[0] - 1}. Nothing was looked up."

@@ -1,0 +1,234 @@
+"""Expert parallelism: a token is sent only to ranks that hold experts it chose, and what they make of it returns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
+from shardwise.parallel.style import After, Before, ParallelStyle, Placed, Where, first
+from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.rules import Meta, OpRule, Row
+from shardwise.rules.bad_ids import asked_axes, first_bad, raise_bad_ids, refuse_bad_ids, worst
+from shardwise.rules.row import Site
+from shardwise.tensor import DTensor, dispatch
+
+Span = tuple[int, int]
+BY_TOKENS = Shard(0)
+IDS_OF_WIDTH = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element of a token
+
+
+def mix_experts(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+    """out[t] = the sum over j of weights[t, j] · w2[e] · gelu(w1[e] · tokens[t]), with e = chosen[t, j].
+
+    Every token gets all the experts it chose: there is no capacity, and none is dropped.
+
+    Args:
+        chosen: which experts, (tokens, k), int64.
+        w1, w2: weights of the experts, (experts, hidden, dim) and (experts, dim, hidden).
+        tokens: (tokens, dim), of the dtype of the experts.
+        weights: of the chosen experts, (tokens, k); converted to the dtype of the tokens.
+
+    Returns:
+        (tokens, dim). Where tokens and experts are cut on an axis, both by their first dim and in any sizes, a token
+        goes once to every rank that has experts of it, and one sum comes back. Where only the experts are cut, by
+        experts or by hidden features, ranks make summands of what they hold, and nothing is sent.
+
+    Sends: a row of dim + 2 k elements, and a row of dim elements back, for every token and every other rank that holds
+        experts of it; before that 24 bytes to each other rank. The gradients the same rows, and not the 24 bytes.
+
+    Raises:
+        IdError: an expert that there is not; the same on every rank that takes part.
+        IdTypeError: dtypes that do not go together.
+        LayoutError: shapes, or cuts of `w1` and `w2`, that do not.
+    """
+    operands = (chosen, w1, w2, tokens, weights)
+    if has_torch_function(operands):
+        return handle_torch_function(mix_experts, operands, *operands)
+    _check_shapes(*(x.shape for x in operands))
+    _check(*operands)
+    bad = ((chosen < 0) | (chosen >= len(w1))).nonzero().tolist()
+    if bad:
+        row, column = bad[0]
+        raise IdError(
+            f"mix_experts: there is no expert {int(chosen[row, column])}, chosen at {(row, column)}. "
+            f"Experts are 0 to {len(w1) - 1}."
+        )
+    return _mixed(chosen, w1, w2, tokens, weights)
+
+
+def _check(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> None:
+    if chosen.dtype != torch.int64:
+        raise IdTypeError(f"mix_experts: chosen experts are int64, got {chosen.dtype}. Fix: chosen.long().")
+    if not w1.dtype == w2.dtype == tokens.dtype:
+        raise IdTypeError(
+            f"mix_experts: tokens and experts share a dtype, got {tokens.dtype}, {w1.dtype} and {w2.dtype}. "
+            f"Fix: convert the tokens."
+        )
+
+
+def _check_shapes(
+    chosen: Sequence[int], w1: Sequence[int], w2: Sequence[int], tokens: Sequence[int], weights: Sequence[int]
+) -> None:
+    n, k = chosen if len(chosen) == 2 else (-1, -1)
+    count, hidden, dim = w1 if len(w1) == 3 else (-1, -1, -1)
+    if tuple(w2) != (count, dim, hidden) or tuple(tokens) != (n, dim) or tuple(weights) != (n, k):
+        raise LayoutError(
+            "mix_experts wants chosen (tokens, k), w1 (experts, hidden, dim), w2 (experts, dim, hidden), tokens "
+            f"(tokens, dim) and weights (tokens, k); got "
+            f"{', '.join(str(tuple(s)) for s in (chosen, w1, w2, tokens, weights))}."
+        )
+
+
+def _mixed(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+    """What the experts here make of tokens; those that `chosen` numbers otherwise add nothing."""
+    rows, columns = ((chosen >= 0) & (chosen < len(w1))).nonzero(as_tuple=True)
+    experts = chosen[rows, columns]
+    order = experts.argsort(stable=True)
+    rows, columns = rows[order], columns[order]
+    counts = torch.bincount(experts, minlength=len(w1)).tolist()
+    x = tokens[rows]
+    each = [F.gelu(part @ a.t()) @ b.t() for part, a, b in zip(x.split(counts), w1, w2, strict=True)]
+    # A rank without experts stays in the graph: its peers wait for its part of backward.
+    made = torch.cat(each) if each else x + (w1.sum() + w2.sum())
+    factors = weights[rows, columns].to(tokens.dtype).unsqueeze(1)
+    return torch.zeros_like(tokens).index_add(0, rows, made * factors)
+
+
+# ---- on distributed tensors ---------------------------------------------------------------------------------
+
+
+def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list[Row]:
+    _check_shapes(chosen.shape, w1.shape, w2.shape, tokens.shape, weights.shape)
+    cut, whole = Shard(0), REPLICATE
+
+    def row(ids: Placement, first: Placement, second: Placement, out: Placement, why: str) -> Row:
+        aligned = (0, 3, 4) if ids == cut else (1, 2)
+        return Row((ids, first, second, ids, ids), out, why, _on_locals, aligned, follow=3)
+
+    return [
+        row(whole, whole, whole, whole, "every rank has all tokens and all experts"),
+        row(cut, whole, whole, cut, "each rank has some tokens and all experts"),
+        row(whole, cut, cut, PARTIAL, "each rank adds what its experts make of all tokens"),
+        row(whole, Shard(1), Shard(2), PARTIAL, "each rank adds what its hidden features make of all tokens"),
+        row(cut, cut, cut, cut, "tokens travel to their experts and back"),
+    ]
+
+
+def _on_locals(site: Site, chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+    _check(chosen, w1, w2, tokens, weights)
+    ids, table = site.layouts[:2]
+    axes = tuple(
+        axis
+        for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
+        if ids.mesh.shape[axis] > 1 and a.is_shard(0) and b.is_shard(0)
+    )
+    if axes:
+        return _travelled(site, site.ranks(axes), chosen, w1, w2, tokens, weights)
+    refuse_bad_ids(site, chosen, None)
+    return _mixed(chosen - _experts_of(site, site.rank)[0], w1, w2, tokens, weights)
+
+
+def _experts_of(site: Site, rank: int) -> Span:
+    """Which experts a rank holds: from, to."""
+    if site.layouts[1].cut(0) != site.layouts[2].cut(0):
+        raise LayoutError(f"mix_experts: w1 and w2 must be cut alike, got {site.layouts[1]} and {site.layouts[2]}.")
+    boxes = site.layouts[1].boxes(rank)
+    return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
+
+
+def _travelled(
+    site: Site, ranks: tuple[int, ...], chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor
+) -> Tensor:
+    """Tokens go to the ranks that hold experts of them, with what those have to know, and sums come back."""
+    (num, dim), k = tokens.shape, chosen.shape[1]
+    masks = [(chosen >= first) & (chosen < last) for first, last in (_experts_of(site, rank) for rank in ranks)]
+    rows = [mask.any(1).nonzero().squeeze(1) for mask in masks]
+    sent, received = [len(r) for r in rows], _counts(site, ranks, chosen, [len(r) for r in rows])
+    numbers = [
+        torch.where(mask, chosen - _experts_of(site, rank)[0], -1)[r]
+        for mask, rank, r in zip(masks, ranks, rows, strict=True)
+    ]
+    there = torch.cat(rows)
+    # Numbers of experts travel as the bits of elements: nobody computes with them on the way.
+    bits = torch.cat(numbers).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
+    message = torch.cat([tokens[there], weights[there].to(tokens.dtype), bits], 1)
+    width = dim + 2 * k
+    arrived = site.exchange(message.reshape(-1), [n * width for n in sent], [n * width for n in received], ranks).view(
+        -1, width
+    )
+    numbers_here = arrived[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
+    made = _mixed(numbers_here, w1, w2, arrived[:, :dim], arrived[:, dim : dim + k])
+    back = site.exchange(made.reshape(-1), [n * dim for n in received], [n * dim for n in sent], ranks)
+    return tokens.new_zeros(num, dim).index_add(0, there, back.view(-1, dim))
+
+
+def _counts(site: Site, ranks: tuple[int, ...], chosen: Tensor, sent: Sequence[int]) -> list[int]:
+    """How many tokens each of `ranks` sends here. All ranks that have other tokens hear whether a number is bad."""
+    everyone = site.ranks(asked_axes(site))
+    verdict = first_bad(site, chosen.reshape(-1), None)
+    counts = dict(zip(ranks, sent, strict=True))
+    own = torch.tensor([(counts.get(rank, 0), *verdict) for rank in everyone], device=chosen.device)
+    three = [3] * len(everyone)
+    heads = site.exchange(own.reshape(-1), three, three, everyone).view(-1, 3).tolist()
+    raise_bad_ids(site, worst(heads, everyone))
+    told = dict(zip(everyone, heads, strict=True))
+    return [told[rank][0] for rank in ranks]
+
+
+def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> tuple[int, ...]:
+    return tokens.shape
+
+
+RULE = OpRule(_rows, shape=_tokens_shape, everywhere=_on_locals)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return dispatch.run(func, RULE, args, kwargs)
+
+
+DTensor._specials[mix_experts] = _run
+
+
+# ---- in a plan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel(ParallelStyle):
+    """Every rank holds some of the experts of a layer, whose parameters `w1` and `w2` are stacked by experts.
+
+    Other parameters, such as those of a router, are whole on every rank.
+
+    Args:
+        input_layouts: how a plain input is laid out. Cut by its first dim, the tokens of each rank travel to their
+            experts; whole, each rank computes what its own experts add.
+        output_layouts: what the output is moved to.
+        use_local_output: hand on this rank's part as a plain tensor.
+        sizes: how many experts every rank gets; None cuts as `torch.chunk` does.
+    """
+
+    input_layouts: Placed = BY_TOKENS
+    output_layouts: Placed = BY_TOKENS
+    use_local_output: bool = True
+    sizes: tuple[int, ...] | None = None
+
+    def parameters(self, module: nn.Module, where: Where) -> Mapping[str, Placed]:
+        names = [
+            name for name, p in module.named_parameters() if name.rpartition(".")[2] in ("w1", "w2") and p.ndim == 3
+        ]
+        if len(names) != 2:
+            raise PlanError(
+                f"ExpertParallel knows layers with one w1 and one w2, each of three dims, stacked by experts; "
+                f"{type(module).__name__} has {names}."
+            )
+        return dict.fromkeys(names, Shard(0, self.sizes))
+
+    def before(self, module: nn.Module, where: Where) -> Before:
+        return first(module, where.crossing(self.input_layouts, None))
+
+    def after(self, module: nn.Module, where: Where) -> After:
+        return where.crossing(None, self.output_layouts, local=self.use_local_output, what="the output")
