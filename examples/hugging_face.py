@@ -40,6 +40,11 @@ def groups_of(config: Any, ranks: int) -> tuple[int, int, bool]:
     return heads, config.head_dim, False
 
 
+def whole(x: Tensor) -> Tensor:
+    """The whole of a tensor that may be spread over the ranks."""
+    return x.full_tensor() if isinstance(x, sw.DTensor) else x
+
+
 # ---- by layouts of parameters -----------------------------------------------------------------------------------
 
 
@@ -109,6 +114,15 @@ def _take_apart(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     for name in ("weight", "bias"):
         if (fused := state.pop(prefix + name, None)) is not None:
             state |= {f"{prefix}{part}.{name}": x for part, x in zip(PARTS, fused.chunk(3, -1), strict=True)}
+
+
+def put_together(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors under the names of the plain model: what `save_pretrained(folder, state_dict=...)` takes."""
+    found = {name: whole(x) for name, x in named.items()}
+    for name in [name for name in found if ".query." in name]:
+        parts = [found.pop(name.replace(".query.", f".{part}.")) for part in PARTS]
+        found[name.replace(".query.", ".")] = torch.cat(parts, -1)
+    return found
 
 
 def heads_apart(model: Any) -> Any:
@@ -225,16 +239,11 @@ def by_layouts(model: Any, ranks: int) -> Any:
     return sw.shard_module(model, llama_layouts(model.config, ranks))
 
 
-def by_styles(model: Any, ranks: int) -> Any:
+def by_styles(model: Any, ranks: int, mesh: Any = None) -> Any:
     """The model with its layers cut, and sums added where they end."""
     if isinstance(model, GPT2LMHeadModel):
-        return parallelize_module(heads_apart(model), None, gpt2_styles(model.config, ranks))
-    return parallelize_module(model, None, llama_styles(model.config, ranks))
-
-
-def whole(x: Tensor) -> Tensor:
-    """The whole of a tensor that may be spread over the ranks."""
-    return x.full_tensor() if isinstance(x, sw.DTensor) else x
+        return parallelize_module(heads_apart(model), mesh, gpt2_styles(model.config, ranks))
+    return parallelize_module(model, mesh, llama_styles(model.config, ranks))
 
 
 def compared(plain: Any, make: Callable[[Any, int], Any], ids: Tensor, ranks: int) -> str:

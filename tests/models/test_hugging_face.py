@@ -1,5 +1,6 @@
 """Models of Hugging Face, built from configs, cut as the example cuts them: all that they do equals the plain model."""
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -14,7 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor, shard_module
+from shardwise import (
+    DTensor,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_tensor,
+    shard_module,
+)
 from shardwise.testing import world
 
 FILE = Path(__file__).parents[2] / "examples" / "hugging_face.py"
@@ -74,10 +85,7 @@ def full(x: Any) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """By the names that they have in the plain model."""
-    found = {name: full(p.grad) for name, p in model.named_parameters()}
-    for name in [name for name in found if ".query." in name]:
-        parts = [found.pop(name.replace(".query.", f".{part}.")) for part in ("query", "key", "value")]
-        found[name.replace(".query.", ".")] = torch.cat(parts, -1)
+    found: dict[str, Tensor] = hf.put_together({name: full(p.grad) for name, p in model.named_parameters()})
     return found
 
 
@@ -117,6 +125,22 @@ def test_batch_and_heads_are_cut_on_two_axes() -> None:
         model = shard_module(deepcopy(plain), plan, mesh=mesh)
         got = learnt(model, distribute_tensor(IDS, mesh, [S0, R]))
         assert_close(got, (logits, loss, expected), rtol=1e-4, atol=1e-6)
+
+    world(4).run(body)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_styles_cut_the_ranks_of_one_part_of_the_batch(make: Any) -> None:
+    """Each pair of ranks has its examples; the model that it shares knows nothing of the other pair."""
+    plain = make()
+    expected = [learnt(deepcopy(plain), IDS[part]) for part in (slice(0, 1), slice(1, 3))]
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+
+    def body() -> None:
+        here = mesh.submesh("tp", collectives.rank())
+        model = hf.by_styles(deepcopy(plain), 2, here)
+        part = collectives.rank() // 2
+        assert_close(learnt(model, (IDS[:1], IDS[1:])[part]), expected[part], rtol=1e-4, atol=1e-6)
 
     world(4).run(body)
 
@@ -244,6 +268,23 @@ def test_a_saved_plain_model_is_loaded_into_a_sharded_one(make: Any, maker: str,
 
 
 @pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_sharded_model_is_saved_as_a_plain_one(make: Any, maker: str, tmp_path: Path) -> None:
+    plain = make()
+
+    def body() -> None:
+        model = MAKERS[maker](deepcopy(plain), 3)
+        state = hf.put_together(model.state_dict())
+        if collectives.rank() == 0:
+            model.save_pretrained(tmp_path, state_dict=state)
+
+    world(3).run(body)
+    again = type(plain).from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, plain(IDS).logits)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
 def test_steps_of_an_optimizer_with_clipping_and_dropout_learn_as_one_rank_does(maker: str) -> None:
     """Dropout that is drawn by the library is the same on any number of ranks."""
     plain = gpt2().train()
@@ -264,3 +305,41 @@ def test_steps_of_an_optimizer_with_clipping_and_dropout_learn_as_one_rank_does(
     expected = world(1).run(body, 1)[0]
     for got in world(4).run(body, 4):
         assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 40, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BART = {
+    "vocab_size": VOCAB, "d_model": DIM, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "max_position_embeddings": 64,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "Mistral": {**SMALL, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4},
+    "Qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 4},
+    "Gemma2": {**SMALL, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4},
+    "GPTNeoX": SMALL,
+    "Bloom": {"vocab_size": VOCAB, "hidden_size": DIM, "n_layer": LAYERS, "n_head": 6, "pad_token_id": 0},
+    "Mixtral": {**SMALL, "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 3},
+    "Bart": {**BART, "pad_token_id": 0, "decoder_start_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_run_with_every_parameter_and_the_batch_cut(name: str) -> None:
+    """No plan that anybody would want: whatever their code does meets cut tensors."""
+    transformers = importlib.import_module("transformers")
+    kind = "ForConditionalGeneration" if name == "Bart" else "ForCausalLM"
+    torch.manual_seed(0)
+    plain = getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**OTHERS[name])).eval()
+    expected = learnt(deepcopy(plain), IDS)
+    tokens = generated(plain, IDS, None, do_sample=False)
+
+    def body() -> None:
+        ids = distribute_tensor(IDS, Mesh((3,)), [S0])
+        model = shard_module(deepcopy(plain), {"*": S0})
+        assert_close(learnt(model, ids), expected, rtol=1e-3, atol=1e-5)
+        assert torch.equal(generated(model, ids, None, do_sample=False), tokens)
+
+    world(3).run(body)
