@@ -162,7 +162,7 @@ def test_a_pass_by_styles_sends_two_sums_a_layer_each_way(make: Any) -> None:
     ((forward, backward),) = set(world(4).run(body, "by styles"))
     assert (forward, backward) == (2 * LAYERS + 2, 2 * LAYERS + 1)
     ((by_layouts, _),) = set(world(4).run(body, "by layouts"))
-    assert by_layouts >= 2 * LAYERS + 1
+    assert by_layouts == 2 * LAYERS + 1 or (make is llama and by_layouts > 2 * LAYERS + 1)
 
 
 @pytest.mark.parametrize(("layout", "calls"), [("whole", 0), ("by columns", 5), ("by rows", 3), ("apart", 0)])
