@@ -7,6 +7,7 @@ from shardwise.launch import launch
 
 if TYPE_CHECKING:
     from shardwise import debug, parallel
+    from shardwise.captured import capture
     from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
     from shardwise.debug import no_implicit_comm
     from shardwise.embedding import embedding_bags
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
+    "shardwise.captured": ("capture",),
     "shardwise.collectives": ("DeviceMesh", "init_device_mesh", "rank", "world_size"),
     "shardwise.debug": ("no_implicit_comm",),
     "shardwise.embedding": ("embedding_bags",),
@@ -45,7 +47,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
-    "Placement", "Replicate", "Shard", "ShardwiseError", "count_comms", "debug", "distribute_module",
+    "Placement", "Replicate", "Shard", "ShardwiseError", "capture", "count_comms", "debug", "distribute_module",
     "distribute_tensor", "embedding_bags", "empty", "full", "gradient_buckets", "init_device_mesh", "launch",
     "no_implicit_comm", "ones", "parallel", "parallelize_module", "picture", "rand", "randn", "rank", "shard_module",
     "sharding_table", "strict", "world_size", "zeros",

@@ -72,6 +72,10 @@ class RemoteRankError(ShardwiseError, RuntimeError):
         self.rank = rank
 
 
+class CaptureError(ShardwiseError, RuntimeError):
+    """Something that a recorded step could not repeat."""
+
+
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that is incomplete, damaged or does not fit."""
 

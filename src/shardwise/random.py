@@ -18,6 +18,7 @@ import torch
 from shardwise import collectives
 from shardwise.errors import MismatchError
 from shardwise.mesh import Mesh
+from shardwise.recording import leaf
 
 CHECK_EVERY = 64  # draws: how late at most ranks learn that they draw different numbers
 
@@ -36,6 +37,7 @@ class _Ledger:
 _ledgers: "WeakKeyDictionary[Any, dict[Ranks, _Ledger]]" = WeakKeyDictionary()
 
 
+@leaf
 def draw_seed(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     """A number for one random op on `mesh`, the same on all its ranks.
 

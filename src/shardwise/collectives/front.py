@@ -14,6 +14,7 @@ from shardwise.collectives.calls import Ranks, exchange_call, reduce_call
 from shardwise.collectives.processes import TORCH
 from shardwise.collectives.transport import Finish, SoloTransport, Transport
 from shardwise.mesh import ring_elements
+from shardwise.recording import is_recorded, leaf
 
 
 class _Here(threading.local):
@@ -58,6 +59,7 @@ def world_size() -> int:
     return transport().world_size
 
 
+@leaf
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
     """Exchange pieces of a 1-D tensor; the piece for this rank itself is copied and not counted."""
     if len(ranks) == 1:
@@ -70,10 +72,14 @@ def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequ
     """`all_to_all`, begun: elements travel until what is returned is called, which gives them."""
     if len(ranks) == 1:
         return send.clone
+    if is_recorded():
+        received = all_to_all(send, send_counts, recv_counts, ranks)
+        return lambda: received
     here = _announced_exchange(send, send_counts, recv_counts, ranks)
     return here.start_all_to_all(send, send_counts, recv_counts, ranks)
 
 
+@leaf
 def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
     if len(ranks) == 1:
@@ -85,6 +91,9 @@ def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
     """`all_reduce`, begun."""
     if len(ranks) == 1:
         return local.clone
+    if is_recorded():
+        reduced = all_reduce(local, reduce_op, ranks)
+        return lambda: reduced
     return _announced_reduction(local, reduce_op, ranks).start_all_reduce(local, reduce_op, ranks)
 
 

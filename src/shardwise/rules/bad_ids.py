@@ -10,6 +10,7 @@ from shardwise.errors import IdError, IdTypeError, LayoutError
 from shardwise.ids import Bags
 from shardwise.layout import Layout, contiguous_strides
 from shardwise.placement import Shard
+from shardwise.recording import leaf
 from shardwise.rules.row import Site
 
 Verdict = tuple[int, int, int]  # position in the global ids, id, rank; or one of these for the position
@@ -47,6 +48,7 @@ def worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
     return min(bad, default=(FINE, 0, -1))
 
 
+@leaf
 def refuse_bad_ids(site: Site, ids: Tensor, bags: Bags | None) -> None:
     """The same error on every rank if any has an id that is not in the table, or bags that are not made of its ids."""
     raise_bad_ids(site, _verdict_everywhere(site, ids, bags))

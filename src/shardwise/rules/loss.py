@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.recording import leaf
 from shardwise.rules.normal import INF, wide
 from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, arguments, local_with, prepared, register
@@ -158,10 +159,16 @@ def _agreed_weight(site: Site, axes: list[int], weights: Tensor, foreign: Tensor
     first = foreign[:1].double()
     own = torch.stack([weights.detach().sum().double(), torch.ones_like(first).sum(), first.sum()])
     every = site.stack(own, site.ranks(axes)) if axes else own.unsqueeze(0)
+    _refuse_foreign(site, every)
+    return every[:, 0].sum()
+
+
+@leaf
+def _refuse_foreign(site: Site, every: Tensor) -> None:
+    """Raise for a target that is no class: of what each rank says, whether it has one, and which."""
     if bool(every[:, 1].any()):
         which, shape = int(every[every[:, 1] > 0, 2][0]), site.layouts[0].shape
         raise IndexError(f"Target {which} is out of bounds: there are {shape[min(1, len(shape) - 1)]} classes.")
-    return every[:, 0].sum()
 
 
 def _of_cut_classes(

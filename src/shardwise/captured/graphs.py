@@ -1,0 +1,87 @@
+"""From a tape to two FX graph modules: what forward gives and leaves for backward, and what backward makes of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.captured.tape import Tape
+
+Nodes = Sequence[fx.Node | None]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Both take local tensors, and run no Python of this library but leaves.
+
+    Attributes:
+        forward: of all that came from outside, to the outputs and then what backward needs.
+        backward: of what backward needs, then a cotangent for each differentiable output, to a gradient, or None,
+            for each of what came from outside; None where forward ran without grad.
+        outside: what came from outside, in the order in which `forward` takes it.
+        outputs: how many there are.
+        kept: of what backward needs: the position in `outside`, or None where forward leaves it, in order.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    outside: tuple[Tensor, ...]
+    outputs: int
+    kept: tuple[int | None, ...]
+
+
+def split(tape: Tape, outputs: Nodes, last: fx.Node | None, cotangents: Sequence[fx.Node], gradients: Nodes) -> Graphs:
+    """The two graphs of `tape`, of which forward ends with `last`."""
+    calls = [n for n in tape.graph.nodes if n.op == "call_function"]
+    at = 0 if last is None else calls.index(last) + 1
+    entered = [n for n in tape.outside if n not in cotangents]
+    first = _needed(calls[:at], [*outputs, *_read_by(calls[at:], gradients)])
+    second = _needed(calls[at:], gradients)
+    made = set(calls[:at])
+    kept = [n for n in dict.fromkeys(_read_by(second, gradients)) if n in made or n in entered]
+    left = [n for n in kept if n in made]
+    forward = _module(entered, first, [*outputs, *left], "Forward")
+    backward = _module([*kept, *cotangents], second, gradients, "Backward") if gradients else None
+    places = {n: i for i, n in enumerate(entered)}
+    return Graphs(forward, backward, tuple(tape.outside[n] for n in entered), len(outputs), tuple(map(places.get, kept)))
+
+
+def _read_by(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:
+    own = set(calls)
+    read = [n for call in calls for n in call.all_input_nodes] + [n for n in results if n is not None]
+    return [n for n in read if n not in own]
+
+
+def _needed(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:
+    """Calls without those whose results nobody uses and that change nothing."""
+    used, kept = {n for n in results if n is not None}, []
+    for call in reversed(calls):
+        if call in used or _has_effects(call):
+            kept.append(call)
+            used.update(call.all_input_nodes)
+    return kept[::-1]
+
+
+def _has_effects(call: fx.Node) -> bool:
+    if "leaf" in call.meta:
+        return True
+    schema = getattr(call.target, "_schema", None)
+    return schema is not None and (schema.is_mutable or torch.Tag.nondeterministic_seeded in call.target.tags)  # type: ignore[union-attr]
+
+
+def _module(takes: Sequence[fx.Node], calls: Sequence[fx.Node], gives: Nodes, name: str) -> fx.GraphModule:
+    graph, copies = fx.Graph(), {}
+    for node in takes:
+        copies[node] = graph.placeholder(node.name)
+    for node in calls:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(None if n is None else copies[n] for n in gives))
+    module = fx.GraphModule(torch.nn.Module(), graph, name)
+    return module
+
+
+def runner(module: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
+    """The function of a graph module, without what `nn.Module` adds to a call."""
+    return module.forward  # type: ignore[no-any-return]

@@ -1,0 +1,266 @@
+"""Records what a step does on this rank: aten ops on local tensors, and leaves, as one FX graph."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch._C import DisableTorchFunctionSubclass
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise import recording
+from shardwise.errors import CaptureError
+
+aten = torch.ops.aten
+
+# An alias of its operand, made for autograd's bookkeeping, which a replay has none of.
+SAME = (aten.detach.default, aten.alias.default)
+# Ask C++ for the values of a tensor without an op that a dispatch mode would see.
+LOOKS = {
+    "tolist": "tolist()",
+    "numpy": "numpy()",
+    "__array__": "numpy.asarray()",
+    "data_ptr": "data_ptr()",
+    "__dlpack__": "DLPack",
+}
+FIX = "Fix: keep it outside of what is captured"
+
+
+class Number(int):
+    """A whole number that a leaf gave, so another one at every replay."""
+
+    node: fx.Node
+
+
+class Tape:
+    """One recording: `forward` and, later, `backward` run what is to be recorded inside `running()`.
+
+    Attributes:
+        graph: calls of aten ops and leaves, in their order. Placeholders stand for what came from outside.
+        outside: placeholder -> the tensor that was there before: arguments, parameters, buffers, constants.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.outside: dict[fx.Node, Tensor] = {}
+        self.in_backward = False
+        self._nodes: Any = WeakTensorKeyDictionary()
+        self._places: dict[Any, fx.Node] = {}  # by memory: some aliases are made without an op that is seen
+        self._seeds: dict[int, Number] = {}
+        self._fixed: set[fx.Node] = set()  # values that are the same at every replay
+        self._paused = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what this thread does inside."""
+        if recording.here.recorder is not None:
+            raise CaptureError("A captured function calls another one. Fix: capture the outer one only.")
+        recording.here.recorder = self
+        try:
+            with _Ops(self), _Looks(self):
+                yield
+        finally:
+            recording.here.recorder = None
+
+    # ---- tensors and their nodes -------------------------------------------------------------------------
+
+    def enter(self, x: Tensor) -> fx.Node:
+        """Take `x` for something that was there before."""
+        before = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
+        with self.graph.inserting_after(before) if before is not None else self.graph.inserting_before(self._first()):
+            node = self.graph.placeholder(f"outside_{len(self.outside)}")
+        self.outside[node] = x
+        self._nodes[x] = node
+        self._places.setdefault(_place(x), node)
+        return node
+
+    def _first(self) -> fx.Node | None:
+        return next(iter(self.graph.nodes), None)
+
+    def node_of(self, x: Tensor) -> fx.Node:
+        """The node that gave `x`; a placeholder where nothing here did."""
+        node = self.known(x)
+        if node is not None:
+            return node
+        with DisableTorchFunctionSubclass():
+            base = x._base
+            if base is not None and _place(base) == _place(x):
+                return self.node_of(base)
+            inside = x.requires_grad and not x.is_leaf
+        if inside:
+            raise CaptureError(
+                f"A captured function uses a tensor of shape {tuple(x.shape)} that was computed outside of it and "
+                f"requires grad. Fix: pass it as an argument."
+            )
+        return self.enter(x)
+
+    def known(self, x: Tensor) -> fx.Node | None:
+        node = self._nodes.get(x)
+        return self._places.get(_place(x)) if node is None else node  # type: ignore[no-any-return]
+
+    def _gave(self, node: fx.Node, x: Tensor, fixed: bool) -> None:
+        if self._nodes.get(x) is None:  # an op in place gives its operand back
+            self._nodes[x] = node
+        self._places[_place(x)] = self._nodes[x]
+        if fixed:
+            self._fixed.add(node)
+
+    # ---- what is recorded ------------------------------------------------------------------------------------
+
+    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an aten op, and record it."""
+        if self._paused:
+            return func(*args, **kwargs)
+        self._check(func, args, kwargs)
+        operands = [self.node_of(x) for x in _tensors(args, kwargs)]
+        if func in SAME:
+            out = func(*args, **kwargs)
+            self._nodes[out] = operands[0]
+            return out
+        constant = func is aten.lift_fresh.default
+        if constant:  # changed in place, it must be a new one at every replay
+            func = aten.clone.default
+        changes = func._schema.is_mutable
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        fixed = constant or not (changes or drawn) and self._fixed.issuperset(operands)
+        mapped, named = pytree.tree_map(self._as_argument, (args, kwargs))
+        out = func(*args, **kwargs)
+        if changes:
+            self._fixed.difference_update(operands)
+        self._results(self.graph.call_function(func, tuple(mapped), named), out, fixed)
+        return out
+
+    def _as_argument(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.node_of(x)
+        if isinstance(x, Number):
+            raise CaptureError(f"A seed that is new at every replay became a number of an op. {FIX}.")
+        return x
+
+    def _results(self, node: fx.Node, out: Any, fixed: bool) -> None:
+        if isinstance(out, Tensor):
+            self._gave(node, out, fixed)
+        elif isinstance(out, tuple | list):
+            for i, x in enumerate(out):
+                if isinstance(x, Tensor) and self._nodes.get(x) is None:
+                    self._gave(self.graph.call_function(_item, (node, i)), x, fixed)
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = func.name()
+        if not self.in_backward and torch._C._current_graph_task_id() != -1:
+            raise CaptureError(
+                "backward() runs inside a captured function. Fix: return the loss, and call backward() on what the "
+                "captured function returns."
+            )
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            if not all(self.known(x) in self._fixed for x in _tensors(args, kwargs)):
+                looks = func is aten._local_scalar_dense.default
+                self.refuse("item(), or an `if`," if looks else f"{name}, whose result or its shape depends on values")
+        if func.namespace not in ("aten", "prims", "prim"):
+            self.refuse(f"{name}, which is not an op of torch")
+        if self.in_backward and torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
+
+    def look(self, name: str, x: Any) -> None:
+        """Python is about to see the values of a tensor."""
+        if not self._paused and isinstance(x, Tensor) and (node := self.known(x)) is not None and node not in self._fixed:
+            self.refuse(f"{LOOKS[name]}, which shows values to Python")
+
+    def met(self, what: str) -> None:
+        if not self._paused:
+            self.refuse(what)
+
+    def refuse(self, what: str) -> NoReturn:
+        raise CaptureError(
+            f"capture: a replay cannot repeat {what}. Fix: do it outside of the captured function, or do not capture it."
+        )
+
+    def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            return function(*args, **kwargs)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        nodes = [x.node if isinstance(x, Number) else self.node_of(x) if isinstance(x, Tensor) else None for x in flat]
+        self._paused = True
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self._paused = False
+        call = _bound(function, flat, spec, nodes)
+        if isinstance(out, int) and out in self._seeds:  # drawn again: backward repeats what an activation checkpoint left
+            return self._seeds[out]
+        node = self.graph.call_function(call, tuple(n for n in nodes if n is not None))
+        node.meta["leaf"] = function.__name__
+        if isinstance(out, int) and not isinstance(out, bool):
+            number = Number(out)
+            number.node = node
+            self._seeds[out] = number
+            return number
+        self._fixed.difference_update(n for n in nodes if n is not None)
+        self._results(node, out, False)
+        return out
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
+def _place(x: Tensor) -> Any:
+    """What memory a tensor shows, and how."""
+    with DisableTorchFunctionSubclass():
+        if x.layout != torch.strided:
+            return id(x)
+        return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.size()), x.stride(), x.dtype
+
+
+def _item(values: Sequence[Tensor], i: int) -> Tensor:
+    return values[i]
+
+
+def _bound(function: Callable[..., Any], flat: list[Any], spec: Any, nodes: list[fx.Node | None]) -> Callable[..., Any]:
+    """`function` of what differs between replays only; the rest is what it was."""
+    fixed = [x if node is None else None for x, node in zip(flat, nodes, strict=True)]
+    places = [i for i, node in enumerate(nodes) if node is not None]
+
+    @wraps(function)
+    def call(*operands: Any) -> Any:
+        values = list(fixed)
+        for i, x in zip(places, operands, strict=True):
+            values[i] = x
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # a wrapper that takes the op apart first
+        with DisableTorchFunctionSubclass():
+            return self.tape.op(func, args, kwargs)
+
+
+class _Looks(TorchFunctionMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in LOOKS and args:
+            self.tape.look(name, args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,55 @@
+"""Which calls are kept whole when a step is recorded, and who records.
+
+Most of a step is local aten ops, which a recorder sees by itself. What talks to other ranks, draws a seed, or
+looks at values is a `leaf`: one call of a recording, that runs again, with new operands, whenever it is replayed.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Who listens to the leaves of this thread."""
+
+    def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function`, unseen inside, and record the call."""
+        ...
+
+    def met(self, what: str) -> None:
+        """Raise, unless inside a leaf, because `what` cannot be replayed."""
+        ...
+
+
+class _Here(threading.local):
+    recorder: Recorder | None = None
+
+
+here = _Here()
+
+
+def leaf(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that a recording calls as a whole. Its tensors must be its arguments and its results."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if here.recorder is None:
+            return function(*args, **kwargs)
+        return here.recorder.leaf(function, args, kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def not_recorded(what: str) -> None:
+    """Called where something happens that a replay could not repeat; raises while somebody records."""
+    if here.recorder is not None:
+        here.recorder.met(what)
+
+
+def is_recorded() -> bool:
+    """Whether somebody records what this thread does."""
+    return here.recorder is not None
