@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Bags:
         if self.offsets is None:
             return places.div(max(ids.shape[1], 1), rounding_mode="floor")
         return torch.searchsorted(self.ends(ids), places, right=True)
+
+
+pytree.register_pytree_node(  # so that a recorded step finds the tensor in it
+    Bags, lambda bags: ([bags.offsets], (bags.mode, bags.include_last_offset)), lambda x, how: Bags(how[0], *x, how[1])
+)
 
 
 @dataclass(frozen=True)

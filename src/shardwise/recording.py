@@ -7,7 +7,10 @@ looks at values is a `leaf`: one call of a recording, that runs again, with new 
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,6 +21,10 @@ class Recorder(Protocol):
 
     def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function`, unseen inside, and record the call."""
+        ...
+
+    def whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function`, unseen inside, and record the call, and later its backward, as one."""
         ...
 
     def met(self, what: str) -> None:
@@ -40,6 +47,21 @@ def leaf(function: Callable[P, T]) -> Callable[P, T]:
         if here.recorder is None:
             return function(*args, **kwargs)
         return here.recorder.leaf(function, args, kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def whole(function: Callable[P, "Tensor"]) -> Callable[P, "Tensor"]:
+    """A differentiable function of one tensor result that a recording calls as a leaf, and its backward as another.
+
+    For what decides by values: it decides anew at every replay.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> "Tensor":
+        if here.recorder is None:
+            return function(*args, **kwargs)
+        return here.recorder.whole(function, args, kwargs)  # type: ignore[no-any-return]
 
     return run
 

@@ -12,10 +12,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from shardwise.captured.graphs import Graphs, split
-from shardwise.captured.tape import Tape
+from shardwise.captured.tape import Tape, applied
 from shardwise.errors import CaptureError
 from shardwise.layout import Layout
-from shardwise.tensor.dtensor import DTensor, tag
+from shardwise.tensor.dtensor import DTensor, plain, tag
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Recording:
             if self.differentiable:
                 leaves_of_graph = [x for x in tape.outside.values() if x.requires_grad]
                 outer = [_outer(x, entered, given) for x in leaves_of_graph]
-                shown = _applied(_Made, self, found, leaves_of_graph, *outer)
+                ends = [plain(found[i]) for i in self.differentiable]
+                shown = applied(_Made, self, found, ends, leaves_of_graph, *outer)
             else:
                 shown = [x.detach() for x in found]
                 self.graphs = split(tape, self.nodes, self.last, (), ())
@@ -90,13 +91,15 @@ class Recording:
                 self.tape.node_of(x)
         return Output(layout=x._layout if type(x) is DTensor else None, is_tensor=True)
 
-    def recorded_backward(self, outs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Any:
+    def recorded_backward(
+        self, ends: Sequence[Tensor], leaves: Sequence[Tensor], edges: Sequence[Any], cotangents: Sequence[Tensor]
+    ) -> Any:
+        """Gradients of `leaves`, from cotangents of `ends`; afterwards the graphs are complete."""
         tape = self.tape
         tape.in_backward = True
         with tape.running():
             entered = [tape.enter(c) for c in cotangents]
-            edges = [get_gradient_edge(x) for x in leaves]
-            found = torch.autograd.grad(outs, edges, cotangents, allow_unused=True, retain_graph=True)
+            found = torch.autograd.grad(ends, edges, cotangents, allow_unused=True, retain_graph=True)
             by_leaf = {id(x): None if g is None else tape.node_of(g) for x, g in zip(leaves, found, strict=True)}
         before = [x for n, x in tape.outside.items() if n not in entered]
         self.graphs = split(tape, self.nodes, self.last, entered, [by_leaf.get(id(x)) for x in before])
@@ -111,7 +114,7 @@ class Recording:
         given = [x for x in leaves if isinstance(x, Tensor)]
         outside = (*given, *self.graphs.outside[self.arguments :])
         if self.differentiable:
-            found = _applied(_Replayed, self.graphs, self.differentiable, *outside)
+            found = applied(_Replayed, self.graphs, self.differentiable, *outside)
         else:
             with DisableTorchFunctionSubclass(), torch.no_grad():
                 found = self.graphs.forward(*outside)
@@ -147,19 +150,14 @@ def _outer(x: Tensor, entered: Sequence[Tensor], given: Sequence[Tensor]) -> Ten
     return x
 
 
-def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Apply it to the local tensors that DTensors are; `Function.apply` would take them for whole ones."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
 class _Made(torch.autograd.Function):
     """Hands out what a recorded forward gave, and records the backward when it comes."""
 
     @staticmethod
-    def forward(ctx: Any, made: Recording, found: Sequence[Tensor], leaves: Sequence[Tensor], *outer: Tensor) -> Any:
-        ctx.made, ctx.leaves = made, leaves
-        ctx.outs = [found[i] for i in made.differentiable]
-        ctx.again = None
+    def forward(
+        ctx: Any, made: Recording, found: Sequence[Tensor], ends: Sequence[Tensor], leaves: Sequence[Tensor], *_: Tensor
+    ) -> Any:
+        ctx.made, ctx.ends, ctx.leaves = made, ends, leaves
         shown = tuple([x.detach() for x in found])
         ctx.mark_non_differentiable(*[x for i, x in enumerate(shown) if i not in made.differentiable])
         return shown
@@ -167,14 +165,15 @@ class _Made(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        given = [cotangents[i].detach().contiguous() for i in ctx.made.differentiable]
-        with DisableTorchFunctionSubclass(), torch.enable_grad():
+        with DisableTorchFunctionSubclass():
+            given = [cotangents[i].detach().contiguous() for i in ctx.made.differentiable]
+            edges = [get_gradient_edge(x) for x in ctx.leaves]
+        with torch.enable_grad():
             if ctx.made.graphs is None:
-                found = ctx.made.recorded_backward(ctx.outs, ctx.leaves, given)
+                found = ctx.made.recorded_backward(ctx.ends, ctx.leaves, edges, given)
             else:  # a second time over the same graph
-                edges = [get_gradient_edge(x) for x in ctx.leaves]
-                found = torch.autograd.grad(ctx.outs, edges, given, allow_unused=True, retain_graph=True)
-        return None, None, None, *found
+                found = torch.autograd.grad(ctx.ends, edges, given, allow_unused=True, retain_graph=True)
+        return None, None, None, None, *found
 
 
 class _Replayed(torch.autograd.Function):
@@ -184,7 +183,7 @@ class _Replayed(torch.autograd.Function):
             found = graphs.forward(*outside)
             outs, left = found[: graphs.outputs], iter(found[graphs.outputs :])
             kept = [next(left) if at is None else outside[at] for at in graphs.kept]
-            ctx.numbers = [None if isinstance(x, Tensor) else x for x in kept]
+            ctx.others = [None if isinstance(x, Tensor) else x for x in kept]
             ctx.save_for_backward(*[x for x in kept if isinstance(x, Tensor)])
         ctx.graphs, ctx.differentiable = graphs, differentiable
         if len(differentiable) < len(outs):
@@ -195,7 +194,7 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         saved = iter(ctx.saved_tensors)
-        kept = [next(saved) if x is None else x for x in ctx.numbers]
+        kept = [next(saved) if x is None else x for x in ctx.others]
         with DisableTorchFunctionSubclass():
             given = [cotangents[i].contiguous() for i in ctx.differentiable]
             return None, None, *ctx.graphs.backward(*kept, *given)

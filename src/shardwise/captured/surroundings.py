@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
+from shardwise.captured.tape import strides
 from shardwise.errors import CaptureError
 from shardwise.tensor.dtensor import DTensor
 
@@ -31,7 +32,7 @@ def key_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
         for x in leaves:
             kind = type(x)
             if kind is DTensor:
-                key.append((x._layout, x.dtype, x.requires_grad, x.stride()))
+                key.append((x._layout, x.dtype, x.requires_grad, strides(x)))
             elif isinstance(x, Tensor):
                 key.append((x.layout, tuple(x.size()), x.dtype, x.requires_grad, x.stride(), x.device, kind))
             elif kind in PLAIN:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,10 @@ from shardwise.errors import CaptureError
 aten = torch.ops.aten
 
 # An alias of its operand, made for autograd's bookkeeping, which a replay has none of.
+strides: Any = torch._C.TensorBase.stride  # of the local tensor that a DTensor is
+
 SAME = (aten.detach.default, aten.alias.default)
+INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)  # by values only where an index is a mask
 # Ask C++ for the values of a tensor without an op that a dispatch mode would see.
 LOOKS = {
     "tolist": "tolist()",
@@ -126,8 +129,7 @@ class Tape:
         if constant:  # changed in place, it must be a new one at every replay
             func = aten.clone.default
         changes = func._schema.is_mutable
-        drawn = torch.Tag.nondeterministic_seeded in func.tags
-        fixed = constant or not (changes or drawn) and self._fixed.issuperset(operands)
+        fixed = constant or not (changes or _draws(func, args, kwargs)) and self._fixed.issuperset(operands)
         mapped, named = pytree.tree_map(self._as_argument, (args, kwargs))
         out = func(*args, **kwargs)
         if changes:
@@ -157,13 +159,16 @@ class Tape:
                 "backward() runs inside a captured function. Fix: return the loss, and call backward() on what the "
                 "captured function returns."
             )
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        dynamic = torch.Tag.dynamic_output_shape in func.tags
+        if func in INDEXED:
+            dynamic = any(x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None)
+        if torch.Tag.data_dependent_output in func.tags or dynamic:
             if not all(self.known(x) in self._fixed for x in _tensors(args, kwargs)):
                 looks = func is aten._local_scalar_dense.default
                 self.refuse("item(), or an `if`," if looks else f"{name}, whose result or its shape depends on values")
         if func.namespace not in ("aten", "prims", "prim"):
             self.refuse(f"{name}, which is not an op of torch")
-        if self.in_backward and torch.Tag.nondeterministic_seeded in func.tags:
+        if self.in_backward and _draws(func, args, kwargs):
             self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
 
     def look(self, name: str, x: Any) -> None:
@@ -180,33 +185,128 @@ class Tape:
             f"capture: a replay cannot repeat {what}. Fix: do it outside of the captured function, or do not capture it."
         )
 
+    def whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            return function(*args, **kwargs)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+
+        def run(*tensors: Tensor) -> Any:
+            values = list(flat)
+            for i, x in zip(places, tensors, strict=True):
+                values[i] = x
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            return function(*args, **kwargs)
+
+        return applied(_Whole, self, run, function.__name__, *[flat[i] for i in places])
+
+    def unseen(self, name: str, call: Callable[..., Any], operands: Sequence[Any]) -> tuple[fx.Node, Any]:
+        """Run and record `call` of tensors, or of values whose nodes come beside them, as one."""
+        nodes = [x[0] if isinstance(x, tuple) else self.node_of(x) for x in operands]
+        values = [x[1] if isinstance(x, tuple) else x for x in operands]
+        before, self._paused = self._paused, True
+        try:
+            out = call(*values)
+        finally:
+            self._paused = before
+        node = self.graph.call_function(_named(call, name), tuple(nodes))
+        node.meta["leaf"] = name
+        self._fixed.difference_update(nodes)
+        return node, out
+
+    def part(self, node: fx.Node, i: int, x: Any) -> fx.Node:
+        """Element `i` of what `node` gave, which is `x`."""
+        part = self.graph.call_function(_item, (node, i))
+        if isinstance(x, Tensor):
+            self._gave(part, x, False)
+        return part
+
     def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return function(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
-        nodes = [x.node if isinstance(x, Number) else self.node_of(x) if isinstance(x, Tensor) else None for x in flat]
-        self._paused = True
-        try:
-            out = function(*args, **kwargs)
-        finally:
-            self._paused = False
-        call = _bound(function, flat, spec, nodes)
-        if isinstance(out, int) and out in self._seeds:  # drawn again: backward repeats what an activation checkpoint left
+        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor | Number)]
+
+        def call(*operands: Any) -> Any:
+            values = list(flat)
+            for i, x in zip(places, operands, strict=True):
+                values[i] = x
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            return function(*args, **kwargs)
+
+        node, out = self.unseen(function.__name__, call, [_operand(flat[i]) for i in places])
+        for i in places:
+            flat[i] = None  # what replays give in its place
+        if not isinstance(out, int) or isinstance(out, bool):
+            self._results(node, out, False)
+            return out
+        if out in self._seeds:  # drawn again: backward repeats what an activation checkpoint threw away
+            self.graph.erase_node(node)
             return self._seeds[out]
-        node = self.graph.call_function(call, tuple(n for n in nodes if n is not None))
-        node.meta["leaf"] = function.__name__
-        if isinstance(out, int) and not isinstance(out, bool):
-            number = Number(out)
-            number.node = node
-            self._seeds[out] = number
-            return number
-        self._fixed.difference_update(n for n in nodes if n is not None)
-        self._results(node, out, False)
+        number = self._seeds[out] = Number(out)
+        number.node = node
+        return number
+
+
+def _operand(x: Any) -> Any:
+    return (x.node, int(x)) if isinstance(x, Number) else x
+
+
+def _named(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """What the code of a graph calls it."""
+    call.__name__, call.__module__ = name, "shardwise"
+    return call
+
+
+class _Whole(torch.autograd.Function):
+    """A function that decides by values, and its backward: a leaf each."""
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, run: Callable[..., Tensor], name: str, *tensors: Tensor) -> Tensor:
+        wanted = [x.requires_grad for x in tensors]
+
+        def begin(*given: Tensor) -> tuple[Any, Tensor]:
+            with torch.enable_grad():
+                inner = [x.detach().requires_grad_(w) for x, w in zip(given, wanted, strict=True)]
+                end = run(*inner)
+            return (end, [x for x in inner if x.requires_grad]), end.detach()
+
+        node, (ctx.state, out) = tape.unseen(name, begin, tensors)
+        ctx.tape, ctx.wanted, ctx.name = tape, wanted, name
+        ctx.node = tape.part(node, 0, ctx.state)
+        tape.part(node, 1, out)
         return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        def finish(state: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            with torch.enable_grad():
+                return torch.autograd.grad(*state, cotangent, retain_graph=True, allow_unused=True)
+
+        tape: Tape = ctx.tape
+        node, found = tape.unseen(f"{ctx.name}_backward", finish, [(ctx.node, ctx.state), cotangents[0]])
+        for i, x in enumerate(found):
+            tape.part(node, i, x)
+        every = iter(found)
+        return None, None, None, *[next(every) if w else None for w in ctx.wanted]
+
+
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Apply it to the local tensors that DTensors are; `Function.apply` would take them for whole ones."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op takes random numbers from torch's generators; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return not any(a.name == "dropout_p" and given.get(a.name, 0.0) == 0.0 for a in func._schema.arguments)
 
 
 def _place(x: Tensor) -> Any:
@@ -214,27 +314,11 @@ def _place(x: Tensor) -> Any:
     with DisableTorchFunctionSubclass():
         if x.layout != torch.strided:
             return id(x)
-        return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.size()), x.stride(), x.dtype
+        return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
 
 
 def _item(values: Sequence[Tensor], i: int) -> Tensor:
     return values[i]
-
-
-def _bound(function: Callable[..., Any], flat: list[Any], spec: Any, nodes: list[fx.Node | None]) -> Callable[..., Any]:
-    """`function` of what differs between replays only; the rest is what it was."""
-    fixed = [x if node is None else None for x, node in zip(flat, nodes, strict=True)]
-    places = [i for i, node in enumerate(nodes) if node is not None]
-
-    @wraps(function)
-    def call(*operands: Any) -> Any:
-        values = list(fixed)
-        for i, x in zip(places, operands, strict=True):
-            values[i] = x
-        args, kwargs = pytree.tree_unflatten(values, spec)
-        return function(*args, **kwargs)
-
-    return call
 
 
 class _Ops(TorchDispatchMode):

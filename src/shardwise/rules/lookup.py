@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.boxes import Box
 from shardwise.ids import Bags, Grouped, looked_up, plain_lookup, spread
+from shardwise.recording import is_recorded, whole
 from shardwise.rules import bad_ids
 from shardwise.rules.requests import Asked, Request, Span, exchange_ids, parts, requests_of, travelling_axes
 from shardwise.rules.row import LocalFunction, Site, arguments
@@ -57,13 +58,26 @@ def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
 
 def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     bad_ids.check_devices(site, ids, weight)
-    if not travelling_axes(site):
-        bad_ids.refuse_bad_ids(site, ids, bags)
-        if bags is not None:
-            ids, bags = bags.without_end(ids)
-        return reduce(torch.add, [_lookup_here(site, ids, *part, bags, sparse) for part in parts(site, weight, sparse)])
+    if travelling_axes(site):
+        return _far(site, ids, weight, bags, sparse)
+    if bags is None and not sparse:
+        bad_ids.refuse_bad_ids(site, ids, None)
+        return reduce(torch.add, [_rows_here(site, ids, *part) for part in parts(site, weight, sparse)])
+    return _near(site, ids, weight, bags, sparse)
+
+
+@whole
+def _far(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     (out,) = lookup_together([(site, ids, weight, bags, sparse)])
     return out
+
+
+@whole
+def _near(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    bad_ids.refuse_bad_ids(site, ids, bags)
+    if bags is not None:
+        ids, bags = bags.without_end(ids)
+    return reduce(torch.add, [_lookup_here(site, ids, *part, bags, sparse) for part in parts(site, weight, sparse)])
 
 
 def whole_rows(site: Site, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
@@ -279,6 +293,17 @@ def _lookup_here(site: Site, ids: Tensor, box: Box, weight: Tensor, bags: Bags |
     kept = torch.bincount(bag_of, minlength=lengths.numel())
     sums = _padded(F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse), pad)
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
+
+
+def _rows_here(site: Site, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
+    """`_lookup_here` without bags. In a recording, shapes do not follow from the ids: a foreign id costs a row."""
+    if not is_recorded() or not box.numel or box.sizes[0] == site.layouts[1].shape[0]:
+        return _lookup_here(site, ids, box, weight, None, False)
+    (wanted,) = site.output.boxes(site.rank)
+    mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
+    rows = F.embedding(torch.where(mine, ids - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
+    left = box.offsets[1] - wanted.offsets[-1]
+    return _padded(rows, (left, wanted.sizes[-1] - left - box.sizes[1]))
 
 
 def _padded(x: Tensor, columns: tuple[int, int]) -> Tensor:

@@ -148,7 +148,7 @@ def _classified(loss: Loss, whole_batch: int, site: Site, /, *args: Any, **kwarg
         weights = counts if counts is None or weight is None else weight[target.where(counts & ~foreign, 0)] * counts
     total = losses if reduction == "none" else wide(losses).sum()
     if weights is not None and counts is not None:
-        weights = _agreed_weight(site, rest if reduction == "mean" else [], weights, target[foreign])
+        weights = _agreed_weight(site, rest if reduction == "mean" else [], weights, _first(target, foreign))
     if reduction == "mean":
         total = total / (whole_batch if weights is None else weights.to(total.dtype))
     return total.to(scores.dtype)
@@ -156,11 +156,17 @@ def _classified(loss: Loss, whole_batch: int, site: Site, /, *args: Any, **kwarg
 
 def _agreed_weight(site: Site, axes: list[int], weights: Tensor, foreign: Tensor) -> Tensor:
     """The weight of the targets of all ranks; the same error on all of them if one has a target that is no class."""
-    first = foreign[:1].double()
-    own = torch.stack([weights.detach().sum().double(), torch.ones_like(first).sum(), first.sum()])
+    own = torch.cat([weights.detach().sum().double().view(1), foreign])
     every = site.stack(own, site.ranks(axes)) if axes else own.unsqueeze(0)
     _refuse_foreign(site, every)
     return every[:, 0].sum()
+
+
+@leaf
+def _first(target: Tensor, foreign: Tensor) -> Tensor:
+    """Whether there is a foreign target, and the first one."""
+    found = target[foreign][:1].double()
+    return torch.stack([torch.ones_like(found).sum(), found.sum()])
 
 
 @leaf
