@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.captured.code import function_of
 from shardwise.captured.tape import Tape
+
+aten = torch.ops.aten
 
 Nodes = Sequence[fx.Node | None]
 
@@ -27,13 +30,48 @@ class Graphs:
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
+    run_forward: Callable[..., tuple[Any, ...]]
+    run_backward: Callable[..., tuple[Any, ...]] | None
     outside: tuple[Tensor, ...]
     outputs: int
     kept: tuple[int | None, ...]
 
 
+VIEWS = (aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.expand.default)
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def shortened(graph: fx.Graph, kept: Nodes) -> dict[fx.Node, fx.Node]:
+    """Let users of a view there and back, of one made again, or of the same shape, use what it is the same as.
+
+    Args:
+        kept: views that users of a replay see as tensors of their own.
+
+    Returns:
+        Each such view with what it is the same as.
+    """
+    same: dict[fx.Node, fx.Node] = {}
+    first: dict[Any, fx.Node] = {}
+    for call in graph.nodes:
+        if call.target not in VIEWS or call in kept:
+            continue
+        of = call.args[0]
+        if call.target is aten.t.default and of.target is aten.t.default:
+            other = of.args[0]
+        elif call.target in RESHAPES and of.meta.get("shape", ()) == call.meta["shape"] != ():
+            other = of
+        else:
+            other = first.setdefault((call.target, of, str(call.args[1:])), call)
+        if other is not call:
+            same[call] = other
+            call.replace_all_uses_with(other)
+    return same
+
+
 def split(tape: Tape, outputs: Nodes, last: fx.Node | None, cotangents: Sequence[fx.Node], gradients: Nodes) -> Graphs:
     """The two graphs of `tape`, of which forward ends with `last`."""
+    same = shortened(tape.graph, outputs)
+    gradients = [None if n is None else same.get(n, n) for n in gradients]
     calls = [n for n in tape.graph.nodes if n.op == "call_function"]
     at = 0 if last is None else calls.index(last) + 1
     entered = [n for n in tape.outside if n not in cotangents]
@@ -45,7 +83,15 @@ def split(tape: Tape, outputs: Nodes, last: fx.Node | None, cotangents: Sequence
     forward = _module(entered, first, [*outputs, *left], "Forward")
     backward = _module([*kept, *cotangents], second, gradients, "Backward") if gradients else None
     places = {n: i for i, n in enumerate(entered)}
-    return Graphs(forward, backward, tuple(tape.outside[n] for n in entered), len(outputs), tuple(map(places.get, kept)))
+    return Graphs(
+        forward,
+        backward,
+        function_of(forward.graph),
+        None if backward is None else function_of(backward.graph),
+        tuple(tape.outside[n] for n in entered),
+        len(outputs),
+        tuple(map(places.get, kept)),
+    )
 
 
 def _read_by(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:
@@ -78,10 +124,4 @@ def _module(takes: Sequence[fx.Node], calls: Sequence[fx.Node], gives: Nodes, na
     for node in calls:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(None if n is None else copies[n] for n in gives))
-    module = fx.GraphModule(torch.nn.Module(), graph, name)
-    return module
-
-
-def runner(module: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
-    """The function of a graph module, without what `nn.Module` adds to a call."""
-    return module.forward  # type: ignore[no-any-return]
+    return fx.GraphModule(torch.nn.Module(), graph, name)

@@ -117,7 +117,7 @@ class Recording:
             found = applied(_Replayed, self.graphs, self.differentiable, *outside)
         else:
             with DisableTorchFunctionSubclass(), torch.no_grad():
-                found = self.graphs.forward(*outside)
+                found = self.graphs.run_forward(*outside)
         return self.returned(found, given)
 
     def returned(self, found: Sequence[Any], given: Sequence[Tensor]) -> Any:
@@ -180,7 +180,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphs: Graphs, differentiable: Sequence[int], *outside: Tensor) -> tuple[Any, ...]:
         with DisableTorchFunctionSubclass():
-            found = graphs.forward(*outside)
+            found = graphs.run_forward(*outside)
             outs, left = found[: graphs.outputs], iter(found[graphs.outputs :])
             kept = [next(left) if at is None else outside[at] for at in graphs.kept]
             ctx.others = [None if isinstance(x, Tensor) else x for x in kept]
@@ -197,4 +197,4 @@ class _Replayed(torch.autograd.Function):
         kept = [next(saved) if x is None else x for x in ctx.others]
         with DisableTorchFunctionSubclass():
             given = [cotangents[i].contiguous() for i in ctx.differentiable]
-            return None, None, *ctx.graphs.backward(*kept, *given)
+            return None, None, *ctx.graphs.run_backward(*kept, *given)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import is_, itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -54,43 +55,52 @@ class Surroundings:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         modules: dict[int, nn.Module] = {}
-        self._cells: list[tuple[Callable[[], Any], Any]] = []
+        self._looks: list[tuple[Callable[[], Any], Any]] = []
         for value, look in _reached(function, set()):
             if isinstance(value, nn.Module):
                 modules |= {id(m): m for m in value.modules()}
-                self._cells.append((look, value))
-            elif type(value) in PLAIN or isinstance(value, Tensor):
-                self._cells.append((look, value))
-        self._modules = [_state(m) for m in modules.values()]
-        self._parameters = list({id(p): p for m in modules.values() for p in m._parameters.values() if p is not None}.values())
+            if isinstance(value, nn.Module | Tensor) or type(value) in PLAIN:
+                self._looks.append((look, value))
+        self._attributes = []  # of each module: where they are, how to take them, and what they were
+        self._held: list[tuple[dict[str, Any], list[Any]]] = []  # what modules own
+        self._empty: list[Any] = []
+        for module in modules.values():
+            own = module.__dict__
+            names = [name for name, x in own.items() if type(x) in PLAIN and (name[0] != "_" or name == "training")]
+            take = itemgetter(*names, "training")
+            self._attributes.append((own, take, take(own)))
+            for held in (
+                module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks,
+            ):  # fmt: skip
+                if held:
+                    self._held.append((held, list(held.values())))
+                else:
+                    self._empty.append(held)
+        owned = [p for m in modules.values() for p in m._parameters.values() if p is not None]
+        self._parameters = list({id(p): p for p in owned}.values())
         self._facts = self._of_parameters()
 
     def _of_parameters(self) -> list[Any]:
         with DisableTorchFunctionSubclass():
-            return [(p.requires_grad, p._layout if type(p) is DTensor or isinstance(p, DTensor) else None) for p in self._parameters]
+            flags: list[Any] = [p.requires_grad for p in self._parameters]
+            return flags + [p._layout for p in self._parameters if isinstance(p, DTensor)]
 
     def hold(self) -> bool:
         """Whether nothing has changed since."""
-        for look, value in self._cells:
+        for look, value in self._looks:
             now = look()
             if now is not value and (isinstance(now, Tensor | nn.Module) or now != value):
                 return False
-        for attributes, names, values, owned in self._modules:
-            if [attributes.get(name) for name in names] != values:
-                return False
-            for held, ids, _ in owned:
-                if tuple(map(id, held.values())) != ids:
+        try:
+            for own, take, values in self._attributes:
+                if take(own) != values:
                     return False
-        return self._of_parameters() == self._facts
-
-
-def _state(module: nn.Module) -> Any:
-    attributes = module.__dict__
-    names = [name for name, value in attributes.items() if type(value) in PLAIN]
-    owned = []
-    for held in (module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks):
-        owned.append((held, tuple(map(id, held.values())), list(held.values())))  # kept, so that ids stay theirs
-    return attributes, names, [attributes[name] for name in names], owned
+        except KeyError:
+            return False
+        for held, values in self._held:
+            if len(held) != len(values) or not all(map(is_, held.values(), values)):
+                return False
+        return not any(self._empty) and self._of_parameters() == self._facts
 
 
 def _reached(function: Any, seen: set[int]) -> Iterator[tuple[Any, Callable[[], Any]]]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise import recording
+from shardwise.captured.code import element
 from shardwise.errors import CaptureError
 
 aten = torch.ops.aten
@@ -110,6 +111,8 @@ class Tape:
         if self._nodes.get(x) is None:  # an op in place gives its operand back
             self._nodes[x] = node
         self._places[_place(x)] = self._nodes[x]
+        if x.layout == torch.strided:
+            node.meta["shape"], node.meta["contiguous"] = tuple(x.shape), x.is_contiguous()
         if fixed:
             self._fixed.add(node)
 
@@ -150,7 +153,7 @@ class Tape:
         elif isinstance(out, tuple | list):
             for i, x in enumerate(out):
                 if isinstance(x, Tensor) and self._nodes.get(x) is None:
-                    self._gave(self.graph.call_function(_item, (node, i)), x, fixed)
+                    self._gave(self.graph.call_function(element, (node, i)), x, fixed)
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = func.name()
@@ -216,7 +219,7 @@ class Tape:
 
     def part(self, node: fx.Node, i: int, x: Any) -> fx.Node:
         """Element `i` of what `node` gave, which is `x`."""
-        part = self.graph.call_function(_item, (node, i))
+        part = self.graph.call_function(element, (node, i))
         if isinstance(x, Tensor):
             self._gave(part, x, False)
         return part
@@ -315,10 +318,6 @@ def _place(x: Tensor) -> Any:
         if x.layout != torch.strided:
             return id(x)
         return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
-
-
-def _item(values: Sequence[Tensor], i: int) -> Tensor:
-    return values[i]
 
 
 class _Ops(TorchDispatchMode):
