@@ -1,14 +1,13 @@
 """`capture`: a function or module whose work is recorded once for each kind of operands, and replayed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardwise import meter, recording
+from shardwise.captured.compiled import Backend
 from shardwise.captured.graphs import Graphs
 from shardwise.captured.replay import Recording
 from shardwise.captured.surroundings import Surroundings, key_of
@@ -17,7 +16,6 @@ from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor
 
 LIMIT = 32
-_MODE = 4  # of a key: as many entries say how the thread is set up, not what the operands are
 
 
 class Captured:
@@ -27,8 +25,9 @@ class Captured:
         function: what was captured.
     """
 
-    def __init__(self, function: Callable[..., Any], limit: int = LIMIT) -> None:
+    def __init__(self, function: Callable[..., Any], backend: Backend | None = None, limit: int = LIMIT) -> None:
         self.function = function
+        self.backend = backend
         self.limit = limit
         self._recordings: dict[Any, Recording] = {}
         self._surroundings: Surroundings | None = None
@@ -54,7 +53,7 @@ class Captured:
                 f"capture: called with {self.limit} kinds of operands already, and now with another one: {key[1:]}. "
                 f"Fix: pad or cut batches to a few shapes, pass numbers that change as tensors, or raise limit=."
             )
-        made = self._recordings[key] = Recording()
+        made = self._recordings[key] = Recording(self.backend)
         return made.made(self.function, leaves, spec)
 
     def graphs(self) -> list[Graphs]:
@@ -62,7 +61,7 @@ class Captured:
         return [known.graphs for known in self._recordings.values() if known.graphs is not None]
 
 
-def capture(function: Callable[..., Any], *, limit: int = LIMIT) -> Captured:
+def capture(function: Callable[..., Any], *, backend: Backend | None = None, limit: int = LIMIT) -> Captured:
     """Record what `function` does on this rank the first time, and replay it from then on.
 
     A recording is an FX graph of local aten ops and collectives, forward and backward. A replay calls them, and
@@ -83,10 +82,12 @@ def capture(function: Callable[..., Any], *, limit: int = LIMIT) -> Captured:
     Args:
         function: a function or module of tensors, DTensors or plain; returns those, in lists, tuples and dicts.
             While a debugging tool, a shadow or a counter of communication looks on, it runs as it is.
+        backend: of `torch.compile`, such as "inductor", for the stretches of local ops between collectives. None calls
+            torch's ops one by one, which alone is the same bit for bit.
         limit: recordings that are kept.
 
     Raises:
         CaptureError: while recording, for what a replay could not repeat, such as looking at values; with more
             kinds of operands than `limit`.
     """
-    return Captured(function, limit)
+    return Captured(function, backend, limit)

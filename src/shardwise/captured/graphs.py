@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.captured.code import function_of
+from shardwise.captured.compiled import Backend, compiled
 from shardwise.captured.tape import Tape
 
 aten = torch.ops.aten
@@ -68,7 +69,14 @@ def shortened(graph: fx.Graph, kept: Nodes) -> dict[fx.Node, fx.Node]:
     return same
 
 
-def split(tape: Tape, outputs: Nodes, last: fx.Node | None, cotangents: Sequence[fx.Node], gradients: Nodes) -> Graphs:
+def split(
+    tape: Tape,
+    outputs: Nodes,
+    last: fx.Node | None,
+    cotangents: Sequence[fx.Node],
+    gradients: Nodes,
+    backend: Backend | None,
+) -> Graphs:
     """The two graphs of `tape`, of which forward ends with `last`."""
     same = shortened(tape.graph, outputs)
     gradients = [None if n is None else same.get(n, n) for n in gradients]
@@ -86,12 +94,16 @@ def split(tape: Tape, outputs: Nodes, last: fx.Node | None, cotangents: Sequence
     return Graphs(
         forward,
         backward,
-        function_of(forward.graph),
-        None if backward is None else function_of(backward.graph),
+        _runner(forward, backend),
+        None if backward is None else _runner(backward, backend),
         tuple(tape.outside[n] for n in entered),
         len(outputs),
         tuple(map(places.get, kept)),
     )
+
+
+def _runner(module: fx.GraphModule, backend: Backend | None) -> Callable[..., tuple[Any, ...]]:
+    return function_of(module.graph) if backend is None else compiled(module.graph, backend)
 
 
 def _read_by(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:

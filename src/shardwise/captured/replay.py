@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from shardwise.captured.compiled import Backend
 from shardwise.captured.graphs import Graphs, split
 from shardwise.captured.tape import Tape, applied
 from shardwise.errors import CaptureError
@@ -42,9 +43,10 @@ class Recording:
         arguments: how many tensors come as arguments; what else came from outside is kept by reference.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend | None) -> None:
         self.tape = Tape()
         self.graphs: Graphs | None = None
+        self.backend = backend
         self.arguments = 0
         self.outputs: list[Output] = []
         self.differentiable: list[int] = []  # of the tensors returned
@@ -76,7 +78,7 @@ class Recording:
                 shown = applied(_Made, self, found, ends, leaves_of_graph, *outer)
             else:
                 shown = [x.detach() for x in found]
-                self.graphs = split(tape, self.nodes, self.last, (), ())
+                self.graphs = split(tape, self.nodes, self.last, (), (), self.backend)
                 del self.tape
         return self.returned(shown, given)
 
@@ -102,7 +104,7 @@ class Recording:
             found = torch.autograd.grad(ends, edges, cotangents, allow_unused=True, retain_graph=True)
             by_leaf = {id(x): None if g is None else tape.node_of(g) for x, g in zip(leaves, found, strict=True)}
         before = [x for n, x in tape.outside.items() if n not in entered]
-        self.graphs = split(tape, self.nodes, self.last, entered, [by_leaf.get(id(x)) for x in before])
+        self.graphs = split(tape, self.nodes, self.last, entered, [by_leaf.get(id(x)) for x in before], self.backend)
         del self.tape
         return found
 

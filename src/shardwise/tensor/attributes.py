@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._guards import TracingContext
 
-from shardwise.errors import RuleError
+from shardwise.errors import CaptureError, RuleError
 from shardwise.meter import Cause
 from shardwise.tensor import gradients
 from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
@@ -129,6 +130,11 @@ def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if TracingContext.try_get() is not None:  # the first thing that torch.compile asks of a tensor
+        raise CaptureError(
+            "torch.compile cannot look into a DTensor. Fix: shardwise.capture(module, backend='inductor'), which records "
+            "the step and compiles its local ops."
+        )
     raise RuleError(
         f"{name_of(func)}() would reach this rank's part of a DTensor as if it were the whole. "
         f"Fix: call it on to_local() or full_tensor(), or inside shardwise.experimental.local_map."
