@@ -16,7 +16,7 @@ LAYERS = """
     debug
     train
     report | models
-    capture
+    captured
     parallel
     embedding | checkpoint | modules | experimental | launch | data | config
     spec
@@ -27,7 +27,7 @@ LAYERS = """
     layout | spelling
     mesh | placement
     boxes
-    errors | places
+    errors | places | recording
 """
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "collectives"  # the one unit that sees torch.distributed

@@ -18,7 +18,7 @@ import torch
 from shardwise import collectives
 from shardwise.errors import MismatchError
 from shardwise.mesh import Mesh
-from shardwise.recording import leaf
+from shardwise.recording import leaf, not_recorded
 
 CHECK_EVERY = 64  # draws: how late at most ranks learn that they draw different numbers
 
@@ -87,6 +87,7 @@ def _members(mesh: Mesh) -> Ranks:
 @contextmanager
 def seeded_alike(mesh: Mesh, generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
     """Inside, torch's generators of the CPU and of `device` start from one drawn seed, the same on all ranks."""
+    not_recorded("random numbers of torch's own generators for whole copies")
     seed = draw_seed(mesh, generator)
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     devices = [] if accelerator is None else [device]

@@ -5,7 +5,8 @@ looks at values is a `leaf`: one call of a recording, that runs again, with new 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -17,7 +18,13 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Who listens to the leaves of this thread."""
+    """Who listens to the leaves of this thread.
+
+    Attributes:
+        paused: whether it does so at the moment.
+    """
+
+    paused: bool
 
     def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function`, unseen inside, and record the call."""
@@ -64,6 +71,20 @@ def whole(function: Callable[P, "Tensor"]) -> Callable[P, "Tensor"]:
         return here.recorder.whole(function, args, kwargs)  # type: ignore[no-any-return]
 
     return run
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What is done inside is done once, such as finding out how an op runs, and is no part of a recording."""
+    recorder = here.recorder
+    if recorder is None:
+        yield
+        return
+    before, recorder.paused = recorder.paused, True
+    try:
+        yield
+    finally:
+        recorder.paused = before
 
 
 def not_recorded(what: str) -> None:

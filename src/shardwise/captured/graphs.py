@@ -24,9 +24,10 @@ class Graphs:
         forward: of all that came from outside, to the outputs and then what backward needs.
         backward: of what backward needs, then a cotangent for each differentiable output, to a gradient, or None,
             for each of what came from outside; None where forward ran without grad.
-        outside: what came from outside, in the order in which `forward` takes it.
+        run_forward, run_backward: the same as functions, compiled if that was asked for.
+        outside: what came from outside, in the order in which `forward` takes it after the arguments.
         outputs: how many there are.
-        kept: of what backward needs: the position in `outside`, or None where forward leaves it, in order.
+        kept: of what backward needs: the position among what `forward` takes, or None where forward leaves it, in order.
     """
 
     forward: fx.GraphModule
@@ -75,9 +76,10 @@ def split(
     last: fx.Node | None,
     cotangents: Sequence[fx.Node],
     gradients: Nodes,
+    arguments: int,
     backend: Backend | None,
 ) -> Graphs:
-    """The two graphs of `tape`, of which forward ends with `last`."""
+    """The two graphs of `tape`, of which forward ends with `last`; the first `arguments` placeholders are given anew."""
     same = shortened(tape.graph, outputs)
     gradients = [None if n is None else same.get(n, n) for n in gradients]
     calls = [n for n in tape.graph.nodes if n.op == "call_function"]
@@ -96,7 +98,7 @@ def split(
         backward,
         _runner(forward, backend),
         None if backward is None else _runner(backward, backend),
-        tuple(tape.outside[n] for n in entered),
+        tuple(tape.outside[n] for n in entered[arguments:]),
         len(outputs),
         tuple(map(places.get, kept)),
     )

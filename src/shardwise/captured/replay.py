@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.captured.compiled import Backend
 from shardwise.captured.graphs import Graphs, split
+from shardwise import collectives
 from shardwise.captured.tape import Tape, applied
 from shardwise.errors import CaptureError
 from shardwise.layout import Layout
@@ -59,11 +60,14 @@ class Recording:
         inner = [_cut_off(x) if isinstance(x, Tensor) else x for x in leaves]
         entered = [x for x in inner if isinstance(x, Tensor)]
         self.arguments = len(given)
+        seed = torch.initial_seed()
         with tape.running():
             for x in entered:
                 tape.enter(x)
             args, kwargs = (inner, {}) if spec is None else pytree.tree_unflatten(inner, spec)
             result = function(*args, **kwargs)
+            if torch.initial_seed() != seed and not collectives.is_simulated():  # simulated ranks share a generator
+                tape.refuse("torch.manual_seed()")
         flat, self.spec = pytree.tree_flatten(result)
         self.outputs = [self._described(x, entered) for x in flat]
         with DisableTorchFunctionSubclass():
@@ -78,7 +82,7 @@ class Recording:
                 shown = applied(_Made, self, found, ends, leaves_of_graph, *outer)
             else:
                 shown = [x.detach() for x in found]
-                self.graphs = split(tape, self.nodes, self.last, (), (), self.backend)
+                self.graphs = split(tape, self.nodes, self.last, (), (), self.arguments, self.backend)
                 del self.tape
         return self.returned(shown, given)
 
@@ -104,7 +108,8 @@ class Recording:
             found = torch.autograd.grad(ends, edges, cotangents, allow_unused=True, retain_graph=True)
             by_leaf = {id(x): None if g is None else tape.node_of(g) for x, g in zip(leaves, found, strict=True)}
         before = [x for n, x in tape.outside.items() if n not in entered]
-        self.graphs = split(tape, self.nodes, self.last, entered, [by_leaf.get(id(x)) for x in before], self.backend)
+        gradients = [by_leaf.get(id(x)) for x in before]
+        self.graphs = split(tape, self.nodes, self.last, entered, gradients, self.arguments, self.backend)
         del self.tape
         return found
 
@@ -114,7 +119,7 @@ class Recording:
         """What `function` would return, by the graphs."""
         assert self.graphs is not None
         given = [x for x in leaves if isinstance(x, Tensor)]
-        outside = (*given, *self.graphs.outside[self.arguments :])
+        outside = (*given, *self.graphs.outside)
         if self.differentiable:
             found = applied(_Replayed, self.graphs, self.differentiable, *outside)
         else:

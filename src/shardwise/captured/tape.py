@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,9 +56,10 @@ class Tape:
         self.in_backward = False
         self._nodes: Any = WeakTensorKeyDictionary()
         self._places: dict[Any, fx.Node] = {}  # by memory: some aliases are made without an op that is seen
+        self._storages: dict[int, StorageWeakRef] = {}  # whose addresses are not given to others meanwhile
         self._seeds: dict[int, Number] = {}
         self._fixed: set[fx.Node] = set()  # values that are the same at every replay
-        self._paused = False
+        self.paused = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -80,7 +82,7 @@ class Tape:
             node = self.graph.placeholder(f"outside_{len(self.outside)}")
         self.outside[node] = x
         self._nodes[x] = node
-        self._places.setdefault(_place(x), node)
+        self._stands(x, node)
         return node
 
     def _first(self) -> fx.Node | None:
@@ -107,10 +109,17 @@ class Tape:
         node = self._nodes.get(x)
         return self._places.get(_place(x)) if node is None else node  # type: ignore[no-any-return]
 
+    def _stands(self, x: Tensor, node: fx.Node) -> None:
+        place = _place(x)
+        if place is not None:
+            self._places[place] = node
+            with DisableTorchFunctionSubclass():
+                self._storages.setdefault(place[0], StorageWeakRef(x.untyped_storage()))
+
     def _gave(self, node: fx.Node, x: Tensor, fixed: bool) -> None:
         if self._nodes.get(x) is None:  # an op in place gives its operand back
             self._nodes[x] = node
-        self._places[_place(x)] = self._nodes[x]
+        self._stands(x, self._nodes[x])
         if x.layout == torch.strided:
             node.meta["shape"], node.meta["contiguous"] = tuple(x.shape), x.is_contiguous()
         if fixed:
@@ -120,7 +129,7 @@ class Tape:
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an aten op, and record it."""
-        if self._paused:
+        if self.paused:
             return func(*args, **kwargs)
         self._check(func, args, kwargs)
         operands = [self.node_of(x) for x in _tensors(args, kwargs)]
@@ -176,11 +185,11 @@ class Tape:
 
     def look(self, name: str, x: Any) -> None:
         """Python is about to see the values of a tensor."""
-        if not self._paused and isinstance(x, Tensor) and (node := self.known(x)) is not None and node not in self._fixed:
+        if not self.paused and isinstance(x, Tensor) and (node := self.known(x)) is not None and node not in self._fixed:
             self.refuse(f"{LOOKS[name]}, which shows values to Python")
 
     def met(self, what: str) -> None:
-        if not self._paused:
+        if not self.paused:
             self.refuse(what)
 
     def refuse(self, what: str) -> NoReturn:
@@ -189,7 +198,7 @@ class Tape:
         )
 
     def whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused:
+        if self.paused:
             return function(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
@@ -207,11 +216,11 @@ class Tape:
         """Run and record `call` of tensors, or of values whose nodes come beside them, as one."""
         nodes = [x[0] if isinstance(x, tuple) else self.node_of(x) for x in operands]
         values = [x[1] if isinstance(x, tuple) else x for x in operands]
-        before, self._paused = self._paused, True
+        before, self.paused = self.paused, True
         try:
             out = call(*values)
         finally:
-            self._paused = before
+            self.paused = before
         node = self.graph.call_function(_named(call, name), tuple(nodes))
         node.meta["leaf"] = name
         self._fixed.difference_update(nodes)
@@ -225,7 +234,7 @@ class Tape:
         return part
 
     def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused:
+        if self.paused:
             return function(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(flat) if isinstance(x, Tensor | Number)]
@@ -316,7 +325,7 @@ def _place(x: Tensor) -> Any:
     """What memory a tensor shows, and how."""
     with DisableTorchFunctionSubclass():
         if x.layout != torch.strided:
-            return id(x)
+            return None
         return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
 
 

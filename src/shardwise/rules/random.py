@@ -19,6 +19,7 @@ from shardwise import counter
 from shardwise.counter import Values
 from shardwise.layout import Layout
 from shardwise.placement import OnRanks, Shard
+from shardwise.recording import leaf
 from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
 from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Site, local_with
 
@@ -126,6 +127,7 @@ def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     return int(low or 0), int(high)
 
 
+@leaf
 def refuse(site: Site, bad: Tensor, message: str) -> None:
     """Raise on every rank if a value is bad on any; asks the others only where they hold other values."""
     mesh, found = site.layouts[0].mesh, bad.any().long().view(1)

@@ -19,6 +19,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.movement import move
 from shardwise.placement import REPLICATE
+from shardwise.recording import unrecorded
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.reshape import row_major
 from shardwise.rules.row import Shapes, arguments, no_rows
@@ -336,10 +337,10 @@ def _found(key: Sequence[Any], func: Any, rule: OpRule, args: tuple[Any, ...], k
     try:
         found = _cache.get(tuple(key))
     except TypeError:  # an argument that cannot be a key
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass(), unrecorded():
             return _resolved(func, rule, args, kwargs)
     if found is None:
-        with DisableTorchFunctionSubclass():  # asking a DTensor for its dtype is not an op
+        with DisableTorchFunctionSubclass(), unrecorded():  # asking a DTensor for its dtype is not an op
             found = _resolved(func, rule, args, kwargs)
         if len(_cache) >= CACHE_LIMIT:
             _cache.clear()

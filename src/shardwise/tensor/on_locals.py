@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.layout import Layout
+from shardwise.recording import unrecorded
 from shardwise.rules.row import preparation
 from shardwise.tensor import resolve
 from shardwise.tensor.copies import copied
@@ -35,7 +36,8 @@ class OnLocals:
             return self.op(*locals_, **{k: a if type(a) in PLAIN_VALUES else _local(a) for k, a in kwargs.items()})
         rank = collectives.rank()
         if rank not in self.ready:
-            self.ready[rank] = preparation(recipe.local, self._site([]))
+            with unrecorded():
+                self.ready[rank] = preparation(recipe.local, self._site([]))
         ready, python = self.ready[rank]
         if ready is not None and not python:
             out = ready(*args, **kwargs)
