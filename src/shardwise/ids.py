@@ -63,7 +63,9 @@ class Bags:
 
 
 pytree.register_pytree_node(  # so that a recorded step finds the tensor in it
-    Bags, lambda bags: ([bags.offsets], (bags.mode, bags.include_last_offset)), lambda x, how: Bags(how[0], *x, how[1])
+    Bags,
+    lambda bags: ([bags.offsets], (bags.mode, bags.include_last_offset)),
+    lambda x, how: Bags(how[0], next(iter(x)), how[1]),
 )
 
 

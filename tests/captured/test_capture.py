@@ -197,8 +197,8 @@ def test_plain_tensors_and_modules_of_plain_torch_are_captured_too() -> None:
         assert torch.equal(a, b)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-    for p, q in zip(model.buffers(), twin.buffers(), strict=True):
-        assert torch.equal(p, q)  # the running statistics moved on
+    for a, b in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(a, b)  # the running statistics moved on
 
 
 def test_backward_may_run_twice_over_a_recording_and_over_a_replay() -> None:
@@ -261,15 +261,16 @@ def test_lookups_go_where_the_ids_of_this_call_are(cut: sw.Placement) -> None:
         torch.manual_seed(0)
         mesh = sw.Mesh((2,))
         model = sw.shard_module(nn.EmbeddingBag(9, 4, sparse=True), {"weight": cut}, mesh=mesh)
+        (weight,) = model.parameters()
         step = sw.capture(lambda ids: model(ids).square().sum())
         data = [[sw.distribute_tensor(torch.randint(0, 9, (5, 3)), mesh, [sw.Shard(0)])] for _ in range(4)]
         for inputs in data:
             parts = []
             for function in (step.function, step):
                 function(*inputs).backward()
-                grad = model.weight.grad
-                parts.append(grad.full_tensor().to_dense() if not grad.is_sparse else grad._values().clone())
-                model.weight.grad = None
+                grad: Any = weight.grad
+                parts.append(grad._values().clone() if grad.is_sparse else whole(grad).to_dense())
+                weight.grad = None
             assert torch.equal(*parts)
         with pytest.raises(IndexError, match="id 9 at position"):
             step(sw.distribute_tensor(torch.full((5, 3), 9), mesh, [sw.Shard(0)]))

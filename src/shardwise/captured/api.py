@@ -37,10 +37,10 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if recording.here.recorder is not None or meter.listening() or DTensor._enter is not dispatch.enter:
             return self.function(*args, **kwargs)  # who looks on shall see everything
-        if kwargs or any([isinstance(x, list | tuple | dict) for x in args]):
+        if kwargs or any(isinstance(x, list | tuple | dict) for x in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
         else:
-            leaves, spec = args, None
+            leaves, spec = list(args), None
         if self._surroundings is None or not self._surroundings.hold():
             self._recordings.clear()
             self._surroundings = Surroundings(self.function)

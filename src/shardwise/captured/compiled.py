@@ -69,4 +69,4 @@ def _named(module: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain(x: Tensor) -> Tensor:
     """For a compiler, which knows no DTensors and need not know of gradients."""
-    return torch._C.TensorBase.as_subclass(x.detach(), Tensor)  # type: ignore[arg-type]
+    return torch._C.TensorBase.as_subclass(x.detach(), Tensor)

@@ -27,7 +27,7 @@ class Graphs:
         run_forward, run_backward: the same as functions, compiled if that was asked for.
         outside: what came from outside, in the order in which `forward` takes it after the arguments.
         outputs: how many there are.
-        kept: of what backward needs: the position among what `forward` takes, or None where forward leaves it, in order.
+        kept: of what backward needs: the position among what `forward` takes, or None where forward leaves it.
     """
 
     forward: fx.GraphModule
@@ -79,7 +79,10 @@ def split(
     arguments: int,
     backend: Backend | None,
 ) -> Graphs:
-    """The two graphs of `tape`, of which forward ends with `last`; the first `arguments` placeholders are given anew."""
+    """The two graphs of `tape`, of which forward ends with `last`.
+
+    The first `arguments` placeholders are given anew at every replay.
+    """
     same = shortened(tape.graph, outputs)
     gradients = [None if n is None else same.get(n, n) for n in gradients]
     calls = [n for n in tape.graph.nodes if n.op == "call_function"]

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from shardwise import collectives
 from shardwise.captured.compiled import Backend
 from shardwise.captured.graphs import Graphs, split
-from shardwise import collectives
 from shardwise.captured.tape import Tape, applied
 from shardwise.errors import CaptureError
 from shardwise.layout import Layout
@@ -157,6 +156,14 @@ def _outer(x: Tensor, entered: Sequence[Tensor], given: Sequence[Tensor]) -> Ten
     return x
 
 
+def _once() -> None:
+    if torch.is_grad_enabled():
+        raise CaptureError(
+            "capture: a recorded backward has no derivative of its own. Fix: leave out create_graph=True, or call what "
+            "was captured by itself."
+        )
+
+
 class _Made(torch.autograd.Function):
     """Hands out what a recorded forward gave, and records the backward when it comes."""
 
@@ -170,8 +177,8 @@ class _Made(torch.autograd.Function):
         return shown
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        _once()
         with DisableTorchFunctionSubclass():
             given = [cotangents[i].detach().contiguous() for i in ctx.made.differentiable]
             edges = [get_gradient_edge(x) for x in ctx.leaves]
@@ -198,8 +205,8 @@ class _Replayed(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        _once()
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if x is None else x for x in ctx.others]
         with DisableTorchFunctionSubclass():

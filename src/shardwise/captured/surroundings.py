@@ -62,20 +62,18 @@ class Surroundings:
             if isinstance(value, nn.Module | Tensor) or type(value) in PLAIN:
                 self._looks.append((look, value))
         self._attributes = []  # of each module: where they are, how to take them, and what they were
-        self._held: list[tuple[dict[str, Any], list[Any]]] = []  # what modules own
+        self._held: list[tuple[dict[Any, Any], list[Any]]] = []  # what modules own
         self._empty: list[Any] = []
         for module in modules.values():
             own = module.__dict__
             names = [name for name, x in own.items() if type(x) in PLAIN and (name[0] != "_" or name == "training")]
             take = itemgetter(*names, "training")
             self._attributes.append((own, take, take(own)))
-            for held in (
+            owns: tuple[dict[Any, Any], ...] = (
                 module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks,
-            ):  # fmt: skip
-                if held:
-                    self._held.append((held, list(held.values())))
-                else:
-                    self._empty.append(held)
+            )  # fmt: skip
+            self._held += [(held, list(held.values())) for held in owns if held]
+            self._empty += [held for held in owns if not held]
         owned = [p for m in modules.values() for p in m._parameters.values() if p is not None]
         self._parameters = list({id(p): p for p in owned}.values())
         self._facts = self._of_parameters()
@@ -104,7 +102,7 @@ class Surroundings:
 
 
 def _reached(function: Any, seen: set[int]) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    """Values that a function has in its closure, among the globals that it names, or is bound to, and how to look again."""
+    """What a function has in its closure, among the globals that it names, or is bound to, and how to look again."""
     if id(function) in seen:
         return
     seen.add(id(function))
@@ -133,7 +131,9 @@ def _reached(function: Any, seen: set[int]) -> Iterator[tuple[Any, Callable[[], 
 def _each(look: Callable[[], Any], seen: set[int]) -> Iterator[tuple[Any, Callable[[], Any]]]:
     value = look()
     yield value, look
-    if isinstance(value, FunctionType | MethodType | partial) and not str(getattr(value, "__module__", "")).startswith("torch"):
+    if isinstance(value, FunctionType | MethodType | partial) and not str(getattr(value, "__module__", "")).startswith(
+        "torch"
+    ):
         yield from _reached(value, seen)
 
 

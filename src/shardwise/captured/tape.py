@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -107,7 +106,7 @@ class Tape:
 
     def known(self, x: Tensor) -> fx.Node | None:
         node = self._nodes.get(x)
-        return self._places.get(_place(x)) if node is None else node  # type: ignore[no-any-return]
+        return self._places.get(_place(x)) if node is None else node
 
     def _stands(self, x: Tensor, node: fx.Node) -> None:
         place = _place(x)
@@ -141,10 +140,10 @@ class Tape:
         if constant:  # changed in place, it must be a new one at every replay
             func = aten.clone.default
         changes = func._schema.is_mutable
-        fixed = constant or not (changes or _draws(func, args, kwargs)) and self._fixed.issuperset(operands)
+        fixed = constant or (not _draws(func, args, kwargs) and self._fixed.issuperset(operands))
         mapped, named = pytree.tree_map(self._as_argument, (args, kwargs))
         out = func(*args, **kwargs)
-        if changes:
+        if changes and not fixed:
             self._fixed.difference_update(operands)
         self._results(self.graph.call_function(func, tuple(mapped), named), out, fixed)
         return out
@@ -174,10 +173,10 @@ class Tape:
         dynamic = torch.Tag.dynamic_output_shape in func.tags
         if func in INDEXED:
             dynamic = any(x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None)
-        if torch.Tag.data_dependent_output in func.tags or dynamic:
-            if not all(self.known(x) in self._fixed for x in _tensors(args, kwargs)):
-                looks = func is aten._local_scalar_dense.default
-                self.refuse("item(), or an `if`," if looks else f"{name}, whose result or its shape depends on values")
+        by_values = dynamic or torch.Tag.data_dependent_output in func.tags
+        if by_values and not all(self.known(x) in self._fixed for x in _tensors(args, kwargs)):
+            looks = func is aten._local_scalar_dense.default
+            self.refuse("item(), or an `if`" if looks else f"{name}, whose result or its shape depends on values")
         if func.namespace not in ("aten", "prims", "prim"):
             self.refuse(f"{name}, which is not an op of torch")
         if self.in_backward and _draws(func, args, kwargs):
@@ -185,7 +184,12 @@ class Tape:
 
     def look(self, name: str, x: Any) -> None:
         """Python is about to see the values of a tensor."""
-        if not self.paused and isinstance(x, Tensor) and (node := self.known(x)) is not None and node not in self._fixed:
+        if (
+            not self.paused
+            and isinstance(x, Tensor)
+            and (node := self.known(x)) is not None
+            and node not in self._fixed
+        ):
             self.refuse(f"{LOOKS[name]}, which shows values to Python")
 
     def met(self, what: str) -> None:
@@ -194,7 +198,8 @@ class Tape:
 
     def refuse(self, what: str) -> NoReturn:
         raise CaptureError(
-            f"capture: a replay cannot repeat {what}. Fix: do it outside of the captured function, or do not capture it."
+            f"capture: a replay cannot repeat {what}. Fix: do it outside of the captured function, or do not "
+            f"capture it."
         )
 
     def whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,14 +292,14 @@ class _Whole(torch.autograd.Function):
         ctx.tape, ctx.wanted, ctx.name = tape, wanted, name
         ctx.node = tape.part(node, 0, ctx.state)
         tape.part(node, 1, out)
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        def finish(state: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        def finish(state: tuple[Tensor, list[Tensor]], cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            end, inner = state
             with torch.enable_grad():
-                return torch.autograd.grad(*state, cotangent, retain_graph=True, allow_unused=True)
+                return torch.autograd.grad(end, inner, cotangent, retain_graph=True, allow_unused=True)
 
         tape: Tape = ctx.tape
         node, found = tape.unseen(f"{ctx.name}_backward", finish, [(ctx.node, ctx.state), cotangents[0]])
@@ -331,7 +336,7 @@ def _place(x: Tensor) -> Any:
 
 class _Ops(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
 
     def __torch_dispatch__(

@@ -132,8 +132,8 @@ def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if TracingContext.try_get() is not None:  # the first thing that torch.compile asks of a tensor
         raise CaptureError(
-            "torch.compile cannot look into a DTensor. Fix: shardwise.capture(module, backend='inductor'), which records "
-            "the step and compiles its local ops."
+            "torch.compile cannot look into a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
+            "records the step and compiles its local ops."
         )
     raise RuleError(
         f"{name_of(func)}() would reach this rank's part of a DTensor as if it were the whole. "

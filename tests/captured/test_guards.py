@@ -1,0 +1,277 @@
+"""When a recording is not used: what it took for granted has changed, or a replay could not repeat the step."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import CaptureError
+from shardwise.testing import world
+
+SCALE = 2.0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("offset", torch.zeros(3))
+        self.times = 1.0
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop(self.linear(x)) * self.times + self.offset
+        return out
+
+
+def agrees(step: Any, x: Tensor) -> bool:
+    torch.manual_seed(0)
+    expected = step.function(x)
+    torch.manual_seed(0)
+    return torch.equal(step(x), expected)
+
+
+def whole(x: Any) -> Tensor:
+    found: Tensor = x.full_tensor()
+    return found.clone()
+
+
+def unequal_parameters(module: Scaled) -> None:
+    module.linear.weight = nn.Parameter(torch.randn(3, 3))
+
+
+def added_hook(module: Scaled) -> None:
+    module.linear.register_forward_hook(lambda module, inputs, output: output + 1)
+
+
+CHANGES: dict[str, Callable[[Scaled], Any]] = {
+    "a number": lambda m: setattr(m, "times", 3.0),
+    "a mode": lambda m: m.eval(),
+    "the mode of a part": lambda m: m.drop.eval(),
+    "a parameter": unequal_parameters,
+    "a buffer": lambda m: setattr(m, "offset", torch.ones(3)),
+    "a submodule": lambda m: setattr(m, "drop", nn.Identity()),
+    "a hook": added_hook,
+    "what needs gradients": lambda m: m.linear.weight.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_module_that_changed_is_recorded_anew(name: str) -> None:
+    torch.manual_seed(1)
+    module, x = Scaled(), torch.randn(4, 3)
+    step = sw.capture(module)
+    step(x).sum().backward()
+    assert agrees(step, x)
+    CHANGES[name](module)
+    for _ in range(2):
+        assert agrees(step, x)
+        step(x).sum().backward()
+
+
+def test_values_written_into_parameters_and_buffers_count_at_once() -> None:
+    module, x = Scaled().eval(), torch.randn(4, 3)
+    step = sw.capture(module)
+    step(x).sum().backward()
+    with torch.no_grad():
+        module.linear.weight.mul_(2)
+        module.offset.add_(1)  # type: ignore[operator]
+    assert agrees(step, x)
+    module.load_state_dict(Scaled().state_dict())
+    assert agrees(step, x)
+    module.linear.weight.data = torch.randn(3, 3)
+    assert agrees(step, x)
+    assert len(step.graphs()) == 1
+
+
+def test_numbers_in_a_closure_or_a_global_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = 1.0
+
+    def function(x: Tensor) -> Tensor:
+        return x * factor * SCALE
+
+    step, x = sw.capture(function), torch.randn(3)
+    for _ in range(2):
+        assert torch.equal(step(x), x * factor * SCALE)
+    factor = 4.0
+    assert torch.equal(step(x), x * factor * SCALE)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 5.0)
+    assert torch.equal(step(x), x * 4.0 * 5.0)
+
+
+def test_every_kind_of_operands_has_its_own_recording() -> None:
+    def check() -> None:
+        mesh = sw.Mesh((2,))
+        x, y = torch.randn(4, 6), torch.randn(6, 4)
+        kinds: list[Any] = [
+            sw.distribute_tensor(x, mesh, [sw.Shard(0)]), sw.distribute_tensor(x, mesh, [sw.Shard(0, [1, 3])]),
+            sw.distribute_tensor(x, mesh, [sw.Replicate()]),
+            sw.distribute_tensor(x.double(), mesh, [sw.Shard(0)]), x, y.t(), x[:2],
+            sw.distribute_tensor(x, mesh, [sw.Shard(0)]).requires_grad_(),
+        ]  # fmt: skip
+        step = sw.capture(lambda a: (a.reshape(-1) * 2).sum(0))
+        for _ in range(2):
+            for a in kinds:
+                out = step(a)
+                assert type(out) is type(a)
+                assert torch.allclose(out.full_tensor() if isinstance(out, sw.DTensor) else out, step.function(a))
+                if a.requires_grad:
+                    out.backward()
+        assert len(step.graphs()) == len(kinds)
+
+    world(2).run(check)
+
+
+def test_one_tensor_in_two_places_is_not_two() -> None:
+    step, a, b = sw.capture(lambda x, y: x * 2 + y), torch.randn(3), torch.randn(3)
+    assert torch.equal(step(a, a), 3 * a)
+    assert torch.equal(step(a, b), a * 2 + b)
+    assert torch.equal(step(b, b), 3 * b)
+
+
+def test_too_many_kinds_of_operands_are_an_error_that_says_what_to_do() -> None:
+    step = sw.capture(lambda x, n: x * n, limit=3)
+    for n in (1.0, 2.0, 3.0, 1.0):
+        step(torch.ones(2), n)
+    with pytest.raises(CaptureError, match=r"3 kinds of operands already.*pass numbers that change as tensors"):
+        step(torch.ones(2), 4.0)
+
+
+def test_tools_that_look_on_see_the_step_itself() -> None:
+    def check() -> None:
+        mesh = sw.Mesh((2,))
+        weight = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
+        step = sw.capture(lambda x: (weight @ x).sum())
+        x = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
+        step(x)
+        with sw.count_comms() as meter:
+            step(x)
+        assert meter.implicit
+        with pytest.raises(sw.ShardwiseError, match="no_implicit_comm"), sw.no_implicit_comm():
+            step(x)
+
+    world(2).run(check)
+
+
+# ---- what cannot be replayed ------------------------------------------------------------------------------------
+
+OUTSIDE = torch.randn(3, requires_grad=True) * 2
+
+
+def _seeds(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    torch.manual_seed(7)
+    return x + torch.rand(3)
+
+
+def _masked(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def _shared(x: Tensor) -> Tensor:
+    mesh = sw.Mesh((1,))
+    return sw.DTensor.from_local(x, mesh, [sw.Shard(0)]).sum()
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "item": (lambda x: x * x.sum().item(), r"item\(\), or an `if`"),
+    "if": (lambda x: x if x.sum() > 0 else -x, r"item\(\), or an `if`"),
+    "tolist": (lambda x: x * x.tolist()[0], r"tolist\(\)"),
+    "numpy": (lambda x: x * float(x.detach().numpy()[0]), r"numpy\(\)"),
+    "equal": (lambda x: x * torch.equal(x, x), "aten::equal"),
+    "a mask": (_masked, "aten::index.Tensor, whose result or its shape depends on values"),
+    "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
+    "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
+    "a seed": (_seeds, r"torch.manual_seed\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_replay_could_not_repeat_is_refused_while_recording(name: str) -> None:
+    function, said = REFUSED[name]
+    with pytest.raises(CaptureError, match=said):
+        sw.capture(function)(torch.randn(3))
+
+
+def test_values_that_are_the_same_at_every_replay_may_be_looked_at() -> None:
+    def function(x: Tensor) -> Tensor:
+        table = torch.tensor([3, 1, 2])
+        table.add_(1)
+        return x * int(table.max()) + table
+
+    step = sw.capture(function)
+    for _ in range(3):
+        x = torch.randn(3)
+        assert torch.equal(step(x), function(x))
+
+
+def test_facts_that_ranks_tell_each_other_are_refused_on_all_of_them() -> None:
+    def check() -> None:
+        mesh = sw.Mesh((2,))
+        step = sw.capture(lambda x: sw.DTensor.from_local(x, mesh, [sw.Shard(0)]).sum())
+        with pytest.raises(CaptureError, match="what shapes from_local was given"):
+            step(torch.randn(2 + sw.rank()))
+
+    world(2).run(check)
+
+
+def test_gradient_hooks_of_parameters_would_run_twice() -> None:
+    weight = nn.Parameter(torch.randn(3))
+    weight.register_hook(lambda g: g * 2)
+    with pytest.raises(CaptureError, match="gradient hooks, which would run twice"):
+        sw.capture(lambda x: x * weight)(torch.randn(3))
+
+
+def test_arguments_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(CaptureError, match="an argument is a object"):
+        sw.capture(lambda x, y: x)(torch.randn(3), object())
+
+
+def test_a_second_derivative_of_a_replay_is_an_error() -> None:
+    step = sw.capture(lambda x: (x**3).sum())
+    for _ in range(2):
+        x = torch.randn(3, requires_grad=True)
+        with pytest.raises(CaptureError, match="no derivative of its own"):
+            torch.autograd.grad(step(x), x, create_graph=True)
+        step(x).backward()
+
+
+# ---- compilers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "aot_eager"), (1, "inductor")])
+def test_what_lies_between_collectives_may_be_compiled(ranks: int, backend: str) -> None:
+    def check() -> None:
+        torch.manual_seed(0)
+        mesh = sw.Mesh((ranks,))
+        layers = [nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)] if ranks > 1 else [nn.Linear(4, 4, bias=False)]
+        plan = {"0.*": sw.Shard(0), "2.weight": sw.Shard(1)} if ranks > 1 else {}
+        model = sw.shard_module(nn.Sequential(*layers), plan, mesh=mesh)
+        step = sw.capture(lambda x: model(x).square().mean(), backend=backend)
+        for _ in range(3):
+            x = sw.distribute_tensor(torch.randn(5, 4), mesh, [sw.Replicate()])
+            grads = []
+            for function in (step.function, step):
+                function(x).backward()
+                grads.append([whole(p.grad) for p in model.parameters()])
+                model.zero_grad()
+            torch.testing.assert_close(*grads)
+        assert len(step.graphs()) == 1
+
+    world(ranks).run(check)
+
+
+def test_torch_compile_of_a_sharded_module_names_what_to_use_instead() -> None:
+    def check() -> None:
+        mesh = sw.Mesh((1,))
+        model = sw.shard_module(nn.Linear(3, 3), {}, mesh=mesh)
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(Exception, match=r"Fix: shardwise.capture\(module, backend='inductor'\)"):
+            compiled(sw.distribute_tensor(torch.randn(2, 3), mesh, [sw.Shard(0)]))
+
+    world(1).run(check)
