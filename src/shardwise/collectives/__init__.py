@@ -37,6 +37,6 @@ __all__ = [
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "chunks", "contents", "count_comms", "describing",
     "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "init_device_mesh",
     "init_from_environment", "init_processes", "is_simulated", "load_with_process_group", "process_group", "rank",
-    "reduce_stack", "report_failure", "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata", "transport",
-    "using", "world_size", "write_items",
+    "reduce_stack", "report_failure", "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata",
+    "transport", "using", "world_size", "write_items",
 ]  # fmt: skip
