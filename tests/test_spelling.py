@@ -112,6 +112,12 @@ def test_nothing_else_is_a_mesh(text: object) -> None:
         parse_mesh(text)
 
 
+@pytest.mark.parametrize("text", ["dp=two", "dp=2,tp", "dp=2,=", "dp=2 tp=2", "dp=--2"])
+def test_a_mesh_with_names_that_makes_no_sense_is_shown_whole(text: str) -> None:
+    with pytest.raises(PlanError, match=rf"'{text}' is no mesh.*Fix: write 2,2 or dp=2,tp=2"):
+        parse_mesh(text)
+
+
 def test_ranks_of_a_mesh_are_as_many_as_its_positions() -> None:
     assert parse_mesh("2", [5, 3]) == Mesh((2,), (5, 3))
     with pytest.raises(PlanError, match="positions"):

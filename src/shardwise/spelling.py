@@ -113,6 +113,8 @@ def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
     elif isinstance(text, str) and "=" in text:
         pairs = [part.partition("=") for part in text.split(",")]
         names = tuple(name.strip() for name, _, _ in pairs)
+        if not all(re.fullmatch("-?[0-9]+", size.strip()) for _, _, size in pairs):
+            raise PlanError(f"{text!r} is no mesh: an axis has a name and a size. Fix: write 2,2 or dp=2,tp=2.")
         sizes = parse_integers([size.strip() for _, _, size in pairs], "mesh")
     else:
         sizes = parse_integers([text] if isinstance(text, int) else text, "mesh")

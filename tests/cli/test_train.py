@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,7 @@ from shardwise.checkpoint import read_manifest
 from shardwise.data import load_pyident
 from shardwise.train.recommender.config import TrainConfig
 from shardwise.train.recommender.training import Training
-
-COMMAND = [sys.executable, "-m", "shardwise", "train"]
-PLAIN = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "FORCE_COLOR")}
-
-
-def shell(*args: str, cwd: Path, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *args], capture_output=True, text=True, cwd=cwd, env=PLAIN, timeout=120, check=False
-    )
+from tests.cli.shell import COMMAND, PLAIN, shell
 
 
 def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
@@ -113,15 +104,6 @@ def all_have_left(group: int) -> bool:
 
 
 # ---- what is wrong is said before any rank starts -------------------------------------------------------------
-
-
-@pytest.fixture
-def no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def launch(*args: object, **kwargs: object) -> None:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(import_module("shardwise.launch"), "launch", launch)  # `shardwise.launch` is the function
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("no_ranks")

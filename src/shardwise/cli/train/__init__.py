@@ -7,10 +7,10 @@ A job is a module here with `OPTIONS`, those of its own that set the configurati
 import argparse
 from typing import Any
 
-from shardwise.cli.train import recommender
+from shardwise.cli.train import lm, recommender
 from shardwise.errors import ConfigError
 
-JOBS = {"recommender": recommender}
+JOBS = {"recommender": recommender, "lm": lm}
 DEFAULT = "recommender"
 
 
@@ -18,15 +18,15 @@ def add_parser(subparsers: Any) -> None:
     """Describe `train` to argparse."""
     parser = subparsers.add_parser(
         "train",
-        help="train a recommender whose tables live on several ranks",
-        description="Train the recommender: learn which identifier is missing from a function of the Python library, "
-        "from the functions of nine files in ten; then find those of the others. Starts its ranks itself, or runs "
-        "under torchrun.",
+        help="train a recommender or a language model that lives on several ranks",
+        description="recommender: learn which identifier is missing from a function of the Python library, from the "
+        "functions of nine files in ten; then find those of the others. lm: learn to expect the next byte of Python's "
+        "help pages; then make up another. Starts its ranks itself, or runs under torchrun.",
     )
     parser.add_argument("job", nargs="?", choices=JOBS, default=DEFAULT, help=f"what to train (default: {DEFAULT})")
     parser.add_argument("--nproc", metavar="N", help="ranks to start (default: 2)")
-    parser.add_argument("--steps", metavar="N", help="stop after this many steps")
-    parser.add_argument("--checkpoint", metavar="DIR", help="where to save (default: runs/pyident)")
+    parser.add_argument("--steps", metavar="N", help="stop after this many steps; of lm, the length of the whole run")
+    parser.add_argument("--checkpoint", metavar="DIR", help="where to save (default: runs/pyident or runs/lm)")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the latest checkpoint, on any number of ranks"
     )
@@ -45,6 +45,16 @@ def add_parser(subparsers: Any) -> None:
         "--plan", metavar="PLAN", help="row, column, table, replicate, auto-simple, or a TOML file (default: row)"
     )
     own.add_argument("--epochs", metavar="N", help="passes over the training data (default: 3)")
+    own = parser.add_argument_group("options of lm")
+    own.add_argument(
+        "--mesh", metavar="AXES", help="such as dp=2,tp=2: tp cuts the model, every other axis the batch (default: dp)"
+    )
+    own.add_argument(
+        "--sequence-parallel",
+        action="store_const",
+        const=True,
+        help="cut what stands between cut layers along the sequence; needs an axis tp",
+    )
     parser.set_defaults(run=run)
 
 

@@ -26,8 +26,9 @@ def configuration(cls: type[C], args: argparse.Namespace, options: Sequence[str]
     """
     from shardwise import config
 
-    given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
-    return config.load(cls, args.config, [*args.overrides, *(f"{name}={value}" for name, value in given.items())])
+    given = [(name, value) for name in options if (value := getattr(args, name)) is not None]
+    as_set = [f"{name}={'true' if value is True else value}" for name, value in given]
+    return config.load(cls, args.config, [*args.overrides, *as_set])
 
 
 def print_configuration(config: "RunConfig") -> None:
@@ -85,5 +86,5 @@ def next_command(args: argparse.Namespace, words: Sequence[str], options: Sequen
         command += ["--set", override]
     for name in options:
         if (value := getattr(args, name)) is not None:
-            command += [f"--{name.replace('_', '-')}", value]
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
     return shlex.join(command)

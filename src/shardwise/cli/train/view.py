@@ -90,6 +90,10 @@ def show_communication(communication: Communication) -> None:
     if not calls:
         return
     kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in calls.items())
-    least, most = bytes_text(min(sent)), bytes_text(max(sent))
-    span = most if least == most else f"{least} to {most}"
-    print(f"\nCommunication of a step: {kinds}; each rank sends {span}.")
+    print(f"\nCommunication of a step: {kinds}; each rank sends {span_text(sent)}.")
+
+
+def span_text(rank_bytes: Sequence[float]) -> str:
+    """From the least to the most; one number where both read the same."""
+    least, most = bytes_text(min(rank_bytes)), bytes_text(max(rank_bytes))
+    return most if least == most else f"{least} to {most}"

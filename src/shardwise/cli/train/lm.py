@@ -1,0 +1,58 @@
+"""`shardwise train lm`: a language model of the help pages, byte by byte, on a mesh."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shardwise.cli.exits import Exit
+from shardwise.cli.train import common
+
+if TYPE_CHECKING:
+    from shardwise.train.lm.config import LanguageModelConfig
+    from shardwise.train.lm.training import Outcome
+
+OPTIONS = ("mesh", "sequence_parallel")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show how the model lies on the mesh, train, show what came of it."""
+    from shardwise.train.lm.config import LanguageModelConfig
+
+    config = common.configuration(LanguageModelConfig, args, (*OPTIONS, *common.SHARED))
+    if args.print_config:
+        common.print_configuration(config)
+        return Exit.OK
+
+    from shardwise.cli.train import lm_view as view
+    from shardwise.data import load_pydoc_topics
+    from shardwise.train.lm.training import check
+    from shardwise.train.loop import resumable_step
+
+    num_ranks = common.ranks_of_torchrun() or config.num_ranks
+    mesh, data = config.mesh_of(num_ranks), load_pydoc_topics()
+    check(config, data)
+    resumed_step = resumable_step(config, data.fingerprint) if args.resume else None
+    if common.speaks():
+        view.show_start(config, data, mesh, resumed_step)
+    outcome = common.launched(config.checkpoint, on_rank, config, args.resume, nproc=num_ranks)
+    if common.speaks():
+        view.show_outcome(outcome, data, config)
+        if config.last_step < config.steps:
+            command = common.next_command(args, ["lm", "--resume"], (*OPTIONS, *common.SHARED))
+            print(f"\nNext: {command} --set stop_after=none")
+    return Exit.OK
+
+
+def on_rank(config: "LanguageModelConfig", resume: bool) -> "Outcome":
+    """What every rank does; the first one tells how it goes."""
+    from shardwise import collectives
+    from shardwise.cli.train import lm_view as view
+    from shardwise.data import load_pydoc_topics
+    from shardwise.train.lm.training import Training, train
+
+    training = Training(config, load_pydoc_topics())
+    if resume:
+        training.restore()
+    if collectives.rank() == 0:
+        view.show_model(training.model)
+    with common.reporting(view.line) as show:
+        return train(training, show)

@@ -1,0 +1,70 @@
+"""What `shardwise train lm` shows."""
+
+import math
+
+from torch import nn
+
+from shardwise import report
+from shardwise.cli.train import view
+from shardwise.data import PydocTopics, lzma_bits, order2_bits
+from shardwise.errors import printable
+from shardwise.mesh import Mesh
+from shardwise.report.words import bytes_text, count_text
+from shardwise.train.ledger import Progress
+from shardwise.train.lm.config import TENSOR_AXIS, LanguageModelConfig
+from shardwise.train.lm.training import Outcome
+
+
+def show_start(config: LanguageModelConfig, data: PydocTopics, mesh: Mesh, resumed_step: int | None) -> None:
+    """The data, and what the axes of the mesh do."""
+    print(data)
+    axes = dict(zip(mesh.names or (), mesh.shape, strict=True))
+    copies = math.prod(size for name, size in axes.items() if name != TENSOR_AXIS)
+    spread = count_text(axes.get(TENSOR_AXIS, 1), "rank")
+    along = ", between its layers along the sequence" if config.sequence_parallel else ""
+    print(f"{mesh}: the batch is cut by {copies}; the model is cut over {spread}{along}.")
+    view.show_beginning(config.checkpoint, resumed_step)
+
+
+def show_model(model: nn.Module) -> None:
+    """How large it is, and what every rank holds of it."""
+    table = report.sharding_table(model)
+    held = [sum(column) for column in zip(*(one.rank_bytes for one in table.placed), strict=True)]
+    sizes = [(parameter.numel(), parameter.nbytes) for parameter in model.parameters()]
+    count, num_bytes = map(sum, zip(*sizes, strict=True))
+    print(
+        f"{count:,} parameters, {bytes_text(num_bytes)}; a rank holds {view.span_text(held)}. "
+        f"The gradients take as much again, and the state of AdamW twice as much.",
+        flush=True,
+    )
+
+
+def line(progress: Progress) -> str:
+    """Where training stands."""
+    return (
+        f"step {progress.step:,}/{progress.last_step:,}  pass {progress.epoch}  "
+        f"{progress.loss / math.log(2):.3f} bits/byte  {progress.examples_per_second:,.0f} bytes/s"
+    )
+
+
+def show_outcome(outcome: Outcome, data: PydocTopics, config: LanguageModelConfig) -> None:
+    """Bits per byte beside what needs no model, a text that was made up, communication, the checkpoint."""
+    view.show_pace(outcome.taken)
+    print(f"\nOf {len(data.test):,} bytes in topics never seen, a byte costs:\n")
+    rows = [("", "bits"), *((name, f"{bits:.3f}") for name, bits in _figures(outcome, data))]
+    view.print_table(rows, left=1)
+    if outcome.sample:
+        print(f"\nWhat it makes up (temperature {config.temperature:g}):\n")
+        text = printable(config.prompt + outcome.sample.decode(errors="replace"))
+        print("\n".join(f"  {row}".rstrip() for row in text.splitlines()))
+    view.show_communication(outcome.taken.communication)
+    print(f"Checkpoint: {outcome.taken.checkpoint}")
+
+
+def _figures(outcome: Outcome, data: PydocTopics) -> list[tuple[str, float]]:
+    return [
+        ("statistics of order 2 (Witten-Bell)", order2_bits(data.test, given=data.train)),
+        ("lzma, on its own", lzma_bits(data.test)),
+        ("lzma, after the text to learn from", lzma_bits(data.test, given=data.train)),
+        ("this model", outcome.bits_per_byte),
+    ]
