@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor
+from shardwise import DTensor, collectives
+from shardwise.placement import chunk
 
 
 def whole(x: Tensor) -> Tensor:
@@ -20,6 +21,14 @@ def own_part(x: Tensor) -> Tensor:
     """A leaf with the values of `x`, apart from it."""
     made = x.detach().clone()
     return made.requires_grad_() if x.is_floating_point() else made
+
+
+def part_of(x: Tensor, dim: int | None, ranks: int, sizes: tuple[int, ...] | None = None) -> Tensor:
+    """What this rank has of `x`, cut as torch.chunk does or by `sizes`; all of it where no dim is cut."""
+    if dim is None:
+        return x
+    pieces: tuple[Tensor, ...] = x.split(list(sizes or chunk(x.shape[dim], ranks)), dim)
+    return pieces[collectives.rank()]
 
 
 def same_parameters(module: nn.Module, plain: nn.Module) -> None:

@@ -1,19 +1,25 @@
 """Colwise and rowwise layers, in pairs and alone: even, uneven, empty, in units, by hand."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
-from shardwise import DTensor, Replicate, Shard, collectives
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, distribute_tensor
+from shardwise.errors import PlanError
 from shardwise.models import MLPModule
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
-from tests.parallel.alone import check_like_alone
+from tests.parallel.alone import check_like_alone, part_of, same_parameters, whole
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+X = torch.arange(18.0).view(3, 6) / 7
+IDS = torch.tensor([[0, 6, 2, 3, 3], [1, 1, 5, 0, 6], [4, 2, 0, 0, 1]])
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -50,7 +56,6 @@ def test_a_pair_is_the_plain_pair_whatever_its_width(ranks: int, width: int, bia
     world(ranks).run(body)
 
 
-X = torch.arange(18.0).view(3, 6) / 7
 UNITS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "ten heads": ({"unit": 4}, (12, 12, 12, 4)),
     "by hand": ({"sizes": (0, 30, 9, 1)}, (0, 30, 9, 1)),
@@ -78,3 +83,130 @@ def test_the_toy_perceptron_of_the_peer_s_tests() -> None:
             MLPModule("cpu"), lambda m: parallelize_module(m, None, plan), torch.rand(4, 10), loss_of
         )
     )
+
+
+TABLES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], dict[str, Any]]] = {
+    "table": (lambda: nn.Embedding(7, 5, padding_idx=2), (IDS,), {}),
+    "bags": (lambda: nn.EmbeddingBag(7, 5, mode="mean"), (IDS,), {}),
+    "bags by name": (lambda: nn.EmbeddingBag(7, 5, mode="max"), (), {"input": IDS}),
+    "offsets": (lambda: nn.EmbeddingBag(7, 5, mode="sum"), (IDS.flatten(), torch.tensor([0, 4, 4, 9])), {}),
+    "weights": (lambda: nn.EmbeddingBag(7, 5, mode="sum"), (IDS,), {"per_sample_weights": torch.rand(3, 5).double()}),
+}
+STYLES: list[tuple[ParallelStyle, int | None]] = [  # and the dim along which this rank gets its part
+    (RowwiseParallel(), None),
+    (RowwiseParallel(output_layouts=S0), 0),
+    (RowwiseParallel(output_layouts=S1, use_local_output=False, sizes=(0, 6, 1)), None),
+    (RowwiseParallel(input_layouts=R, unit=7), None),
+    (ColwiseParallel(), -1),
+    (ColwiseParallel(output_layouts=R, sizes=(2, 0, 3)), None),
+    (ColwiseParallel(input_layouts=R, output_layouts=S0, use_local_output=False), None),
+]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: repr(s[0]))
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_cut_by_rows_or_columns_is_the_plain_table(style: tuple[ParallelStyle, int | None], table: str) -> None:
+    make, args, kwargs = TABLES[table]
+
+    def body() -> None:
+        torch.manual_seed(0)
+        plain = make().double()
+        module = parallelize_module(copy.deepcopy(plain), None, style[0])
+        out, want = module(*args, **kwargs), plain(*args, **kwargs)
+        assert isinstance(out, DTensor) != style[0].use_local_output  # type: ignore[attr-defined]
+        assert_close(whole(out), part_of(want, style[1], 3))
+        factors = torch.arange(want.numel(), dtype=want.dtype).view(want.shape)
+        (out * part_of(factors, style[1], 3)).sum().backward()
+        (want * factors).sum().backward()
+        same_parameters(module, plain)
+
+    world(3).run(body)
+
+
+@pytest.mark.parametrize(
+    ("style", "given", "part"),
+    [
+        (ColwiseParallel(input_layouts=S0), 0, -1),
+        (ColwiseParallel(input_layouts=Shard(-1), output_layouts=S0), -1, 0),
+        (ColwiseParallel(input_layouts=Shard(0, (0, 3, 0)), output_layouts=Shard(1, (1, 0, 4))), (0, 3, 0), (1, 0, 4)),
+        (RowwiseParallel(input_layouts=R), None, None),
+        (RowwiseParallel(input_layouts=S0, output_layouts=S0), 0, 0),
+        (RowwiseParallel(output_layouts=Shard(-1)), -1, -1),
+    ],
+    ids=repr,
+)
+def test_inputs_and_outputs_are_laid_out_as_the_style_says(style: ParallelStyle, given: Any, part: Any) -> None:
+    """A linear layer from 6 to 5 features, three examples, on three ranks."""
+
+    def own(x: Tensor, how: Any, dim: int) -> Tensor:
+        return part_of(x, dim, 3, how) if isinstance(how, tuple) else part_of(x, how, 3)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        plain = nn.Linear(6, 5).double()
+        module = parallelize_module(copy.deepcopy(plain), None, style)
+        x = X.double().requires_grad_()
+        mine = own(x, given, 0).detach().clone().requires_grad_()
+        out, want = module(mine), plain(x)
+        assert type(out) is Tensor
+        assert_close(out, own(want, part, 1))
+        factors = torch.arange(15.0, dtype=torch.float64).view(3, 5)
+        (out * own(factors, part, 1)).sum().backward()
+        (gradient,) = torch.autograd.grad((want * factors).sum(), x, retain_graph=True)
+        assert mine.grad is not None
+        assert_close(mine.grad, own(gradient, given, 0))
+        (want * factors).sum().backward()
+        same_parameters(module, plain)
+
+    world(3).run(body)
+
+
+@pytest.mark.parametrize("placement", [R, S0, S1, Partial()], ids=str)
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_a_distributed_input_may_come_in_any_layout(style: type[ParallelStyle], placement: Any) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        plain = nn.Linear(6, 5)
+        module = parallelize_module(copy.deepcopy(plain), None, style(use_local_output=False))  # type: ignore[call-arg]
+        x = distribute_tensor(X, Mesh((4,)), [placement]).requires_grad_()
+        out, y = module(x), X.clone().requires_grad_()
+        want = plain(y)
+        assert_close(whole(out), want)
+        out.square().sum().backward()
+        want.square().sum().backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        assert_close(whole(x.grad), y.grad)
+        same_parameters(module, plain)
+
+    world(4).run(body)
+
+
+BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {
+    "another layer": (nn.Conv1d(2, 2, 1), ColwiseParallel(), "knows Linear, Embedding and EmbeddingBag, not Conv1d"),
+    "unit": (nn.Linear(6, 10), ColwiseParallel(unit=4), "10 features are no multiple of unit=4"),
+    "no unit": (nn.Linear(6, 10), RowwiseParallel(unit=0), "6 features are no multiple of unit=0"),
+    "sizes": (nn.Linear(6, 10), ColwiseParallel(sizes=(5, 4)), r"sizes=\(5, 4\) must be 2 numbers that add up to 10"),
+    "sizes in units": (
+        nn.Linear(6, 10),
+        RowwiseParallel(unit=3, sizes=(3, 3)),
+        r"sizes=\(3, 3\) must be 2 numbers that add up to 2: 6 features in units of 3, on 2 ranks",
+    ),
+    "too many": (nn.Linear(6, 10), ColwiseParallel(sizes=(5, 4, 1)), "must be 2 numbers"),
+    "no placement": (nn.Linear(6, 10), ColwiseParallel(input_layouts="S"), "'S' is no placement"),  # type: ignore[arg-type]
+    "axes": (nn.Linear(6, 10), ColwiseParallel(output_layouts=(S0, S1)), "are 2 placements, Mesh"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_a_style_cannot_do_is_told_before_anything_changes(name: str) -> None:
+    module, style, text = BAD[name]
+
+    def body() -> None:
+        own = copy.deepcopy(module)
+        with pytest.raises(PlanError, match=text):
+            parallelize_module(own, None, {"": style})
+        assert not any(isinstance(p, DTensor) for p in own.parameters())
+        assert not own._forward_pre_hooks
+
+    world(2).run(body)

@@ -175,8 +175,15 @@ class Crossing:
         return self._wanted(layout)
 
     def _wanted(self, layout: Layout) -> Layout:
+        def stays(wanted: Placement | None, have: Placement) -> bool:
+            """A cut without sizes is any cut of that dim."""
+            if isinstance(wanted, Shard) and wanted.sizes is None:
+                return have.is_shard(wanted.dim % max(len(layout.shape), 1))
+            return wanted is None
+
         try:
-            return layout.replace([w or have for w, have in zip(self.wanted, layout.placements, strict=True)])
+            pairs = zip(self.wanted, layout.placements, strict=True)
+            return layout.replace([have if stays(wanted, have) else wanted or have for wanted, have in pairs])
         except LayoutError as error:
             raise LayoutError(f"{self.what}: {error}") from None
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from shardwise.errors import PlanError
 from shardwise.parallel.crossing import Crossing
-from shardwise.parallel.style import After, Arguments, Before, ParallelStyle, Placed, Where, first
-from shardwise.placement import REPLICATE, Placement, Shard, chunk
+from shardwise.parallel.style import LAST, After, Arguments, Before, ParallelStyle, Placed, Where, first
+from shardwise.placement import REPLICATE, Shard, chunk
+from shardwise.tensor import DTensor
 
 # The dims of a weight: the features that come out, and those (or the rows of a table) that are summed or looked up.
 DIMS: dict[type[nn.Module], tuple[int, int]] = {nn.Linear: (0, 1), nn.Embedding: (1, 0), nn.EmbeddingBag: (1, 0)}
-LAST = Shard(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +78,13 @@ class ColwiseParallel(_ByFeatures):
 
     def parameters(self, module: nn.Module, where: Where) -> Mapping[str, Placed]:
         cut = self.cut(module, where, 0)
-        return {"weight": cut, "bias": Shard(0, cut.sizes)}
+        return {"weight": cut, "bias": Shard(0, cut.sizes)} if isinstance(module, nn.Linear) else {"weight": cut}
 
     def before(self, module: nn.Module, where: Where) -> Before:
         return _inputs(module, where, where.crossing(self.input_layouts or REPLICATE, REPLICATE))
 
     def after(self, module: nn.Module, where: Where) -> After:
-        wanted = self.output_layouts or LAST
-        if wanted in (LAST, (LAST,)):
-            wanted = Shard(-1, self.cut(module, where, 0).sizes)
+        wanted = where.cut_as(self.output_layouts or LAST, Shard(-1, self.cut(module, where, 0).sizes))
         return where.crossing(None, wanted, local=self.use_local_output, what="the output")
 
 
@@ -102,13 +100,10 @@ class RowwiseParallel(_ByFeatures):
         return {"weight": self.cut(module, where, 1)}
 
     def before(self, module: nn.Module, where: Where) -> Before:
-        wanted: Placement = REPLICATE
-        if isinstance(module, nn.Linear):
-            wanted = Shard(-1, self.cut(module, where, 1).sizes)
-        given = self.input_layouts or wanted
-        if given in (LAST, (LAST,)):
-            given = wanted
-        return _inputs(module, where, where.crossing(given, wanted))
+        if not isinstance(module, nn.Linear):
+            return _inputs(module, where, where.crossing(self.input_layouts or REPLICATE, REPLICATE))
+        cut = Shard(-1, self.cut(module, where, 1).sizes)
+        return first(module, where.crossing(where.cut_as(self.input_layouts or LAST, cut), cut))
 
     def after(self, module: nn.Module, where: Where) -> After:
         return where.crossing(None, self.output_layouts or REPLICATE, local=self.use_local_output, what="the output")
@@ -127,6 +122,12 @@ class _BagInputs:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         named = dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
+        offsets, mesh = named.get("offsets"), self.where.mesh
+        if isinstance(offsets, Tensor) and not isinstance(offsets, DTensor) and mesh.size() > self.where.positions:
+            raise PlanError(
+                f"{self.crossing.what}: on {mesh} plain ids are a part of the batch, but offsets count from the first "
+                f"of all ids. Fix: 2-D ids, or DTensors for ids and offsets."
+            )
         named["input"] = self.crossing(named["input"])
         if named.get("per_sample_weights") is not None:
             named["per_sample_weights"] = self.crossing(named["per_sample_weights"])

@@ -111,7 +111,7 @@ def _matches(module: nn.Module, parts: list[str], path: str = "") -> Iterator[tu
 
 def _unknown(key: str, module: nn.Module) -> str:
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
-    close = get_close_matches(key, paths, n=1)
+    close = get_close_matches(key, paths, n=1) or [p for p in paths if p.rpartition(".")[2] == key.rpartition(".")[2]]
     few = ", ".join(paths[:12]) + (", …" if len(paths) > 12 else "")
     hint = f"Did you mean {close[0]!r}?" if close else f"Modules: {few or 'none'}."
     return f"  {key!r} matches no module. {hint}"

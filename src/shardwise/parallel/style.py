@@ -11,11 +11,12 @@ from shardwise.errors import PlanError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.parallel.crossing import Axes, Crossing, Scope
-from shardwise.placement import REPLICATE, Placement
+from shardwise.placement import REPLICATE, Placement, Shard
 
-Placed = Placement | Sequence[Placement]
-"""A placement on the axis that styles speak of, or one an axis of the mesh."""
+Placed = Placement | Sequence[Placement | None]
+"""A placement on the axis that styles speak of, or one an axis of the mesh, None where the default is meant."""
 
+LAST = Shard(-1)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Before = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 After = Callable[[Any], Any]
@@ -50,11 +51,15 @@ class Where:
         """
         if placed is None or isinstance(placed, Placement):
             return tuple(placed if axis == self.axis else None for axis in range(self.mesh.ndim))
-        if not isinstance(placed, Sequence) or not all(isinstance(p, Placement) for p in placed):
+        if not isinstance(placed, Sequence) or not all(isinstance(p, Placement | None) for p in placed):
             raise PlanError(f"{placed!r} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis.")
         if len(placed) != self.mesh.ndim:
             raise PlanError(f"{list(placed)} are {len(placed)} placements, {self.mesh} has {self.mesh.ndim} axes.")
         return tuple(placed)
+
+    def cut_as(self, placed: Placed, cut: Shard) -> Axes:
+        """The same, with the sizes of `cut` where a cut of the last dim is without."""
+        return tuple(cut if axis == self.axis and p == LAST else p for axis, p in enumerate(self.axes(placed)))
 
     def layout(self, placed: Placed, shape: Sequence[int]) -> Layout:
         """The layout of a parameter of that shape, replicated on the axes that nothing is said of."""

@@ -1,0 +1,250 @@
+"""Borders: parts that fit or do not, uneven parts of which nobody told, and inputs that several layers share."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise.errors import LayoutError, MismatchError
+from shardwise.models import RMSNormPython
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shardwise.parallel.crossing import Scope
+from shardwise.testing import world
+from tests.parallel.alone import own_part, part_of, same_parameters, whole
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+class Heads(nn.Module):
+    """Three projections of one input and one back, as in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wq, self.wk, self.wv = (nn.Linear(6, 10, bias=False) for _ in range(3))
+        self.wo = nn.Linear(10, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.wo(torch.tanh(self.wq(x)) * self.wk(x) + self.wv(x))
+        return result
+
+
+class Block(nn.Module):
+    """Heads after a norm, added to the input."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm(6)
+        self.heads = Heads()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.heads(self.norm(x))
+        return result
+
+
+X = torch.linspace(-1, 1, 60, dtype=torch.float64).view(2, 5, 6)
+WHOLE = {"heads.w[qkv]": ColwiseParallel(), "heads.wo": RowwiseParallel()}
+SEQUENCE = {
+    "norm": SequenceParallel(),
+    "heads.w[qkv]": ColwiseParallel(input_layouts=S1),
+    "heads.wo": RowwiseParallel(output_layouts=S1),
+}
+
+
+def counted(plan: dict[str, Any], run: Any = lambda module, x: module(x), cut: int | None = None) -> list[int]:
+    """Collectives of forward and backward of a block, after its values were compared with those of one process."""
+    plain = Block().double()
+    module = parallelize_module(copy.deepcopy(plain), None, plan)
+    x, y = own_part(part_of(X, cut, collectives.world_size())), own_part(X)
+    counts = []
+    with count_comms() as meter:
+        out = run(module, x)
+    counts.append(meter.total_calls)
+    want = plain(y)
+    assert_close(whole(out), part_of(want, cut, collectives.world_size()))
+    with count_comms() as meter:
+        out.square().sum().backward()
+    counts.append(meter.total_calls)
+    want.square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert_close(x.grad, part_of(y.grad, cut, collectives.world_size()))
+    same_parameters(module, plain)
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_that_share_a_plain_input_send_one_gradient_back(ranks: int) -> None:
+    assert world(ranks).run(counted, WHOLE) == [[1, 1]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_that_share_a_cut_input_gather_it_once(ranks: int) -> None:
+    """One exchange asks for the sizes of the parts; then a gather and a scatter each way."""
+    assert world(ranks).run(counted, SEQUENCE, cut=1) == [[1 + 2, 2]] * ranks
+
+
+def test_recomputation_shares_as_the_first_run_did() -> None:
+    def run(module: nn.Module, x: Tensor) -> Any:
+        return checkpoint(module, x, use_reentrant=False)
+
+    # The sum after the last layer is not needed to recompute what backward wants, or is done again.
+    for forward, backward in world(3).run(counted, WHOLE, run):
+        assert (forward, backward <= 2) == (1, True)
+
+
+def test_what_is_shared_ends_with_the_forward_of_the_parent_even_if_it_fails() -> None:
+    class Failing(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            self.wq(x)
+            raise ZeroDivisionError
+
+    def body() -> None:
+        module = Failing()
+        parallelize_module(module, None, {"w[qkv]": ColwiseParallel()})
+        scope = scope_of(module)
+        x = torch.ones(2, 6, requires_grad=True)
+        with pytest.raises(ZeroDivisionError):
+            module(x)
+        assert (scope.depth, scope.source, scope.result) == (0, None, None)
+        module.wq(x)
+        assert scope.source is None
+
+    def scope_of(module: nn.Module) -> Scope:
+        """Its hook is bound to it."""
+        (hook,) = module._forward_pre_hooks.values()
+        found = hook.__self__  # type: ignore[attr-defined]
+        assert isinstance(found, Scope)
+        return found
+
+    world(2).run(body)
+
+
+def test_an_input_that_changed_in_place_is_taken_anew() -> None:
+    class Changing(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.wq(x)
+            x.mul_(2)
+            result: Tensor = self.wk(x) + first
+            return result
+
+    def body() -> None:
+        plain = Changing().double()
+        cut = ColwiseParallel(input_layouts=S0, output_layouts=R)
+        module = parallelize_module(copy.deepcopy(plain), None, {"w[qk]": cut})
+        with torch.no_grad():
+            assert_close(module(part_of(X[0], 0, 2).clone()), plain(X[0].clone()))
+
+    world(2).run(body)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, RMSNormPython, lambda n: nn.Dropout(0.0)])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize("ranks", [1, 4])  # five places on four ranks; two examples on four ranks
+def test_norms_work_on_parts_of_a_sequence(norm: Any, local: bool, dim: int, ranks: int) -> None:
+    def body() -> None:
+        plain = nn.Sequential(norm(6)).double()
+        module = parallelize_module(
+            copy.deepcopy(plain), None, {"0": SequenceParallel(sequence_dim=dim, use_local_output=local)}
+        )
+        for x in (part_of(X, dim, ranks), distribute_tensor(X, Mesh((ranks,)), [R])):
+            module.zero_grad()
+            plain.zero_grad()
+            mine, y = own_part(x), own_part(X)
+            if isinstance(x, DTensor):
+                mine = x.detach().requires_grad_()
+            out, want = module(mine), plain(y)
+            assert isinstance(out, DTensor) != local
+            assert_close(whole(out), part_of(want, dim, ranks) if local else want)
+            out.pow(3).sum().backward()
+            want.pow(3).sum().backward()
+            assert mine.grad is not None
+            assert y.grad is not None
+            distributed = isinstance(mine.grad, DTensor)
+            assert_close(whole(mine.grad), y.grad if distributed else part_of(y.grad, dim, ranks))
+            same_parameters(module, plain)
+
+    world(ranks).run(body)
+
+
+def test_parts_that_no_cut_of_torch_gives_make_the_right_whole() -> None:
+    """Without sizes in the plan the ranks are asked."""
+    sizes = (0, 3, 2)
+
+    def body() -> None:
+        plain = nn.LayerNorm(6).double()
+        module = parallelize_module(copy.deepcopy(plain), None, SequenceParallel())
+        with count_comms() as meter:
+            out = module(part_of(X, 1, 3, sizes))
+        assert meter.total_calls == 1
+        assert out.layout_.cut(0) == sizes
+        assert_close(whole(out), plain(X))
+
+    world(3).run(body)
+
+
+def test_sizes_in_the_plan_save_the_question() -> None:
+    def body() -> None:
+        module = parallelize_module(nn.Linear(6, 6), None, ColwiseParallel(input_layouts=Shard(0, (0, 2, 0))))
+        for _ in range(2):
+            with count_comms() as meter:
+                module(torch.ones([0, 2, 0][collectives.rank()], 6))
+            assert meter.total_calls == 1
+
+    world(3).run(body)
+
+
+def refused(module: nn.Module, style: Any, x: Tensor) -> tuple[type, str]:
+    parent = parallelize_module(nn.Sequential(module), None, {"0": style})
+    with pytest.raises((LayoutError, MismatchError)) as caught:
+        parent(x)
+    return caught.type, str(caught.value)
+
+
+def test_a_part_of_another_shape_than_the_plan_says_is_refused() -> None:
+    """The whole given to a layer that wants a part: torch multiplies what does not belong together, or fails."""
+    every = world(4).run(refused, nn.Linear(10, 6), RowwiseParallel(), torch.ones(2, 10))
+    assert [kind for kind, _ in every] == [LayoutError] * 4
+    assert every[3][1] == (
+        "the input of 0: a plain tensor laid out as [Shard(1)] on Mesh(0=4) is a part of shape (2, 1) on rank 3, got "
+        "(2, 10). Fix: pass that part, say in the style how the tensor is laid out, or pass a DTensor."
+    )
+
+
+def test_parts_that_are_no_whole_are_refused_with_the_shapes_of_all_ranks() -> None:
+    def body() -> tuple[type, str]:
+        return refused(nn.LayerNorm(6), SequenceParallel(), torch.ones(2 + collectives.rank(), 3, 6))
+
+    ((kind, text),) = set(world(2).run(body))
+    assert kind is MismatchError
+    assert "the input of 0: plain tensors laid out as [Shard(1)]" in text
+    assert "rank 1: expected (2, 3, 6), got (3, 3, 6)" in text
+
+
+def test_a_tensor_of_another_mesh_is_refused() -> None:
+    def body() -> str:
+        x = distribute_tensor(torch.ones(2, 6), Mesh((2,), names=("other",)), [R])
+        return refused(nn.Linear(6, 6), ColwiseParallel(), x)[1]
+
+    (text,) = set(world(2).run(body))
+    assert text.startswith(
+        "the input of 0 is a DTensor on Mesh(other=2), but the module was parallelised on Mesh(0=2). Fix: "
+    )
+
+
+def test_no_gradient_is_kept_where_none_is_wanted() -> None:
+    def body() -> None:
+        module = parallelize_module(Block().double(), None, WHOLE)
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                out = module(X)
+            assert not out.requires_grad
+            assert out.grad_fn is None
+
+    world(2).run(body)

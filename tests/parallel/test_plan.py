@@ -1,0 +1,358 @@
+"""From plans to modules: paths, globs, nesting, ties, the meta device, ranks that differ, styles of one's own."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor
+from shardwise.errors import MeshError, MismatchError, PlanError
+from shardwise.models import MLPModule, MLPStacked, ModelArgs, Transformer
+from shardwise.parallel import (
+    After,
+    Before,
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    Where,
+    first,
+    loss_parallel,
+    parallelize_module,
+)
+from shardwise.parallel.plan import flattened, resolve
+from shardwise.placement import Placement
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+from tests.parallel.alone import check_like_alone, whole
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+COL, ROW = ColwiseParallel(), RowwiseParallel()
+PAIR = {"net1": COL, "net2": ROW}
+
+
+def cuts(module: nn.Module, plan: Any) -> dict[str, Placement]:
+    """The placements that a plan comes to on two ranks, by the name of the parameter."""
+    found = resolve(module, list(flattened(plan)), Mesh((2,)))
+    return {name: layout.placements[0] for name, layout in found.layouts.items()}
+
+
+CUT_PAIR = {"net1.weight": S0, "net1.bias": S0, "net2.weight": S1, "net2.bias": R}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"layers.0.net1": COL, "layers.0.net2": ROW, "layers.1.net1": COL, "layers.1.net2": ROW},
+        {"layers.*.net1": COL, "layers.*.net2": ROW},
+        {"layers.[01].net1": COL, "lay*.?.net2": ROW},
+        {"layers.*": PAIR},
+        {"layers": {"0": PAIR, "1": {"": {"net1": COL}, "net2": ROW}}},
+        {"": {"layers": {"*": PAIR}}},
+        {"layers.*": PAIR, "*.0.net1": COL},
+    ],
+    ids=repr,
+)
+def test_paths_globs_and_nested_plans_name_the_same_modules(plan: Any) -> None:
+    want = {f"layers.{i}.{name}": placement for i in range(2) for name, placement in CUT_PAIR.items()}
+    assert cuts(MLPStacked("cpu"), plan) == want
+
+
+def test_a_star_is_one_component_of_a_path() -> None:
+    with pytest.raises(PlanError, match=r"'\*.net1' matches no module. Did you mean 'layers.0.net1'\?"):
+        cuts(MLPStacked("cpu"), {"*.net1": COL})
+
+
+def test_one_style_is_for_the_module_itself() -> None:
+    assert cuts(nn.Linear(4, 6), COL) == cuts(nn.Linear(4, 6), {"": COL}) == {"weight": S0, "bias": S0}
+
+
+def test_all_that_is_wrong_is_told_at_once_on_every_rank_and_nothing_changes() -> None:
+    plan = {"net": COL, "zzz.*": ROW, "relu": COL, "net1": ColwiseParallel(unit=5), "net2": ROW, "*2": COL}
+
+    def body() -> str:
+        module = MLPModule("cpu")
+        with pytest.raises(PlanError) as caught:
+            parallelize_module(module, None, plan)
+        assert not any(isinstance(p, DTensor) for p in module.parameters())
+        assert not any(child._forward_pre_hooks or child._forward_hooks for child in module.modules())
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert text == (
+        "The plan does not fit the module:\n"
+        "  'net' matches no module. Did you mean 'net2'?\n"
+        "  'zzz.*' matches no module. Modules: net1, relu, net2.\n"
+        "  relu: ColwiseParallel knows Linear, Embedding and EmbeddingBag, not ReLU. "
+        "Fix: name the layers inside it, or write a style for it.\n"
+        "  net1: 16 features are no multiple of unit=5. Fix: a unit that divides them.\n"
+        "  net2.weight: two styles want it as Layout((10, 16) as [Shard(1)] on Mesh(0=2)) and as "
+        "Layout((10, 16) as [Shard(0)] on Mesh(0=2)).\n"
+        "  net2.bias: two styles want it as Layout((10,) as [Replicate()] on Mesh(0=2)) and as "
+        "Layout((10,) as [Shard(0)] on Mesh(0=2))."
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (None, "needs a plan"),
+        (ColwiseParallel, "A plan is a ParallelStyle, or a dict of paths to styles or plans; got <class"),
+        ({"net1": "colwise"}, "got 'colwise' for 'net1'. Fix: a style such as ColwiseParallel()"),
+        ({"net1": None}, "got None for 'net1'"),
+        ({1: COL}, "A plan has paths of modules as keys, got 1"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_plan_is_refused(plan: Any, text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parallelize_module(MLPModule("cpu"), None, plan)
+    assert text in str(caught.value)
+
+
+def test_ranks_with_different_plans_are_told_the_difference() -> None:
+    def body() -> str:
+        unit = 2 if collectives.rank() == 1 else 4
+        with pytest.raises(MismatchError) as caught:
+            parallelize_module(MLPModule("cpu"), None, {"net1": ColwiseParallel(unit=unit), "net2": ROW})
+        return str(caught.value)
+
+    (text,) = set(world(3).run(body))
+    assert text.startswith("Ranks disagree on the parallel plan:\n  rank 0, 2: ")
+    assert "unit=2" in text
+
+
+def test_a_rank_outside_the_mesh_is_told() -> None:
+    def body() -> None:
+        if collectives.rank() < 2:
+            parallelize_module(MLPModule("cpu"), Mesh((2,)), PAIR)
+        else:
+            with pytest.raises(MeshError, match=r"Rank 2 is not part of Mesh\(0=2\)"):
+                parallelize_module(MLPModule("cpu"), Mesh((2,)), PAIR)
+
+    world(3).run(body)
+
+
+def test_a_module_is_parallelised_once() -> None:
+    def body() -> None:
+        module = parallelize_module(MLPModule("cpu"), None, PAIR)
+        with pytest.raises(PlanError, match="net1: it was parallelised before"):
+            parallelize_module(module, None, {"net1": COL})
+        parallelize_module(module, None, PrepareModuleInput(input_layouts=R, desired_input_layouts=R))
+
+    world(2).run(body)
+
+
+@pytest.mark.parametrize("source", [0, 2, None])
+def test_values_come_from_one_rank_or_are_every_rank_s_own(source: int | None) -> None:
+    def body() -> Tensor:
+        module = MLPModule("cpu")
+        with torch.no_grad():
+            for p in module.parameters():
+                p.fill_(collectives.rank())
+        parallelize_module(module, None, PAIR, src_data_rank=source)
+        return whole(module.net1.weight).detach()
+
+    for found in world(3).run(body):
+        rows = [0.0] * 6 + [1.0] * 6 + [2.0] * 4 if source is None else [float(source)] * 16
+        assert found[:, 0].tolist() == rows
+
+
+def test_modules_that_a_plan_leaves_out_stay_as_they_are() -> None:
+    def body() -> None:
+        module = MLPStacked("cpu")
+        parallelize_module(module, None, {"layers.0": PAIR})
+        assert {name for name, p in module.named_parameters() if isinstance(p, DTensor)} == {
+            f"layers.0.{name}" for name in CUT_PAIR
+        }
+
+    world(2).run(body)
+
+
+class Tied(nn.Module):
+    """A table and a projection back to its rows that are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 6)
+        self.out = nn.Linear(6, 7, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.out(torch.tanh(self.table(ids)))
+        return result
+
+
+def test_tied_parameters_stay_one_whatever_the_order_of_the_plans() -> None:
+    whole_out = ColwiseParallel(output_layouts=R)
+
+    several: list[list[dict[str, Any]]] = [[{"table": ROW, "out": whole_out}], [{"out": whole_out}, {"table": ROW}]]
+
+    def body() -> None:
+        ids = torch.tensor([[0, 6, 3], [2, 2, 5]])
+        for plans in several:
+
+            def parallelize(module: nn.Module, plans: list[dict[str, Any]] = plans) -> None:
+                for plan in plans:
+                    parallelize_module(module, None, plan)
+
+            module = check_like_alone(Tied(), parallelize, ids, lambda out: out.square().sum())
+            assert module.out.weight is module.table.weight  # type: ignore[union-attr]
+
+    world(3).run(body)
+
+
+def test_styles_that_tear_a_tie_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"table.weight and out.weight are one parameter, but the plan lays them out"):
+        cuts(Tied(), {"table": COL, "out": COL})
+
+
+def test_a_module_in_two_places_is_parallelised_once() -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        plan = {"*": ColwiseParallel(output_layouts=R)}
+        plain = nn.Sequential(layer, nn.Sequential(nn.ReLU()), layer)
+        module = check_like_alone(
+            plain, lambda m: parallelize_module(m, None, {"[02]": plan["*"]}), torch.randn(3, 4), torch.sum
+        )
+        assert len(module[0]._forward_pre_hooks) == 1  # type: ignore[index]
+
+    world(2).run(body)
+
+
+def test_a_module_on_the_meta_device_is_materialised_part_by_part() -> None:
+    """With the same values on any number of ranks."""
+
+    def body() -> tuple[int, list[Tensor]]:
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 6))
+        plan = {"0": COL, "1": SequenceParallel(sequence_dim=0), "2": ROW}
+        torch.manual_seed(0)
+        parallelize_module(module, None, plan)
+        assert [p.is_meta for p in module.parameters()] == [False] * 6 + [True] * 2
+        mine = [p for p in module.parameters() if isinstance(p, DTensor)]
+        return sum(p.to_local().numel() for p in mine), [whole(p).detach() for p in mine]
+
+    alone = world(1).run(body)[0][1]
+    assert 0 < alone[0].abs().max() < 1
+    for held, values in world(2).run(body):
+        assert held == (48 + 8) // 2 + 16 + 24 + 6
+        for got, want in zip(values, alone, strict=True):
+            assert_close(got, want)
+
+
+@dataclass(frozen=True)
+class ChannelParallel(ParallelStyle):
+    """Conv1d: every rank computes some of the channels."""
+
+    def parameters(self, module: nn.Module, where: Where) -> Mapping[str, Placement]:
+        return {"weight": S0, "bias": S0}
+
+    def before(self, module: nn.Module, where: Where) -> Before:
+        return first(module, where.crossing(R, R))
+
+    def after(self, module: nn.Module, where: Where) -> After:
+        return where.crossing(None, R, local=True)
+
+
+def test_a_style_of_one_s_own_is_one_short_class() -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, 8)
+        module = check_like_alone(
+            nn.Sequential(nn.Conv1d(3, 5, 3)), lambda m: parallelize_module(m, None, {"0": ChannelParallel()}), x, loss
+        )
+        assert [tuple(p.to_local().shape) for p in module.parameters()] == (  # type: ignore[attr-defined]
+            [(3, 3, 3), (3,)] if collectives.rank() == 0 else [(2, 3, 3), (2,)]
+        )
+
+    def loss(out: Tensor) -> Tensor:
+        return (out * torch.arange(out.shape[1]).view(-1, 1)).square().sum()
+
+    world(2).run(body)
+
+
+class Careless:
+    """Prints its address."""
+
+
+def test_a_style_that_prints_its_address_is_no_difference_between_ranks() -> None:
+    @dataclass(frozen=True)
+    class Own(ParallelStyle):
+        held: Any = None
+
+    world(3).run(lambda: parallelize_module(nn.Linear(2, 2), None, Own(Careless())))
+
+
+def test_a_style_that_names_parameters_which_are_not_there_is_told() -> None:
+    with pytest.raises(PlanError, match=r"ChannelParallel cuts weight, bias, the parameters are \."):
+        cuts(nn.Sequential(nn.ReLU()), {"0": ChannelParallel()})
+
+
+def test_an_optimizer_and_a_state_dict_see_the_parameters_of_a_parallel_module() -> None:
+    def body() -> None:
+        plain = MLPModule("cpu")
+        module = parallelize_module(copy.deepcopy(plain), None, PAIR)
+        x = torch.randn(4, 10)
+        for each in (plain, module):
+            optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                each(x).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+                optimizer.step()
+        assert list(module.state_dict()) == list(plain.state_dict())
+        for p, want in zip(module.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(p), want)
+
+    world(3).run(body)
+
+
+def test_the_plan_of_the_peer_s_transformer_works_as_it_is_written_there() -> None:
+    """Plain tensors between the layers, positions cut by rows, scores whole: `use_local_output` as torch has it."""
+    args = ModelArgs(dropout_p=0.0, n_layers=1)
+    layer: dict[str, Any] = {
+        "attention": PrepareModuleInput(input_layouts=S1, desired_input_layouts=R),
+        "attention_norm": SequenceParallel(),
+        "ffn_norm": SequenceParallel(),
+        "attention.w[qkv]": ColwiseParallel(use_local_output=False),
+        "attention.wo": RowwiseParallel(output_layouts=S1),
+        "feed_forward.w1": ColwiseParallel(input_layouts=S1),
+        "feed_forward.w2": RowwiseParallel(output_layouts=S1),
+    }
+    plan: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=R, output_layouts=S1),
+        "pos_embeddings": RowwiseParallel(input_layouts=R, output_layouts=S0),
+        "norm": SequenceParallel(),
+        "layers.*": layer,
+        "output": ColwiseParallel(input_layouts=S1, output_layouts=R),
+    }
+
+    def body() -> None:
+        torch.manual_seed(0)
+        tokens = torch.randint(0, 8, (2, 7))
+        module = check_like_alone(
+            Transformer(args).double(), lambda m: parallelize_module(m, None, plan), tokens, lambda out: out.sum()
+        )
+        assert module.output.weight is module.tok_embeddings.weight  # type: ignore[union-attr]
+
+    world(3).run(body)
+
+
+def test_a_distributed_loss_needs_no_style() -> None:
+    def body() -> None:
+        scores = distribute_tensor(torch.randn(4, 9), Mesh((3,)), [S1]).requires_grad_()
+        with loss_parallel():
+            torch.nn.functional.cross_entropy(scores, torch.tensor([0, 8, 3, 3])).backward()
+        assert scores.grad is not None
+        assert as_dtensor(scores.grad).placements == (S1,)
+
+    world(3).run(body)
