@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.meter import Cause
 from shardwise.movement import move
-from shardwise.placement import REPLICATE, Placement, Shard
+from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.tensor import DTensor, moved, plain, tag
 from shardwise.tensor.conversion import fitted
 from shardwise.tensor.gradients import as_cotangent
@@ -45,19 +45,19 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     """The part of a DTensor laid out as `src` becomes a plain tensor laid out as `dst`.
 
-    Every rank is taken to compute the same loss from what it gets, so the gradient comes back whole where `dst` is.
-    Moving and leaving in one node keeps it whole: that of summands which were added needs no communication.
+    Its gradient comes back as `border`. Moving and leaving in one node keeps a gradient whole that is: that of
+    summands which were added needs no communication.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, src: Layout, dst: Layout, cause: Cause) -> Tensor:
-        ctx.src, ctx.border, ctx.cause = src, dst.reduced(), cause
+    def forward(ctx: Any, local: Tensor, src: Layout, dst: Layout, border: Layout, cause: Cause) -> Tensor:
+        ctx.src, ctx.border, ctx.cause = src, border, cause
         found = move(local, src, dst, cause)
         return local.view_as(local) if found is local else found
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return as_cotangent(grads[0], ctx.border, ctx.src, ctx.cause.turned()), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return as_cotangent(grads[0], ctx.border, ctx.src, ctx.cause.turned()), None, None, None, None
 
 
 def enter(x: Tensor, entry: Entry, cause: Cause) -> DTensor:
@@ -69,12 +69,12 @@ def enter(x: Tensor, entry: Entry, cause: Cause) -> DTensor:
         return tag(found.detach() if found is x else found, entry[1])
 
 
-def leave(x: DTensor, dst: Layout, cause: Cause) -> Tensor:
-    """This rank's part of `x` laid out as `dst`, plain."""
+def leave(x: DTensor, dst: Layout, border: Layout, cause: Cause) -> Tensor:
+    """This rank's part of `x` laid out as `dst`, plain; its gradient comes back as `border`."""
     with DisableTorchFunctionSubclass():
         local = plain(x)
         if torch.is_grad_enabled() and local.requires_grad:
-            return _Leave.apply(local, x._layout, dst, cause)  # type: ignore[no-any-return, no-untyped-call]
+            return _Leave.apply(local, x._layout, dst, border, cause)  # type: ignore[no-any-return, no-untyped-call]
         return move(local, x._layout, dst, cause).detach()
 
 
@@ -126,6 +126,8 @@ class Crossing:
 
     Args:
         mesh: of the module.
+        axis: along which ranks share the work. They compute one loss, so gradients of plain tensors that are whole
+            along it are whole. Along the other axes the loss is the sum of those of the ranks.
         given: how a plain tensor is laid out: this rank's part of what. None where plain tensors may not come.
         wanted: the placements to move to; None keeps those of an axis.
         local: whether it goes on as a plain tensor.
@@ -133,16 +135,36 @@ class Crossing:
         scope: where several crossings of one tensor are one.
     """
 
-    __slots__ = ("_entries", "_targets", "cause", "given", "local", "mesh", "scope", "wanted", "what")
+    __slots__ = (
+        "_borders",
+        "_entries",
+        "_targets",
+        "axis",
+        "cause",
+        "given",
+        "local",
+        "mesh",
+        "scope",
+        "wanted",
+        "what",
+    )
 
     def __init__(
-        self, mesh: Mesh, given: Axes | None, wanted: Axes, local: bool, what: str, scope: Scope | None = None
+        self,
+        mesh: Mesh,
+        axis: int,
+        given: Axes | None,
+        wanted: Axes,
+        local: bool,
+        what: str,
+        scope: Scope | None = None,
     ) -> None:
-        self.mesh, self.given, self.wanted, self.local, self.what = mesh, given, wanted, local, what
+        self.mesh, self.axis, self.given, self.wanted, self.local, self.what = mesh, axis, given, wanted, local, what
         self.scope = scope if scope is not None else Scope()
         self.cause = Cause("asked", "parallelize_module", what)
         self._entries: dict[Any, Entry] = {}
         self._targets: dict[Layout, Layout] = {}
+        self._borders: dict[Layout, Layout] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         if type(x) is DTensor:
@@ -151,11 +173,19 @@ class Crossing:
             if target is None:
                 target = self._targets[layout] = self._target(layout)
             if self.local:
-                return leave(x, target, self.cause)
+                return self._left(x, target)
             return x if target is layout else self._shared(x, target, lambda: moved(x, target, self.cause))
         entry = self._entries.get(x.shape) or self._entry(x)
         found = self._shared(x, entry, lambda: enter(x, entry, self.cause))
-        return leave(found, entry[1], self.cause) if self.local else found
+        return self._left(found, entry[1]) if self.local else found
+
+    def _left(self, x: DTensor, target: Layout) -> Tensor:
+        border = self._borders.get(target)
+        if border is None:
+            reduced = target.reduced().placements
+            summed = [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(reduced)]
+            border = self._borders[target] = target.replace(summed)
+        return leave(x, target, border, self.cause)
 
     def _shared(self, x: Tensor, key: Any, cross: Callable[[], DTensor]) -> DTensor:
         scope = self.scope
@@ -175,17 +205,25 @@ class Crossing:
         return self._wanted(layout)
 
     def _wanted(self, layout: Layout) -> Layout:
-        def stays(wanted: Placement | None, have: Placement) -> bool:
-            """A cut without sizes is any cut of that dim."""
-            if isinstance(wanted, Shard) and wanted.sizes is None:
-                return have.is_shard(wanted.dim % max(len(layout.shape), 1))
-            return wanted is None
-
-        try:
-            pairs = zip(self.wanted, layout.placements, strict=True)
-            return layout.replace([have if stays(wanted, have) else wanted or have for wanted, have in pairs])
-        except LayoutError as error:
-            raise LayoutError(f"{self.what}: {error}") from None
+        """`layout` as the module wants it. A cut without sizes is any cut of that dim; new ones are inside others."""
+        placements, new = list(layout.placements), []
+        for axis, wanted in enumerate(self.wanted):
+            if isinstance(wanted, Shard) and wanted.sizes is None and layout.shape:
+                if placements[axis].is_shard(wanted.dim % len(layout.shape)):
+                    continue
+            if wanted is not None and wanted != placements[axis]:
+                placements[axis] = wanted
+                new.append(axis)
+        order = [*(axis for axis in layout.shard_order if axis not in new), *new]
+        # Sizes that an axis had inside of a cut that is gone fit nothing.
+        fresh = [Shard(p.dim) if isinstance(p, Shard) and axis not in new else p for axis, p in enumerate(placements)]
+        told = None
+        for candidate in (placements, fresh):
+            try:
+                return Layout(self.mesh, candidate, layout.shape, order)
+            except LayoutError as error:
+                told = told or error
+        raise LayoutError(f"{self.what}: {told}") from None
 
     def _entry(self, x: Any) -> Entry:
         """How a plain tensor of this shape comes in. Kept, unless other ranks had to be asked for its sizes."""

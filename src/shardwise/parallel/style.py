@@ -77,9 +77,8 @@ class Where:
             local: hand on this rank's part as a plain tensor.
         """
         plain = None if given is None else self.axes(given)
-        return Crossing(
-            self.mesh, plain, self.axes(wanted), local, f"{what} of {self.path or 'the module'}", self.scope
-        )
+        what = f"{what} of {self.path or 'the module'}"
+        return Crossing(self.mesh, self.axis, plain, self.axes(wanted), local, what, self.scope)
 
 
 @dataclass(frozen=True)

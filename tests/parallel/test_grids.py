@@ -1,0 +1,233 @@
+"""Meshes of several axes: data beside tensor parallelism, and beside parts of the sequence; meshes of torch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, init_device_mesh, shard_module
+from shardwise.errors import PlanError
+from shardwise.models import MLPModule
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+from tests.parallel.alone import same_parameters, whole
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+PAIR = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
+X = torch.linspace(-1, 1, 50).view(5, 10)
+MESHES = [
+    Mesh((2, 2), names=("dp", "tp")),
+    Mesh((2, 2), names=("tp", "dp")),
+    Mesh((2, 2), ranks=(3, 1, 0, 2)),
+    Mesh((1, 3), names=("dp", "tp")),
+    Mesh((3, 1), names=("dp", "tp")),
+]
+
+
+def data_axis(mesh: Mesh) -> int:
+    return 1 if mesh.names == ("tp", "dp") else 0
+
+
+def own_batch(mesh: Mesh, x: Tensor) -> Tensor:
+    """This rank's part of an uneven batch."""
+    axis, here = data_axis(mesh), mesh.coordinate(collectives.rank())
+    assert here is not None
+    sizes = {1: [5], 2: [1, 4], 3: [0, 4, 1]}[mesh.shape[axis]]
+    pieces: tuple[Tensor, ...] = x.split(sizes)
+    return pieces[here[axis]]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_rank_brings_its_part_of_the_batch_and_gradients_are_of_all(mesh: Mesh) -> None:
+    def body() -> None:
+        plain = MLPModule("cpu")
+        module = parallelize_module(copy.deepcopy(plain), mesh, PAIR)
+        out = module(own_batch(mesh, X))
+        assert type(out) is Tensor
+        want = plain(X)
+        assert_close(out, own_batch(mesh, want))
+        out.square().sum().backward()  # the sum over parts of the batch is the loss of the whole
+        want.square().sum().backward()
+        same_parameters(module, plain)
+        first = as_dtensor(module.get_parameter("net1.weight")).placements
+        assert first == tuple(R if axis == data_axis(mesh) else S0 for axis in range(2))
+
+    world(mesh.size()).run(body)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_distributed_result_has_the_mean_of_the_whole_uneven_batch(mesh: Mesh) -> None:
+    plan = {"net1": ColwiseParallel(use_local_output=False), "net2": RowwiseParallel(use_local_output=False)}
+
+    def body() -> None:
+        plain = MLPModule("cpu")
+        module = parallelize_module(copy.deepcopy(plain), mesh, plan)
+        loss = module(own_batch(mesh, X)).square().mean()
+        want = plain(X).square().mean()
+        assert_close(whole(loss), want)
+        loss.backward()
+        want.backward()
+        same_parameters(module, plain)
+
+    world(mesh.size()).run(body)
+
+
+def test_a_distributed_input_keeps_what_it_is_on_data_axes() -> None:
+    mesh = MESHES[0]
+
+    def body() -> None:
+        plain = MLPModule("cpu")
+        plan = {"net1": ColwiseParallel(use_local_output=False), "net2": RowwiseParallel(use_local_output=False)}
+        module = parallelize_module(copy.deepcopy(plain), mesh, plan)
+        for placement in (R, S0):
+            x = DTensor.from_local(X, mesh, [R, R]).redistribute(placements=[placement, S1])
+            out = module(x)
+            assert out.placements == (placement, R)
+            assert_close(whole(out), plain(X))
+
+    world(4).run(body)
+
+
+class Placed(nn.Module):
+    """Words, and positions that are the same in every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.positions = nn.Embedding(9, 4), nn.Embedding(7, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.words(ids) * self.positions(torch.arange(ids.shape[1]))
+        return result
+
+
+@pytest.mark.parametrize("style", [RowwiseParallel, ColwiseParallel])
+@pytest.mark.parametrize("local", [True, False])
+def test_what_is_the_same_for_every_part_of_the_batch_gets_the_gradient_of_all(style: Any, local: bool) -> None:
+    mesh, ids = MESHES[0], torch.arange(15).view(5, 3) % 9
+    everywhere = style(input_layouts=(R, R), use_local_output=local, output_layouts=R)
+    plan = {"words": style(use_local_output=local, output_layouts=R), "positions": everywhere}
+
+    def body() -> None:
+        plain = Placed()
+        module = parallelize_module(copy.deepcopy(plain), mesh, plan)
+        out, want = module(own_batch(mesh, ids)), plain(ids)
+        assert_close(whole(out), own_batch(mesh, want) if local else want)
+        out.square().sum().backward()
+        want.square().sum().backward()
+        same_parameters(module, plain)
+
+    world(4).run(body)
+
+
+def test_a_layout_may_name_every_axis() -> None:
+    """Positions are the same for every part of the batch."""
+    mesh = MESHES[0]
+
+    def body() -> None:
+        torch.manual_seed(0)
+        plain = nn.Embedding(9, 4)
+        for style in (
+            RowwiseParallel(input_layouts=(R, R), use_local_output=False),
+            ColwiseParallel(input_layouts=(R, R), output_layouts=(S0, R), use_local_output=False),
+            PrepareModuleInput(input_layouts=((R, R),), desired_input_layouts=((R, S0),)),
+        ):
+            module = parallelize_module(copy.deepcopy(plain), mesh, style)
+            shard_module(module, {}, mesh=mesh)
+            with count_comms() as meter:
+                out = module(torch.arange(7))
+            assert meter.total_calls <= 1, "nobody is asked for sizes"
+            assert_close(whole(out), plain(torch.arange(7)))
+
+    world(4).run(body)
+
+
+class Block(nn.Module):
+    """A norm, two layers, and the input added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 2), (2, 3, 1)], ids=str)
+def test_data_tensor_and_sequence_axes_work_together(sizes: tuple[int, int, int]) -> None:
+    """Parts of the batch on "dp", of the sequence on "sp" and, between layers, on "tp" as well."""
+    mesh = Mesh(sizes, names=("dp", "tp", "sp"))
+    given = (S0, R, S1)
+    plan = {
+        "": PrepareModuleInput(input_layouts=(given,), desired_input_layouts=((S0, S1, S1),)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(output_layouts=S1, use_local_output=False),
+    }
+    x = torch.linspace(-1, 1, 3 * 7 * 6, dtype=torch.float64).view(3, 7, 6)
+
+    def body() -> None:
+        plain = Block().double()
+        module = parallelize_module(copy.deepcopy(plain), mesh, plan)
+        here = mesh.coordinate(collectives.rank())
+        assert here is not None
+        batch = x.split([3] if sizes[0] == 1 else [1, 2])[here[0]]
+        mine = batch.split([7] if sizes[2] == 1 else [2, 5], 1)[here[2]].clone().requires_grad_()
+        y = x.clone().requires_grad_()
+        out, want = module(mine), plain(y)
+        assert_close(whole(out), want)
+        out.square().mean().backward()
+        want.square().mean().backward()
+        same_parameters(module, plain)
+        assert mine.grad is not None
+        assert y.grad is not None
+        part = y.grad.split([3] if sizes[0] == 1 else [1, 2])[here[0]]
+        assert_close(mine.grad, part.split([7] if sizes[2] == 1 else [2, 5], 1)[here[2]])
+
+    world(mesh.size()).run(body)
+
+
+def test_offsets_of_a_part_of_the_batch_are_refused() -> None:
+    def body() -> None:
+        module = parallelize_module(nn.EmbeddingBag(7, 4), MESHES[0], RowwiseParallel())
+        with pytest.raises(PlanError, match=r"offsets count from the first of all ids. Fix: 2-D ids"):
+            module(torch.arange(4), torch.tensor([0, 2]))
+        assert module(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 4)
+
+    world(4).run(body)
+
+
+def on_torch_s_meshes() -> list[Any]:
+    """A pair on an axis of a mesh of torch, and on the mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = MLPModule("cpu")
+    want = plain(X)
+    alone = parallelize_module(copy.deepcopy(plain), mesh["tp"], PAIR)
+    with count_comms() as meter:
+        out = alone(X)
+    assert_close(out, want)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    same_parameters(alone, plain)
+    both = parallelize_module(copy.deepcopy(plain), mesh, PAIR)
+    mine = X.split([1, 4])[mesh.get_coordinate()[0]]
+    both(mine).square().sum().backward()
+    same_parameters(both, plain)
+    return [meter.total_calls, tuple(as_dtensor(both.get_parameter("net1.weight")).to_local().shape)]
+
+
+def test_meshes_of_torch_and_their_axes_work_on_real_ranks() -> None:
+    assert world(4, real=True).run(on_torch_s_meshes) == [[1, (8, 10)]] * 4

@@ -1,0 +1,240 @@
+"""`loss_parallel`: every option of cross entropy on cut classes, and no rank that ever holds all scores."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise.errors import RuleError
+from shardwise.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+from tests.parallel.alone import part_of, whole
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+CLASSES, EXAMPLES = 43, 30  # more classes than the few numbers an example that each of four ranks sends
+generator = torch.Generator().manual_seed(0)
+SCORES = torch.randn(EXAMPLES, CLASSES, generator=generator, dtype=torch.float64)
+TARGETS = torch.randint(0, CLASSES, (EXAMPLES,), generator=generator).index_fill(0, torch.tensor([3, 7]), 4)
+WEIGHT = torch.rand(CLASSES, generator=generator, dtype=torch.float64)
+CHANCES = torch.rand(EXAMPLES, CLASSES, generator=generator, dtype=torch.float64).softmax(1)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignored": {"ignore_index": 4},
+    "weighted": {"weight": WEIGHT},
+    "smoothed": {"label_smoothing": 0.2},
+    "all": {"weight": WEIGHT, "label_smoothing": 0.2, "ignore_index": 4},
+}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor has which an op makes on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            sizes = [x.numel() for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("targets", [TARGETS, CHANCES], ids=["classes", "probabilities"])
+def test_every_option_is_exact_on_classes_cut_anyhow(targets: Tensor, options: str, reduction: str) -> None:
+    given = {**OPTIONS[options], "reduction": reduction}
+    if targets is CHANCES:
+        given.pop("ignore_index", None)
+    y = SCORES.clone().requires_grad_()
+    want = F.cross_entropy(y, targets, **given)
+    want.square().sum().backward()
+
+    def body() -> None:
+        for cut in (S1, Shard(1, (0, 30, 0, 13))):
+            x = distribute_tensor(SCORES, Mesh((4,)), [cut]).requires_grad_()
+            with loss_parallel():
+                loss = F.cross_entropy(x, targets, **given)
+                assert_close(whole(loss), want)
+                loss.square().sum().backward()
+            assert x.grad is not None
+            assert as_dtensor(x.grad).placements == as_dtensor(x).placements
+            assert y.grad is not None
+            assert_close(whole(x.grad), y.grad)
+
+    world(4).run(body)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("sizes", ["even", "by hand"])
+@pytest.mark.parametrize("targets", [TARGETS, CHANCES], ids=["classes", "probabilities"])
+def test_no_rank_ever_makes_a_tensor_as_large_as_all_scores(targets: Tensor, sizes: str, ranks: int) -> None:
+    """From the input of the last layer to the gradients, every tensor of every op is looked at."""
+    options = OPTIONS["weighted" if targets is CHANCES else "all"]
+    cut = None if sizes == "even" else (1, *[0] * (ranks - 2), CLASSES - 1)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, CLASSES).double()
+    inputs = torch.randn(EXAMPLES, 3, dtype=torch.float64)
+
+    def body() -> tuple[int, int, int]:
+        style = ColwiseParallel(use_local_output=False, sizes=cut)
+        module = parallelize_module(copy.deepcopy(plain), None, style)
+        x = inputs.clone().requires_grad_()
+        # Probabilities are as many as scores: they come cut as well, or a rank would have all of them at once.
+        mine = part_of(targets, 1, ranks, cut) if targets is CHANCES else targets
+        with Largest() as largest, count_comms() as meter, loss_parallel():
+            goal = DTensor.from_local(mine, placements=[S1]) if targets is CHANCES else mine
+            loss = F.cross_entropy(module(x), goal, **options)
+            loss.backward()
+        assert_close(whole(loss), F.cross_entropy(plain(inputs), targets, **options))
+        own = len(part_of(plain.weight, 0, ranks, cut))
+        return largest.elements, own * EXAMPLES, max(meter.sent_bytes.values()) // 8
+
+    for elements, own, sent in world(ranks).run(body):
+        assert elements < EXAMPLES * CLASSES
+        # Scores of this rank, or the few numbers an example that every rank sends.
+        assert elements <= max(own, 4 * ranks * EXAMPLES)
+        assert sent < EXAMPLES * CLASSES * (ranks - 1)
+
+
+def test_the_witness_sees_scores_that_are_gathered() -> None:
+    """Or the test above would say nothing."""
+
+    def body() -> int:
+        module = parallelize_module(nn.Linear(3, CLASSES).double(), None, ColwiseParallel(output_layouts=R))
+        with Largest() as largest:
+            F.cross_entropy(module(torch.randn(EXAMPLES, 3, dtype=torch.float64)), TARGETS)
+        return int(largest.elements)
+
+    assert min(world(2).run(body)) >= EXAMPLES * CLASSES
+
+
+def refusal(run: Callable[[], Any]) -> str:
+    """What all four ranks are told alike."""
+
+    def body() -> str:
+        with count_comms() as meter, pytest.raises(RuleError) as caught, loss_parallel():
+            run()
+        sent = meter.sent_bytes.get("all_to_all", 0)
+        assert sent < SCORES.numel() // 4 * 8, "before anything of the scores is sent"
+        return str(caught.value)
+
+    (text,) = set(world(4).run(body))
+    return text
+
+
+def scores(placement: Any = S1) -> DTensor:
+    return as_dtensor(distribute_tensor(SCORES, Mesh((4,)), [placement]).requires_grad_())
+
+
+def test_plain_scores_are_told_apart() -> None:
+    for loss in (lambda: F.cross_entropy(SCORES, TARGETS), lambda: nn.CrossEntropyLoss()(SCORES[:, :3], TARGETS % 3)):
+        text = refusal(loss)
+        assert "cross_entropy inside loss_parallel(): the scores, of shape (30, " in text
+        assert "are a plain tensor: all classes, or this rank's taken for all." in text
+        assert "Fix: output_layouts=Shard(-1) and use_local_output=False in the style" in text
+
+
+@pytest.mark.parametrize("placement", [R, S0, Partial()], ids=str)
+def test_scores_of_all_classes_on_a_rank_are_refused(placement: Any) -> None:
+    def body() -> None:
+        x = distribute_tensor(SCORES, Mesh((4,)), [placement])
+        with (
+            pytest.raises(RuleError, match="not cut along dim 1, the classes: every rank holds all of them"),
+            loss_parallel(),
+        ):
+            F.nll_loss(x, TARGETS)
+
+    world(4).run(body)
+
+
+def test_a_gather_of_scores_that_a_loss_was_made_of_is_refused() -> None:
+    def body() -> set[str]:
+        x = scores()
+        texts = set()
+        with loss_parallel():
+            F.cross_entropy(x, TARGETS).backward()
+            gathers: tuple[Callable[[], Any], ...] = (
+                x.full_tensor,
+                lambda: x.redistribute(placements=[S0]),
+                as_dtensor(x.view(5, 6, CLASSES)).full_tensor,
+                as_dtensor(x.grad).full_tensor,
+                lambda: torch.linalg.svdvals(x),
+            )
+            for gather in gathers:
+                with pytest.raises(RuleError) as caught:
+                    gather()
+                texts.add(str(caught.value).partition(" inside ")[0])
+            x.redistribute(placements=[Shard(1, (2, 2, 2, 37))])
+        assert_close(x.full_tensor(), SCORES)
+        return texts
+
+    (texts,) = {frozenset(t) for t in world(4).run(body)}
+    assert "a move that was asked for" in texts
+    assert any("svdvals" in text for text in texts)
+
+
+def test_an_option_that_only_whole_scores_could_have_is_refused_before_they_move() -> None:
+    """Torch refuses to ignore a class of probabilities; nothing is gathered to hear it say so."""
+
+    def run() -> None:
+        F.cross_entropy(scores(), CHANCES, ignore_index=2)
+
+    def body() -> None:
+        with pytest.raises((RuleError, ValueError, RuntimeError)), loss_parallel():
+            run()
+
+    world(4).run(body)
+
+
+def test_one_rank_alone_may_have_all_classes() -> None:
+    def body() -> None:
+        with loss_parallel():
+            distributed = F.cross_entropy(distribute_tensor(SCORES, Mesh((1,)), [R]), TARGETS)
+            assert_close(F.cross_entropy(SCORES, TARGETS), whole(distributed))
+
+    world(1).run(body)
+
+
+def test_on_a_grid_the_mean_is_that_of_the_whole_batch() -> None:
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    y = SCORES.clone().requires_grad_()
+    want = F.cross_entropy(y, TARGETS, ignore_index=4, label_smoothing=0.1)
+    want.backward()
+
+    def body() -> None:
+        here = collectives.rank() // 2
+        goal = DTensor.from_local(TARGETS.split([29, 1])[here], mesh, [S0, R])
+        x = distribute_tensor(SCORES, mesh, [Shard(0, (29, 1)), S1]).requires_grad_()
+        with loss_parallel():
+            loss = F.cross_entropy(x, goal, ignore_index=4, label_smoothing=0.1)
+            loss.backward()
+        assert_close(whole(loss), want)
+        assert x.grad is not None
+        assert y.grad is not None
+        assert_close(whole(x.grad), y.grad)
+
+    world(4).run(body)
+
+
+def test_outside_the_block_scores_may_be_gathered_again() -> None:
+    def body() -> None:
+        x = scores()
+        with loss_parallel():
+            loss = F.cross_entropy(x, TARGETS)
+        assert_close(F.cross_entropy(x.full_tensor(), TARGETS), whole(loss))
+        loss.backward()
+
+    world(4).run(body)
