@@ -121,6 +121,13 @@ def _state(x: Tensor) -> Any:
         return object() if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
 
 
+def _is_met(wanted: Placement, have: Placement, ndim: int) -> bool:
+    """Whether nothing has to move on this axis."""
+    if isinstance(wanted, Shard) and wanted.sizes is None and ndim:
+        return have.is_shard(wanted.dim % ndim)
+    return wanted == have
+
+
 class Crossing:
     """What becomes of one tensor at the border of a module.
 
@@ -208,10 +215,7 @@ class Crossing:
         """`layout` as the module wants it. A cut without sizes is any cut of that dim; new ones are inside others."""
         placements, new = list(layout.placements), []
         for axis, wanted in enumerate(self.wanted):
-            if isinstance(wanted, Shard) and wanted.sizes is None and layout.shape:
-                if placements[axis].is_shard(wanted.dim % len(layout.shape)):
-                    continue
-            if wanted is not None and wanted != placements[axis]:
+            if wanted is not None and not _is_met(wanted, placements[axis], len(layout.shape)):
                 placements[axis] = wanted
                 new.append(axis)
         order = [*(axis for axis in layout.shard_order if axis not in new), *new]
