@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,6 +158,41 @@ def test_recomputed_parts_run_on_whole_tensors(placement: Placement, reentrant: 
     part(p).sum().backward()
     assert p.grad is not None
     assert_close(whole(x.grad), p.grad)
+
+
+def in_place(x: Tensor, constant: Tensor, ids: Tensor) -> Tensor:
+    changed = constant.clone()
+    changed *= x
+    return changed.mul_(constant)
+
+
+BESIDE_CONSTANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "product": lambda x, constant, ids: constant * x,
+    "mask": lambda x, constant, ids: x.masked_fill(constant > 0.5, -1.0),
+    "where": lambda x, constant, ids: torch.where(constant > 0.5, x, constant),
+    "matmul": lambda x, constant, ids: constant.mT @ x,
+    "index_select": lambda x, constant, ids: x.index_select(0, ids),
+    "gather": lambda x, constant, ids: x.gather(0, ids.unsqueeze(1).expand(-1, 3)),
+    "in place": in_place,
+    "cat": lambda x, constant, ids: torch.cat([constant, x]).square(),
+    "dropout": lambda x, constant, ids: F.dropout(x, 0.5) * constant,
+}
+
+
+@pytest.mark.parametrize("other", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("name", BESIDE_CONSTANTS)
+@world(3)
+def test_recomputed_parts_may_keep_operands_that_need_no_gradient(name: str, other: Placement) -> None:
+    part = BESIDE_CONSTANTS[name]
+    constant = distribute_tensor(FULL, Mesh((3,)), [other])
+    ids = distribute_tensor(torch.arange(7).flip(0), Mesh((3,)), [R if other == S1 else other])
+    for placement in PLACEMENTS:
+        kept, again = leaf(placement), leaf(placement)
+        for x, run in ((kept, part), (again, partial(checkpoint, part, use_reentrant=False))):
+            torch.manual_seed(0)
+            result: Any = run(x, constant, ids)
+            result.sin().sum().backward()
+        assert_close(whole(again.grad), whole(kept.grad))
 
 
 @world(3)

@@ -18,6 +18,7 @@ from shardwise.rules import RULES, index
 from shardwise.rules.index import Form
 from shardwise.rules.pointwise import spellings
 from shardwise.tensor.dtensor import DTensor, tag
+from shardwise.tensor.on_locals import Looks, watched
 from shardwise.tensor.resolve import Recipe
 
 FORMS: dict[Any, Form] = {
@@ -50,7 +51,7 @@ def _some_have_none(recipe: Recipe) -> bool:
     return prod(x.shape) > 0 and not all(x.local_numel(rank) for rank in x.mesh.ranks)
 
 
-class _Guarded:
+class _Guarded(Looks):
     __slots__ = ("call", "func", "recipe")
 
     def __init__(self, func: Any, recipe: Recipe, call: Callable[..., Any]) -> None:
@@ -62,7 +63,7 @@ class _Guarded:
         if self.recipe.moves or not self.recipe.layouts[0].local_numel(collectives.rank()):  # perhaps indices are cut
             self._refuse(args, kwargs)
         try:
-            return self.call(*args, **kwargs)
+            return watched(self.call, args, kwargs, self.recipe.output is None)
         except (IndexError, RuntimeError):
             self._refuse(args, kwargs)
             raise
@@ -75,14 +76,14 @@ class _Guarded:
             self.func(*map(_one, args), **{k: _one(a) for k, a in kwargs.items()})
 
 
-class _Keeping:
+class _Keeping(Looks):
     __slots__ = ("call",)
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*map(_kept, args), **{k: _kept(a) for k, a in kwargs.items()})
+        return watched(self.call, tuple(map(_kept, args)), {k: _kept(a) for k, a in kwargs.items()}, in_place=False)
 
 
 def _kept(a: Any) -> Any:

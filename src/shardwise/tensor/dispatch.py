@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_of_saved
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
@@ -29,7 +30,7 @@ from shardwise.tensor.alike import guarded
 from shardwise.tensor.copies import before_change, copied, marked, outdate
 from shardwise.tensor.dtensor import DTensor, Handler, plain
 from shardwise.tensor.names import name_of
-from shardwise.tensor.on_locals import PLAIN_VALUES, Copying, OnLocals, first, known_outputs
+from shardwise.tensor.on_locals import PLAIN_VALUES, Copying, Looks, OnLocals, first, known_outputs, watched
 from shardwise.tensor.promotion import all_promoted, into_plain, promoted
 from shardwise.tensor.results import labelled, measured
 from shardwise.tensor.site import LocalSite
@@ -152,7 +153,7 @@ def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     op, layout = at_once
     copies = before_change(name_of(func), args[0]) if layout is None else None
     with DisableTorchFunctionSubclass():
-        out = op(*args, **kwargs)
+        out = op(*args, **kwargs) if hooks_of_saved(True) is None else watched(op, args, kwargs, layout is None)
         if type(layout) is not Layout:
             if copies:
                 outdate(copies)
@@ -217,11 +218,11 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
         return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs, *views)
     with DisableTorchFunctionSubclass():
         if recipe.moves or recipe.rows:
-            out = guarded(func, recipe, lambda *a, **k: _run_laid_out(func, found, a, k))(*args, **kwargs)
+            out = guarded(func, recipe, _LaidOut(func, found))(*args, **kwargs)
             outdate(copies)
             return out
         call = guarded(func, recipe, _callable(recipe, op, unwrap))
-        out = call(*args, **kwargs)
+        out = watched(call, args, kwargs, recipe.output is None)
         if everywhere and NO_KEY not in ready:
             _remember(ready, call, recipe)
         outdate(copies)
@@ -348,14 +349,23 @@ def _found(key: Sequence[Any], func: Any, rule: OpRule, args: tuple[Any, ...], k
     return found
 
 
-def _run_laid_out(func: Any, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    recipe, site, locals_, named = _laid_out(func, found, args, kwargs)
-    out = site.op(*locals_, **named) if recipe.local is None else recipe.local(site, *locals_, **named)
-    if recipe.copied:
-        out = copied(out, first(args, kwargs))
-    if recipe.rows:
-        return labelled(out, measured(recipe, site, out))
-    return args[0] if recipe.output is None else labelled(out, recipe.output)
+class _LaidOut(Looks):
+    """An op some of whose operands are moved first, or whose result is measured."""
+
+    __slots__ = ("found", "func")
+
+    def __init__(self, func: Any, found: Found) -> None:
+        self.func = func
+        self.found = found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recipe, site, locals_, named = _laid_out(self.func, self.found, args, kwargs)
+        out = site.op(*locals_, **named) if recipe.local is None else recipe.local(site, *locals_, **named)
+        if recipe.copied:
+            out = copied(out, first(args, kwargs))
+        if recipe.rows:
+            return labelled(out, measured(recipe, site, out))
+        return args[0] if recipe.output is None else labelled(out, recipe.output)
 
 
 def _laid_out(
@@ -365,6 +375,7 @@ def _laid_out(
     recipe, op, unwrap = found
     moves = dict(recipe.moves)
     operands: list[DTensor] = []
+    hooked = hooks_of_saved(True) is not None
 
     def operand(x: Any) -> Any:
         if type(x) is not DTensor:
@@ -375,7 +386,9 @@ def _laid_out(
             name = x._name or f"operand {index}"
             cause = recipe.cause._replace(kind="operand", operand=name, wanted=moves[index])
             return move(plain(x), x._layout, moves[index], cause)
-        return plain(x) if unwrap else x  # Python code would see the global shape of a DTensor
+        # Python code would see the global shape of a DTensor, and so would hooks on what is saved; see `watched`.
+        hide = unwrap or (hooked and not x.requires_grad and (index > 0 or recipe.output is not None))
+        return plain(x) if hide else x
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}

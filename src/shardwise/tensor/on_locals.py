@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_of_saved
 
 from shardwise import collectives
 from shardwise.layout import Layout
@@ -17,7 +18,13 @@ from shardwise.tensor.site import LocalSite
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 
 
-class OnLocals:
+class Looks:
+    """Runs an op, and looks at the layouts of its operands for that."""
+
+    __slots__ = ()
+
+
+class OnLocals(Looks):
     """An op that wants plain local tensors: Python code, or a row's local function."""
 
     __slots__ = ("op", "outputs", "ready", "recipe")
@@ -57,7 +64,7 @@ class OnLocals:
         return LocalSite(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
 
 
-class Copying:
+class Copying(Looks):
     """An op that gives copies where torch gives views."""
 
     __slots__ = ("call",)
@@ -67,6 +74,25 @@ class Copying:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return copied(self.call(*args, **kwargs), first(args, kwargs))
+
+
+def watched(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+    """Run an op while there may be hooks on what is saved for backward: operands without a gradient go in plain.
+
+    Torch saves an operand as the Python object it is. A hook meets it inside the op, where its shape is the local one,
+    and may keep it; later its shape is that of the whole. Checkpointing compares the two.
+    """
+    if hooks_of_saved(True) is None or isinstance(call, Looks):
+        return call(*args, **kwargs)
+    changed = args[0] if in_place else None
+
+    def shown(a: Any) -> Any:
+        if type(a) is list or type(a) is tuple:
+            return type(a)(map(shown, a))
+        hidden = type(a) is DTensor and a is not changed and not (a.requires_grad or a.is_sparse)
+        return _as_subclass(a, Tensor) if hidden else a
+
+    return call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()})
 
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
