@@ -5,7 +5,7 @@ one is a dictionary look-up and, where a gradient is wanted, one autograd node f
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,58 +24,79 @@ from shardwise.tensor.gradients import as_cotangent
 
 Axes = tuple[Placement | None, ...]  # one an axis of the mesh; None is the default there, or what a DTensor has
 MOST_DIMS = 16  # of a tensor whose parts' shapes are asked for
-Entry = tuple[Layout, Layout, Layout]  # a plain tensor as it comes, as it goes on, and how its gradient leaves
+
+
+class Way(NamedTuple):
+    """From `src` to `dst` over a border, one side of which is plain; the gradient there is laid out as `border`.
+
+    Args:
+        free: nothing is sent or scaled, there or back: the tensor is an alias.
+    """
+
+    src: Layout
+    dst: Layout
+    border: Layout
+    free: bool
+
+
+def _alike(a: Layout, b: Layout) -> bool:
+    """Whether all ranks hold the same under both: they may differ on axes of one position only."""
+    pairs = zip(a.mesh.shape, a.placements, b.placements, strict=True)
+    return all(size == 1 or p == q for size, p, q in pairs) and a.shard_order == b.shard_order
 
 
 class _Enter(torch.autograd.Function):
-    """A plain tensor becomes the part of a DTensor, moved on the way; its gradient leaves as the entry says."""
+    """A plain tensor becomes the part of a DTensor, moved on the way; its gradient leaves as the way says."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, entry: Entry, cause: Cause) -> Tensor:
-        ctx.entry, ctx.cause = entry, cause
-        found = move(local, entry[0], entry[1], cause)
+    def forward(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
+        ctx.way, ctx.cause = way, cause
+        found = move(local, way.src, way.dst, cause)
         return local.view_as(local) if found is local else found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        _, dst, border = ctx.entry
-        return move(grads[0], dst.dual(), border, ctx.cause.turned()), None, None
+        return move(grads[0], ctx.way.dst.dual(), ctx.way.border, ctx.cause.turned()), None, None
 
 
 class _Leave(torch.autograd.Function):
-    """The part of a DTensor laid out as `src` becomes a plain tensor laid out as `dst`.
+    """The part of a DTensor becomes a plain tensor, moved on the way.
 
-    Its gradient comes back as `border`. Moving and leaving in one node keeps a gradient whole that is: that of
-    summands which were added needs no communication.
+    Moving and leaving in one node keeps a gradient whole that is: that of summands which were added needs no
+    communication.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, src: Layout, dst: Layout, border: Layout, cause: Cause) -> Tensor:
-        ctx.src, ctx.border, ctx.cause = src, border, cause
-        found = move(local, src, dst, cause)
+    def forward(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
+        ctx.way, ctx.cause = way, cause
+        found = move(local, way.src, way.dst, cause)
         return local.view_as(local) if found is local else found
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return as_cotangent(grads[0], ctx.border, ctx.src, ctx.cause.turned()), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return as_cotangent(grads[0], ctx.way.border, ctx.way.src, ctx.cause.turned()), None, None
 
 
-def enter(x: Tensor, entry: Entry, cause: Cause) -> DTensor:
+def enter(x: Tensor, way: Way, cause: Cause) -> DTensor:
     """The DTensor of which the plain `x` is this rank's part."""
+    if way.free:
+        return tag(plain(x), way.dst)
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
-            return tag(_Enter.apply(x, entry, cause), entry[1])  # type: ignore[no-untyped-call]
-        found = move(x, entry[0], entry[1], cause)
-        return tag(found.detach() if found is x else found, entry[1])
+            return tag(_Enter.apply(x, way, cause), way.dst)  # type: ignore[no-untyped-call]
+        found = move(x, way.src, way.dst, cause)
+        return tag(plain(found) if found is x else found, way.dst)
 
 
-def leave(x: DTensor, dst: Layout, border: Layout, cause: Cause) -> Tensor:
-    """This rank's part of `x` laid out as `dst`, plain; its gradient comes back as `border`."""
+def leave(x: DTensor, way: Way, cause: Cause) -> Tensor:
+    """This rank's part of `x`, moved, as a plain tensor."""
+    local = plain(x)
+    if way.free:
+        return local
     with DisableTorchFunctionSubclass():
-        local = plain(x)
         if torch.is_grad_enabled() and local.requires_grad:
-            return _Leave.apply(local, x._layout, dst, border, cause)  # type: ignore[no-any-return, no-untyped-call]
-        return move(local, x._layout, dst, cause).detach()
+            return _Leave.apply(local, way, cause)  # type: ignore[no-any-return, no-untyped-call]
+        return move(local, way.src, way.dst, cause)
 
 
 class Scope:
@@ -143,18 +164,8 @@ class Crossing:
     """
 
     __slots__ = (
-        "_borders",
-        "_entries",
-        "_targets",
-        "axis",
-        "cause",
-        "given",
-        "local",
-        "mesh",
-        "scope",
-        "wanted",
-        "what",
-    )
+        "_targets", "_ways_in", "_ways_out", "axis", "cause", "given", "local", "mesh", "scope", "wanted", "what",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -169,30 +180,23 @@ class Crossing:
         self.mesh, self.axis, self.given, self.wanted, self.local, self.what = mesh, axis, given, wanted, local, what
         self.scope = scope if scope is not None else Scope()
         self.cause = Cause("asked", "parallelize_module", what)
-        self._entries: dict[Any, Entry] = {}
+        self._ways_in: dict[torch.Size, Way] = {}
+        self._ways_out: dict[Layout, Way] = {}
         self._targets: dict[Layout, Layout] = {}
-        self._borders: dict[Layout, Layout] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         if type(x) is DTensor:
-            layout = x._layout
-            target = self._targets.get(layout)
-            if target is None:
-                target = self._targets[layout] = self._target(layout)
             if self.local:
-                return self._left(x, target)
+                return self._left(x)
+            layout = x._layout
+            target = self._targets.get(layout) or self._target(layout)
             return x if target is layout else self._shared(x, target, lambda: moved(x, target, self.cause))
-        entry = self._entries.get(x.shape) or self._entry(x)
-        found = self._shared(x, entry, lambda: enter(x, entry, self.cause))
-        return self._left(found, entry[1]) if self.local else found
+        way = self._ways_in.get(x.shape) or self._way_in(x)
+        found = self._shared(x, way, lambda: enter(x, way, self.cause))
+        return self._left(found) if self.local else found
 
-    def _left(self, x: DTensor, target: Layout) -> Tensor:
-        border = self._borders.get(target)
-        if border is None:
-            reduced = target.reduced().placements
-            summed = [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(reduced)]
-            border = self._borders[target] = target.replace(summed)
-        return leave(x, target, border, self.cause)
+    def _left(self, x: DTensor) -> Tensor:
+        return leave(x, self._ways_out.get(x._layout) or self._way_out(x._layout), self.cause)
 
     def _shared(self, x: Tensor, key: Any, cross: Callable[[], DTensor]) -> DTensor:
         scope = self.scope
@@ -209,7 +213,18 @@ class Crossing:
                 f"{self.what} is a DTensor on {layout.mesh}, but the module was parallelised on {self.mesh}. "
                 f"Fix: make it on that mesh, or redistribute(mesh, placements) it before."
             )
-        return self._wanted(layout)
+        found = self._targets[layout] = self._wanted(layout)
+        return found
+
+    def _way_out(self, layout: Layout) -> Way:
+        """How a DTensor of this layout becomes plain."""
+        target = self._target(layout)
+        reduced = target.reduced().placements
+        summed = [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(reduced)]
+        border = target.replace(summed)
+        free = _alike(layout, target) and _alike(border, layout.dual())
+        way = self._ways_out[layout] = Way(layout, target, border, free)
+        return way
 
     def _wanted(self, layout: Layout) -> Layout:
         """`layout` as the module wants it. A cut without sizes is any cut of that dim; new ones are inside others."""
@@ -229,7 +244,7 @@ class Crossing:
                 told = told or error
         raise LayoutError(f"{self.what}: {told}") from None
 
-    def _entry(self, x: Any) -> Entry:
+    def _way_in(self, x: Any) -> Way:
         """How a plain tensor of this shape comes in. Kept, unless other ranks had to be asked for its sizes."""
         if not isinstance(x, Tensor):
             raise PlanError(
@@ -241,10 +256,11 @@ class Crossing:
                 f"Fix: pass a DTensor, or say its layout in the style."
             )
         src, known = self._layout_of_part(x, [p or (Shard(0) if x.ndim else REPLICATE) for p in self.given])
-        entry = src, self._wanted(src), src.reduced()
+        dst, border = self._wanted(src), src.reduced()
+        way = Way(src, dst, border, _alike(src, dst) and _alike(dst.dual(), border))
         if known:
-            self._entries[x.shape] = entry
-        return entry
+            self._ways_in[x.shape] = way
+        return way
 
     def _layout_of_part(self, x: Tensor, placements: list[Placement]) -> tuple[Layout, bool]:
         """The whole of which `x` is this rank's part, and whether it follows from the plan alone."""

@@ -29,5 +29,5 @@ class SequenceParallel(ParallelStyle):
         cut = Shard(self.sequence_dim)
         return first(module, where.crossing(cut, cut))
 
-    def after(self, module: nn.Module, where: Where) -> After:
-        return where.crossing(None, None, local=self.use_local_output, what="the output")
+    def after(self, module: nn.Module, where: Where) -> After | None:
+        return where.crossing(None, None, local=True, what="the output") if self.use_local_output else None
