@@ -21,7 +21,7 @@ from shardwise.train.lm.batches import drawn, numbers
 from shardwise.train.lm.config import LanguageModelConfig
 from shardwise.train.lm.evaluation import bits_per_byte
 from shardwise.train.lm.generation import continued
-from shardwise.train.lm.model import build
+from shardwise.train.lm.model import build, cut
 from shardwise.train.lm.training import Outcome, Training, learning_rate, train
 from shardwise.train.loop import resumable_step
 
@@ -107,6 +107,20 @@ def plain_text(model: Transformer, prompt: bytes, count: int, *, temperature: fl
     return text[-count:]
 
 
+def test_a_text_longer_than_the_context_goes_on_and_0_takes_the_likeliest(tiny: Tiny) -> None:
+    model = build(tiny(seed=2))
+    for temperature, prompt in ((1.0, b"The "), (1.0, b"longer than all that it sees"), (0.0, b"a")):
+
+        def body(temperature: float = temperature, prompt: bytes = prompt) -> bytes:
+            config = tiny(seed=2, mesh="tp=2")
+            mine = cut(build(config), config.mesh_of(2), False)
+            return continued(mine, prompt, 30, mesh=config.mesh_of(2), temperature=temperature, seed=1)
+
+        text = world(2).run(body)
+        assert text == [plain_text(model, prompt, 30, temperature=temperature or 1e-9, seed=1)] * 2
+        assert len(set(text[0])) > 10
+
+
 def test_a_run_with_dropout_is_the_same_on_every_mesh(tiny: Tiny, topics: PydocTopics) -> None:
     def body(mesh: str) -> list[float]:
         return take(Training(tiny(mesh=mesh, dropout=0.2), topics), 4)
@@ -137,6 +151,25 @@ def test_the_tensor_axis_cuts_matrices_and_their_state_and_no_rank_gathers_the_s
         assert meter.total_bytes < 0.2 * scores
 
     world(3).run(body)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_between_the_layers_a_rank_has_all_of_the_sequence_or_a_part(
+    sequence: bool, tiny: Tiny, topics: PydocTopics
+) -> None:
+    config = tiny(mesh="dp=2,tp=2", sequence_parallel=sequence)
+
+    def body() -> list[torch.Size]:
+        run, seen = Training(config, topics), []
+        for layer in run.model.layers:
+            layer.register_forward_hook(lambda module, args, out: seen.append(out.to_local().shape))
+        take(run, 1)
+        return seen
+
+    rows = (3, 3, 2, 2)  # five windows on two positions of dp
+    places = (9, 9, 9, 9) if sequence else (18,) * 4
+    expected = [[(rows[rank], places[rank], 21)] * 2 for rank in range(4)]
+    assert [[tuple(shape) for shape in seen] for seen in world(4).run(body)] == expected
 
 
 def test_the_learning_rate_rises_and_falls(tiny: Tiny) -> None:
