@@ -1,5 +1,5 @@
 # Two commands:
-#   make train   train the recommender demo        (make train ARGS="--nproc 4")
+#   make train   train the recommender demo        (make train ARGS="--nproc 4"; of bytes: make train ARGS=lm)
 #   make test    format check, lint, types, tests  (make test ARGS="-k layering")
 # Each prepares .venv when pyproject.toml or constraints.txt changed; otherwise it starts at once.
 

@@ -6,8 +6,8 @@ is 375 KB of English with some code.
 
 Topics repeat each other: the manual's page on compound statements is one topic, and each statement is another.
 So topics that share a paragraph of `TELLING` characters or more are one family, and a family is whole in one
-part: the MD5 of the name of its longest topic decides which. Without that, half of the held-out text would
-have been seen in training. Within a family, a paragraph that a longer topic has already is left out.
+part: the MD5 of the name of its longest topic decides which. Cut topic by topic, one in six of the held-out runs of
+20 words would be in the training text. Within a family, a paragraph that a longer topic has already is left out.
 """
 
 import hashlib

@@ -14,7 +14,7 @@ TENSOR_AXIS = "tp"  # cuts the model; every other axis of the mesh cuts the batc
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig(RunConfig):
-    """The defaults were chosen on the validation text, for about two minutes on two cores."""
+    """The defaults were chosen on the validation text, in short runs, for some minutes on two cores."""
 
     SAME_RUN: ClassVar[tuple[str, ...]] = (
         "batch_size", "context", "layers", "dim", "heads", "dropout", "learning_rate", "warmup_steps", "weight_decay",
@@ -30,11 +30,11 @@ class LanguageModelConfig(RunConfig):
     """Cut what stands between the cut layers along the sequence; needs an axis tp."""
     nproc: int | None = None
     """Ranks to start; none is as many as the mesh has, or 2. Under torchrun it decides."""
-    steps: int = 800
+    steps: int = 3000
     """Of the whole run: the learning rate falls until the last one."""
     stop_after: int | None = None
     """End after this step, counted from the very first, as if interrupted there; --resume goes on."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Windows of a step, over all ranks."""
     context: int = 128
     """Bytes of a window: how far back the model sees."""
@@ -46,11 +46,13 @@ class LanguageModelConfig(RunConfig):
     dropout: float = 0.0
     learning_rate: float = 3e-3
     """Of AdamW, at its highest; it rises in `warmup_steps` steps and falls as a cosine to a twentieth."""
-    warmup_steps: int = 50
+    warmup_steps: int = 150
     weight_decay: float = 0.1
     """Of matrices; vectors have none."""
     clip_norm: float = 1.0
     """Longest gradient, all parameters together."""
+    log_every: int = 100
+    """Steps between two looks at the loss."""
     checkpoint: str = "runs/lm"
     """Folder of the checkpoints; relative ones to where the command runs."""
     sample_bytes: int = 300
