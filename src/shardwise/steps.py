@@ -181,7 +181,7 @@ def plan_move(src: Layout, dst: Layout) -> Plan:
     """
     if src.shape != dst.shape:
         raise LayoutError(f"A move keeps the global shape: cannot move {src} to {dst}.")
-    if src == dst:
+    if src == dst or same_parts(src, dst):
         return Plan(src, dst, ())
     same_mesh = src.mesh == dst.mesh
     if len(_reductions(src) | _reductions(dst)) > 1:
@@ -196,6 +196,16 @@ def plan_move(src: Layout, dst: Layout) -> Plan:
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
     return Plan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
+
+
+def same_parts(src: Layout, dst: Layout) -> bool:
+    """Whether every rank holds the same in both, because they differ on axes of one rank only. May miss some."""
+    if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
+        return False
+    return all(
+        p == q or (n == 1 and not isinstance(p, Boxes) and not isinstance(q, Boxes))
+        for n, p, q in zip(src.mesh.shape, src.placements, dst.placements, strict=True)
+    )
 
 
 def _via(src: Layout, between: Layout, dst: Layout) -> Plan:

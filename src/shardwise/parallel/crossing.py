@@ -18,6 +18,7 @@ from shardwise.mesh import Mesh
 from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.steps import same_parts
 from shardwise.tensor import DTensor, moved, plain, tag
 from shardwise.tensor.conversion import fitted
 from shardwise.tensor.gradients import as_cotangent
@@ -37,12 +38,6 @@ class Way(NamedTuple):
     dst: Layout
     border: Layout
     free: bool
-
-
-def _alike(a: Layout, b: Layout) -> bool:
-    """Whether all ranks hold the same under both: they may differ on axes of one position only."""
-    pairs = zip(a.mesh.shape, a.placements, b.placements, strict=True)
-    return all(size == 1 or p == q for size, p, q in pairs) and a.shard_order == b.shard_order
 
 
 class _Enter(torch.autograd.Function):
@@ -222,7 +217,7 @@ class Crossing:
         reduced = target.reduced().placements
         summed = [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(reduced)]
         border = target.replace(summed)
-        free = _alike(layout, target) and _alike(border, layout.dual())
+        free = same_parts(layout, target) and same_parts(border, layout.dual())
         way = self._ways_out[layout] = Way(layout, target, border, free)
         return way
 
@@ -257,7 +252,7 @@ class Crossing:
             )
         src, known = self._layout_of_part(x, [p or (Shard(0) if x.ndim else REPLICATE) for p in self.given])
         dst, border = self._wanted(src), src.reduced()
-        way = Way(src, dst, border, _alike(src, dst) and _alike(dst.dual(), border))
+        way = Way(src, dst, border, same_parts(src, dst) and same_parts(dst.dual(), border))
         if known:
             self._ways_in[x.shape] = way
         return way

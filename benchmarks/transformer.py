@@ -1,0 +1,352 @@
+"""A Transformer cut for tensor parallelism: plain torch, a step by hand, shardwise, torch.distributed.tensor.parallel.
+
+On one rank: what each adds to the plain module. On several: training steps beside one written by hand, which sends the
+least there is to send, and the collectives of one step, counted. All systems live in the same processes, start from the
+same parameters, see the same tokens, take turns, and must agree on the loss before anything is timed.
+
+    python benchmarks/transformer.py [--quick]
+"""
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as peer
+import torch.distributed.tensor.parallel as tp
+import torch.nn.functional as F
+from by_hand import ByHand
+from measure import Times, interleaved, machine, print_table, ratio
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.spawn import spawn
+
+from shardwise.collectives import count_comms, init_device_mesh, init_processes
+from shardwise.models import ModelArgs, Transformer
+
+VOCABULARY = 256
+OPTIMISERS = ("foreach", "fused")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One measured setting; everything follows from it."""
+
+    ranks: int
+    layers: int
+    dim: int
+    heads: int
+    batch: int
+    tokens: int
+    sequence: bool  # sequence parallel: between layers, each rank has a part of the sequence
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers, dim {self.dim}{', sequence parallel' if self.sequence else ''}"
+
+    def model(self) -> Transformer:
+        torch.manual_seed(0)
+        sizes = {"n_layers": self.layers, "dim": self.dim, "n_heads": self.heads}
+        return Transformer(ModelArgs(**sizes, vocab_size=VOCABULARY, max_seq_len=self.tokens, dropout_p=0.0))
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Tokens, and those that follow them."""
+        drawn = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=torch.Generator().manual_seed(1))
+        return drawn[:, :-1], drawn[:, 1:].reshape(-1)
+
+
+def one_rank() -> list[Sizes]:
+    return [Sizes(1, layers, dim, 4, 8, 16, s) for (layers, dim), s in product([(2, 16), (4, 64)], [False, True])]
+
+
+def several_ranks(ranks: int) -> list[Sizes]:
+    small = [Sizes(ranks, layers, dim, 4, 4, 32, s) for (layers, dim), s in product([(2, 64), (4, 128)], [False, True])]
+    large = [Sizes(ranks, 2, dim, 8, 2, 64, s) for dim, s in product([512, 1024], [False, True])]
+    return small + large
+
+
+# ---- the systems --------------------------------------------------------------------------------------------
+
+
+class System:
+    """One way to compute the loss and its gradients."""
+
+    def __init__(self, model: nn.Module, sizes: Sizes) -> None:
+        self.model, self.sizes = model, sizes
+        self.params = list(model.parameters())
+        self.optimiser: torch.optim.Optimizer | None = None
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets)
+
+    def gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Forward, backward, a look at every gradient."""
+        loss = self.loss(tokens, targets)
+        loss.backward()
+        for p in self.params:
+            assert p.grad is not None
+        return loss
+
+    def clear(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.gradients(tokens, targets)
+        assert self.optimiser is not None
+        self.optimiser.step()
+        self.clear()
+        return loss
+
+    def optimise(self, how: str) -> None:
+        self.optimiser = torch.optim.Adam(self.params, lr=1e-4, **{how: True})
+
+    def collectives(self, tokens: Tensor, targets: Tensor) -> dict[str, int]:
+        """Those of forward, backward and reading the gradients."""
+        return {}
+
+
+class Hand(System):
+    """Megatron's way, by hand."""
+
+    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+        self.by_hand = ByHand(model, sizes.sequence)
+        super().__init__(self.by_hand, sizes)
+
+    def gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.loss(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.by_hand.reduce_gradients()
+        return loss
+
+    def collectives(self, tokens: Tensor, targets: Tensor) -> dict[str, int]:
+        self.by_hand.sender.counts.clear()
+        self.gradients(tokens, targets)
+        return dict(self.by_hand.sender.counts)
+
+
+class Ours(System):
+    """shardwise, by the plan that comes with its model."""
+
+    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+        mesh = init_device_mesh("cpu", (sizes.ranks,))
+        super().__init__(Transformer.parallelize(model, mesh, sizes.sequence), sizes)
+
+    def collectives(self, tokens: Tensor, targets: Tensor) -> dict[str, int]:
+        with count_comms() as meter:
+            self.gradients(tokens, targets)
+        return dict(meter.calls)
+
+
+class Peer(System):
+    """torch.distributed.tensor.parallel, by the plan of torch's own toy Transformer.
+
+    Attention works on plain tensors, this rank's heads: torch has no rule for the fused kernel of CPUs.
+    """
+
+    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+        mesh = init_device_mesh("cpu", (sizes.ranks,))
+        tp.parallelize_module(model, mesh, peer_plan(sizes))
+        if model.model_args.weight_tying:
+            model.output.weight = model.tok_embeddings.weight
+        super().__init__(model, sizes)
+
+    def optimise(self, how: str) -> None:
+        # In one group, torch's Adam refuses plain and distributed parameters together.
+        kinds = [[p for p in self.params if isinstance(p, peer.DTensor) == is_cut] for is_cut in (True, False)]
+        self.optimiser = torch.optim.Adam([{"params": k} for k in kinds if k], lr=1e-4, **{how: True})
+
+    def collectives(self, tokens: Tensor, targets: Tensor) -> dict[str, int]:
+        with CommDebugMode() as mode:
+            self.gradients(tokens, targets)
+        return {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
+
+
+def peer_plan(sizes: Sizes) -> dict[str, tp.ParallelStyle]:
+    """That of `torch.testing._internal.distributed._tensor.common_dtensor`."""
+    whole, places = peer.Replicate(), peer.Shard(1)
+    between = places if sizes.sequence else whole
+    plan: dict[str, tp.ParallelStyle] = {
+        "tok_embeddings": tp.RowwiseParallel(input_layouts=whole, output_layouts=between),
+        "pos_embeddings": tp.RowwiseParallel(
+            input_layouts=whole, output_layouts=peer.Shard(0) if sizes.sequence else whole
+        ),
+        "layers.*.attention.w[qkv]": tp.ColwiseParallel(),
+        "layers.*.attention.wo": tp.RowwiseParallel(output_layouts=between),
+        "layers.*.feed_forward.w1": tp.ColwiseParallel(input_layouts=between),
+        "layers.*.feed_forward.w2": tp.RowwiseParallel(output_layouts=between),
+        "output": tp.ColwiseParallel(input_layouts=between, output_layouts=whole),
+    }
+    if sizes.sequence:
+        plan |= dict.fromkeys(("norm", "layers.*.attention_norm", "layers.*.ffn_norm"), tp.SequenceParallel())
+        plan["layers.*.attention"] = tp.PrepareModuleInput(input_layouts=(places,), desired_input_layouts=(whole,))
+    return plan
+
+
+def systems(sizes: Sizes) -> dict[str, System]:
+    """Each with a copy of the same model; on one rank, the plain one takes the place of that by hand."""
+    model = sizes.model()
+    first = System(deepcopy(model), sizes) if sizes.ranks == 1 else Hand(deepcopy(model), sizes)
+    others = {"ours": Ours(deepcopy(model), sizes), "torch": Peer(deepcopy(model), sizes)}
+    return {"plain" if sizes.ranks == 1 else "by hand": first, **others}
+
+
+# ---- one measured run -----------------------------------------------------------------------------------------
+
+
+def check_losses(living: dict[str, System], sizes: Sizes) -> None:
+    """All systems must find the loss of the plain model, over three steps of Adam."""
+    reference = System(sizes.model(), sizes)
+    for how, (name, system) in product(OPTIMISERS, {"plain": reference, **living}.items()):
+        system.optimise(how)
+        losses = torch.tensor([system.step(*sizes.data()).item() for _ in range(3)])
+        if name == "plain":
+            expected = losses
+        assert torch.allclose(losses, expected, rtol=1e-5, atol=1e-5), f"{sizes}: {name} finds {losses}, not {expected}"
+
+
+def timed(runs: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, Times]:
+    """Interleaved, and of each round the time of the slowest rank."""
+    times = interleaved(runs, rounds, calls)
+    for name, own in times.items():
+        slowest = torch.tensor(own.rounds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times[name] = Times(tuple(slowest.tolist()))
+    return times
+
+
+def bound(act: Callable[..., object], sizes: Sizes) -> Callable[[], object]:
+    data = sizes.data()
+    return lambda: act(*data)
+
+
+def gradients_of(system: System) -> Callable[..., None]:
+    def run(tokens: Tensor, targets: Tensor) -> None:
+        system.gradients(tokens, targets)
+        system.clear()
+
+    return run
+
+
+@dataclass
+class Report:
+    """Rows of the tables, as they come."""
+
+    overheads: list[list[str]]
+    steps: list[list[str]]
+    counts: list[list[str]]
+
+
+def measure(sizes: Sizes, rounds: int, report: Report) -> None:
+    living = systems(sizes)
+    check_losses(living, sizes)
+    if sizes.ranks == 1:
+        times = timed({n: bound(gradients_of(s), sizes) for n, s in living.items()}, rounds, 5)
+        report.overheads.append([str(sizes), *overhead_figures(times)])
+        return
+    report.counts.append([str(sizes), *(counted(s, sizes) for s in living.values())])
+    calls = 4 if sizes.dim < 512 else 1
+    for how in OPTIMISERS:
+        for system in living.values():
+            system.optimise(how)
+        times = timed({n: bound(s.step, sizes) for n, s in living.items()}, rounds, calls)
+        report.steps.append([f"{sizes}; Adam {how}", *step_figures(times)])
+
+
+def counted(system: System, sizes: Sizes) -> str:
+    found = system.collectives(*sizes.data())
+    system.clear()
+    return f"{sum(found.values())} = " + " + ".join(f"{n} {name}" for name, n in sorted(found.items()))
+
+
+def overhead_figures(times: dict[str, Times]) -> list[str]:
+    plain, mine, theirs = times["plain"], times["ours"], times["torch"]
+    return [
+        *(f"{t.best * 1e3:.2f}" for t in (plain, mine, theirs)),
+        *(f"{(t.best - plain.best) * 1e3:.2f}" for t in (mine, theirs)),
+        ratio(mine.best - plain.best, theirs.best - plain.best),
+        ratio(mine.median - plain.median, theirs.median - plain.median),
+    ]
+
+
+def step_figures(times: dict[str, Times]) -> list[str]:
+    mine, theirs = times["ours"], times["torch"]
+    turns = [b / a for a, b in zip(mine.rounds, theirs.rounds, strict=True)]
+    return [
+        *(f"{t.best * 1e3:.1f}" for t in times.values()),
+        *(f"{t.median * 1e3:.1f}" for t in times.values()),
+        ratio(mine.median, times["by hand"].median),
+        ratio(theirs.median, times["by hand"].median),
+        ratio(theirs.best, mine.best),
+        ratio(median(turns), 1.0),
+    ]
+
+
+def rank_main(rank: int, settings: list[Sizes], rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # of the peer
+    ranks = settings[0].ranks
+    init_processes(rank, ranks, str(Path(folder) / "store"), timeout_seconds=120)
+    report = Report([], [], [])
+    for sizes in settings:
+        measure(sizes, max(3, rounds // 2) if sizes.dim >= 512 else rounds, report)
+    if rank == 0:
+        print_report(settings[0], report)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def print_report(sizes: Sizes, report: Report) -> None:
+    if report.overheads:
+        print_table(
+            f"One rank: forward, backward and a look at every gradient, {sizes.batch} x {sizes.tokens} tokens; "
+            "milliseconds, best of the rounds\noverhead = variant - plain; ratio = overhead of ours / overhead of torch",
+            ["model", "plain", "ours", "torch", "ours over plain", "torch over plain", "ratio", "ratio of medians"],
+            report.overheads,
+        )
+        return
+    print_table(
+        f"{sizes.ranks} gloo ranks: a training step of Adam; milliseconds, of the slowest rank",
+        [
+            "model",
+            *(f"{name}, {which}" for which in ("best", "median") for name in ("by hand", "ours", "torch")),
+            "ours / by hand",
+            "torch / by hand",
+            "torch / ours, best",
+            "median of turns",
+        ],
+        report.steps,
+    )
+    print_table(
+        f"{sizes.ranks} ranks: collectives of forward, backward and gradients, counted",
+        ["model", "by hand", "ours", "torch"],
+        report.counts,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds and the smaller sizes: shows that it runs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4])
+    parser.add_argument("--only", default="", help="only settings whose name contains this, such as 'dim 64'")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine())
+    for ranks in options.ranks:
+        settings = [s for s in (one_rank() if ranks == 1 else several_ranks(ranks)) if options.only in str(s)]
+        if options.quick:
+            settings = [s for s in settings if s.dim < 128]
+        if settings:
+            with tempfile.TemporaryDirectory() as folder:
+                spawn(rank_main, args=(settings, 4 if options.quick else 12, folder), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()
