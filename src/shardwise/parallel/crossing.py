@@ -177,15 +177,17 @@ class Crossing:
         self.cause = Cause("asked", "parallelize_module", what)
         self._ways_in: dict[torch.Size, Way] = {}
         self._ways_out: dict[Layout, Way] = {}
-        self._targets: dict[Layout, Layout] = {}
+        self._targets: dict[Layout, tuple[Layout, bool]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         if type(x) is DTensor:
             if self.local:
                 return self._left(x)
             layout = x._layout
-            target = self._targets.get(layout) or self._target(layout)
-            return x if target is layout else self._shared(x, target, lambda: moved(x, target, self.cause))
+            target, alike = self._targets.get(layout) or self._target(layout)
+            if alike:
+                return x if target is layout else tag(plain(x), target)
+            return self._shared(x, target, lambda: moved(x, target, self.cause))
         way = self._ways_in.get(x.shape) or self._way_in(x)
         found = self._shared(x, way, lambda: enter(x, way, self.cause))
         return self._left(found) if self.local else found
@@ -201,23 +203,24 @@ class Crossing:
         found = scope.find(x, full)
         return scope.keep(x, full, cross()) if found is None else found
 
-    def _target(self, layout: Layout) -> Layout:
-        """Where a DTensor of this layout moves."""
+    def _target(self, layout: Layout) -> tuple[Layout, bool]:
+        """Where a DTensor of this layout moves, and whether every rank has there what it has here."""
         if layout.mesh != self.mesh:
             raise LayoutError(
                 f"{self.what} is a DTensor on {layout.mesh}, but the module was parallelised on {self.mesh}. "
                 f"Fix: make it on that mesh, or redistribute(mesh, placements) it before."
             )
-        found = self._targets[layout] = self._wanted(layout)
+        target = self._wanted(layout)
+        found = self._targets[layout] = target, same_parts(layout, target)
         return found
 
     def _way_out(self, layout: Layout) -> Way:
         """How a DTensor of this layout becomes plain."""
-        target = self._target(layout)
+        target, alike = self._target(layout)
         reduced = target.reduced().placements
         summed = [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(reduced)]
         border = target.replace(summed)
-        free = same_parts(layout, target) and same_parts(border, layout.dual())
+        free = alike and same_parts(border, layout.dual())
         way = self._ways_out[layout] = Way(layout, target, border, free)
         return way
 
