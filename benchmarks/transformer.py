@@ -28,11 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
+from shardwise.captured import capture
 from shardwise.collectives import count_comms, init_device_mesh, init_processes
 from shardwise.models import ModelArgs, Transformer
 
 VOCABULARY = 256
 OPTIMISERS = ("foreach", "fused")
+NAMES = {ranks: ["plain" if ranks == 1 else "by hand", "ours", "captured", "torch"] for ranks in (1, 2, 4)}
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,17 @@ class Ours(System):
         return dict(meter.calls)
 
 
+class Captured(Ours):
+    """shardwise, replaying the step that it recorded: forward and backward without its Python work."""
+
+    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+        super().__init__(model, sizes)
+        self.replay = capture(super().loss)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.replay(tokens, targets)  # type: ignore[no-any-return]
+
+
 class Peer(System):
     """torch.distributed.tensor.parallel, by the plan of torch's own toy Transformer.
 
@@ -193,8 +206,8 @@ def systems(sizes: Sizes) -> dict[str, System]:
     """Each with a copy of the same model; on one rank, the plain one takes the place of that by hand."""
     model = sizes.model()
     first = System(deepcopy(model), sizes) if sizes.ranks == 1 else Hand(deepcopy(model), sizes)
-    others = {"ours": Ours(deepcopy(model), sizes), "torch": Peer(deepcopy(model), sizes)}
-    return {"plain" if sizes.ranks == 1 else "by hand": first, **others}
+    others = [kind(deepcopy(model), sizes) for kind in (Ours, Captured, Peer)]
+    return dict(zip(NAMES[sizes.ranks], [first, *others], strict=True))
 
 
 # ---- one measured run -----------------------------------------------------------------------------------------
@@ -250,7 +263,7 @@ def measure(sizes: Sizes, rounds: int, report: Report) -> None:
         times = timed({n: bound(gradients_of(s), sizes) for n, s in living.items()}, rounds, 5)
         report.overheads.append([str(sizes), *overhead_figures(times)])
         return
-    report.counts.append([str(sizes), *(counted(s, sizes) for s in living.values())])
+    report.counts.append([str(sizes), *(counted(living[name], sizes) for name in ("by hand", "ours", "torch"))])
     calls = 4 if sizes.dim < 512 else 1
     for how in OPTIMISERS:
         for system in living.values():
@@ -265,26 +278,28 @@ def counted(system: System, sizes: Sizes) -> str:
 
 
 def overhead_figures(times: dict[str, Times]) -> list[str]:
-    plain, mine, theirs = times["plain"], times["ours"], times["torch"]
+    plain, mine, replayed, theirs = times.values()
     return [
-        *(f"{t.best * 1e3:.2f}" for t in (plain, mine, theirs)),
+        *(f"{t.best * 1e3:.2f}" for t in times.values()),
         *(f"{(t.best - plain.best) * 1e3:.2f}" for t in (mine, theirs)),
         ratio(mine.best - plain.best, theirs.best - plain.best),
         ratio(mine.median - plain.median, theirs.median - plain.median),
+        f"{of_turns(replayed, plain):.3f}x",
     ]
 
 
 def step_figures(times: dict[str, Times]) -> list[str]:
-    mine, theirs = times["ours"], times["torch"]
-    turns = [b / a for a, b in zip(mine.rounds, theirs.rounds, strict=True)]
+    hand, mine, replayed, theirs = times.values()
     return [
         *(f"{t.best * 1e3:.1f}" for t in times.values()),
-        *(f"{t.median * 1e3:.1f}" for t in times.values()),
-        ratio(mine.median, times["by hand"].median),
-        ratio(theirs.median, times["by hand"].median),
         ratio(theirs.best, mine.best),
-        ratio(median(turns), 1.0),
+        *(f"{x:.2f}x" for x in (of_turns(theirs, mine), of_turns(mine, hand), of_turns(replayed, hand))),
     ]
+
+
+def of_turns(a: Times, b: Times) -> float:
+    """How many times as long `a` took as `b`: the median over the rounds, in each of which both had a turn."""
+    return median(x / y for x, y in zip(a.rounds, b.rounds, strict=True))
 
 
 def rank_main(rank: int, settings: list[Sizes], rounds: int, folder: str) -> None:
@@ -304,26 +319,35 @@ def rank_main(rank: int, settings: list[Sizes], rounds: int, folder: str) -> Non
 def print_report(sizes: Sizes, report: Report) -> None:
     if report.overheads:
         print_table(
-            f"One rank: forward, backward and a look at every gradient, {sizes.batch} x {sizes.tokens} tokens; "
-            "milliseconds, best of the rounds\nratio = ours over plain / torch over plain",
-            ["model", "plain", "ours", "torch", "ours over plain", "torch over plain", "ratio", "ratio of medians"],
+            f"One rank: forward, backward, a look at every gradient, {sizes.batch} x {sizes.tokens} tokens; ms, best "
+            "of the rounds\nover plain = variant - plain; ratio = ours over plain / torch over plain",
+            [
+                "model",
+                *NAMES[1],
+                "ours over plain",
+                "torch over plain",
+                "ratio",
+                "ratio of medians",
+                "captured / plain",
+            ],
             report.overheads,
         )
         return
     print_table(
-        f"{sizes.ranks} gloo ranks: a training step of Adam; milliseconds, of the slowest rank",
+        f"{sizes.ranks} gloo ranks: a training step with Adam; ms, of the slowest rank, best of the rounds\n"
+        "the last three columns are medians over rounds, in each of which every system has its turn",
         [
             "model",
-            *(f"{name}, {which}" for which in ("best", "median") for name in ("by hand", "ours", "torch")),
-            "ours / by hand",
-            "torch / by hand",
+            *NAMES[sizes.ranks],
             "torch / ours, best",
-            "median of turns",
+            "torch / ours",
+            "ours / by hand",
+            "captured / by hand",
         ],
         report.steps,
     )
     print_table(
-        f"{sizes.ranks} ranks: collectives of a training step, counted",
+        f"{sizes.ranks} gloo ranks: collectives of a training step, counted",
         ["model", "by hand", "ours", "torch"],
         report.counts,
     )

@@ -13,7 +13,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh, ring_elements
 from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.steps import AllReduce, Exchange, Plan, plan_move
+from shardwise.steps import AllReduce, Exchange, Plan, plan_move, same_parts
 from shardwise.testing.pieces import contribution, contributions, cut_out, local_of, numbered, partial_axes, where
 from tests.strategies import Written, laws, layouts, meshes, small_layouts
 
@@ -143,6 +143,21 @@ def test_staying_where_one_is_takes_no_step(written: Written) -> None:
     plan = plan_move(written.layout, written.layout)
     assert plan.steps == ()
     assert plan.total_elements == plan.cost == 0
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (0, 2)], ids=str)
+def test_an_axis_of_one_rank_takes_no_step(shape: tuple[int, ...]) -> None:
+    for src, dst in product(line_layouts(Mesh((1,)), shape), repeat=2):
+        boxes = any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements))
+        assert same_parts(src, dst) == (src == dst or not boxes), f"{src} -> {dst}"
+        if not boxes:
+            assert plan_move(src, dst).steps == ()
+            assert src.boxes(0) == dst.boxes(0)
+    beside = Layout(Mesh((1, 2)), [Shard(0), Shard(0)], shape)
+    for first, second in product([Replicate(), Partial(), Shard(len(shape) - 1)], [Replicate(), Partial(), Shard(0)]):
+        dst = Layout(beside.mesh, [first, second], shape)
+        assert same_parts(beside, dst) == (second == Shard(0))
+        assert (plan_move(beside, dst).steps == ()) == (second == Shard(0))
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------

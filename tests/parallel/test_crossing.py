@@ -248,3 +248,34 @@ def test_no_gradient_is_kept_where_none_is_wanted() -> None:
             assert out.grad_fn is None
 
     world(2).run(body)
+
+
+def test_one_rank_gets_what_came_and_nothing_stands_between() -> None:
+    """No copy, and no node in the graph that is not torch's own."""
+
+    def body() -> None:
+        plain = Block().double()
+        module = parallelize_module(copy.deepcopy(plain), None, SEQUENCE)
+        seen: list[Tensor] = []
+        module.heads.wq.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        x = X.clone().requires_grad_()
+        out = module(x)
+        out.sum().backward()
+        plain(X).sum().backward()
+        assert own_nodes(out.grad_fn) == set()
+        assert seen[0].placements == (R,)
+        for p, want in zip(module.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(p.grad), want.grad)
+
+    world(1).run(body)
+
+
+def own_nodes(node: Any) -> set[str]:
+    """The autograd functions in a graph that are written in Python."""
+    found, left = {}, [node]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            left += [edge for edge, _ in one.next_functions]
+    return {type(one).__name__ for one in found.values() if isinstance(one, torch.autograd.function.BackwardCFunction)}
