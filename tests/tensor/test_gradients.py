@@ -449,3 +449,21 @@ def test_a_copied_leaf_has_a_copy_of_its_gradient() -> None:
     leaf.grad = None
     assert twin.grad is not None
     assert twin.grad.tolist() == [2] * 4
+
+
+class _OfFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return 2 * grads[0], None
+
+
+@world(2)
+def test_a_replicated_leaf_for_which_a_function_has_no_gradient_has_none() -> None:
+    x, y = (leaf(torch.ones(3, dtype=torch.float64), R, Mesh((2,))) for _ in range(2))
+    _OfFirst.apply(x, y).sum().backward()  # type: ignore[no-untyped-call]
+    assert y.grad is None
+    assert_close(grad_of(x), torch.full((3,), 2.0, dtype=torch.float64))

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise import recording
 from shardwise.captured.code import element
 from shardwise.errors import CaptureError
+from shardwise.tensor.dtensor import DTensor
 
 aten = torch.ops.aten
 
@@ -360,4 +361,7 @@ class _Looks(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in LOOKS and args:
             self.tape.look(name, args[0])
+        if DTensor in types and torch._C._is_torch_function_enabled():  # its rules may look as well
+            with self:
+                return DTensor.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

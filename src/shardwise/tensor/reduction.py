@@ -157,6 +157,9 @@ def joined(leaf: Tensor) -> None:
     assert isinstance(leaf, DTensor)
     here, number = _rank(), leaf._watched
     if leaf._grad_batch is None:
+        with DisableTorchFunctionSubclass():
+            if raw_grad.__get__(leaf) is None:  # a custom Function that has no gradient for it comes here as well
+                return
         if here.batch is None:
             here.batch = Batch()
             here.batch.plan = here.last.get(number)

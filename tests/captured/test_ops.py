@@ -1,0 +1,14 @@
+"""Ops replayed with other operands than they were recorded with; `tools/captures.py` tries all of them."""
+
+from shardwise.testing.truth import Sample
+from tools.captures import tried
+from tools.rows import written
+
+PART = 23  # every so many-th of the samples in tests/rules
+
+
+def test_replays_of_ops_in_many_layouts_equal_the_ops_or_are_refused() -> None:
+    samples: list[Sample] = list(written())[::PART]
+    tally, wrong = tried(samples)
+    assert not wrong, "\n".join(wrong)
+    assert tally["ok"] > 5 * tally["refused"] > 0
