@@ -11,4 +11,4 @@ def test_replays_of_ops_in_many_layouts_equal_the_ops_or_are_refused() -> None:
     samples: list[Sample] = list(written())[::PART]
     tally, wrong = tried(samples)
     assert not wrong, "\n".join(wrong)
-    assert tally["ok"] > 5 * tally["refused"] > 0
+    assert tally["ok"] > 2 * tally["refused"] > 0
