@@ -89,6 +89,17 @@ def test_layers_that_share_a_cut_input_gather_it_once(ranks: int) -> None:
     assert world(ranks).run(counted, SEQUENCE, cut=1) == [[1 + 2, 2]] * ranks
 
 
+def test_a_copy_of_a_parallel_module_shares_as_the_module_does() -> None:
+    def body() -> int:
+        module = copy.deepcopy(parallelize_module(Block().double(), None, WHOLE))
+        out = module(own_part(X))
+        with count_comms() as meter:
+            out.square().sum().backward()
+        return meter.total_calls
+
+    assert world(2).run(body) == [1, 1]
+
+
 def test_recomputation_shares_as_the_first_run_did() -> None:
     def run(module: nn.Module, x: Tensor) -> Any:
         return checkpoint(module, x, use_reentrant=False)

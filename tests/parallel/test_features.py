@@ -210,3 +210,9 @@ def test_what_a_style_cannot_do_is_told_before_anything_changes(name: str) -> No
         assert not own._forward_pre_hooks
 
     world(2).run(body)
+
+
+def test_sizes_are_one_number_a_rank() -> None:
+    for sizes in (3, ("a",), "33", (3.0, 3)):
+        with pytest.raises(PlanError, match="sizes are integers, one a rank, got"):
+            ColwiseParallel(sizes=sizes)  # type: ignore[arg-type]

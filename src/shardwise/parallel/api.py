@@ -1,6 +1,6 @@
 """`parallelize_module`: a plan, resolved and then applied."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -84,15 +84,27 @@ def _words(style: ParallelStyle) -> str:
 def _attach(styled: Styled) -> None:
     module, before, after = styled.module, styled.before, styled.after
     if before is not None:
-        module.register_forward_pre_hook(_calling_before(before), with_kwargs=True)
+        module.register_forward_pre_hook(_BeforeForward(before), with_kwargs=True)
     if after is not None:
-        module.register_forward_hook(_calling_after(after))
+        module.register_forward_hook(_AfterForward(after))
     module.__dict__.setdefault(STYLES, []).append(styled.style)
 
 
-def _calling_before(before: Before) -> Callable[..., Any]:
-    return lambda module, args, kwargs: before(args, kwargs)
+@dataclass(slots=True)
+class _BeforeForward:
+    """A hook as torch calls it. No closure, so that a copy of the module shares inputs as the module does."""
+
+    before: Before
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.before(args, kwargs)
 
 
-def _calling_after(after: After) -> Callable[..., Any]:
-    return lambda module, args, output: after(output)
+@dataclass(slots=True)
+class _AfterForward:
+    """The same, of results."""
+
+    after: After
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.after(output)

@@ -36,6 +36,8 @@ class _ByFeatures(ParallelStyle):
 
     def __post_init__(self) -> None:
         if self.sizes is not None:
+            if not isinstance(self.sizes, Sequence) or not all(type(n) is int for n in self.sizes):
+                raise PlanError(f"sizes are integers, one a rank, got {self.sizes!r}. Fix: such as sizes=(3, 3, 2).")
             object.__setattr__(self, "sizes", tuple(self.sizes))
 
     def cut(self, module: nn.Module, where: Where, side: int) -> Shard:
