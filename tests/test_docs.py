@@ -22,6 +22,7 @@ def run(script: Path, folder: Path | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(300)  # of all blocks of a page, each of which starts an interpreter
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     for block, output in BLOCK.findall(page.read_text()):
