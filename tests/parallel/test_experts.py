@@ -299,3 +299,17 @@ def test_bad_operands_are_refused_alone_and_on_ranks() -> None:
             mix_experts(ids.int(), w1, w1.transpose(1, 2), x, weights)
 
     world(2).run(on_ranks)
+
+
+@world(4)
+def test_a_plan_on_a_mesh_of_data_and_experts_takes_parts_along_both() -> None:
+    plain, mesh = layer(5), Mesh((2, 2), (), ("dp", "ep"))
+    module = copy.deepcopy(plain)
+    parallelize_module(module, mesh, ExpertParallel())
+    x = tokens(8)
+    out, want = module(x.split(2)[rank()]), plain(x)
+    assert_close(out, want.split(2)[rank()])
+    torch.autograd.backward(out.square().sum())
+    want.square().sum().backward()
+    assert as_dtensor(module.w1).placements == (R, S0)
+    same_parameters(module, plain)

@@ -1,5 +1,6 @@
 """Gradients of Replicate axes travel in buckets, when they are read or while backward runs, and are right."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
     Mesh,
@@ -113,6 +115,72 @@ def test_axes_are_reduced_where_gradients_are_summands_and_once_a_set_of_axes() 
     plain = mlp()
     F.mse_loss(plain(X), Y).backward()
     equal(grads(module), grads(plain))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@world(8)
+def test_on_data_sequence_and_tensor_axes_each_set_of_axes_is_one_collective(overlap: bool) -> None:
+    """Weights that tp cuts are reduced over dp and sp, those that it does not over all three axes."""
+    mesh = Mesh((2, 2, 2), (), ("dp", "sp", "tp"))
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+    module = copy.deepcopy(plain)
+    plan: dict[str, list[Placement]] = {"1.*": [R, R, S0], "3.weight": [R, R, S1]}
+    shard_module(module, plan, mesh=mesh)
+    x = torch.randn(3, 4, 6)  # each rank has torch's generator in the same state
+    plain(x).square().sum().backward()
+    with buckets(overlap=overlap):
+        for turn in range(3):
+            module.zero_grad()
+            loss = module(distribute_tensor(x, mesh, [S0, S1, R])).square().sum()
+            with count_comms() as backward:
+                loss.backward()
+            with count_comms() as read:
+                assert module[0].weight.grad is not None
+            # One collective is of the gradient of what the cut layers have in common.
+            assert (backward.total_calls, read.total_calls) == ((3, 0) if overlap and turn else (1, 2))
+            equal(grads(module), grads(plain))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@world(3)
+def test_a_step_in_a_hook_of_each_parameter_sees_its_whole_gradient(overlap: bool) -> None:
+    with buckets(overlap=overlap):
+        module, plain = on_line(mlp()), mlp()
+        for chosen in (module, plain):
+            for p in chosen.parameters():
+                optimizer = torch.optim.SGD([p], lr=0.1)
+
+                def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                p.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            F.mse_loss(module(cut(X)), cut(Y)).backward()
+            F.mse_loss(plain(X), Y).backward()
+        equal([as_dtensor(p.detach()).full_tensor() for p in module.parameters()], [p.data for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@world(3)
+def test_a_parameter_that_several_recomputations_reach_is_reduced_right(reentrant: bool) -> None:
+    """Each of them is a backward of its own inside the backward."""
+    with buckets(overlap=True):
+        torch.manual_seed(1)
+        plain = nn.Linear(6, 6)
+        module = on_line(copy.deepcopy(plain))
+        for _ in range(3):
+            losses = []
+            for layer, x in ((module, cut(X)), (plain, X.clone())):
+                layer.zero_grad()
+                x.requires_grad_()
+                for _ in range(3):
+                    x = checkpoint(layer, x, use_reentrant=reentrant)
+                losses.append(x.square().sum())
+            for loss in losses:
+                torch.autograd.backward(loss)
+            equal(grads(module), grads(plain))
 
 
 @world(3)
