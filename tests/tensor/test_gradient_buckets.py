@@ -1,6 +1,8 @@
 """Gradients of Replicate axes travel in buckets, when they are read or while backward runs, and are right."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,7 @@ from shardwise import (
     world_size,
 )
 from shardwise.errors import MismatchError, RuleError, ShardwiseError
+from shardwise.tensor import reduction
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 
@@ -375,6 +378,22 @@ def test_ranks_that_set_other_sizes_are_told() -> None:
         _ = w.grad
     with pytest.raises(RuleError, match="positive number of bytes, got 0"):
         gradient_buckets(0)
+
+
+@world(2)
+def test_leaves_that_come_and_go_leave_nothing_behind() -> None:
+    w = as_dtensor(distribute_tensor(X, Mesh((2,)), [R]).requires_grad_())
+    gone = []
+    for _ in range(70):
+        x = as_dtensor(distribute_tensor(X, Mesh((2,)), [R]).requires_grad_())
+        gone.append(weakref.ref(x))
+        w.grad = None
+        (cut(X) * w * x).sum().backward()
+        assert_close(as_dtensor(w.grad).full_tensor(), X * X)
+    del x
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+    assert len(reduction._rank().plans) <= reduction.KEPT_PLANS
 
 
 @pytest.mark.parametrize("overlap", [False, True])

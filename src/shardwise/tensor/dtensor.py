@@ -33,6 +33,7 @@ class DTensor(torch.Tensor):
     _layout: Layout
     _reduced_grad: "DTensor | None" = None  # of a leaf: what was already reduced over its Replicate axes
     _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
+    _grad_plan: Any = None  # of a leaf: the plan by which that was last done
     _watched: int = 0  # of a leaf: if its accumulated gradients join a batch, its place in the order of the program
     _name: str | None = None  # of a parameter: what errors call it
     _spec: Any = None  # the sharding spec that it was made by, whose words its shards are told in

@@ -54,6 +54,7 @@ class Plan:
     """Which leaves, by their numbers, travel together, in the order in which all ranks start."""
 
     buckets: tuple[tuple[int, ...], ...]
+    options: Options
     once: bool = False  # whether the last gradients were read after one backward
     spoiled: bool = False  # whether somebody else changes gradients after they came, as DistributedDataParallel does
 
@@ -80,7 +81,6 @@ class _Rank:
     options: Options = field(default_factory=Options)
     numbers: Any = field(default_factory=lambda: count(1))
     plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)  # by the numbers of all leaves
-    last: dict[int, Plan] = field(default_factory=dict)  # by the number of a leaf
     batch: "Batch | None" = None  # that of the backward that runs, or ran last
 
 
@@ -112,7 +112,6 @@ def gradient_buckets(max_bytes: int = Options.max_bytes, *, overlap: bool | None
     here = _rank()
     here.options = Options(int(max_bytes), overlap)
     here.plans.clear()
-    here.last.clear()
 
 
 def next_number() -> int:
@@ -162,7 +161,8 @@ def joined(leaf: Tensor) -> None:
                 return
         if here.batch is None:
             here.batch = Batch()
-            here.batch.plan = here.last.get(number)
+            last: Plan | None = leaf._grad_plan
+            here.batch.plan = last if last is not None and last.options is here.options else None
         here.batch.leaves[number] = leaf
         leaf._grad_batch = here.batch
     batch: Batch = leaf._grad_batch
@@ -190,7 +190,8 @@ def reduce_batch(batch: Batch) -> None:
         leaf._grad_batch = None
     plan = _plan_of(batch.leaves, here)
     plan.once = all(n == 1 for n in batch.arrivals.values())
-    here.last.update(dict.fromkeys(batch.leaves, plan))
+    for leaf in batch.leaves.values():
+        leaf._grad_plan = plan
     fresh = {leaf._watched: is_fresh for s in batch.started for leaf, is_fresh in zip(s.leaves, s.fresh(), strict=True)}
     sent = {n for n in batch.leaves if fresh.get(n)}
     waiting = {n: leaf for n, leaf in batch.leaves.items() if n not in sent}
@@ -216,7 +217,7 @@ def _plan_of(leaves: dict[int, DTensor], here: _Rank) -> Plan:
         _agree([leaves[n] for n in numbers], here.options)
         if len(here.plans) >= KEPT_PLANS:
             here.plans.clear()
-        here.plans[key] = Plan(_buckets(numbers, leaves, here.options))
+        here.plans[key] = Plan(_buckets(numbers, leaves, here.options), here.options)
     return here.plans[key]
 
 
