@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh
+from shardwise import DTensor, Mesh, rank
+from shardwise.errors import ConfigError
 from shardwise.models import ModelArgs, Transformer
 from shardwise.testing import world
 from tests.parallel.alone import whole
@@ -63,9 +64,10 @@ def train(switches: Switches, mesh: Mesh | None) -> Training:
         assert all(isinstance(p, DTensor) for p in model.parameters())
     optimizer = torch.optim.Adam(model.parameters(), 0.01, foreach=not switches.fused, fused=switches.fused)
     found = Training()
-    for tokens, targets in data:
+    for batch in data:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        tokens, targets = (own_part(x, mesh) for x in batch)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / batch[1].numel()
         loss.backward()
         found.losses.append(whole(loss).detach())
         found.gradients.append({name: whole(p.grad).clone() for name, p in named(model) if p.grad is not None})
@@ -75,6 +77,16 @@ def train(switches: Switches, mesh: Mesh | None) -> Training:
         optimizer.step()
     found.parameters = {name: whole(p).detach() for name, p in named(model)}
     return found
+
+
+def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
+    """On a grid the first axis is of data: two examples for one row of ranks, one for the other."""
+    if mesh is None or mesh.ndim == 1:
+        return x
+    here = mesh.coordinate(rank())
+    assert here is not None
+    first, second = x[:2], x[2:]
+    return second if here[0] else first
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -90,10 +102,10 @@ def one_process(switches: Switches) -> Training:
     return train(switches, None)
 
 
-def check(switches: Switches, ranks: int) -> None:
+def check(switches: Switches, mesh: Mesh, real: bool = False) -> None:
     expected = one_process(replace(switches, sequence=False))
-    for ours in world(ranks).run(train, switches, Mesh((ranks,))):
-        near(ours.losses, expected.losses)
+    found = world(mesh.size(), real=real).run(train, switches, mesh)
+    for ours in found:
         near(ours.norms, expected.norms)
         assert [list(g) for g in ours.gradients] == [list(g) for g in expected.gradients]
         for step, gradients in enumerate(ours.gradients):
@@ -101,6 +113,10 @@ def check(switches: Switches, ranks: int) -> None:
                 near(gradient, expected.gradients[step][name], msg=f"gradient of {name} in step {step}: {{}}".format)
         for name, parameter in ours.parameters.items():
             near(parameter, expected.parameters[name], msg=f"{name}: {{}}".format)
+    columns = mesh.shape[-1]
+    for column in range(columns):  # down which the losses of the parts of the batch add up
+        parts = [ours.losses for ours in found[column::columns]]
+        near([sum(of_step) for of_step in zip(*parts, strict=True)], expected.losses)
 
 
 # Columns with three of rows 1 to 5 switched on: any two of them meet in all four ways.
@@ -117,7 +133,26 @@ def test_any_two_switches_meet_in_all_four_ways() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("switches", COVERING, ids=str)
 def test_losses_gradients_and_steps_are_those_of_one_process(switches: Switches, ranks: int) -> None:
-    check(switches, ranks)
+    check(switches, Mesh((ranks,)))
+
+
+EVERYTHING = replace(COVERING[1], **dict.fromkeys(vars(COVERING[1]), True))
+
+
+@pytest.mark.parametrize("switches", [EVERYTHING, replace(EVERYTHING, sequence=False, checkpointed=False)], ids=str)
+def test_on_a_grid_the_parts_of_an_uneven_batch_train_one_model(switches: Switches) -> None:
+    check(switches, Mesh((2, 2), names=("dp", "tp")))
+
+
+def test_on_processes_everything_at_once_is_one_process_too() -> None:
+    check(EVERYTHING, Mesh((2,)), real=True)
+
+
+def test_what_cannot_be_cut_as_asked_is_told() -> None:
+    with pytest.raises(ConfigError, match="Plain heads drop the same weights on every rank"):
+        Transformer.parallelize(Transformer(ModelArgs()), Mesh((1,)), False, local_output_for_attn=True)
+    with pytest.raises(ConfigError, match="got Linear"):
+        Transformer.parallelize(nn.Linear(2, 2), Mesh((1,)), False)  # type: ignore[arg-type]
 
 
 def test_clipping_clips_and_dropout_drops() -> None:

@@ -207,10 +207,20 @@ class Transformer(nn.Module):
 
         Args:
             use_seq_parallel: between attention and feed-forward layers, each rank has a part of the sequence.
-            local_output_for_attn: attention works on plain tensors, this rank's heads.
+            local_output_for_attn: attention works on plain tensors, this rank's heads; not together with dropout.
             gather_output: scores are plain and whole. Otherwise they are a DTensor cut along the vocabulary, as
                 `loss_parallel` wants them.
+
+        Raises:
+            ConfigError: this is no Transformer, or dropout would depend on how heads are cut.
         """
+        if not isinstance(module, Transformer):
+            raise ConfigError(f"Transformer.parallelize cuts a Transformer, got {type(module).__name__}.")
+        if local_output_for_attn and module.model_args.dropout_p > 0:
+            raise ConfigError(
+                "Plain heads drop the same weights on every rank, and as many as the rank has heads. Fix: leave "
+                "local_output_for_attn off, or build the Transformer with dropout_p=0."
+            )
         args, mesh = module.model_args, as_mesh(device_mesh)
         parallelize_module(module, device_mesh, _plan(args, mesh.ndim, use_seq_parallel, local_output_for_attn))
         output = ColwiseParallel(output_layouts=Replicate() if gather_output else None, use_local_output=gather_output)
