@@ -200,6 +200,24 @@ def test_data_tensor_and_sequence_axes_work_together(sizes: tuple[int, int, int]
     world(mesh.size()).run(body)
 
 
+def test_a_new_cut_is_inside_those_that_are_there_and_sends_nothing() -> None:
+    """The sequence is cut on "sp" unevenly; to cut the parts on "tp" as well, every rank drops some of its own."""
+    mesh = Mesh((2, 2), names=("tp", "sp"))
+    style = PrepareModuleInput(input_layouts=((R, Shard(0, (2, 5))),), desired_input_layouts=((S0, S0),))
+
+    def body() -> None:
+        module = parallelize_module(nn.Identity(), mesh, style)
+        x = torch.arange(7.0)
+        with count_comms() as meter:
+            out = module(x.split([2, 5])[collectives.rank() % 2])
+        assert meter.total_calls == 0
+        assert out.layout_.cut(1) == (2, 5)
+        assert_close(out.to_local(), torch.tensor([[0.0], [2.0, 3.0, 4.0], [1.0], [5.0, 6.0]][collectives.rank()]))
+        assert_close(whole(out), x)
+
+    world(4).run(body)
+
+
 def test_offsets_of_a_part_of_the_batch_are_refused() -> None:
     def body() -> None:
         module = parallelize_module(nn.EmbeddingBag(7, 4), MESHES[0], RowwiseParallel())
