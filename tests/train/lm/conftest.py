@@ -12,9 +12,9 @@ from shardwise.train.lm.config import LanguageModelConfig
 
 @pytest.fixture(scope="session")
 def topics() -> PydocTopics:
-    """The real text; of what is not learnt from, some hundred bytes."""
+    """The real text; of what is not learnt from, a hundred bytes."""
     data = load_pydoc_topics()
-    return replace(data, validation=data.validation[:333], test=data.test[:333])
+    return replace(data, validation=data.validation[:123], test=data.test[:123])
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,8 @@ from shardwise.train.loop import resumable_step
 
 Tiny = Callable[..., LanguageModelConfig]
 MESHES = [
-    ("dp=1", 1), ("dp=3", 3), ("tp=2", 2), ("tp=4", 4), ("tp=2 sequence", 2), ("tp=3 sequence", 3), ("dp=2,tp=2", 4),
-    ("tp=2,dp=2 sequence", 4), ("replica=2,dp=1,tp=2", 4), ("replica=2,dp=2", 4), ("tp=5", 5),
+    ("dp=1", 1), ("dp=3", 3), ("tp=2", 2), ("tp=4", 4), ("tp=3 sequence", 3), ("dp=2,tp=2", 4),
+    ("tp=2,dp=2 sequence", 4), ("replica=2,dp=2", 4),
 ]  # fmt: skip
 
 
@@ -58,28 +58,34 @@ def take(run: Training, num_steps: int) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Tiny, topics: PydocTopics) -> tuple[list[float], Transformer]:
-    return plain_run(tiny(), topics)
+def plain(tiny: Tiny, topics: PydocTopics) -> list[float]:
+    return plain_run(tiny(), topics)[0]
+
+
+@pytest.fixture(scope="module")
+def plain_end(tiny: Tiny, topics: PydocTopics) -> tuple[float, bytes]:
+    """What the model of the plain run makes of the held-out text, and writes."""
+    model = plain_run(tiny(), topics)[1]
+    return plain_bits(model, topics.test), plain_text(model, b"The ", 5, temperature=0.8, seed=3)
 
 
 @pytest.mark.parametrize(("mesh", "num_ranks"), MESHES)
 def test_twenty_losses_the_bits_and_the_text_equal_one_plain_process(
-    mesh: str, num_ranks: int, tiny: Tiny, topics: PydocTopics, plain: tuple[list[float], Transformer]
+    mesh: str, num_ranks: int, tiny: Tiny, topics: PydocTopics, plain: list[float], plain_end: tuple[float, bytes]
 ) -> None:
-    losses, model = plain
     mesh, _, sequence = mesh.partition(" ")
     config = tiny(mesh=mesh, sequence_parallel=bool(sequence))
 
     def body() -> tuple[float, bytes]:
         run = Training(config, topics)
-        assert take(run, 20) == pytest.approx(losses, rel=1e-5)
-        text = continued(run.model, b"The ", 9, mesh=run.mesh, temperature=0.8, seed=3)
+        assert take(run, 20) == pytest.approx(plain, rel=1e-5)
+        text = continued(run.model, b"The ", 5, mesh=run.mesh, temperature=0.8, seed=3)
         return bits_per_byte(run.model, topics.test, config.context, run.mesh), text
 
     found = world(num_ranks).run(body)
     assert found == found[:1] * num_ranks
-    assert found[0][0] == pytest.approx(plain_bits(model, topics.test), rel=1e-5)
-    assert found[0][1] == plain_text(model, b"The ", 9, temperature=0.8, seed=3)
+    assert found[0][0] == pytest.approx(plain_end[0], rel=1e-5)
+    assert found[0][1] == plain_end[1]
 
 
 @torch.no_grad()
@@ -114,20 +120,20 @@ def test_a_text_longer_than_the_context_goes_on_and_0_takes_the_likeliest(tiny: 
         def body(temperature: float = temperature, prompt: bytes = prompt) -> bytes:
             config = tiny(seed=2, mesh="tp=2")
             mine = cut(build(config), config.mesh_of(2), False)
-            return continued(mine, prompt, 30, mesh=config.mesh_of(2), temperature=temperature, seed=1)
+            return continued(mine, prompt, 20, mesh=config.mesh_of(2), temperature=temperature, seed=1)
 
         text = world(2).run(body)
-        assert text == [plain_text(model, prompt, 30, temperature=temperature or 1e-9, seed=1)] * 2
-        assert len(set(text[0])) > 10
+        assert text == [plain_text(model, prompt, 20, temperature=temperature or 1e-9, seed=1)] * 2
+        assert len(set(text[0])) > 5
 
 
 def test_a_run_with_dropout_is_the_same_on_every_mesh(tiny: Tiny, topics: PydocTopics) -> None:
     def body(mesh: str) -> list[float]:
-        return take(Training(tiny(mesh=mesh, dropout=0.2), topics), 4)
+        return take(Training(tiny(mesh=mesh, dropout=0.2), topics), 3)
 
     alone = world(1).run(body, "dp=1")[0]
-    assert alone != pytest.approx(world(1).run(lambda: take(Training(tiny(), topics), 4))[0], rel=1e-3)
-    for mesh, num_ranks in (("dp=2", 2), ("tp=3", 3), ("tp=2,dp=2", 4)):
+    assert alone != pytest.approx(world(1).run(lambda: take(Training(tiny(), topics), 3))[0], rel=1e-3)
+    for mesh, num_ranks in (("tp=3", 3), ("tp=2,dp=2", 4)):
         for losses in world(num_ranks).run(body, mesh):
             assert losses == pytest.approx(alone, rel=1e-5)
 
@@ -187,9 +193,8 @@ def test_the_learning_rate_rises_and_falls(tiny: Tiny) -> None:
 
 
 def test_a_run_goes_on_exactly_on_other_meshes(
-    tiny: Tiny, topics: PydocTopics, tmp_path: Path, plain: tuple[list[float], Transformer]
+    tiny: Tiny, topics: PydocTopics, tmp_path: Path, plain: list[float]
 ) -> None:
-    losses, _ = plain
     config = tiny(mesh="dp=2,tp=2", checkpoint=str(tmp_path / "run"))
 
     def begin() -> None:
@@ -202,11 +207,11 @@ def test_a_run_goes_on_exactly_on_other_meshes(
         run = Training(replace(config, mesh=mesh), topics)
         run.restore()
         assert run.step == 7
-        assert take(run, 20) == pytest.approx(losses[7:], rel=1e-5)
+        assert take(run, 5) == pytest.approx(plain[7:12], rel=1e-5)
 
     world(4).run(begin)
     assert resumable_step(config, topics.fingerprint) == 7
-    for mesh, num_ranks in [("dp=1", 1), ("tp=3", 3), ("dp=2", 2)]:
+    for mesh, num_ranks in [("dp=1", 1), ("tp=3", 3)]:
         world(num_ranks).run(go_on, mesh)
 
 
