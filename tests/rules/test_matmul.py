@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.tensor.dispatch import forget
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 
@@ -149,3 +150,43 @@ def test_products_under_autocast_have_the_dtypes_of_one_process() -> None:
                 out = as_dtensor(op(*parts))
                 assert out.dtype == expected.dtype == torch.bfloat16
                 torch.testing.assert_close(out.full_tensor(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "ranks"), [(2, 8, 2), (200, 8, 4), (2000, 7, 2), (2000, 90, 4), (21, 24, 4)]
+)
+def test_summands_are_added_up_before_they_meet_a_cut_weight_which_stays_where_it_is(
+    rows: int, columns: int, ranks: int
+) -> None:
+    """Also where the weight is smaller: else every rank would compute all columns, and the sum would come later."""
+    x, weight = normal(rows, 6), normal(columns, 6)
+
+    def body() -> None:
+        whole = distribute_tensor(x, Mesh((ranks,)), [R])
+        summands = as_dtensor(whole).redistribute(placements=[Partial()])
+        cut = distribute_tensor(weight, Mesh((ranks,)), [S0])
+        with count_comms() as meter:
+            out = as_dtensor(F.linear(summands, cut))
+        assert out.placements == (S1,)
+        assert [move.split(":")[0] for move in meter.implicit] == ["linear, operand 0"]
+        torch.testing.assert_close(out.full_tensor(), F.linear(x, weight))
+
+    forget()  # one choice serves all sizes
+    world(ranks).run(body)
+
+
+@world(4)
+def test_summands_that_meet_a_row_cut_weight_are_added_up_in_pieces() -> None:
+    """Each rank gets the columns that its rows of the weight take: a reduce-scatter, and the result is a sum again."""
+    x, weight = distribute_tensor(X, Mesh((4,)), [R]), distribute_tensor(WEIGHT, Mesh((4,)), [Shard(0, (3, 0, 2, 1))])
+    summands = as_dtensor(x).redistribute(placements=[Partial()])
+    with count_comms() as meter:
+        out = as_dtensor(torch.mm(summands, weight))
+    assert out.placements == (Partial(),)
+    assert (meter.total_calls, len(meter.implicit)) == (1, 1)
+    own = weight.to_local().shape[0]
+    assert meter.total_bytes == 14 * (6 - own) * 8
+    torch.testing.assert_close(out.full_tensor(), X @ WEIGHT)
+
+
+X, WEIGHT = normal(14, 6), normal(6, 6)

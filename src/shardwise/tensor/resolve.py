@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout
 from shardwise.meter import INSIDE, Cause
-from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
+from shardwise.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.row import Shapes
 from shardwise.steps import plan_move
@@ -202,17 +202,27 @@ def _follows(row: Row, kinds: tuple[Placement, ...]) -> bool:
 
 
 def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
-    """Bytes to move plus bytes of memory that grows: what is cut should stay cut."""
-    price = 0.0
+    """Bytes to move plus bytes of memory that grows: what is cut should stay cut.
+
+    A sum that stays a sum is added up later. Where others travel for that, such as a cut weight to meet summands, its
+    later way is priced too: the sum would be put off at the price of cut work.
+    """
+    price = others = later = 0.0
     for layout, placement in zip(layouts, row.inputs, strict=True):
-        if kind(layout.placements[axis]) != placement:
+        now, cost = layout.placements[axis], 0.0
+        if kind(now) != placement:
             try:
                 target = layout.with_axis(axis, placement)
             except LayoutError:  # such as a sum on this axis of maxima on another
                 return float("inf")
             growth = max(target.local_numel(r) - layout.local_numel(r) for r in layout.mesh.ranks)
-            price += plan_move(layout, target).cost + 4 * max(growth, 0)
-    return price
+            cost = plan_move(layout, target).cost
+            price += cost + 4 * max(growth, 0)
+        if not isinstance(now, Partial):
+            others += cost
+        elif placement != REPLICATE:
+            later += plan_move(layout, layout.with_axis(axis, REPLICATE)).cost
+    return price + later if others and isinstance(row.output, Partial) else price
 
 
 def meta_shape(
