@@ -109,7 +109,12 @@ def _run_steps(plan: Plan, local: Tensor, cause: Cause) -> Tensor:
 
 
 def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
+    recorded = local.requires_grad and torch.is_grad_enabled()  # in backward it seldom is: no node then
     match step:
+        case Exchange() if not recorded:
+            return run_exchange(local, step)
+        case AllReduce() if not recorded:
+            return _reduced(local, step)
         case Exchange():
             return _Exchange.apply(local, step, cause)  # type: ignore[no-any-return, no-untyped-call]
         case AllReduce():
@@ -163,12 +168,16 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, step: AllReduce, cause: Cause) -> Tensor:
         ctx.step, ctx.cause = step, cause
-        group = step.group(collectives.rank())
-        return collectives.all_reduce(local, "sum", group) if group else local.clone()
+        return _reduced(local, step)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.turned()), None, None
+
+
+def _reduced(local: Tensor, step: AllReduce) -> Tensor:
+    group = step.group(collectives.rank())
+    return collectives.all_reduce(local, "sum", group) if group else local.clone()
 
 
 # ---- the exchange -------------------------------------------------------------------------------------------
@@ -182,10 +191,6 @@ class _Piece:
     region: tuple[slice, ...]
     sizes: tuple[int, ...]
     first: bool
-
-    @property
-    def numel(self) -> int:
-        return prod(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,8 @@ class _Program:
     shape: tuple[int, ...]
     fill: str | None  # the reduction whose identity stands where nothing arrives
     whole_rows: bool  # what arrives is the local tensor itself, in order
+    summands: bool  # what arrives are tensors of the local shape, to be added
+    lengths: tuple[int, ...]  # of what arrives
 
 
 @lru_cache(maxsize=4096)
@@ -232,6 +239,8 @@ def _program(step: Exchange, rank: int) -> _Program:
         shape,
         fill,
         _in_order([t.box for t in recvs], dst_boxes),
+        len(recvs) > 1 and all((t.box,) == dst_boxes for t in recvs),
+        tuple(t.box.numel for t in recvs),
     )
 
 
@@ -287,7 +296,7 @@ def _arrived(received: Tensor, local: Tensor, step: Exchange, program: _Program)
     if program.whole_rows and received.numel() == prod(program.shape):
         # Not `view`: autograd refuses in-place ops on a view that comes out of a Function.
         return torch.ops.aten._unsafe_view.default(received, program.shape)  # type: ignore[no-any-return]
-    return _unpack(received.split([p.numel for p in program.recvs]), program, step, local, collectives.rank())
+    return _unpack(received.split_with_sizes(program.lengths), program, step, local, collectives.rank())
 
 
 def _run_locally(local: Tensor, step: Exchange, program: _Program, rank: int) -> Tensor:
@@ -299,6 +308,12 @@ def _run_locally(local: Tensor, step: Exchange, program: _Program, rank: int) ->
 
 
 def _unpack(pieces: Sequence[Tensor], program: _Program, step: Exchange, local: Tensor, rank: int) -> Tensor:
+    if program.summands and local.dtype != torch.bool:
+        first, second, *others = (pieces[i].view(program.shape) for i in program.order)
+        out = first + second
+        for piece in others:
+            out += piece
+        return out
     if program.fill is None:
         out = local.new_empty(program.shape)
     else:
