@@ -33,6 +33,7 @@ from shardwise.collectives import count_comms, init_device_mesh, init_processes
 from shardwise.models import ModelArgs, Transformer
 
 VOCABULARY = 256
+SECONDS_EACH = 2.0  # for each line of a table of steps; on a slow machine there are fewer rounds, but at least three
 OPTIMISERS = ("foreach", "fused")
 NAMES = {ranks: ["plain" if ranks == 1 else "by hand", "ours", "captured", "torch"] for ranks in (1, 2, 4)}
 
@@ -226,7 +227,7 @@ def check_losses(living: dict[str, System], sizes: Sizes) -> None:
 
 def timed(runs: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, Times]:
     """Interleaved, and of each round the time of the slowest rank."""
-    times = interleaved(runs, rounds, calls)
+    times = interleaved(runs, rounds, calls, warmup=2)
     for name, own in times.items():
         slowest = torch.tensor(own.rounds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -264,11 +265,13 @@ def measure(sizes: Sizes, rounds: int, report: Report) -> None:
         report.overheads.append([str(sizes), *overhead_figures(times)])
         return
     report.counts.append([str(sizes), *(counted(living[name], sizes) for name in ("by hand", "ours", "torch"))])
-    calls = 4 if sizes.dim < 512 else 1
+    calls = 3 if sizes.dim < 512 else 1
     for how in OPTIMISERS:
         for system in living.values():
             system.optimise(how)
-        times = timed({n: bound(s.step, sizes) for n, s in living.items()}, rounds, calls)
+        runs = {n: bound(s.step, sizes) for n, s in living.items()}
+        one_round = sum(t.best for t in timed(runs, 1, calls).values()) * calls
+        times = timed(runs, min(rounds, max(3, int(SECONDS_EACH / one_round))), calls)
         report.steps.append([f"{sizes}; Adam {how}", *step_figures(times)])
 
 
@@ -309,7 +312,7 @@ def rank_main(rank: int, settings: list[Sizes], rounds: int, folder: str) -> Non
     init_processes(rank, ranks, str(Path(folder) / "store"), timeout_seconds=120)
     report = Report([], [], [])
     for sizes in settings:
-        measure(sizes, max(3, rounds // 2) if sizes.dim >= 512 else rounds, report)
+        measure(sizes, rounds, report)
     if rank == 0:
         print_report(settings[0], report)
     dist.barrier()
@@ -366,8 +369,9 @@ def main() -> None:
         if options.quick:
             settings = [s for s in settings if s.dim < 128]
         if settings:
+            rounds = 4 if options.quick else 12 if ranks == 1 else 8
             with tempfile.TemporaryDirectory() as folder:
-                spawn(rank_main, args=(settings, 4 if options.quick else 12, folder), nprocs=ranks)
+                spawn(rank_main, args=(settings, rounds, folder), nprocs=ranks)
 
 
 if __name__ == "__main__":
