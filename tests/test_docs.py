@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,22 +15,43 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
-def run(script: Path, folder: Path | None = None) -> str:
+def run(script: Path, folder: Path | None = None, arguments: Sequence[Path] = ()) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(300)  # of all blocks of a page, each of which starts an interpreter
+# All in one process: importing torch takes longer than most of them.
+IN_TURN = """
+import runpy, sys
+for script in list(sys.argv[1:]):
+    sys.argv = [script]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    print("\\0", end="", flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    for block, output in BLOCK.findall(page.read_text()):
-        script = tmp_path / "example.py"
+    found = BLOCK.findall(page.read_text())
+    scripts = [tmp_path / str(number) / "example.py" for number in range(len(found))]
+    for script, (block, _) in zip(scripts, found, strict=True):
+        script.parent.mkdir()
         script.write_text(block)
-        printed = run(script, tmp_path)
-        assert not output or printed == output
+    in_turn = tmp_path / "in_turn.py"
+    in_turn.write_text(IN_TURN)
+    *printed, _ = run(in_turn, tmp_path, scripts).split("\0")
+    for (_, output), text in zip(found, printed, strict=True):
+        assert not output or text == output
 
 
 @pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda p: p.name)
