@@ -16,15 +16,13 @@ SMALL = ["--steps", "8", "--set", "dim=16", "--set", "layers=1", "--set", "conte
 SMALL += ["--set", "log_every=2", "--set", "sample_bytes=5", "--set", "warmup_steps=2"]
 
 
-def test_a_run_and_its_continuation_on_another_mesh(tmp_path: Path) -> None:
+def test_a_run_tells_of_its_text_its_mesh_and_what_came_of_it(tmp_path: Path) -> None:
     mesh = ["--mesh", "tp=2", "--sequence-parallel"]
     first = shell("lm", *SMALL, *mesh, "--set", "stop_after=4", cwd=tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
     data, said = load_pydoc_topics(), first.stdout.splitlines()
     assert said[0] == repr(data)
-    assert said[1] == (
-        "Mesh(tp=2): the batch is cut by 1; the model is cut over 2 ranks, between its layers along the sequence."
-    )
+    assert said[1] == "Mesh(tp=2): the batch is whole; the model is cut by 2, between its layers along the sequence."
     assert said[2].startswith("19,632 parameters, 76.7 KiB; a rank holds 54.6 KiB.")
     steps = [line.split("  ")[:2] for line in said if line.startswith("step")]
     assert steps == [["step 2/4", "pass 1"], ["step 4/4", "pass 1"]]
@@ -37,18 +35,25 @@ def test_a_run_and_its_continuation_on_another_mesh(tmp_path: Path) -> None:
     assert said[-1].endswith(" --mesh tp=2 --sequence-parallel --steps 8 --set stop_after=none")
     assert "\x1b" not in first.stdout
 
-    second = shell("lm", *SMALL, "--resume", "--mesh", "dp=1", cwd=tmp_path)
-    assert (second.returncode, second.stderr) == (0, "")
-    assert "Going on from step 4 in runs/lm." in second.stdout
-    assert "Next:" not in second.stdout
-    bits = float(next(line for line in second.stdout.splitlines() if line.startswith("step 8/8")).split()[4])
+
+def test_a_run_goes_on_with_the_losses_of_one_that_never_stopped(tmp_path: Path) -> None:
     config = LanguageModelConfig(
         steps=8, dim=16, layers=1, context=512, batch_size=3, warmup_steps=2, checkpoint=str(tmp_path / "runs" / "lm")
     )
-    alone = Training(config, data)
-    losses = [alone.take_step(batch).item() for batch in alone.batches()]
+    alone = Training(config, load_pydoc_topics())
+    losses = []
+    for batch in alone.batches():
+        losses.append(alone.take_step(batch).item())
+        if alone.step == 4:
+            alone.save()
+
+    run = shell("lm", *SMALL, "--resume", "--mesh", "dp=2", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "Going on from step 4 in runs/lm." in run.stdout
+    assert "Next:" not in run.stdout
+    bits = float(next(line for line in run.stdout.splitlines() if line.startswith("step 8/8")).split()[4])
     assert bits == pytest.approx(sum(losses[6:]) / 2 / math.log(2), abs=1e-3)
-    assert read_manifest(tmp_path / "runs" / "lm" / "step-00000008").metadata["config"]["mesh"] == "dp=1"
+    assert read_manifest(tmp_path / "runs" / "lm" / "step-00000008").metadata["config"]["mesh"] == "dp=2"
 
 
 # ---- what is wrong is said before any rank starts -------------------------------------------------------------

@@ -18,6 +18,7 @@ def add_parser(subparsers: Any) -> None:
     """Describe `train` to argparse."""
     parser = subparsers.add_parser(
         "train",
+        usage="%(prog)s [recommender | lm] [options]",
         help="train a recommender or a language model that lives on several ranks",
         description="recommender: learn which identifier is missing from a function of the Python library, from the "
         "functions of nine files in ten; then find those of the others. lm: learn to expect the next byte of Python's "

@@ -9,7 +9,7 @@ from shardwise.cli.train import view
 from shardwise.data import PydocTopics, lzma_bits, order2_bits
 from shardwise.errors import printable
 from shardwise.mesh import Mesh
-from shardwise.report.words import bytes_text, count_text
+from shardwise.report.words import bytes_text
 from shardwise.train.ledger import Progress
 from shardwise.train.lm.config import TENSOR_AXIS, LanguageModelConfig
 from shardwise.train.lm.training import Outcome
@@ -20,9 +20,12 @@ def show_start(config: LanguageModelConfig, data: PydocTopics, mesh: Mesh, resum
     print(data)
     axes = dict(zip(mesh.names or (), mesh.shape, strict=True))
     copies = math.prod(size for name, size in axes.items() if name != TENSOR_AXIS)
-    spread = count_text(axes.get(TENSOR_AXIS, 1), "rank")
+    cuts = [
+        f"the {what} is cut by {size}" if size > 1 else f"the {what} is whole"
+        for what, size in (("batch", copies), ("model", axes.get(TENSOR_AXIS, 1)))
+    ]
     along = ", between its layers along the sequence" if config.sequence_parallel else ""
-    print(f"{mesh}: the batch is cut by {copies}; the model is cut over {spread}{along}.")
+    print(f"{mesh}: {'; '.join(cuts)}{along}.")
     view.show_beginning(config.checkpoint, resumed_step)
 
 
