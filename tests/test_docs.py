@@ -27,11 +27,14 @@ def run(script: Path, folder: Path | None = None, arguments: Sequence[Path] = ()
 
 # All in one process: importing torch takes longer than most of them.
 IN_TURN = """
-import runpy, sys
+import linecache, pathlib, runpy, sys
+example = pathlib.Path("example.py").resolve()
 for script in list(sys.argv[1:]):
-    sys.argv = [script]
+    example.write_text(pathlib.Path(script).read_text())
+    linecache.clearcache()
+    sys.argv = [str(example)]
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(str(example), run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
@@ -43,9 +46,8 @@ for script in list(sys.argv[1:]):
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     found = BLOCK.findall(page.read_text())
-    scripts = [tmp_path / str(number) / "example.py" for number in range(len(found))]
+    scripts = [tmp_path / f"block_{number}.txt" for number in range(len(found))]
     for script, (block, _) in zip(scripts, found, strict=True):
-        script.parent.mkdir()
         script.write_text(block)
     in_turn = tmp_path / "in_turn.py"
     in_turn.write_text(IN_TURN)
