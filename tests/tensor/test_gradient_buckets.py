@@ -422,3 +422,38 @@ def test_sparse_dense_and_half_gradients_have_buckets_of_their_own(overlap: bool
                 if expected.is_sparse:
                     got, expected = got.to_dense(), expected.to_dense()
                 assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("choice", [(1, 2), (0, 1)])
+def test_sets_of_leaves_that_were_reduced_before_are_told_apart_again(choice: tuple[int, int]) -> None:
+    """Of equal size, the gradients of one would be added to those of the other."""
+
+    @world(2)
+    def check() -> None:
+        leaves = [as_dtensor(distribute_tensor(torch.ones(3), Mesh((2,)), [R]).requires_grad_()) for _ in range(3)]
+        for leaf in (*leaves, leaves[0]):  # all ranks alike
+            leaf.square().sum().backward()
+            assert leaf.grad is not None
+            leaf.grad = None
+        mine = leaves[choice[rank()]]
+        mine.square().sum().backward()
+        with pytest.raises(MismatchError, match=r"the gradients that are reduced together|must make the same call"):
+            _ = mine.grad
+
+    check()
+
+
+def test_a_mesh_whose_leaves_are_used_in_some_steps_only_does_not_wait_for_others() -> None:
+    @world(3)
+    def check() -> None:
+        near, far = Mesh((2,), (0, 1)), Mesh((2,), (0, 2))
+        leaves = [as_dtensor(distribute_tensor(torch.ones(3), mesh, [R]).requires_grad_()) for mesh in (near, far)]
+        for step in range(4):
+            mine = [x for x in leaves[: 1 + step % 2] if rank() in x.layout_.mesh.ranks]
+            for x in mine:
+                x.square().sum().backward()
+            for x in mine:
+                assert as_dtensor(x.grad).tolist() == [2] * 3
+                x.grad = None
+
+    check()

@@ -35,6 +35,7 @@ class DTensor(torch.Tensor):
     _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
     _grad_plan: Any = None  # of a leaf: the plan by which that was last done
     _watched: int = 0  # of a leaf: if its accumulated gradients join a batch, its place in the order of the program
+    _watched_here: int = 0  # the same among the leaves of its mesh, which all ranks of that count alike
     _name: str | None = None  # of a parameter: what errors call it
     _spec: Any = None  # the sharding spec that it was made by, whose words its shards are told in
     _tiling: Any = None  # where its part was given as several shards: those

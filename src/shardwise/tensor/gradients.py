@@ -24,7 +24,7 @@ from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.reduction import (
     axes_to_reduce,
     joined,
-    next_number,
+    next_numbers,
     raw_grad,
     readable,
     reduce_alone,
@@ -45,7 +45,7 @@ def watch(leaf: DTensor) -> None:
     with DisableTorchFunctionSubclass():
         if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not axes_to_reduce(leaf._layout):
             return
-        leaf._watched = next_number()
+        leaf._watched, leaf._watched_here = next_numbers(leaf._layout.mesh)
         leaf.register_post_accumulate_grad_hook(joined)  # type: ignore[no-untyped-call]
 
 

@@ -79,8 +79,11 @@ class _Rank:
     """What one rank knows of its gradients; simulated ranks have one each."""
 
     options: Options = field(default_factory=Options)
-    numbers: Any = field(default_factory=lambda: count(1))
+    numbers: "count[int]" = field(default_factory=lambda: count(1))
+    numbers_of: dict[tuple[int, ...], "count[int]"] = field(default_factory=dict)  # by ranks
     plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)  # by the numbers of all leaves
+    latest: tuple[int, ...] = ()  # the leaves that were reduced last
+    agreed: dict[tuple[int, ...], dict[str, str]] = field(default_factory=dict)  # by ranks: what they reduced last
     batch: "Batch | None" = None  # that of the backward that runs, or ran last
 
 
@@ -112,11 +115,13 @@ def gradient_buckets(max_bytes: int = Options.max_bytes, *, overlap: bool | None
     here = _rank()
     here.options = Options(int(max_bytes), overlap)
     here.plans.clear()
+    here.latest = ()
 
 
-def next_number() -> int:
-    """The place of a leaf in the order of the program, the same on all ranks."""
-    return next(_rank().numbers)  # type: ignore[no-any-return]
+def next_numbers(mesh: Mesh) -> tuple[int, int]:
+    """The place of a leaf in the order of the program, and among those of its mesh, the same on all ranks of that."""
+    here, ranks = _rank(), tuple(sorted(mesh.ranks))
+    return next(here.numbers), next(here.numbers_of.setdefault(ranks, count(1)))
 
 
 # ---- while backward runs ------------------------------------------------------------------------------------
@@ -209,12 +214,14 @@ def reduce_alone(leaf: DTensor) -> None:
 
 
 def _plan_of(leaves: dict[int, DTensor], here: _Rank) -> Plan:
-    """The plan of these leaves; a new one only once the ranks agree that it is about the same leaves."""
+    """The plan of these leaves; of others than the last ones only once the ranks agree that it is about the same."""
     # Not as backward came to them: an empty shard may have kernels of its own, which come to leaves in another order.
     numbers = sorted(leaves, reverse=True)
     key = tuple(-n if _is_sparse(leaves[n]) else n for n in numbers)
+    if key != here.latest:
+        _agree([leaves[n] for n in numbers], here)
+        here.latest = key
     if key not in here.plans:
-        _agree([leaves[n] for n in numbers], here.options)
         if len(here.plans) >= KEPT_PLANS:
             here.plans.clear()
         here.plans[key] = Plan(_buckets(numbers, leaves, here.options), here.options)
@@ -226,17 +233,22 @@ def _is_sparse(leaf: DTensor) -> bool:
     return raw is not None and raw.is_sparse
 
 
-def _agree(leaves: Sequence[DTensor], options: Options) -> None:
-    """Before they are first reduced together; who listens to what is sent hears nothing of this one small exchange."""
+def _agree(leaves: Sequence[DTensor], here: _Rank) -> None:
+    """Let the ranks of each mesh say which leaves they are about to reduce together, where these are not the last ones.
+
+    Buckets of other leaves may be of equal size, and would be added up without a word. Who listens to what is sent
+    hears nothing of this one small exchange.
+    """
     told: dict[tuple[int, ...], dict[str, str]] = {}
     for leaf in leaves:
-        ranks, name = tuple(sorted(leaf._layout.mesh.ranks)), leaf._name or f"leaf {leaf._watched}"
+        ranks, name = tuple(sorted(leaf._layout.mesh.ranks)), f"{leaf._name or 'leaf'} (number {leaf._watched_here})"
         what = f"{'sparse ' if _is_sparse(leaf) else ''}{leaf.dtype} {leaf._layout}"
-        told.setdefault(ranks, {"buckets": str(options)})[name] = what
+        told.setdefault(ranks, {"buckets": str(here.options)})[name] = what
     for ranks, facts in told.items():
-        if collectives.rank() in ranks:
+        if collectives.rank() in ranks and here.agreed.get(ranks) != facts:
             with meter.apart():
                 collectives.agree("the gradients that are reduced together", facts, ranks, FIX)
+            here.agreed[ranks] = facts
 
 
 def _buckets(numbers: Sequence[int], leaves: Mapping[int, DTensor], options: Options) -> tuple[tuple[int, ...], ...]:
