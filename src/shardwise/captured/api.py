@@ -1,21 +1,20 @@
 """`capture`: a function or module whose work is recorded once for each kind of operands, and replayed."""
 
+import warnings
 from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from shardwise import meter, recording
 from shardwise.captured.compiled import Backend
 from shardwise.captured.graphs import Graphs
 from shardwise.captured.replay import Recording
-from shardwise.captured.surroundings import Surroundings, key_of
+from shardwise.captured.surroundings import Surroundings, key_of, looked_on
 from shardwise.errors import CaptureError
-from shardwise.tensor import dispatch
-from shardwise.tensor.dtensor import DTensor
 
 LIMIT = 32
+OFTEN = 16  # recordings in a row that nothing was replayed of
 
 
 class Captured:
@@ -31,30 +30,45 @@ class Captured:
         self.limit = limit
         self._recordings: dict[Any, Recording] = {}
         self._surroundings: Surroundings | None = None
+        self._dropped = 0
         if hasattr(function, "__name__"):
             update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if recording.here.recorder is not None or meter.listening() or DTensor._enter is not dispatch.enter:
+        if looked_on():
             return self.function(*args, **kwargs)  # who looks on shall see everything
         if kwargs or any(isinstance(x, list | tuple | dict) for x in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
         else:
             leaves, spec = list(args), None
-        if self._surroundings is None or not self._surroundings.hold():
-            self._recordings.clear()
-            self._surroundings = Surroundings(self.function)
+        surroundings = self._seen()
         key = (spec, *key_of(leaves))
         known = self._recordings.get(key)
         if known is not None and known.graphs is not None:
+            self._dropped = 0
             return known.replayed(leaves)
         if known is None and len(self._recordings) >= self.limit:
             raise CaptureError(
                 f"capture: called with {self.limit} kinds of operands already, and now with another one: {key[1:]}. "
                 f"Fix: pad or cut batches to a few shapes, pass numbers that change as tensors, or raise limit=."
             )
-        made = self._recordings[key] = Recording(self.backend)
+        made = self._recordings[key] = Recording(self.backend, surroundings.tensors)
         return made.made(self.function, leaves, spec)
+
+    def _seen(self) -> Surroundings:
+        """What the function reaches, as the recordings took it; those are dropped where that has changed."""
+        changed = "" if self._surroundings is None else self._surroundings.changed()
+        if self._surroundings is None or changed is not None:
+            self._dropped += bool(self._recordings)
+            self._recordings.clear()
+            self._surroundings = Surroundings(self.function)
+            if self._dropped == OFTEN:
+                warnings.warn(
+                    f"capture: {OFTEN} calls in a row recorded anew, since what the function reaches changes between "
+                    f"them: {changed}. Fix: pass it as an argument, or keep it where the function does not look.",
+                    stacklevel=3,
+                )
+        return self._surroundings
 
     def graphs(self) -> list[Graphs]:
         """The graphs of every recording that is complete, in the order in which they were made."""
@@ -73,8 +87,8 @@ def capture(function: Callable[..., Any], *, backend: Backend | None = None, lim
         optimizer.step()    # as ever
 
     Recorded anew when layouts, shapes, strides, dtypes or other values among the arguments differ from those met
-    before, with or without grad, under another autocast; and when a module that the function is, is bound to, has in
-    its closure or names as a global has other parameters, buffers, submodules, flags, numbers or hooks than before.
+    before, with or without grad, under another autocast; and when something has changed that the function reaches by
+    itself: by its closure, globals or defaults, as an attribute that it names, inside a list, a dict, or a module.
     Parameters and buffers are used where they are: optimizer steps and loaded checkpoints count.
 
     What a replay does not do is Python's own work: printing, counting, choosing by anything else than the above.

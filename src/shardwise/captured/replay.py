@@ -18,6 +18,8 @@ from shardwise.errors import CaptureError
 from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
+SAVED = object()  # where autograd keeps a tensor
+
 
 @dataclass(frozen=True)
 class Output:
@@ -43,8 +45,8 @@ class Recording:
         arguments: how many tensors come as arguments; what else came from outside is kept by reference.
     """
 
-    def __init__(self, backend: Backend | None) -> None:
-        self.tape = Tape()
+    def __init__(self, backend: Backend | None, reached: Sequence[Tensor] = ()) -> None:
+        self.tape = Tape(reached)
         self.graphs: Graphs | None = None
         self.backend = backend
         self.arguments = 0
@@ -60,6 +62,7 @@ class Recording:
         entered = [x for x in inner if isinstance(x, Tensor)]
         self.arguments = len(given)
         seed = torch.initial_seed()
+        torch.clear_autocast_cache()  # of casts that were made outside
         with tape.running():
             for x in entered:
                 tape.enter(x)
@@ -67,12 +70,14 @@ class Recording:
             result = function(*args, **kwargs)
             if torch.initial_seed() != seed and not collectives.is_simulated():  # simulated ranks share a generator
                 tape.refuse("torch.manual_seed()")
+        torch.clear_autocast_cache()
+        tape.check_outside()
         flat, self.spec = pytree.tree_flatten(result)
         self.outputs = [self._described(x, entered) for x in flat]
         with DisableTorchFunctionSubclass():
             found = [x for x, out in zip(flat, self.outputs, strict=True) if out.is_tensor]
+            self.nodes = tape.aliased([tape.known(x) for x in found])
             self.last = next(reversed([n for n in tape.graph.nodes if n.op == "call_function"]), None)
-            self.nodes = [tape.known(x) for x in found]
             self.differentiable = [i for i, x in enumerate(found) if x.requires_grad]
             if self.differentiable:
                 leaves_of_graph = [x for x in tape.outside.values() if x.requires_grad]
@@ -197,7 +202,7 @@ class _Replayed(torch.autograd.Function):
             found = graphs.run_forward(*outside)
             outs, left = found[: graphs.outputs], iter(found[graphs.outputs :])
             kept = [next(left) if at is None else outside[at] for at in graphs.kept]
-            ctx.others = [None if isinstance(x, Tensor) else x for x in kept]
+            ctx.others = [SAVED if isinstance(x, Tensor) else x for x in kept]
             ctx.save_for_backward(*[x for x in kept if isinstance(x, Tensor)])
         ctx.graphs, ctx.differentiable = graphs, differentiable
         if len(differentiable) < len(outs):
@@ -208,7 +213,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         _once()
         saved = iter(ctx.saved_tensors)
-        kept = [next(saved) if x is None else x for x in ctx.others]
+        kept = [next(saved) if x is SAVED else x for x in ctx.others]
         with DisableTorchFunctionSubclass():
             given = [cotangents[i].contiguous() for i in ctx.differentiable]
             return None, None, *ctx.graphs.run_backward(*kept, *given)

@@ -1,21 +1,41 @@
 """What a recording took for granted: everything but the tensors that it is given."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from operator import is_, itemgetter
-from types import FunctionType, MethodType
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass, _functorch
+from torch.nn.modules import module as every_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from shardwise import collectives
+from shardwise import collectives, meter, recording
+from shardwise.captured.reached import PLAIN, Held, Reached, hooks_of
 from shardwise.captured.tape import strides
 from shardwise.errors import CaptureError
+from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor
 
-PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_pointer: Any = torch._C.TensorBase.data_ptr  # of the local tensor that a DTensor is
+
+
+def looked_on() -> bool:
+    """Whether something around the call wants to see, or to change, what the function does."""
+    return (
+        recording.here.recorder is not None
+        or meter.listening()
+        or DTensor._enter is not dispatch.enter
+        or _dispatch_modes() > 0
+        or _saved_hooks(False) is not None
+        or torch._C._current_graph_task_id() != -1
+        or _functorch.peek_interpreter_stack() is not None
+        or (_modes() > 0 and any(type(m) is not DeviceContext for m in _get_current_function_mode_stack()))
+    )
 
 
 def key_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -27,8 +47,11 @@ def key_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
     key: list[Any] = [
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"), id(collectives.transport()),
+        torch._C._get_deterministic_algorithms(), torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
+        torch.get_default_device() if _modes() else None,
     ]  # fmt: skip
-    tensors = []
+    places = []
     with DisableTorchFunctionSubclass():
         for x in leaves:
             kind = type(x)
@@ -37,108 +60,71 @@ def key_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
             elif isinstance(x, Tensor):
                 key.append((x.layout, tuple(x.size()), x.dtype, x.requires_grad, x.stride(), x.device, kind))
             elif kind in PLAIN:
-                key.append((kind, x))
+                key.append((kind, _told(x)))
                 continue
             else:
                 raise CaptureError(
                     f"capture: an argument is a {kind.__name__}. Fix: pass tensors, numbers and strings, in lists, "
                     f"tuples and dicts; let the function reach anything else by itself."
                 )
-            tensors.append(id(x))
-    if len(set(tensors)) < len(tensors):  # one tensor in two places
-        key.append(tuple(map(tensors.index, tensors)))
+            places.append((x.layout is torch.strided and x.device.type != "meta" and _pointer(x)) or id(x))
+    if len(set(places)) < len(places):  # the same memory in two places
+        key.append(tuple(map(places.index, places)))
     return tuple(key)
 
 
+def _told(x: Any) -> Any:
+    """A plain value as what is equal if it is the same, unlike 0.0 and -0.0."""
+    return repr(x) if isinstance(x, float | complex) else x
+
+
 class Surroundings:
-    """The modules and plain values that a function reaches by itself, as they are now."""
+    """All that a function reaches by itself, as it is now.
+
+    Attributes:
+        tensors: those among it.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        modules: dict[int, nn.Module] = {}
-        self._looks: list[tuple[Callable[[], Any], Any]] = []
-        for value, look in _reached(function, set()):
-            if isinstance(value, nn.Module):
-                modules |= {id(m): m for m in value.modules()}
-            if isinstance(value, nn.Module | Tensor) or type(value) in PLAIN:
-                self._looks.append((look, value))
-        self._attributes = []  # of each module: where they are, how to take them, and what they were
-        self._held: list[tuple[dict[Any, Any], list[Any]]] = []  # what modules own
-        self._empty: list[Any] = []
-        for module in modules.values():
-            own = module.__dict__
-            names = [name for name, x in own.items() if type(x) in PLAIN and (name[0] != "_" or name == "training")]
-            take = itemgetter(*names, "training")
-            self._attributes.append((own, take, take(own)))
-            owns: tuple[dict[Any, Any], ...] = (
-                module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks,
-            )  # fmt: skip
-            self._held += [(held, list(held.values())) for held in owns if held]
-            self._empty += [held for held in owns if not held]
-        owned = [p for m in modules.values() for p in m._parameters.values() if p is not None]
-        self._parameters = list({id(p): p for p in owned}.values())
-        self._facts = self._of_parameters()
+        found = Reached(function)
+        self._held = found.held
+        everywhere = (
+            every_module._global_forward_hooks, every_module._global_forward_pre_hooks,
+            every_module._global_backward_hooks, every_module._global_backward_pre_hooks,
+        )  # fmt: skip
+        for hooks in everywhere:
+            self._held.append(Held("hooks of all modules", hooks, len(hooks), hooks.values, list(hooks.values())))
+        owned = chain.from_iterable((m._parameters, m._buffers, m._modules, *hooks_of(m)) for m in found.modules)
+        self._empty = [x for x in owned if not x]
+        self.tensors = found.tensors
+        self._facts = self._of_tensors()
 
-    def _of_parameters(self) -> list[Any]:
+    def _of_tensors(self) -> list[Any]:
         with DisableTorchFunctionSubclass():
-            flags: list[Any] = [p.requires_grad for p in self._parameters]
-            return flags + [p._layout for p in self._parameters if isinstance(p, DTensor)]
+            facts: list[Any] = [x.requires_grad for x in self.tensors]
+            facts += [x.dtype for x in self.tensors]
+            facts += [x.shape for x in self.tensors]
+            return facts + [x._layout for x in self.tensors if isinstance(x, DTensor)]
 
-    def hold(self) -> bool:
-        """Whether nothing has changed since."""
-        for look, value in self._looks:
-            now = look()
-            if now is not value and (isinstance(now, Tensor | nn.Module) or now != value):
-                return False
-        try:
-            for own, take, values in self._attributes:
-                if take(own) != values:
-                    return False
-        except KeyError:
+    def changed(self) -> str | None:
+        """What is not as it was, if anything."""
+        for held in self._held:
+            where, holder, length, look, values = held
+            try:
+                if len(holder) != length or not (all(map(is_, look(), values)) or _equal(held)):
+                    return where
+            except (KeyError, AttributeError):
+                return where
+        if any(self._empty):
+            return "hooks of a module, or what it owns"
+        return None if self._of_tensors() == self._facts else "what needs gradients, a dtype, a shape or a layout"
+
+
+def _equal(held: Held) -> bool:
+    """Whether values are as they were, though as other objects, which are remembered."""
+    now = list(held.look())
+    for x, before in zip(now, held.values, strict=True):
+        if x is not before and not (type(x) is type(before) and type(x) in PLAIN and _told(x) == _told(before)):
             return False
-        for held, values in self._held:
-            if len(held) != len(values) or not all(map(is_, held.values(), values)):
-                return False
-        return not any(self._empty) and self._of_parameters() == self._facts
-
-
-def _reached(function: Any, seen: set[int]) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    """What a function has in its closure, among the globals that it names, or is bound to, and how to look again."""
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    match function:
-        case nn.Module():
-            yield function, lambda: function
-        case MethodType():
-            owner = function.__self__
-            yield owner, lambda: owner
-            yield from _reached(function.__func__, seen)
-        case partial():
-            for value in (*function.args, *function.keywords.values()):
-                yield value, lambda value=value: value  # type: ignore[misc]
-            yield from _reached(function.func, seen)
-        case FunctionType():
-            for cell in function.__closure__ or ():
-                yield from _each(lambda cell=cell: _content(cell), seen)  # type: ignore[misc]
-            names = function.__globals__
-            for name in function.__code__.co_names:
-                if name in names:
-                    yield from _each(lambda name=name: names.get(name), seen)  # type: ignore[misc]
-        case _:
-            return
-
-
-def _each(look: Callable[[], Any], seen: set[int]) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    value = look()
-    yield value, look
-    if isinstance(value, FunctionType | MethodType | partial) and not str(getattr(value, "__module__", "")).startswith(
-        "torch"
-    ):
-        yield from _reached(value, seen)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+    held.values[:] = now
+    return True

@@ -20,9 +20,9 @@ from shardwise.tensor.dtensor import DTensor
 
 aten = torch.ops.aten
 
-# An alias of its operand, made for autograd's bookkeeping, which a replay has none of.
 strides: Any = torch._C.TensorBase.stride  # of the local tensor that a DTensor is
 
+# An alias of its operand, made for autograd's bookkeeping, which a replay has none of.
 SAME = (aten.detach.default, aten.alias.default)
 INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)  # by values only where an index is a mask
 # Ask C++ for the values of a tensor without an op that a dispatch mode would see.
@@ -32,6 +32,8 @@ LOOKS = {
     "__array__": "numpy.asarray()",
     "data_ptr": "data_ptr()",
     "__dlpack__": "DLPack",
+    "__deepcopy__": "copy.deepcopy()",
+    "__reduce_ex__": "pickling",
 }
 FIX = "Fix: keep it outside of what is captured"
 
@@ -50,8 +52,9 @@ class Tape:
         outside: placeholder -> the tensor that was there before: arguments, parameters, buffers, constants.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reached: Sequence[Tensor] = ()) -> None:
         self.graph = fx.Graph()
+        self._reached = {id(x) for x in reached}  # never an alias of an argument, even in the same memory
         self.outside: dict[fx.Node, Tensor] = {}
         self.in_backward = False
         self._nodes: Any = WeakTensorKeyDictionary()
@@ -59,6 +62,7 @@ class Tape:
         self._storages: dict[int, StorageWeakRef] = {}  # whose addresses are not given to others meanwhile
         self._seeds: dict[int, Number] = {}
         self._fixed: set[fx.Node] = set()  # values that are the same at every replay
+        self._written: set[int] = set()  # memory of which that is not true any more
         self.paused = False
 
     @contextmanager
@@ -106,8 +110,10 @@ class Tape:
         return self.enter(x)
 
     def known(self, x: Tensor) -> fx.Node | None:
-        node = self._nodes.get(x)
-        return self._places.get(_place(x)) if node is None else node
+        node: fx.Node | None = self._nodes.get(x)
+        if node is None and id(x) not in self._reached:
+            node = self._places.get(_place(x))
+        return node
 
     def _stands(self, x: Tensor, node: fx.Node) -> None:
         place = _place(x)
@@ -125,6 +131,28 @@ class Tape:
         if fixed:
             self._fixed.add(node)
 
+    def _is_fixed(self, x: Tensor) -> bool:
+        return self.known(x) in self._fixed and _storage(x) not in self._written
+
+    def _unfix(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Something that differs from replay to replay may have been written into these, and into views of them."""
+        self._written.update(_storage(x) for x in _tensors(tuple(args), kwargs))
+
+    def aliased(self, nodes: list[fx.Node | None]) -> list[fx.Node | None]:
+        """The nodes of results, each a tensor of its own: no parameter or buffer, and none of the others."""
+        own: list[fx.Node | None] = []
+        for node in nodes:
+            if node is not None and (node.op == "placeholder" or node in own):
+                node = self.graph.call_function(aten.detach.default, (node,))
+            own.append(node)
+        return own
+
+    def check_outside(self) -> None:
+        """Raise where something from outside has become part of the autograd graph of this call."""
+        for x in self.outside.values():
+            if x.grad_fn is not None:
+                self.refuse("writing what requires grad into a tensor from outside")
+
     # ---- what is recorded ------------------------------------------------------------------------------------
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,11 +169,11 @@ class Tape:
         if constant:  # changed in place, it must be a new one at every replay
             func = aten.clone.default
         changes = func._schema.is_mutable
-        fixed = constant or (not _draws(func, args, kwargs) and self._fixed.issuperset(operands))
+        fixed = constant or (not _draws(func, args, kwargs) and all(map(self._is_fixed, _tensors(args, kwargs))))
         mapped, named = pytree.tree_map(self._as_argument, (args, kwargs))
         out = func(*args, **kwargs)
         if changes and not fixed:
-            self._fixed.difference_update(operands)
+            self._unfix(args, kwargs)
         self._results(self.graph.call_function(func, tuple(mapped), named), out, fixed)
         return out
 
@@ -175,22 +203,19 @@ class Tape:
         if func in INDEXED:
             dynamic = any(x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None)
         by_values = dynamic or torch.Tag.data_dependent_output in func.tags
-        if by_values and not all(self.known(x) in self._fixed for x in _tensors(args, kwargs)):
+        if by_values and not all(map(self._is_fixed, _tensors(args, kwargs))):
             looks = func is aten._local_scalar_dense.default
             self.refuse("item(), or an `if`" if looks else f"{name}, whose result or its shape depends on values")
         if func.namespace not in ("aten", "prims", "prim"):
             self.refuse(f"{name}, which is not an op of torch")
+        if func is aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():  # keeps nothing for backward without grad
+            self.refuse(f"{name}; torch.backends.mkldnn.flags(enabled=False) around the call avoids it")
         if self.in_backward and _draws(func, args, kwargs):
             self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
 
     def look(self, name: str, x: Any) -> None:
         """Python is about to see the values of a tensor."""
-        if (
-            not self.paused
-            and isinstance(x, Tensor)
-            and (node := self.known(x)) is not None
-            and node not in self._fixed
-        ):
+        if not self.paused and isinstance(x, Tensor) and self.known(x) is not None and not self._is_fixed(x):
             self.refuse(f"{LOOKS[name]}, which shows values to Python")
 
     def met(self, what: str) -> None:
@@ -229,7 +254,7 @@ class Tape:
             self.paused = before
         node = self.graph.call_function(_named(call, name), tuple(nodes))
         node.meta["leaf"] = name
-        self._fixed.difference_update(nodes)
+        self._unfix(values, {})
         return node, out
 
     def part(self, node: fx.Node, i: int, x: Any) -> fx.Node:
@@ -332,7 +357,13 @@ def _place(x: Tensor) -> Any:
     with DisableTorchFunctionSubclass():
         if x.layout != torch.strided:
             return None
-        return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
+        where = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
+        return (*where, x.is_conj(), x.is_neg())
+
+
+def _storage(x: Tensor) -> int:
+    with DisableTorchFunctionSubclass():
+        return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
 
 
 class _Ops(TorchDispatchMode):
