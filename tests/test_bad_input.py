@@ -96,3 +96,8 @@ def test_a_truncated_checkpoint_and_one_of_another_world(tmp_path: Path) -> None
     file.write_bytes(file.read_bytes()[:-5])
     text = same_error(CheckpointError, lambda: load(tmp_path, {"w": table(Mesh((3,)))}))
     assert "rank-0001.safetensors" in text
+
+
+def test_what_is_no_mesh() -> None:
+    text = same_error(MeshError, lambda: distribute_tensor(torch.ones(4), "tp", [Shard(0)]))
+    assert "A Mesh is wanted, or torch's DeviceMesh; got 'tp'" in text

@@ -67,8 +67,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.listed[0](self.listed[1](self.linear(x)))
-        out: Tensor = self.helper(self.act(x)) * self.table["a"] + self.pair[0] * self._private * self.halved
-        out = out * self.config.scale * self.factor * NAMESPACE.scale * self.kind
+        y = self.helper(self.act(x)) * self.table["a"] + self.pair[0] * self._private * self.halved
+        out: Tensor = y * self.config.scale * self.factor * NAMESPACE.scale * self.kind
         return out
 
 

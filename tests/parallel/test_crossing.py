@@ -291,3 +291,26 @@ def own_nodes(node: Any) -> set[str]:
             found[id(one)] = one
             left += [edge for edge, _ in one.next_functions]
     return {type(one).__name__ for one in found.values() if isinstance(one, torch.autograd.function.BackwardCFunction)}
+
+
+@pytest.mark.parametrize("plan", [WHOLE, SEQUENCE])
+def test_second_derivatives_are_those_of_one_process(plan: dict[str, Any]) -> None:
+    """Such as a penalty on the gradient of the input: what leaves a border backward comes in again."""
+
+    def penalty(module: nn.Module, x: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        found.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    def body(ranks: int) -> None:
+        alone = Block().double()
+        module = parallelize_module(copy.deepcopy(alone), None, plan)
+        expected = penalty(alone, X.clone().requires_grad_())
+        x = part_of(X, 1, ranks).clone() if plan is SEQUENCE else X.clone()
+        found = penalty(module, x.requires_grad_())
+        assert_close(found, part_of(expected, 1, ranks) if plan is SEQUENCE else expected)
+        same_parameters(module, alone)
+
+    for ranks in (2, 3):
+        world(ranks).run(body, ranks)

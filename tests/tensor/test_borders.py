@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, distribute_tensor, shard_module
+from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, collectives, distribute_tensor, shard_module
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
@@ -344,3 +344,35 @@ def test_aliases_of_the_local_part_are_refused() -> None:
     x = distribute_tensor(FULL, Mesh((2,)), [Partial()])
     with pytest.raises(RuleError, match=r"as_subclass\(\) would show only this rank's part"):
         x.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("given", [R, S0, S1])
+@pytest.mark.parametrize("held", [R, S0, S1])
+def test_a_gradient_that_crossed_a_border_crosses_it_again(given: Placement, held: Placement) -> None:
+    """A second derivative, with respect to parts that are plain and to a DTensor between."""
+    first, second = torch.randn(5, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+
+    def body() -> None:
+        mesh = Mesh((collectives.world_size(),))
+
+        def part(x: Tensor) -> Tensor:
+            return distribute_tensor(x, mesh, [given]).to_local().clone()
+
+        x, w = first.clone().requires_grad_(), second.clone().requires_grad_()
+        (g,) = torch.autograd.grad((x @ w).pow(3).sum(), x, create_graph=True)
+        g.square().sum().backward()
+        local, weight = part(first).requires_grad_(), distribute_tensor(second, mesh, [held]).requires_grad_()
+        d = DTensor.from_local(local, mesh, [given], shape=(5, 4))
+        cubes = (d @ weight).pow(3)
+        assert isinstance(cubes, DTensor)
+        out = cubes.redistribute(mesh, [given]).to_local()
+        (found,) = torch.autograd.grad(out.sum(), local, create_graph=True)
+        assert_close(found, part(g))
+        found.square().sum().backward()
+        assert x.grad is not None
+        assert_close(local.grad, part(x.grad))
+        assert isinstance(weight.grad, DTensor)
+        assert_close(weight.grad.full_tensor(), w.grad)
+
+    for ranks in (2, 3):
+        world(ranks).run(body)

@@ -19,10 +19,12 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     """The plain value of a torch DeviceMesh; its process groups are remembered for these ranks.
 
     Raises:
-        MeshError: the mesh names ranks that this world does not have.
+        MeshError: the mesh names ranks that this world does not have, or is none.
     """
     if isinstance(mesh, Mesh):
         return _checked(mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"A Mesh is wanted, or torch's DeviceMesh; got {mesh!r}. Fix: such as Mesh((4,)).")
     if dist.is_initialized():
         TORCH.attend()
     value = TORCH.mesh_values.get(id(mesh))

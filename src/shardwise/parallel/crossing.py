@@ -21,7 +21,7 @@ from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.steps import same_parts
 from shardwise.tensor import DTensor, moved, plain, tag
 from shardwise.tensor.conversion import fitted
-from shardwise.tensor.gradients import as_cotangent
+from shardwise.tensor.gradients import as_cotangent, given, taken
 
 Axes = tuple[Placement | None, ...]  # one an axis of the mesh; None is the default there, or what a DTensor has
 MOST_DIMS = 16  # of a tensor whose parts' shapes are asked for
@@ -51,7 +51,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return move(grads[0], ctx.way.dst.dual(), ctx.way.border, ctx.cause.turned()), None, None
+        found = move(grads[0], ctx.way.dst.dual(), ctx.way.border, ctx.cause.turned())
+        return given(found, ctx.way.border), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -69,7 +70,8 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return as_cotangent(grads[0], ctx.way.border, ctx.way.src, ctx.cause.turned()), None, None
+        gradient = taken(grads[0], ctx.way.border)
+        return as_cotangent(gradient, ctx.way.border, ctx.way.src, ctx.cause.turned()), None, None
 
 
 def enter(x: Tensor, way: Way, cause: Cause) -> DTensor:

@@ -218,7 +218,7 @@ class ToPlain(_Border):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return as_cotangent(grads[0], ctx.border, ctx.layout), None, None
+        return as_cotangent(taken(grads[0], ctx.border), ctx.border, ctx.layout), None, None
 
 
 class FromPlain(_Border):
@@ -228,7 +228,21 @@ class FromPlain(_Border):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.layout.mesh.coordinate(collectives.rank()) is None:  # nothing of it was used here
             return grads[0].new_zeros(ctx.shape), None, None
-        return move(grads[0], ctx.layout.dual(), ctx.border, _BORDER), None, None
+        return given(move(grads[0], ctx.layout.dual(), ctx.border, _BORDER), ctx.border), None, None
+
+
+def taken(gradient: Tensor, border: Layout) -> Tensor:
+    """A plain gradient laid out as `border`, as a local one: a border like that of its tensor, if derived again."""
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        return FromPlain.apply(gradient, border, border.reduced())  # type: ignore[no-any-return, no-untyped-call]
+    return gradient
+
+
+def given(gradient: Tensor, border: Layout) -> Tensor:
+    """A local gradient laid out as `border`, as a plain one; the other way round."""
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        return ToPlain.apply(gradient, border, border.reduced())  # type: ignore[no-any-return, no-untyped-call]
+    return gradient
 
 
 DTensor.grad = property(read, write, DTensor.grad.fdel, DTensor.grad.__doc__)  # type: ignore[assignment, attr-defined]
