@@ -164,8 +164,16 @@ def _words(error: BaseException) -> str:
 def _investigate(stand: Stand, waited_seconds: float) -> Report:
     board = board_of_world()
     assert board is not None
-    if not is_reachable(board.store):
-        return _store_gone(board)
+    try:
+        if is_reachable(board.store):
+            return _told_by(board, stand, waited_seconds)
+    except Exception:
+        if is_reachable(board.store):  # else it went while it was asked
+            raise
+    return _store_gone(board)
+
+
+def _told_by(board: Board, stand: Stand, waited_seconds: float) -> Report:
     board.wait_in(stand)
     board.cry()
     report = _wait_for(lambda: board.root() or _verdict_on_gone(board, stand.ranks) or _verdict_on_calls(board, stand))
