@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import CaptureError
+from shardwise.parallel import ColwiseParallel, parallelize_module
 from shardwise.testing import world
 
 SCALE = 2.0
@@ -217,6 +218,19 @@ def test_facts_that_ranks_tell_each_other_are_refused_on_all_of_them() -> None:
             step(torch.randn(2 + sw.rank()))
 
     world(2).run(check)
+
+
+def test_parts_of_a_plain_batch_that_ranks_ask_for_are_refused_and_told_sizes_work() -> None:
+    def check(style: ColwiseParallel, length: int) -> Tensor:
+        torch.manual_seed(0)
+        layer = parallelize_module(nn.Linear(3, 4), sw.Mesh((2,)), style)
+        step, x = sw.capture(lambda x: layer(x).sum()), torch.randn(length, 3)
+        step(x).backward()
+        return step(x) - step.function(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match="asking other ranks for the shapes of the input of the module"):
+        world(2).run(check, ColwiseParallel(input_layouts=sw.Shard(0)), 2)
+    assert world(2).run(check, ColwiseParallel(input_layouts=sw.Shard(0, [2, 2])), 2) == [torch.tensor(0.0)] * 2
 
 
 def test_gradient_hooks_of_parameters_would_run_twice() -> None:

@@ -18,6 +18,7 @@ from shardwise.mesh import Mesh
 from shardwise.meter import Cause
 from shardwise.movement import move
 from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.recording import not_recorded
 from shardwise.steps import same_parts
 from shardwise.tensor import DTensor, moved, plain, tag
 from shardwise.tensor.conversion import fitted
@@ -294,6 +295,9 @@ class Crossing:
 
     def _asked(self, x: Tensor, placements: list[Placement]) -> Layout:
         """The whole of which `x` is a part, from the shapes of all parts: one small exchange."""
+        not_recorded(
+            f"asking other ranks for the shapes of {self.what} there; a DTensor or sizes in its layout avoid it"
+        )
         ranks = tuple(sorted(self.mesh.ranks))
         said = [x.ndim, *x.shape, *[0] * (MOST_DIMS - x.ndim)]
         sent = torch.tensor(said * len(ranks))
