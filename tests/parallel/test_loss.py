@@ -238,3 +238,21 @@ def test_outside_the_block_scores_may_be_gathered_again() -> None:
         loss.backward()
 
     world(4).run(body)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_example_at_all_has_the_loss_of_one_process(options: str) -> None:
+    given = OPTIONS[options]
+    none = TARGETS[:0]
+
+    def body() -> None:
+        for reduction in ("sum", "mean"):
+            x = distribute_tensor(SCORES[:0], Mesh((3,)), [S1]).requires_grad_()
+            with loss_parallel():
+                loss = F.cross_entropy(x, none, **given, reduction=reduction)
+                loss.backward()
+            assert_close(whole(loss), F.cross_entropy(SCORES[:0], none, **given, reduction=reduction), equal_nan=True)
+            assert x.grad is not None
+            assert x.grad.shape == (0, CLASSES)
+
+    world(3).run(body)
