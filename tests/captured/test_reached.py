@@ -80,6 +80,15 @@ def patched(module: Model) -> None:
     module.forward = lambda x: module.linear(x) * 7  # type: ignore[method-assign]
 
 
+class Other(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def another_class(module: Model) -> None:
+    module.__class__ = Other
+
+
 def backward_hook(module: Model) -> None:
     def doubled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         return tuple(g if g is None else g * 2 for g in inputs)
@@ -99,6 +108,7 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "a tuple": lambda m: setattr(m, "pair", (3.0, 3.0)),
     "a private number": lambda m: setattr(m, "_private", 3.0),
     "its forward": patched,
+    "its class": another_class,
     "an attribute that hides one of the class": lambda m: setattr(m, "kind", 3.0),
     "a hook of the backward": backward_hook,
     "a dtype": lambda m: m.double(),
@@ -217,6 +227,34 @@ def test_an_object_is_looked_at_wherever_it_hangs(name: str) -> None:
         assert step.graphs() == [graphs]
         change()
         assert agrees()
+
+
+def test_what_a_cached_function_reaches_is_looked_at() -> None:
+    held = [2.0]
+
+    @functools.lru_cache
+    def scale() -> float:
+        return held[0]
+
+    step = sw.capture(lambda x: x * scale())
+    for _ in range(2):
+        assert step(torch.ones(1)).item() == 2
+    held[0] = 3.0
+    scale.cache_clear()
+    assert step(torch.ones(1)).item() == 3
+
+
+def test_a_call_without_grad_gives_results_without_and_another_recording() -> None:
+    step, x = sw.capture(lambda x: x * WEIGHT), torch.ones(3)
+    for grad in (False, True, False, True):
+        for _ in range(2):
+            with torch.set_grad_enabled(grad):
+                out = step(x)
+            assert out.requires_grad is grad
+            if grad:
+                out.sum().backward()
+    assert len(step.graphs()) == 2
+    WEIGHT.grad = None
 
 
 def test_who_changes_what_it_reaches_is_told_once() -> None:

@@ -6,7 +6,7 @@ beside its model may change. Functions of torch, numpy and the standard library 
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from operator import attrgetter, itemgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -138,6 +138,8 @@ class Reached:
         kind = type(x)
         if kind.__module__ == "shardwise.captured.api":
             self._reach(x.function)
+        if isinstance(x, _lru_cache_wrapper):
+            self._reach(x.__wrapped__)
         if _root(kind) in OPAQUE:
             return
         own, where = getattr(x, "__dict__", {}), kind.__name__

@@ -96,6 +96,7 @@ class Surroundings:
             self._held.append(Held("hooks of all modules", hooks, len(hooks), hooks.values, list(hooks.values())))
         owned = chain.from_iterable((m._parameters, m._buffers, m._modules, *hooks_of(m)) for m in found.modules)
         self._empty = [x for x in owned if not x]
+        self._modules, self._kinds = found.modules, [type(m) for m in found.modules]
         self.tensors = found.tensors
         self._facts = self._of_tensors()
 
@@ -115,6 +116,8 @@ class Surroundings:
                     return where
             except (KeyError, AttributeError):
                 return where
+        if list(map(type, self._modules)) != self._kinds:
+            return "the class of a module"
         if any(self._empty):
             return "hooks of a module, or what it owns"
         return None if self._of_tensors() == self._facts else "what needs gradients, a dtype, a shape or a layout"

@@ -47,7 +47,7 @@ class _Guard(Listener):
 
     def add(self, layout: Layout, dim: int) -> None:
         for axis, placement in enumerate(layout.placements):
-            if placement.is_shard(dim) and prod(layout.shape):  # of no example, all classes are nothing
+            if placement.is_shard(dim) and 0 not in layout.shape:  # of no example, all classes are nothing
                 self.scores.add((layout.mesh, axis, layout.shape[dim], prod(layout.shape)))
 
     def check(self, move: Move) -> None:
