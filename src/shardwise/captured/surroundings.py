@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.tensor.dtensor import DTensor
 
 _modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_fact = attrgetter("requires_grad", "dtype", "shape")
 _pointer: Any = torch._C.TensorBase.data_ptr  # of the local tensor that a DTensor is
 
 
@@ -99,28 +100,45 @@ class Surroundings:
         self._modules, self._kinds = found.modules, [type(m) for m in found.modules]
         self.tensors = found.tensors
         self._facts = self._of_tensors()
+        self._line_up()
 
     def _of_tensors(self) -> list[Any]:
         with DisableTorchFunctionSubclass():
-            facts: list[Any] = [x.requires_grad for x in self.tensors]
-            facts += [x.dtype for x in self.tensors]
-            facts += [x.shape for x in self.tensors]
+            facts: list[Any] = list(map(_fact, self.tensors))
             return facts + [x._layout for x in self.tensors if isinstance(x, DTensor)]
 
     def changed(self) -> str | None:
         """What is not as it was, if anything."""
-        for held in self._held:
-            where, holder, length, look, values = held
-            try:
-                if len(holder) != length or not (all(map(is_, look(), values)) or _equal(held)):
-                    return where
-            except (KeyError, AttributeError):
-                return where
+        try:
+            if list(map(len, self._holders)) != self._lengths:
+                return self._slowly()
+            if not all(map(is_, chain.from_iterable(map(call, self._looks)), self._values)):
+                if (told := self._slowly()) is not None:
+                    return told
+                self._line_up()
+        except (KeyError, AttributeError):
+            return self._slowly()
         if list(map(type, self._modules)) != self._kinds:
             return "the class of a module"
         if any(self._empty):
             return "hooks of a module, or what it owns"
         return None if self._of_tensors() == self._facts else "what needs gradients, a dtype, a shape or a layout"
+
+    def _line_up(self) -> None:
+        """All that is held in one row, for which no Python code has to run."""
+        self._holders = [held.holder for held in self._held]
+        self._lengths = [held.length for held in self._held]
+        self._looks = [held.look for held in self._held]
+        self._values = list(chain.from_iterable(held.values for held in self._held))
+
+    def _slowly(self) -> str | None:
+        for held in self._held:
+            try:
+                if len(held.holder) != held.length or not _equal(held):
+                    return held.where
+            except (KeyError, AttributeError):
+                return held.where
+        return None
 
 
 def _equal(held: Held) -> bool:
