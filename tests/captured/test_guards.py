@@ -280,6 +280,28 @@ def test_what_lies_between_collectives_may_be_compiled(ranks: int, backend: str)
     world(ranks).run(check)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+def test_a_compiler_gets_the_ops_of_forward_and_backward_and_no_collective() -> None:
+    seen: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(" ".join(str(node.target) for node in module.graph.nodes if node.op == "call_function"))
+        return module.forward
+
+    def check() -> None:
+        model = sw.shard_module(
+            nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), {"0.*": sw.Shard(0), "1.weight": sw.Shard(1)}
+        )
+        step = sw.capture(lambda x: model(x).relu().sum(), backend=backend)
+        for _ in range(2):
+            step(sw.distribute_tensor(torch.ones(5, 4), placements=[sw.Replicate()])).backward()
+
+    world(2).run(check)
+    assert any("aten.addmm" in stretch for stretch in seen)
+    assert any("aten.threshold_backward" in stretch for stretch in seen)
+    assert not any(word in stretch for stretch in seen for word in ("all_to_all", "all_reduce"))
+
+
 def test_torch_compile_of_a_sharded_module_names_what_to_use_instead() -> None:
     def check() -> None:
         mesh = sw.Mesh((1,))
