@@ -4,7 +4,7 @@ from shardwise.testing.truth import Sample
 from tools.captures import tried
 from tools.rows import written
 
-PART = 23  # every so many-th of the samples in tests/rules
+PART = 41  # every so many-th of the samples in tests/rules
 
 
 def test_replays_of_ops_in_many_layouts_equal_the_ops_or_are_refused() -> None:
