@@ -1,10 +1,12 @@
 """A graph as a Python function that calls its ops with as little around them as Python allows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+Nodes = Sequence[fx.Node | None]
 
 aten = torch.ops.aten
 _methods, _functions = torch._C.TensorBase, torch._C._VariableFunctions
@@ -39,6 +41,19 @@ BOUND: dict[Any, Callable[..., Any]] = {
 def element(values: Any, i: int) -> Any:
     """One result of a call that has several."""
     return values[i]
+
+
+def module_of(
+    takes: Sequence[fx.Node], calls: Sequence[fx.Node], gives: Nodes, name: str = "Stretch"
+) -> fx.GraphModule:
+    """Some calls of a graph as a graph of their own, of what they take to what is asked of them."""
+    graph, copies = fx.Graph(), {}
+    for node in takes:
+        copies[node] = graph.placeholder(node.name)
+    for node in calls:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(None if n is None else copies[n] for n in gives))
+    return fx.GraphModule(torch.nn.Module(), graph, name)
 
 
 def function_of(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:

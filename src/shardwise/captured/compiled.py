@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise.captured.code import element, function_of
+from shardwise.captured.code import element, function_of, module_of
 
 Backend = str | Callable[..., Any]
 
@@ -27,7 +27,7 @@ def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]
             continue
         stretch = list(some)
         takes, gives = _borders(stretch)
-        run = torch.compile(_module(stretch, takes, gives), backend=backend, dynamic=False, fullgraph=True)
+        run = torch.compile(module_of(takes, stretch, gives), backend=backend, dynamic=False, fullgraph=True)
         found = whole.call_function(_named(run), tuple(copies[n] for n in takes))
         for i, node in enumerate(gives):
             copies[node] = whole.call_function(element, (found, i))
@@ -46,16 +46,6 @@ def _borders(stretch: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
     own = set(stretch)
     takes = dict.fromkeys(n for node in stretch for n in node.all_input_nodes if n not in own)
     return list(takes), [node for node in stretch if not own.issuperset(node.users)]
-
-
-def _module(stretch: Sequence[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.GraphModule:
-    graph, copies = fx.Graph(), {}
-    for node in takes:
-        copies[node] = graph.placeholder(node.name)
-    for node in stretch:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[n] for n in gives))
-    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def _named(module: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.captured.code import function_of
+from shardwise.captured.code import Nodes, function_of, module_of
 from shardwise.captured.compiled import Backend, compiled
 from shardwise.captured.tape import Tape
 
 aten = torch.ops.aten
-
-Nodes = Sequence[fx.Node | None]
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def split(
     made = set(calls[:at])
     kept = [n for n in dict.fromkeys(_read_by(second, gradients)) if n in made or n in entered]
     left = [n for n in kept if n in made]
-    forward = _module(entered, first, [*outputs, *left], "Forward")
-    backward = _module([*kept, *cotangents], second, gradients, "Backward") if gradients else None
+    forward = module_of(entered, first, [*outputs, *left], "Forward")
+    backward = module_of([*kept, *cotangents], second, gradients, "Backward") if gradients else None
     places = {n: i for i, n in enumerate(entered)}
     return Graphs(
         forward,
@@ -132,13 +130,3 @@ def _has_effects(call: fx.Node) -> bool:
         return True
     schema = getattr(call.target, "_schema", None)
     return schema is not None and (schema.is_mutable or torch.Tag.nondeterministic_seeded in call.target.tags)  # type: ignore[union-attr]
-
-
-def _module(takes: Sequence[fx.Node], calls: Sequence[fx.Node], gives: Nodes, name: str) -> fx.GraphModule:
-    graph, copies = fx.Graph(), {}
-    for node in takes:
-        copies[node] = graph.placeholder(node.name)
-    for node in calls:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(None if n is None else copies[n] for n in gives))
-    return fx.GraphModule(torch.nn.Module(), graph, name)

@@ -127,7 +127,7 @@ class Tape:
             self._nodes[x] = node
         self._stands(x, self._nodes[x])
         if x.layout == torch.strided:
-            node.meta["shape"], node.meta["contiguous"] = tuple(x.shape), x.is_contiguous()
+            node.meta["shape"] = tuple(x.shape)
         if fixed:
             self._fixed.add(node)
 
@@ -231,17 +231,8 @@ class Tape:
     def whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.paused:
             return function(*args, **kwargs)
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-
-        def run(*tensors: Tensor) -> Any:
-            values = list(flat)
-            for i, x in zip(places, tensors, strict=True):
-                values[i] = x
-            args, kwargs = pytree.tree_unflatten(values, spec)
-            return function(*args, **kwargs)
-
-        return applied(_Whole, self, run, function.__name__, *[flat[i] for i in places])
+        call, operands = _of_operands(function, args, kwargs)
+        return applied(_Whole, self, call, function.__name__, *operands)
 
     def unseen(self, name: str, call: Callable[..., Any], operands: Sequence[Any]) -> tuple[fx.Node, Any]:
         """Run and record `call` of tensors, or of values whose nodes come beside them, as one."""
@@ -267,19 +258,8 @@ class Tape:
     def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.paused:
             return function(*args, **kwargs)
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor | Number)]
-
-        def call(*operands: Any) -> Any:
-            values = list(flat)
-            for i, x in zip(places, operands, strict=True):
-                values[i] = x
-            args, kwargs = pytree.tree_unflatten(values, spec)
-            return function(*args, **kwargs)
-
-        node, out = self.unseen(function.__name__, call, [_operand(flat[i]) for i in places])
-        for i in places:
-            flat[i] = None  # what replays give in its place
+        call, operands = _of_operands(function, args, kwargs)
+        node, out = self.unseen(function.__name__, call, list(map(_operand, operands)))
         if not isinstance(out, int) or isinstance(out, bool):
             self._results(node, out, False)
             return out
@@ -289,6 +269,25 @@ class Tape:
         number = self._seeds[out] = Number(out)
         number.node = node
         return number
+
+
+def _of_operands(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """`function` of what differs between replays, which is let go of here, and that; the rest is what it was."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(flat) if isinstance(x, Tensor | Number)]
+    operands = [flat[i] for i in places]
+    rest = [None if isinstance(x, Tensor | Number) else x for x in flat]
+
+    def call(*operands: Any) -> Any:
+        values = list(rest)
+        for i, x in zip(places, operands, strict=True):
+            values[i] = x
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return function(*args, **kwargs)
+
+    return call, operands
 
 
 def _operand(x: Any) -> Any:
