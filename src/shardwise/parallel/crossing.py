@@ -41,14 +41,19 @@ class Way(NamedTuple):
     free: bool
 
 
+def _crossed(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
+    """The forward of both borders: a new tensor, for a Function that returns its operand is none to autograd."""
+    ctx.way, ctx.cause = way, cause
+    found = move(local, way.src, way.dst, cause)
+    return local.view_as(local) if found is local else found
+
+
 class _Enter(torch.autograd.Function):
     """A plain tensor becomes the part of a DTensor, moved on the way; its gradient leaves as the way says."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
-        ctx.way, ctx.cause = way, cause
-        found = move(local, way.src, way.dst, cause)
-        return local.view_as(local) if found is local else found
+        return _crossed(ctx, local, way, cause)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -65,9 +70,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
-        ctx.way, ctx.cause = way, cause
-        found = move(local, way.src, way.dst, cause)
-        return local.view_as(local) if found is local else found
+        return _crossed(ctx, local, way, cause)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
