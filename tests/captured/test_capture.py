@@ -289,3 +289,44 @@ def _trained() -> bool:
     step = sw.capture(lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
     agrees(step, batches(mesh, [sw.Replicate()]), list(model.parameters()))
     return len(step.graphs()) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_batches_and_tables_shorter_than_the_ranks_and_none_at_all_are_replayed(ranks: int) -> None:
+    plan = {"0.weight": sw.Shard(0), "1.*": sw.Shard(0), "3.weight": sw.Shard(1)}
+
+    def check() -> None:
+        torch.manual_seed(0)
+        mesh = sw.Mesh((ranks,))
+        layers = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2), nn.GELU(), nn.Linear(2, 3))
+        model = sw.shard_module(layers, plan, mesh=mesh)
+        step = sw.capture(lambda x, y: F.cross_entropy(model(x), y, reduction="sum"))
+        for rows in (7, 2, 0):
+            ids = [torch.randint(0, 3, (rows,)) for _ in range(6)]
+            cut: list[Tensor] = [sw.distribute_tensor(x, mesh, [sw.Shard(0)]) for x in ids]
+            agrees(step, [cut[:2], cut[2:4], cut[4:]], list(model.parameters()))
+        assert len(step.graphs()) == 3
+
+    world(ranks).run(check)
+
+
+def test_a_rank_that_fails_between_replays_is_named_to_those_that_replay() -> None:
+    heard: list[BaseException] = []
+
+    def check() -> None:
+        mesh = sw.Mesh((2,))
+        weight = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
+        step = sw.capture(lambda x: (weight @ x).sum().redistribute(placements=[sw.Replicate()]))
+        x = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Replicate()])
+        assert torch.equal(whole(step(x)), whole(step(x)))
+        if sw.rank() == 1:
+            raise ValueError("out of memory")
+        try:
+            step(x)
+        except sw.ShardwiseError as error:
+            heard.append(error)
+            raise
+
+    with pytest.raises(ValueError, match="out of memory"):
+        world(2).run(check)
+    assert "ValueError: out of memory" in str(heard[0])
