@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 
 from shardwise import DTensor, Mesh, Shard
 from shardwise.collectives import count_comms, init_processes
-from shardwise.spec import ChunkShardingSpec, shard_parameter
+from shardwise.sharded_tensor import ChunkShardingSpec, shard_parameter
 
 RANKS = 4
 SIZES = ((20_000, 64, 256, 8), (200_000, 64, 512, 8), (200_000, 128, 2_048, 20))  # rows, dim, bags a rank, ids a bag

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import shardwise.tensor as ours
 from shardwise.collectives import init_device_mesh
-from shardwise.placement import Replicate, Shard
+from shardwise.layout import Replicate, Shard
 
 
 @dataclass(frozen=True)

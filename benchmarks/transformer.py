@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
-from shardwise.captured import capture
 from shardwise.collectives import count_comms, init_device_mesh, init_processes
+from shardwise.graph_capture import capture
 from shardwise.models import ModelArgs, Transformer
 
 VOCABULARY = 256

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.layout import chunk
 from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, first, parallelize_module
-from shardwise.placement import chunk
 from shardwise.testing import world
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

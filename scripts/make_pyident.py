@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.data.pyident import BUNDLED, MAGIC, is_held_out, load_pyident
+from shardwise.demos.data.pyident import BUNDLED, MAGIC, is_held_out, load_pyident
 
 # Tests, what is not the library, and what is generated for one machine.
 SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib-dynload"}
@@ -84,7 +84,7 @@ def identifiers_in(function: ast.AST) -> Iterator[str]:
 
 
 def make_payload(functions: list[Function]) -> bytes:
-    """The content of the file before compression; its format is described in `shardwise.data.pyident`."""
+    """The content of the file before compression; its format is described in `shardwise.demos.data.pyident`."""
     frequent = {word for word, count in count_words(in_training(functions)).items() if count >= MIN_COUNT}
     functions = [function._replace(identifiers=function.identifiers & frequent) for function in functions]
     functions = [function for function in functions if len(function.identifiers) >= MIN_LENGTH]

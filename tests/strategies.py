@@ -9,10 +9,7 @@ from math import prod
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from shardwise.boxes import Box
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import REDUCE_OPS, Boxes, OnRanks, Partial, Placement, Replicate, Shard, chunk
+from shardwise.layout import REDUCE_OPS, Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, chunk
 
 # The same cases in every run: a failure in continuous integration is a failure at the desk.
 laws = settings(max_examples=100, deadline=None, derandomize=True, database=None)

@@ -13,21 +13,19 @@ import pytest
 
 LAYERS = """
     cli
+    demos
     debug
-    train
-    report | models
-    captured
+    pictures | models
     parallel
-    embedding | checkpoint | modules | experimental | launch | data | config
-    spec
+    checkpoint | experimental | graph_capture | launch
+    sharded_tensor
     tensor
-    movement | random
-    rules | steps | collectives | shards
-    counter | meter | ids
-    layout | spelling
-    mesh | placement
-    boxes
-    errors | places | recording
+    redistribute
+    embedding
+    rules | collectives
+    trace
+    layout
+    errors
 """
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "collectives"  # the one unit that sees torch.distributed
@@ -134,34 +132,34 @@ def write(root: Path, file: str, code: str) -> Path:
 @pytest.mark.parametrize(
     ("file", "code", "why"),
     [
-        ("layout.py", "import shardwise.tensor", "tensor is not below layout"),
-        ("layout.py", "from shardwise import tensor", "tensor is not below layout"),
-        ("layout.py", "from shardwise.tensor import DTensor", "tensor is not below layout"),
-        ("layout.py", "def f():\n    from shardwise.cli import main", "cli is not below layout"),
-        ("layout.py", "if TYPE_CHECKING:\n    from shardwise.tensor import DTensor", "tensor is not below"),
-        ("layout.py", "import importlib\nimportlib.import_module('shardwise.tensor')", "tensor is not below"),
-        ("layout.py", "__import__('shardwise.tensor')", "tensor is not below layout"),
-        ("mesh.py", "from shardwise.placement import Shard", "placement is not below mesh"),
-        ("rules/matmul.py", "from shardwise.steps import plan", "steps is not below rules"),
+        ("layout/layout.py", "import shardwise.tensor", "tensor is not below layout"),
+        ("layout/layout.py", "from shardwise import tensor", "tensor is not below layout"),
+        ("layout/layout.py", "from shardwise.tensor import DTensor", "tensor is not below layout"),
+        ("layout/layout.py", "def f():\n    from shardwise.cli import main", "cli is not below layout"),
+        ("layout/layout.py", "if TYPE_CHECKING:\n    from shardwise.tensor import DTensor", "tensor is not below"),
+        ("layout/layout.py", "import importlib\nimportlib.import_module('shardwise.tensor')", "tensor is not below"),
+        ("layout/layout.py", "__import__('shardwise.tensor')", "tensor is not below layout"),
+        ("pictures/text.py", "from shardwise.models import MLP", "models is not below pictures"),
+        ("rules/matmul.py", "from shardwise.redistribute.plan import plan_move", "redistribute is not below rules"),
         ("cli/main.py", "from shardwise.testing import world", "nothing imports testing"),
         ("cli/main.py", "import shardwise", "not a unit of LAYERS"),
         ("cli/main.py", "from shardwise import DTensor", "not a unit of LAYERS"),
         ("cli/main.py", "from shardwise.attic import old", "not a unit of LAYERS"),
-        ("layout.py", "from . import errors", "relative import .errors"),
+        ("layout/layout.py", "from . import errors", "relative import .errors"),
         ("rules/matmul.py", "from .row import Row", "relative import .row.Row"),
         ("__init__.py", "from .layout import Layout", "relative import .layout.Layout"),
-        ("movement.py", "import torch.distributed", "only collectives talks"),
-        ("movement.py", "import torch.distributed as dist", "only collectives talks"),
-        ("movement.py", "from torch import distributed", "only collectives talks"),
-        ("movement.py", "from torch.distributed.device_mesh import DeviceMesh", "only collectives talks"),
-        ("movement.py", "def f():\n    import torch.distributed.tensor", "only collectives talks"),
-        ("movement.py", "import torch\ntorch.distributed.barrier()", "only collectives talks"),
-        ("movement.py", "import torch as t\ngroup = t.distributed.group.WORLD", "only collectives talks"),
-        ("movement.py", "import torch\nx: torch.distributed.ProcessGroup", "only collectives talks"),
-        ("movement.py", "import torch\ntorch._C._distributed_c10d.Store", "only collectives talks"),
-        ("movement.py", "from torch._C._distributed_c10d import Store", "only collectives talks"),
+        ("redistribute/run.py", "import torch.distributed", "only collectives talks"),
+        ("redistribute/run.py", "import torch.distributed as dist", "only collectives talks"),
+        ("redistribute/run.py", "from torch import distributed", "only collectives talks"),
+        ("redistribute/run.py", "from torch.distributed.device_mesh import DeviceMesh", "only collectives talks"),
+        ("redistribute/run.py", "def f():\n    import torch.distributed.tensor", "only collectives talks"),
+        ("redistribute/run.py", "import torch\ntorch.distributed.barrier()", "only collectives talks"),
+        ("redistribute/run.py", "import torch as t\ngroup = t.distributed.group.WORLD", "only collectives talks"),
+        ("redistribute/run.py", "import torch\nx: torch.distributed.ProcessGroup", "only collectives talks"),
+        ("redistribute/run.py", "import torch\ntorch._C._distributed_c10d.Store", "only collectives talks"),
+        ("redistribute/run.py", "from torch._C._distributed_c10d import Store", "only collectives talks"),
         (
-            "movement.py",
+            "redistribute/run.py",
             "from importlib import import_module\nimport_module('torch.distributed')",
             "only coll",
         ),
@@ -179,16 +177,16 @@ def test_a_forbidden_import_is_refused(tmp_path: Path, file: str, code: str, why
 @pytest.mark.parametrize(
     ("file", "code"),
     [
-        ("layout.py", "from shardwise.mesh import Mesh\nfrom shardwise import errors"),
+        ("layout/layout.py", "from shardwise import errors"),
         ("rules/matmul.py", "from shardwise.rules.row import Row"),
-        ("cli.py", "def f():\n    from shardwise.train import run"),
-        ("collectives.py", "import torch\nimport torch.distributed as dist\ntorch.distributed.barrier()"),
+        ("cli/x.py", "def f():\n    from shardwise.demos import run"),
+        ("collectives/x.py", "import torch\nimport torch.distributed as dist\ntorch.distributed.barrier()"),
         (
-            "collectives/board.py",
+            "collectives/failures/store.py",
             "from torch.distributed import FileStore\nfrom shardwise.collectives.calls import Call",
         ),
-        ("movement.py", "import torch\nimport numpy.distributed\ntorch.distributions.Normal"),
-        ("movement.py", "import shardwise_plugins"),
+        ("redistribute/run.py", "import torch\nimport numpy.distributed\ntorch.distributions.Normal"),
+        ("redistribute/run.py", "import shardwise_plugins"),
         ("testing/ranks.py", "from shardwise.cli import main\nimport shardwise"),
         ("__init__.py", "from shardwise.testing import world"),
         ("__main__.py", "from shardwise.cli import main"),
@@ -205,5 +203,5 @@ def test_a_unit_without_a_layer_is_named_with_the_fix(tmp_path: Path) -> None:
 
 
 def test_layers_are_ordered_and_name_each_unit_once() -> None:
-    assert LEVEL["cli"] > LEVEL["train"] > LEVEL["report"] > LEVEL["data"] > LEVEL["tensor"] > LEVEL["errors"]
+    assert LEVEL["cli"] > LEVEL["demos"] > LEVEL["pictures"] > LEVEL["tensor"] > LEVEL["errors"]
     assert len(LEVEL) == len(LAYERS.replace("|", " ").split())

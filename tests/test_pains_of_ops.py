@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor, rank, shard_module
+from shardwise import (
+    DTensor,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    count_comms,
+    distribute_tensor,
+    rank,
+    shard_module,
+)
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 

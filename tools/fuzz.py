@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise import DTensor, Layout, Mesh, Placement, rank, world_size
 from shardwise.errors import ShardwiseError
-from shardwise.placement import Partial
+from shardwise.layout import Partial
 from shardwise.testing import DeadlockError, world
 from shardwise.testing.pieces import local_of
 from tools.programs import NAMES, PLAIN, Program, plain_leaf, program

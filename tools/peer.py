@@ -17,10 +17,20 @@ from torch.distributed import tensor as peer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg
 
-from shardwise.layout import Layout, contiguous_strides
-from shardwise.placement import Partial, Placement, Shard
+from shardwise.layout import Layout, Partial, Placement, Shard, contiguous_strides
 from shardwise.testing.failures import DeadlockError
-from shardwise.testing.opcheck import SEED, Judge, Layouts, OpCall, Outcome, Seen, Verdict, leaf_of, part_of, seen_of
+from shardwise.testing.opcheck import (
+    SEED,
+    Judge,
+    Layouts,
+    OpCall,
+    Outcome,
+    Seen,
+    Verdict,
+    leaf_of,
+    part_of,
+    seen_of,
+)
 
 WOKEN = "Test termination event occurs"  # what a rank says that waited for one that raised
 

@@ -25,8 +25,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.testing.table import Checked, Plan, Survey
     from shardwise.testing.truth import Sample
+    from tools.table_survey import Checked, Plan, Survey
 
 ROOT = Path(__file__).parents[1]
 BATCH = 8  # checks handed to a worker at a time
@@ -43,7 +43,7 @@ def prepare(wanted: str, deep: bool, notes: Path) -> None:
     import torch
 
     from shardwise.rules import RULES
-    from shardwise.testing import samples, table
+    from tools import samples, table_survey
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def prepare(wanted: str, deep: bool, notes: Path) -> None:
     found = recorder.samples
     samples.derive(found)
     rules = {key: rule for key, rule in RULES.items() if re.search(wanted, samples.name_of_key(key))}
-    PLANS.append(table.plan(found, rules, deep))
+    PLANS.append(table_survey.plan(found, rules, deep))
     NOTES.append(notes / str(os.getpid()))
 
 
@@ -81,11 +81,11 @@ def written() -> "Iterator[Sample]":
 
 
 def check(number: int) -> "Checked":
-    from shardwise.testing import table
+    from tools import table_survey
 
     todo = PLANS[0].checks[number]
     NOTES[0].write_text(f"{todo.key}: {todo.sample}", encoding="utf-8")
-    return table.run(todo)
+    return table_survey.run(todo)
 
 
 def outline() -> tuple[int, tuple[str, ...], tuple[str, ...], frozenset[tuple[str, str]]]:
@@ -101,7 +101,7 @@ def survey(
     jobs: int = 2, wanted: str = "", deep: bool = False, tell: Callable[[str], None] = lambda line: None
 ) -> "Survey":
     """Check the keys whose names match; what the sources of other keys have is not asked for."""
-    from shardwise.testing.table import Survey
+    from tools.table_survey import Survey
 
     results = []
     with TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def survey(
 def names(wanted: str) -> list[str]:
     """The keys that match."""
     from shardwise.rules import RULES
-    from shardwise.testing.samples import name_of_key
+    from tools.samples import name_of_key
 
     return [name for name in map(name_of_key, RULES) if re.search(wanted, name)]
 

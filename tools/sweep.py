@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from shardwise.testing.opcheck import REFUSED, Judge, OpCall, Outcome, Verdict
-from shardwise.testing.opinfo import FAMILIES
+from tools.opinfo import FAMILIES
 
 KNOWN = Path(__file__).parents[1] / "tests" / "sweep_known.json"
 CASE_SECONDS = 60.0  # that a worker may say nothing; ranks that hang in Python are given up earlier
@@ -72,7 +72,7 @@ def work(connection: Connection, plan: Plan) -> None:
     """Answer with the names of all ops; then judge those asked for, saying each case before it starts."""
     import torch
 
-    from shardwise.testing import opinfo
+    from tools import opinfo
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def work(connection: Connection, plan: Plan) -> None:
 
 
 def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Callable[[], tuple[Result, bool]]]]:
-    from shardwise.testing import opinfo
+    from tools import opinfo
 
     every = opinfo.cases_of(name, plan.samples, plan.families or opinfo.FAMILIES)
     cases = opinfo.few_cases_of(name) if plan.few else every

@@ -7,40 +7,38 @@ from shardwise.launch import launch
 
 if TYPE_CHECKING:
     from shardwise import debug, parallel
-    from shardwise.captured import capture
     from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
     from shardwise.debug import no_implicit_comm
-    from shardwise.embedding import embedding_bags
     from shardwise.errors import ShardwiseError
-    from shardwise.layout import Layout
-    from shardwise.mesh import Mesh
-    from shardwise.meter import CommMeter, count_comms
-    from shardwise.modules import distribute_module, shard_module
+    from shardwise.graph_capture import capture
+    from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
     from shardwise.parallel import parallelize_module
-    from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
-    from shardwise.report import picture, sharding_table
-    from shardwise.spec import LocalShardsWrapper
+    from shardwise.parallel.shard_module import distribute_module, shard_module
+    from shardwise.pictures import picture, sharding_table
+    from shardwise.sharded_tensor import LocalShardsWrapper
     from shardwise.tensor import DTensor, distribute_tensor, strict
+    from shardwise.tensor.autograd.buckets import gradient_buckets
     from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
-    from shardwise.tensor.reduction import gradient_buckets
+    from shardwise.tensor.handlers.embedding_bags import embedding_bags
+    from shardwise.trace.comm_trace import CommMeter, count_comms
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
-    "shardwise.captured": ("capture",),
+    "shardwise.graph_capture": ("capture",),
     "shardwise.collectives": ("DeviceMesh", "init_device_mesh", "rank", "world_size"),
     "shardwise.debug": ("no_implicit_comm",),
-    "shardwise.embedding": ("embedding_bags",),
+    "shardwise.tensor.handlers.embedding_bags": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
-    "shardwise.layout": ("Layout",),
-    "shardwise.mesh": ("Mesh",),
-    "shardwise.meter": ("CommMeter", "count_comms"),
-    "shardwise.modules": ("distribute_module", "shard_module"),
+    "shardwise.layout.layout": ("Layout",),
+    "shardwise.layout.mesh": ("Mesh",),
+    "shardwise.trace.comm_trace": ("CommMeter", "count_comms"),
+    "shardwise.parallel.shard_module": ("distribute_module", "shard_module"),
     "shardwise.parallel": ("parallelize_module",),
-    "shardwise.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
-    "shardwise.report": ("picture", "sharding_table"),
-    "shardwise.spec": ("LocalShardsWrapper",),
+    "shardwise.layout.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
+    "shardwise.pictures": ("picture", "sharding_table"),
+    "shardwise.sharded_tensor": ("LocalShardsWrapper",),
     "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
-    "shardwise.tensor.reduction": ("gradient_buckets",),
+    "shardwise.tensor.autograd.buckets": ("gradient_buckets",),
     "shardwise.tensor.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -60,8 +58,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    import_module("shardwise.report")  # layouts know how to show themselves; costs no torch
+    import_module("shardwise.pictures")  # layouts know how to show themselves; costs no torch
     value = getattr(import_module(home), name)
+    if home.startswith("shardwise.tensor"):
+        import_module("shardwise.sharded_tensor")  # DTensors answer as sharded tensors, too
     globals()[name] = value
     return value
 

@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.placement import REPLICATE, Placement, Shard
+from shardwise.layout import REPLICATE, Placement, Shard
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.tensor import DTensor, strict
-from shardwise.tensor.dispatch import forget
+from shardwise.tensor.dispatch.entry import forget
 
 Placements = Sequence[Placement]
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]

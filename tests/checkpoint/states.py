@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.boxes import Box
 from shardwise.errors import ShardwiseError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import Boxes, OnRanks, Replicate, Shard
+from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
 from shardwise.tensor import DTensor, plain, tag
 from shardwise.testing import world
 from shardwise.testing.pieces import local_of

@@ -16,9 +16,7 @@ from shardwise import collectives
 from shardwise.checkpoint import load, read_manifest, save
 from shardwise.checkpoint.files import ChunkFile
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import Partial, Shard
+from shardwise.layout import Layout, Mesh, Partial, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
 from tests.checkpoint.states import bits, blank, content, distributed, error_on_every_rank, values

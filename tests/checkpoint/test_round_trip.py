@@ -13,9 +13,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint import Manifest, files, load, read_manifest, save
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import REPLICATE, Replicate, Shard
+from shardwise.layout import REPLICATE, Layout, Mesh, Replicate, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
 from shardwise.testing.pieces import local_of

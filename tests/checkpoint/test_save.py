@@ -16,9 +16,7 @@ import torch
 from shardwise import collectives
 from shardwise.checkpoint import latest, load, read_manifest, save
 from shardwise.errors import CheckpointError, MismatchError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import Partial, Replicate, Shard
+from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise.tensor import tag
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at, killed_at

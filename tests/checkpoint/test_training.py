@@ -12,9 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from shardwise import collectives
 from shardwise.checkpoint import load, read_manifest, restore, save, state_of
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import OnRanks, Placement, Replicate, Shard
+from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
 from shardwise.testing.pieces import local_of

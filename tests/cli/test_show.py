@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise import cli
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import Replicate, Shard
-from shardwise.report import picture, plan_file
+from shardwise.layout import Layout, Mesh, Replicate, Shard
+from shardwise.pictures import picture, plan_file
 
 Captured = pytest.CaptureFixture[str]
 GRID = ["show", "--mesh", "2,2", "--shape", "10,4"]

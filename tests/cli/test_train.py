@@ -11,9 +11,9 @@ import pytest
 
 from shardwise import cli
 from shardwise.checkpoint import read_manifest
-from shardwise.data import load_pyident
-from shardwise.train.recommender.config import TrainConfig
-from shardwise.train.recommender.training import Training
+from shardwise.demos.data import load_pyident
+from shardwise.demos.recommender.config import TrainConfig
+from shardwise.demos.recommender.training import Training
 from tests.cli.shell import COMMAND, PLAIN, shell
 
 

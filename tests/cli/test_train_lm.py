@@ -7,9 +7,9 @@ import pytest
 
 from shardwise import cli
 from shardwise.checkpoint import read_manifest
-from shardwise.data import load_pydoc_topics, lzma_bits
-from shardwise.train.lm.config import LanguageModelConfig
-from shardwise.train.lm.training import Training
+from shardwise.demos.data import load_pydoc_topics, lzma_bits
+from shardwise.demos.lm.config import LanguageModelConfig
+from shardwise.demos.lm.training import Training
 from tests.cli.shell import shell
 
 SMALL = ["--steps", "8", "--set", "dim=16", "--set", "layers=1", "--set", "context=512", "--set", "batch_size=3"]

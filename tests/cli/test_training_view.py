@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.train import recommender_view, view
-from shardwise.data import Quality, load_pyident
-from shardwise.placement import REPLICATE, Shard
-from shardwise.report import Placed
-from shardwise.train.ledger import Communication, Progress
-from shardwise.train.loop import Taken
-from shardwise.train.recommender.config import TrainConfig
-from shardwise.train.recommender.training import Outcome
+from shardwise.demos.data import Quality, load_pyident
+from shardwise.demos.ledger import Communication, Progress
+from shardwise.demos.loop import Taken
+from shardwise.demos.recommender.config import TrainConfig
+from shardwise.demos.recommender.training import Outcome
+from shardwise.layout import REPLICATE, Shard
+from shardwise.pictures import Placed
 
 FIRST = Progress(step=50, last_step=1200, epoch=1, loss=6.54321, examples_per_second=12345.6)
 SECOND = Progress(step=1200, last_step=1200, epoch=3, loss=3.5, examples_per_second=900.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.collectives.arrival import Seal
+from shardwise.collectives.recv_check import Seal
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

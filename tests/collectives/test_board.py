@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
-from shardwise.collectives.board import Board, Process, Report, address, is_reachable, report_of, this_process
 from shardwise.collectives.calls import Call, Stand
+from shardwise.collectives.failures.store import (
+    Board,
+    Process,
+    Report,
+    address,
+    is_reachable,
+    report_of,
+    this_process,
+)
 from tests.collectives.real_ranks import outcomes
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")

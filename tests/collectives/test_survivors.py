@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.collectives import failures, processes
+from shardwise.collectives import processes
+from shardwise.collectives.failures import monitor
 from tests.collectives import jobs
 from tests.collectives.real_ranks import Outcome, outcomes, stderr_of
 
@@ -82,8 +83,8 @@ def test_a_collective_that_was_begun_raises_where_it_is_waited_for(tmp_path: Pat
 
 
 def test_what_is_promised_leaves_room_for_a_slow_store() -> None:
-    assert failures.PATIENCE_SECONDS + failures.SPARE_SECONDS < PROMISED_SECONDS
-    assert processes.SLICE.total_seconds() + failures.POLL_SECONDS < failures.PATIENCE_SECONDS
+    assert monitor.PATIENCE_SECONDS + monitor.SPARE_SECONDS < PROMISED_SECONDS
+    assert processes.SLICE.total_seconds() + monitor.POLL_SECONDS < monitor.PATIENCE_SECONDS
 
 
 def test_a_rank_in_an_endless_loop_is_named_with_the_line_where_it_is(tmp_path: Path) -> None:

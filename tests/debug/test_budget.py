@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor, no_implicit_comm
+from shardwise import (
+    DTensor,
+    Mesh,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_tensor,
+    no_implicit_comm,
+)
 from shardwise.debug import explain
 from shardwise.errors import RuleError
 from shardwise.testing import world

@@ -12,7 +12,16 @@ import torch.distributed._functional_collectives  # registers the ops that are k
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor, shard_module
+from shardwise import (
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_tensor,
+    shard_module,
+)
 from shardwise.debug import CommDebugMode
 from shardwise.tensor import DTensor
 from shardwise.testing import world

@@ -19,11 +19,11 @@ from shardwise import (
     collectives,
     count_comms,
     distribute_tensor,
-    meter,
     shard_module,
 )
 from shardwise.debug import Explanation, explain
 from shardwise.testing import world
+from shardwise.trace import comm_trace
 from tests.debug.ops import halved
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -304,10 +304,10 @@ def test_simulated_ranks_hear_themselves_only() -> None:
         if collectives.rank() == 1:
             with explain() as report:
                 halved(columns)
-                listening = meter.listening()
+                listening = comm_trace.listening()
             return len(report.moves), listening
         halved(columns)
-        return 0, meter.listening()
+        return 0, comm_trace.listening()
 
     with explain() as outside:
         assert on_ranks(3, body) == [(0, False), (1, True), (0, False)]
@@ -317,7 +317,7 @@ def test_simulated_ranks_hear_themselves_only() -> None:
 def test_the_threads_of_a_process_are_one_rank() -> None:
     """Autograd runs the backward of an accelerator in threads of its own."""
     with count_comms() as counted:
-        thread = threading.Thread(target=meter.note_collective, args=("all_to_all", 5))
+        thread = threading.Thread(target=comm_trace.note_collective, args=("all_to_all", 5))
         thread.start()
         thread.join()
     assert counted.total_bytes == 5
@@ -326,12 +326,12 @@ def test_the_threads_of_a_process_are_one_rank() -> None:
 def test_the_first_of_two_overlapping_listeners_may_leave_first() -> None:
     first, second = count_comms(), count_comms()
     one, two = first.__enter__(), second.__enter__()
-    meter.note_collective("all_to_all", 1)
+    comm_trace.note_collective("all_to_all", 1)
     first.__exit__(None, None, None)
-    meter.note_collective("all_to_all", 2)
+    comm_trace.note_collective("all_to_all", 2)
     second.__exit__(None, None, None)
     assert (one.total_bytes, two.total_bytes) == (1, 3)
-    assert not meter.listening()
+    assert not comm_trace.listening()
 
 
 def test_an_operand_of_another_mesh_is_told_with_the_mesh_to_go_to() -> None:

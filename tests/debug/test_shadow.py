@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.boxes import Box
 from shardwise.debug import Shadow, explain, shadow
 from shardwise.errors import RuleError, ShadowError
+from shardwise.layout import Box
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site
-from shardwise.tensor import dispatch
+from shardwise.tensor.dispatch import entry
 from shardwise.testing import world
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
@@ -93,8 +93,8 @@ def with_wrong_rules() -> Iterator[None]:
     yield
     for op in (doubled, added_in_place, halves, bump_):
         del RULES[op]
-    dispatch.forget()
-    assert DTensor._enter is dispatch.enter
+    entry.forget()
+    assert DTensor._enter is entry.enter
 
 
 def matrix(placement: Any = UNEVEN, dtype: torch.dtype = torch.float64) -> DTensor:
@@ -404,7 +404,7 @@ def test_inner_shadows_compare_what_outer_ones_do_not() -> None:
 
 def test_the_doors_are_as_before_after_an_error() -> None:
     error_on_all_ranks(lambda: doubled(matrix()))
-    assert DTensor._enter is dispatch.enter
+    assert DTensor._enter is entry.enter
 
 
 def test_real_ranks_compare_as_simulated_ones() -> None:

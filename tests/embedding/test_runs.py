@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.embedding.ids import Bags, grouped, number_of_different
 from shardwise.errors import IdError
-from shardwise.ids import Bags, grouped, number_of_different
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 

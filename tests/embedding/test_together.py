@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import DTensor, Mesh, OnRanks, Placement, Replicate, Shard, collectives, distribute_tensor
-from shardwise.embedding import embedding_bags
 from shardwise.errors import IdError, LayoutError
+from shardwise.tensor.handlers.embedding_bags import embedding_bags
 from shardwise.testing import world
 
 PLACEMENTS: list[Placement] = [Shard(0), Shard(1), OnRanks(2), Replicate(), Shard(0, [5, 0, 4]), OnRanks(0)]

@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import Mesh, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor, shard_module
+from shardwise import (
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_tensor,
+    shard_module,
+)
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, collectives
-from shardwise.placement import chunk
+from shardwise.layout import chunk
 
 
 def whole(x: Tensor) -> Tensor:

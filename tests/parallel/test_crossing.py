@@ -13,7 +13,7 @@ from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms,
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.models import RMSNormPython
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from shardwise.parallel.crossing import Scope
+from shardwise.parallel.boundary import Scope
 from shardwise.testing import world
 from tests.parallel.alone import own_part, part_of, same_parameters, whole
 

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import Mesh, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor, rank, shard_module
+from shardwise import (
+    Mesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    count_comms,
+    distribute_tensor,
+    rank,
+    shard_module,
+)
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.models import MixtureOfExperts, balance_loss
 from shardwise.parallel import ExpertParallel, mix_experts, parallelize_module

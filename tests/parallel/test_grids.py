@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, init_device_mesh, shard_module
+from shardwise import (
+    DTensor,
+    Mesh,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    init_device_mesh,
+    shard_module,
+)
 from shardwise.errors import PlanError
 from shardwise.models import MLPModule
 from shardwise.parallel import (

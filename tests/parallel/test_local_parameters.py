@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, distribute_tensor, rank, shard_module
+from shardwise import (
+    DTensor,
+    Mesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    rank,
+    shard_module,
+)
 from shardwise.errors import RuleError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.testing import world

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor
 from shardwise.errors import MeshError, MismatchError, PlanError
+from shardwise.layout import Placement
 from shardwise.models import MLPModule, MLPStacked, ModelArgs, Transformer
 from shardwise.parallel import (
     After,
@@ -27,7 +28,6 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.parallel.plan import flattened, resolve
-from shardwise.placement import Placement
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 from tests.parallel.alone import check_like_alone, whole

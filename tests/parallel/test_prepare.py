@@ -11,7 +11,12 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives
 from shardwise.errors import LayoutError, PlanError
-from shardwise.parallel import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, parallelize_module
+from shardwise.parallel import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    parallelize_module,
+)
 from shardwise.testing import world
 from tests.parallel.alone import part_of, whole
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.index import masked
+from shardwise.rules.shapes.index import masked
 from shardwise.testing.truth import Sample
 
 aten = torch.ops.aten

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.errors import IdError, IdTypeError
-from shardwise.mesh import Mesh
-from shardwise.movement import move
-from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.redistribute.run import move
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process

@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import (
+    DTensor,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    count_comms,
+    distribute_tensor,
+)
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.tensor.dispatch import forget
+from shardwise.tensor.dispatch.entry import forget
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
 

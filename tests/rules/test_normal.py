@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import (
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_tensor,
+)
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor, rank
-from shardwise.layout import Layout
-from shardwise.meter import INSIDE
-from shardwise.placement import Placement, Replicate
-from shardwise.rules import order
-from shardwise.tensor.site import LocalSite
+from shardwise.layout import Layout, Placement, Replicate
+from shardwise.rules.reductions import order
+from shardwise.tensor.dispatch.local_context import LocalSite
 from shardwise.testing import world
 from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+from shardwise.trace.comm_trace import INSIDE
 
 GENERATOR = torch.Generator().manual_seed(4)
 INF, NAN = float("inf"), float("nan")

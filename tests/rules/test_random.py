@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Mesh, OnRanks, Partial, collectives, counter
+from shardwise import Mesh, OnRanks, Partial, collectives
 from shardwise.layout import Layout
+from shardwise.rules.random import counter_rng
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 from tests.rules.chance import (
@@ -257,20 +258,20 @@ def test_discrete_laws(dtype: torch.dtype) -> None:
 def test_whole_numbers_of_ranges_that_64_bits_hardly_hold() -> None:
     index = torch.arange(COUNT)
     for low, high in ((-(2**63), 2**63), (0, 2**63), (-(2**63), 2**62), (-(2**62), 2**62 + 1), (5, 2**32 + 5)):
-        values = counter.integers(low, high, index, 3, torch.int64).tolist()
+        values = counter_rng.integers(low, high, index, 3, torch.int64).tolist()
         assert all(low <= n < high for n in values)
         for quarter in (1, 2, 3):
             share = sum(n < low + quarter * (high - low) // 4 for n in values) / COUNT
             assert share == pytest.approx(quarter / 4, abs=0.01)
-    few = counter.integers(2**62, 2**62 + 3, index, 3, torch.int64) - 2**62
+    few = counter_rng.integers(2**62, 2**62 + 3, index, 3, torch.int64) - 2**62
     assert few.bincount(minlength=3).div(COUNT).sub(1 / 3).abs().max() < 0.01
 
 
 def test_whole_numbers_are_the_upper_half_of_a_product() -> None:
     index = torch.arange(1000)
     for span in (1, 3, 2**31 + 7, 2**32 - 1, 2**32, 2**32 + 1, 3 * 2**61 + 12345, 2**64 - 1, 2**64):
-        wanted = [((z % 2**64) * span >> 64) - 2**63 for z in counter.bits(index, 9).tolist()]
-        assert counter.integers(-(2**63), span - 2**63, index, 9, torch.int64).tolist() == wanted
+        wanted = [((z % 2**64) * span >> 64) - 2**63 for z in counter_rng.bits(index, 9).tolist()]
+        assert counter_rng.integers(-(2**63), span - 2**63, index, 9, torch.int64).tolist() == wanted
 
 
 def test_truth_values_are_drawn_from_both() -> None:

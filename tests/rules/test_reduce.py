@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
-from shardwise.placement import Boxes, OnRanks, Placement
+from shardwise.layout import Boxes, OnRanks, Placement
 from shardwise.testing import world
 from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
 

@@ -9,11 +9,11 @@ import torch
 
 from shardwise import Partial, Replicate, Shard
 from shardwise.rules import RULES, Meta, OpRule, Row
-from shardwise.tensor import dispatch
-from shardwise.testing import table
-from shardwise.testing.table import Checked, Survey, run
+from shardwise.tensor.dispatch import entry
 from shardwise.testing.truth import Sample
+from tools import table_survey
 from tools.rows import exceptions, main, survey, table_of
+from tools.table_survey import Checked, Survey, run
 
 X = torch.arange(10, dtype=torch.float64).view(5, 2) - 3
 
@@ -47,12 +47,12 @@ def forget_new_rules() -> Iterator[None]:
     yield
     RULES.clear()
     RULES.update(before)
-    dispatch.forget()
+    entry.forget()
 
 
 def surveyed(*keys: Any) -> Survey:
     """Of some keys, where only torch.square has samples."""
-    planned = table.plan({torch.square: [Sample(torch.square, (X,))]}, {key: RULES[key] for key in keys})
+    planned = table_survey.plan({torch.square: [Sample(torch.square, (X,))]}, {key: RULES[key] for key in keys})
     return Survey(planned.unsampled, (), frozenset(planned.rows), tuple(map(run, planned.checks)))
 
 
@@ -94,7 +94,7 @@ def test_a_key_without_a_sample_is_named() -> None:
 
 
 def test_a_row_in_the_source_that_no_sample_makes_is_named() -> None:
-    planned = table.plan({torch.abs: [Sample(torch.abs, (X,))]}, {torch.abs: RULES[torch.abs]})
+    planned = table_survey.plan({torch.abs: [Sample(torch.abs, (X,))]}, {torch.abs: RULES[torch.abs]})
     assert any(place.startswith("matmul.py:") for place in planned.unbuilt)
 
 

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Partial,
-    Placement,
-    distribute_tensor,
-)
+from shardwise import DTensor, Mesh, Partial, Placement, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 from tests.tensor.test_conversion import FULL, S0, S1, P, R

@@ -27,7 +27,7 @@ from shardwise import (
     world_size,
 )
 from shardwise.errors import MismatchError, RuleError, ShardwiseError
-from shardwise.tensor import reduction
+from shardwise.tensor.autograd import buckets as reduction
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 

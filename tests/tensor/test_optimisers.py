@@ -9,8 +9,8 @@ from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor
-from shardwise.debug.doors import watched_by
-from shardwise.tensor import dispatch
+from shardwise.debug.dispatch_hooks import watched_by
+from shardwise.tensor.dispatch import entry
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 
@@ -35,14 +35,14 @@ def plain_with_grad() -> nn.Parameter:
 def asked(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the list ops and in-place ops that asked for their way."""
     seen: list[str] = []
-    enter = dispatch.enter
+    enter = entry.enter
 
     def noting(func: Any, args: Any, kwargs: Any) -> Any:
         seen.append(getattr(func, "__name__", ""))
         return enter(func, args, kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "enter", noting)
+        patch.setattr(entry, "enter", noting)
         patch.setattr(DTensor, "_enter", staticmethod(noting))
         run()
     return [name for name in seen if name.endswith("_") and not name.startswith("__")]

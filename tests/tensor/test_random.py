@@ -20,19 +20,19 @@ from shardwise import (
     Replicate,
     Shard,
     collectives,
-    counter,
     distribute_tensor,
     empty,
     full,
     ones,
     rand,
     randn,
-    random,
     shard_module,
     zeros,
 )
 from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.layout import Layout
+from shardwise.rules.random import counter_rng
+from shardwise.tensor.dispatch import seeds
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 
@@ -121,14 +121,14 @@ def test_one_box_of_a_tensor_larger_than_memory_is_made_alone() -> None:
     rest = [((0, 0), (199_999_990, 10_000)), ((199_999_990, 0), (5, 9_998)), ((199_999_995, 0), (5, 10_000))]
     layout = Layout(Mesh((2,)), [Boxes([[box], rest])], shape)
     local = torch.empty(5, 2, dtype=torch.float64)
-    counter.fill(local, layout.boxes(0), shape, 11, counter.uniform)
+    counter_rng.fill(local, layout.boxes(0), shape, 11, counter_rng.uniform)
     index = torch.arange(199_999_990, 199_999_995).view(5, 1) * 10_000 + torch.tensor([9_998, 9_999])
-    assert torch.equal(local, counter.uniform(index, 11, torch.float64))
+    assert torch.equal(local, counter_rng.uniform(index, 11, torch.float64))
     thousand = Layout(Mesh((1000,)), [Shard(0)], (200_000, 10_000))
     piece = torch.empty(thousand.local_shape(0))
-    counter.fill(piece, thousand.boxes(0), thousand.shape, 11, counter.normal)
+    counter_rng.fill(piece, thousand.boxes(0), thousand.shape, 11, counter_rng.normal)
     assert piece.numel() == 2 * columns
-    whole = counter.normal(torch.arange(2 * columns), 11, torch.float32)
+    whole = counter_rng.normal(torch.arange(2 * columns), 11, torch.float32)
     assert torch.equal(piece.view(-1), whole)
 
 
@@ -185,7 +185,7 @@ def test_drawing_costs_no_communication_once_ranks_are_known_to_agree() -> None:
     def body() -> list[int]:
         torch.manual_seed(1)
         x, talked = ones(4, placements=[S0]), []
-        for draw in range(1, 4 * random.CHECK_EVERY + 1):
+        for draw in range(1, 4 * seeds.CHECK_EVERY + 1):
             with collectives.count_comms() as comms:
                 F.dropout(x)
             talked += [draw] * comms.total_calls
@@ -198,7 +198,7 @@ def test_drawing_costs_no_communication_once_ranks_are_known_to_agree() -> None:
 def test_a_rank_that_draws_differently_is_noticed_in_time(at: int) -> None:
     def body() -> tuple[int, str, bool]:
         torch.manual_seed(1)
-        for draw in range(at + random.CHECK_EVERY):
+        for draw in range(at + seeds.CHECK_EVERY):
             if draw == at and collectives.rank() == 1:
                 torch.rand(1)
             try:
@@ -212,7 +212,7 @@ def test_a_rank_that_draws_differently_is_noticed_in_time(at: int) -> None:
         return *found, all(torch.equal(rand(4).full_tensor(), value) for value in values)
 
     ((draw, text, well),) = set(world(3).run(body))
-    assert at <= draw < at + random.CHECK_EVERY
+    assert at <= draw < at + seeds.CHECK_EVERY
     assert text.startswith("Ranks disagree on the random seed:\n  rank 0, 2: ")
     assert "torch.random.fork_rng()" in text
     assert well
@@ -295,7 +295,7 @@ def test_generators_in_different_states_are_noticed_at_once() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_numbers_look_random(dtype: torch.dtype) -> None:
     index = torch.arange(200_000)
-    flat, bell = (make(index, 1, dtype).double() for make in (counter.uniform, counter.normal))
+    flat, bell = (make(index, 1, dtype).double() for make in (counter_rng.uniform, counter_rng.normal))
     assert flat.min() >= 0
     assert flat.max() < 1
     assert flat.mean().item() == pytest.approx(0.5, abs=5e-3)
@@ -309,7 +309,7 @@ def test_the_numbers_look_random(dtype: torch.dtype) -> None:
     for numbers in (flat, bell):
         for lag in (1, 2, 64, 10_000):
             assert torch.corrcoef(torch.stack([numbers[lag:], numbers[:-lag]]))[0, 1].abs() < 0.01
-    other = counter.uniform(index, 2, dtype).double()
+    other = counter_rng.uniform(index, 2, dtype).double()
     assert torch.corrcoef(torch.stack([flat, other]))[0, 1].abs() < 0.01
 
 
@@ -320,7 +320,7 @@ def test_what_has_no_random_values_is_refused() -> None:
     with pytest.raises(TypeError, match="not implemented for 'Long'"):
         rand(4, dtype=torch.int64)
     with pytest.raises(TypeError, match="Random numbers need one of"):
-        counter.normal(torch.arange(3), 0, torch.int64)
+        counter_rng.normal(torch.arange(3), 0, torch.int64)
 
 
 @world(4)
@@ -352,7 +352,7 @@ def test_constants_have_the_shapes_and_dtypes_of_torch() -> None:
 
 
 def drawn_often() -> None:
-    for _ in range(random.CHECK_EVERY):
+    for _ in range(seeds.CHECK_EVERY):
         rand(3)
 
 

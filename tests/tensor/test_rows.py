@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.boxes import Box
+from shardwise.layout import Box
 from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site, made_of, op_rule, register
-from shardwise.tensor import dispatch
+from shardwise.tensor.dispatch import entry
 from shardwise.testing import world
 from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
 
@@ -95,7 +95,7 @@ def with_new_ops() -> Iterator[None]:
     yield
     for op in (halves, shifted, positive, joined):
         del RULES[op]
-    dispatch.forget()
+    entry.forget()
 
 
 X = torch.randn(11, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -103,7 +103,7 @@ X = torch.randn(11, 3, dtype=torch.float64, generator=torch.Generator().manual_s
 
 def run(op: Any, x: Any) -> Any:
     """As a torch function would arrive."""
-    return dispatch.enter(op, (x,), {}) if type(x) is not Tensor else op(x)
+    return entry.enter(op, (x,), {}) if type(x) is not Tensor else op(x)
 
 
 @pytest.mark.parametrize("op", [halves, shifted, positive], ids=lambda op: op.__name__)
@@ -118,7 +118,7 @@ def test_ops_with_such_rows_equal_one_process(op: Any, length: int) -> None:
 @pytest.mark.parametrize("length", [0, 3, 8])
 def test_boxes_of_two_operands_travel_together(length: int) -> None:
     def call(x: Any, y: Any) -> Any:
-        return dispatch.enter(joined, (x, y), {}) if type(x) is not Tensor else joined(x, y)
+        return entry.enter(joined, (x, y), {}) if type(x) is not Tensor else joined(x, y)
 
     assert_equals_one_process([Sample(call, (X, X[:length] * 2))], limit=8)
 

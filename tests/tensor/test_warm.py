@@ -11,10 +11,9 @@ from torch.testing import assert_close
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.errors import IdError
-from shardwise.layout import Layout
-from shardwise.placement import Placement
+from shardwise.layout import Layout, Placement
 from shardwise.rules import RULES
-from shardwise.tensor import resolve
+from shardwise.tensor.dispatch import resolve
 from shardwise.testing import world
 from shardwise.testing.truth import as_dtensor
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError, rank
-from shardwise.layout import Layout
-from shardwise.placement import Placement
+from shardwise.layout import Layout, Placement
 from shardwise.testing.opcheck import REFUSED, Judge, Layouts, OpCall, Outcome, contribution, layout_of
-from shardwise.testing.opinfo import FAMILIES, hand_chosen, layouts_of
+from tools.opinfo import FAMILIES, hand_chosen, layouts_of
 
 X = torch.arange(1.0, 16.0).view(5, 3)
 UNEVEN = (Layout(Mesh((4,)), [Shard(0, (1, 3, 0, 1))], X.shape),)

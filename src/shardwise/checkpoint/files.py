@@ -20,8 +20,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shardwise.boxes import Box
 from shardwise.errors import CheckpointError
+from shardwise.layout import Box
 
 BLOCK_BYTES = 1 << 24  # how much is copied, summed, read or written at a time
 HEADER_LIMIT = 100_000_000  # of the format; longer ones are refused by its readers

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.boxes import Box
+from shardwise.checkpoint.collective_errors import listed, together
 from shardwise.checkpoint.files import ChunkFile
 from shardwise.checkpoint.folders import resolve
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest
 from shardwise.checkpoint.state import Leaf, Part, flatten, part_of
-from shardwise.checkpoint.together import listed, together
 from shardwise.errors import CheckpointError
+from shardwise.layout import Box
 
 
 def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset: bool = False) -> Manifest:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from shardwise.boxes import Box, check_cover
 from shardwise.checkpoint.files import DTYPES, METADATA_KEY, Plan, open_regular, plan_file, read_into
 from shardwise.errors import CheckpointError, LayoutError
+from shardwise.layout import Box, check_cover
 
 FORMAT, VERSION = "shardwise checkpoint", 1
 MANIFEST = "manifest.json"

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.boxes import Box
 from shardwise.checkpoint import folders
+from shardwise.checkpoint.collective_errors import all_ranks, digest, listed, require_same, together
 from shardwise.checkpoint.files import METADATA_KEY, checksum, write_file
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
 from shardwise.checkpoint.state import Part, as_json, flatten, holders, part_of
-from shardwise.checkpoint.together import all_ranks, digest, listed, require_same, together
 from shardwise.errors import CheckpointError
+from shardwise.layout import Box
 
 
 def save(

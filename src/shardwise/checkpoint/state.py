@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.boxes import Box
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import REPLICATE
+from shardwise.layout import REPLICATE, Box, Layout, Mesh
 from shardwise.tensor import DTensor, plain
 
 

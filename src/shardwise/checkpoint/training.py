@@ -12,8 +12,7 @@ from shardwise import collectives
 from shardwise.checkpoint.loading import load_into
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout
-from shardwise.placement import REPLICATE, Boxes, Placement, Shard
+from shardwise.layout import REPLICATE, Boxes, Layout, Placement, Shard
 from shardwise.tensor import DTensor, tag
 
 GROUPS = "optimizer.param_groups"

@@ -10,7 +10,7 @@ from shardwise.cli.exits import Exit
 from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, printable
 
 if TYPE_CHECKING:
-    from shardwise.report import Picture
+    from shardwise.pictures import Picture
 
 OF_ONE = ("mesh", "shape", "ranks", "dtype", "shard_order", "header")  # options that a plan says itself
 
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.html is None and args.svg is None:
         _print(rows, pictures)
         return Exit.OK
-    from shardwise.report.page import page_html
-    from shardwise.report.svg import draw_svg
+    from shardwise.pictures.page import page_html
+    from shardwise.pictures.svg import draw_svg
 
     if args.html is not None:
         _write(args.html, page_html(pictures, rows))
@@ -68,7 +68,7 @@ def _read(args: argparse.Namespace) -> "tuple[list[list[str]], Sequence[Picture]
     """The rows of the table of a plan, none without one; and what there is to draw."""
     if not args.what.endswith(".toml"):
         return [], [_one(args)]
-    from shardwise.report.plan_file import read_plan
+    from shardwise.pictures.plan_file import read_plan
 
     given = [name.replace("_", "-") for name in OF_ONE if getattr(args, name) is not None]
     if given:
@@ -78,9 +78,8 @@ def _read(args: argparse.Namespace) -> "tuple[list[list[str]], Sequence[Picture]
 
 
 def _one(args: argparse.Namespace) -> "Picture":
-    from shardwise.layout import Layout
-    from shardwise.report import Picture
-    from shardwise.spelling import parse_integers, parse_itemsize, parse_mesh, parse_placements
+    from shardwise.layout import Layout, parse_integers, parse_itemsize, parse_mesh, parse_placements
+    from shardwise.pictures import Picture
 
     for name in ("mesh", "shape"):
         if getattr(args, name) is None:
@@ -93,7 +92,7 @@ def _one(args: argparse.Namespace) -> "Picture":
 
 
 def _print(rows: Sequence[Sequence[str]], pictures: "Sequence[Picture]") -> None:
-    from shardwise.report.words import aligned, fitting
+    from shardwise.pictures.labels import aligned, fitting
 
     if rows:
         lines = aligned([[printable(cell) for cell in row] for row in rows], left=3)

@@ -2,7 +2,7 @@
 
 Everything above speaks to a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
 process (`shardwise.testing`). Two collectives carry all data: an all-to-all with split sizes, and an
-all-reduce. What is sent is told to `shardwise.meter`, so plans can be checked against it. A rank that fails
+all-reduce. What is sent is told to `shardwise.trace.comm_trace`, so plans can be checked against it. A rank that fails
 tells the others through the store of the world (`failures`), so all of them raise the same.
 """
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.collectives.agreement import agree, agree_if_checked, contents, gather_bytes, gather_json
 from shardwise.collectives.calls import Ranks, describing
 from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
-from shardwise.collectives.failures import report_failure
+from shardwise.collectives.failures.monitor import report_failure
 from shardwise.collectives.front import (
     all_reduce,
     all_to_all,
@@ -30,7 +30,7 @@ from shardwise.collectives.groups import group_ranks, load_with_process_group, p
 from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
 from shardwise.collectives.transport import AtOnce, Finish, Transport, draw_from_torch, reduce_stack
-from shardwise.meter import CommMeter, count_comms
+from shardwise.trace.comm_trace import CommMeter, count_comms
 
 __all__ = [
     "AtOnce", "CommMeter", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked",

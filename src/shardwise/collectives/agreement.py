@@ -13,7 +13,7 @@ from shardwise.collectives.calls import Ranks
 from shardwise.collectives.front import all_to_all, transport
 from shardwise.collectives.transport import gather_with
 from shardwise.errors import MismatchError
-from shardwise.recording import not_recorded
+from shardwise.trace.capture_hooks import not_recorded
 
 T = TypeVar("T")
 

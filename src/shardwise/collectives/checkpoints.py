@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.boxes import Box
+from shardwise.layout import Box
 
 
 def chunks(boxes: Sequence[Box]) -> list[Any]:

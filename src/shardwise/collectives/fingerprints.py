@@ -9,11 +9,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwise import meter
-from shardwise.collectives.calls import SAME_CALLS, Call, Ranks, call_from, describing, disagreement, disagreement_text
+from shardwise.collectives.calls import (
+    SAME_CALLS,
+    Call,
+    Ranks,
+    call_from,
+    describing,
+    disagreement,
+    disagreement_text,
+)
 from shardwise.collectives.transport import Transport, gather_with
 from shardwise.errors import MismatchError
-from shardwise.places import called_at, places_of
+from shardwise.trace import comm_trace
+from shardwise.trace.user_stack import called_at, places_of
 
 _checked: WeakKeyDictionary[Transport, ExitStack] = WeakKeyDictionary()  # simulated ranks have one each
 
@@ -22,7 +30,7 @@ def switch(here: Transport, on: bool) -> None:
     """Compare, or do not compare, what the rank of this transport does from now on."""
     if on and here not in _checked:
         _checked[here] = ExitStack()
-        _checked[here].enter_context(meter.heard_by(meter.Listener()))  # so that moves say what they are
+        _checked[here].enter_context(comm_trace.heard_by(comm_trace.Listener()))  # so that moves say what they are
     elif not on and here in _checked:
         _checked.pop(here).close()
 
@@ -33,7 +41,7 @@ def are_on(here: Transport) -> bool:
 
 def compare(here: Transport, call: Call, ranks: Ranks) -> None:
     """Raise the same MismatchError on all `ranks` unless they are about to make one and the same collective."""
-    move = meter.under_way()
+    move = comm_trace.under_way()
     if move is not None and not call.purpose:
         call = replace(call, purpose=str(move))
     call.check(ranks)

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import meter
 from shardwise.collectives import fingerprints
 from shardwise.collectives.calls import Ranks, exchange_call, reduce_call
 from shardwise.collectives.processes import TORCH
 from shardwise.collectives.transport import Finish, SoloTransport, Transport
-from shardwise.mesh import ring_elements
-from shardwise.recording import is_recorded, leaf
+from shardwise.layout import ring_elements
+from shardwise.trace import comm_trace
+from shardwise.trace.capture_hooks import is_recorded, leaf
 
 
 class _Here(threading.local):
@@ -45,7 +45,7 @@ def using(transport: Transport) -> Iterator[None]:
     """Let this thread be one rank of another transport."""
     before, _here.transport = _here.transport, transport
     try:
-        with meter.apart():
+        with comm_trace.apart():
             yield
     finally:
         _here.transport = before
@@ -105,9 +105,9 @@ def _announced_exchange(
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
-    if meter.listening():
+    if comm_trace.listening():
         own = send_counts[ranks.index(here.rank)]
-        meter.note_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
+        comm_trace.note_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
     return here
 
 
@@ -116,9 +116,9 @@ def _announced_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transpo
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, reduce_call(local, reduce_op), ranks)
-    if meter.listening():
+    if comm_trace.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
-        meter.note_collective("all_reduce", sent)
+        comm_trace.note_collective("all_reduce", sent)
     return here
 
 

@@ -13,7 +13,7 @@ from shardwise.collectives.front import is_simulated, rank, world_size
 from shardwise.collectives.meshes import as_mesh
 from shardwise.collectives.processes import TORCH
 from shardwise.errors import GroupError
-from shardwise.mesh import Mesh
+from shardwise.layout import Mesh
 
 _current: ContextVar[Any] = ContextVar("process group", default=None)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 from shardwise.collectives.front import is_simulated, rank, world_size
 from shardwise.collectives.processes import TORCH, timeout_of
 from shardwise.errors import MeshError
-from shardwise.mesh import Mesh
+from shardwise.layout import Mesh
 
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:

@@ -18,10 +18,8 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives.arrival import Seal
-from shardwise.collectives.board import Board
 from shardwise.collectives.calls import Ranks, Stand, exchange_call, reduce_call
-from shardwise.collectives.failures import (
+from shardwise.collectives.failures.monitor import (
     GaveUpError,
     board_of_world,
     explain,
@@ -31,10 +29,12 @@ from shardwise.collectives.failures import (
     known_root,
     report_end,
 )
+from shardwise.collectives.failures.reports import Watch
+from shardwise.collectives.failures.store import Board
+from shardwise.collectives.recv_check import Seal
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
-from shardwise.collectives.watch import Watch
 from shardwise.errors import MismatchError, RemoteRankError
-from shardwise.mesh import Mesh
+from shardwise.layout import Mesh
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 

@@ -5,7 +5,7 @@ from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.explain import Explanation, explain
 from shardwise.debug.shadow import Shadow, shadow
 from shardwise.debug.visualize import visualize_sharding
-from shardwise.meter import Cause, Move
+from shardwise.trace.comm_trace import Cause, Move
 
 __all__ = [
     "Budget", "Cause", "CommDebugMode", "Explanation", "Move", "Shadow", "explain", "no_implicit_comm", "shadow",

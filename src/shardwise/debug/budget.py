@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.errors import RuleError
-from shardwise.meter import Listener, Move, heard_by
+from shardwise.trace.comm_trace import Listener, Move, heard_by
 
 
 class Budget(Listener):

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.collectives.functional import torch_op
-from shardwise.debug.doors import Args, Kwargs, Proceed, is_op, watched_by
+from shardwise.debug.dispatch_hooks import Args, Kwargs, Proceed, is_op, watched_by
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
-from shardwise.meter import Listener, Move, heard_by
-from shardwise.placement import Placement
+from shardwise.layout import Placement
 from shardwise.tensor import DTensor
-from shardwise.tensor.names import name_of
-from shardwise.tensor.wrapper import Wrapper
+from shardwise.tensor.dispatch.fallback import Wrapper
+from shardwise.tensor.dispatch.names import name_of
+from shardwise.trace.comm_trace import Listener, Move, heard_by
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"
 Counts = dict[Any, int]

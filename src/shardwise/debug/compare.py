@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.boxes import Box
+from shardwise.layout import Box
 from shardwise.tensor import DTensor, moved, plain
 
 

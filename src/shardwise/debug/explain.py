@@ -6,7 +6,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import collectives
 from shardwise.layout import Layout
-from shardwise.meter import Kind, Listener, Move, heard_by
+from shardwise.trace.comm_trace import Kind, Listener, Move, heard_by
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
-from shardwise.placement import Placement
+from shardwise.layout import Placement
 from shardwise.tensor import DTensor
 
 GLOBAL = "Global"  # what runs outside modules, as torch calls it

@@ -12,16 +12,15 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.debug.compare import Difference, Tolerance, largest_difference, pairs
-from shardwise.debug.doors import Args, Kwargs, Proceed, is_op, watched_by
+from shardwise.debug.dispatch_hooks import Args, Kwargs, Proceed, is_op, watched_by
 from shardwise.errors import RuleError, ShadowError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.meter import unheard
-from shardwise.placement import REPLICATE
-from shardwise.places import called_from
+from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.rules import RULES
-from shardwise.tensor import DTensor, dispatch, moved, plain
-from shardwise.tensor.names import name_of
+from shardwise.tensor import DTensor, moved, plain
+from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch.names import name_of
+from shardwise.trace.comm_trace import unheard
+from shardwise.trace.user_stack import called_from
 
 # What these give is whatever the memory held.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
@@ -101,7 +100,7 @@ class Shadow:
         return ShadowError(
             f"{name_of(func)} gives another result than plain torch on whole tensors.\n"
             f"  Where: {called_from() or 'unknown'}\n"
-            f"  Rows: {dispatch.reason(func, args, kwargs)}\n"
+            f"  Rows: {entry.reason(func, args, kwargs)}\n"
             f"  Operands: {', '.join(laid_out)}\n"
             f"  Results: {', '.join(results) or type(out).__name__}\n"
             f"  Largest difference: {worst.size:.6g}, in {worst.what}{where}{held}\n"

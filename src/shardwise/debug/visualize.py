@@ -3,7 +3,7 @@
 import sys
 
 from shardwise import collectives
-from shardwise.report import picture
+from shardwise.pictures import picture
 from shardwise.tensor import DTensor
 
 

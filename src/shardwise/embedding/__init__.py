@@ -1,5 +1,5 @@
-"""Embedding tables as features: what goes beyond one `F.embedding_bag` at a time."""
+"""Lookups in sharded tables: their rules, and the exchange of ids and rows."""
 
-from shardwise.embedding.together import embedding_bags
+from shardwise.embedding import rules
 
-__all__ = ["embedding_bags"]
+__all__ = ["rules"]

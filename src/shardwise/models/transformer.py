@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.collectives import as_mesh
 from shardwise.errors import ConfigError
+from shardwise.layout import Replicate, Shard
 from shardwise.models.experts import ExpertLayer
-from shardwise.modules import shard_module
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,7 +24,7 @@ from shardwise.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from shardwise.placement import Replicate, Shard
+from shardwise.parallel.shard_module import shard_module
 
 
 @dataclass(frozen=True)

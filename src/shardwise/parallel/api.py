@@ -7,10 +7,10 @@ from torch import nn
 
 from shardwise import collectives
 from shardwise.errors import MeshError, PlanError
-from shardwise.mesh import Mesh
-from shardwise.modules import lay_out
+from shardwise.layout import Mesh
 from shardwise.parallel.plan import STYLES, Plan, Styled, flattened, resolve
-from shardwise.parallel.style import After, Before, ParallelStyle
+from shardwise.parallel.shard_module import lay_out
+from shardwise.parallel.styles import After, Before, ParallelStyle
 from shardwise.tensor.dtensor import default_mesh
 
 

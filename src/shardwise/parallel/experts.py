@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardwise.embedding.bad_ids import asked_axes, first_bad, raise_bad_ids, refuse_bad_ids, worst
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
-from shardwise.parallel.style import After, Before, ParallelStyle, Placed, Where, first
-from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.parallel.styles import After, Before, ParallelStyle, Placed, Where, first
 from shardwise.rules import Meta, OpRule, Row
-from shardwise.rules.bad_ids import asked_axes, first_bad, raise_bad_ids, refuse_bad_ids, worst
 from shardwise.rules.row import Site
-from shardwise.tensor import DTensor, dispatch
+from shardwise.tensor import DTensor
+from shardwise.tensor.dispatch import entry
 
 Span = tuple[int, int]
 BY_TOKENS = Shard(0)
@@ -188,7 +189,7 @@ RULE = OpRule(_rows, shape=_tokens_shape, everywhere=_on_locals)
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return dispatch.run(func, RULE, args, kwargs)
+    return entry.run(func, RULE, args, kwargs)
 
 
 DTensor._specials[mix_experts] = _run

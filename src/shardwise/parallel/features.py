@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
-from shardwise.parallel.crossing import Crossing
-from shardwise.parallel.style import LAST, After, Arguments, Before, ParallelStyle, Placed, Where, first
-from shardwise.placement import REPLICATE, Shard, chunk
+from shardwise.layout import REPLICATE, Shard, chunk
+from shardwise.parallel.boundary import Crossing
+from shardwise.parallel.styles import LAST, After, Arguments, Before, ParallelStyle, Placed, Where, first
 from shardwise.tensor import DTensor
 
 # The dims of a weight: the features that come out, and those (or the rows of a table) that are summed or looked up.

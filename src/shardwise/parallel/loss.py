@@ -11,11 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.meter import Listener, Move, heard_by
-from shardwise.placement import Shard
+from shardwise.layout import Layout, Mesh, Shard
 from shardwise.tensor import DTensor
+from shardwise.trace.comm_trace import Listener, Move, heard_by
 
 LOSSES: dict[Callable[..., Any], str] = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 _FIX = "Fix: output_layouts=Shard(-1) and use_local_output=False in the style of the layer that makes them."

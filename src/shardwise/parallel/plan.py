@@ -8,12 +8,10 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwise.errors import LayoutError, MeshError, PlanError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.modules import torn_ties
-from shardwise.parallel.crossing import Scope
-from shardwise.parallel.style import After, Before, ParallelStyle, Where
-from shardwise.placement import REPLICATE
+from shardwise.layout import REPLICATE, Layout, Mesh
+from shardwise.parallel.boundary import Scope
+from shardwise.parallel.shard_module import torn_ties
+from shardwise.parallel.styles import After, Before, ParallelStyle, Where
 
 Plan = ParallelStyle | Mapping[str, "Plan"]
 STYLES = "_parallel_styles"  # of a module: the styles that were applied to it

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import PlanError
-from shardwise.parallel.crossing import Crossing
-from shardwise.parallel.style import After, Arguments, Before, ParallelStyle, Placed, Where, forward_of
-from shardwise.placement import Placement
+from shardwise.layout import Placement
+from shardwise.parallel.boundary import Crossing
+from shardwise.parallel.styles import After, Arguments, Before, ParallelStyle, Placed, Where, forward_of
 
 Layouts = Placed | None | Sequence[Any] | Mapping[str, Any]
 """Of one argument: placements of a tensor, None to leave it, or a tuple, list or dict of the same for what is inside.

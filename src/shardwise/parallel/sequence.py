@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwise.parallel.style import After, Before, ParallelStyle, Placed, Where, first
-from shardwise.placement import REPLICATE, Shard
+from shardwise.layout import REPLICATE, Shard
+from shardwise.parallel.styles import After, Before, ParallelStyle, Placed, Where, first
 
 
 @dataclass(frozen=True, kw_only=True)

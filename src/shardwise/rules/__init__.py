@@ -1,32 +1,13 @@
-"""The one table of op rules. Importing this package fills it; the tensor reads it."""
+"""The one table of op rules. Importing this package fills it, except for lookups (`shardwise.embedding`)."""
 
-from shardwise.rules import (
-    attention,
-    conv,
-    count,
-    dropout,
-    embedding,
-    image,
-    index,
-    join,
-    loss,
-    matmul,
-    normal,
-    order,
-    pointwise,
-    pool,
-    random,
-    recurrent,
-    reduce,
-    reshape,
-    slices,
-    trials,
-    view,
-)
+from shardwise.rules import attention, conv, image, loss, matmul, pointwise, pool, recurrent
+from shardwise.rules.random import distributions, dropout, random
+from shardwise.rules.reductions import count, normalisation, order, reduce
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
+from shardwise.rules.shapes import index, join, reshape, slices, view
 
 __all__ = [
-    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "dropout", "embedding", "image", "index",
-    "join", "loss", "matmul", "normal", "op_rule", "order", "pointwise", "pool", "random", "recurrent", "reduce",
-    "reshape", "slices", "trials", "view",
+    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "distributions", "dropout", "image",
+    "index", "join", "loss", "matmul", "normalisation", "op_rule", "order", "pointwise", "pool", "random", "recurrent",
+    "reduce", "reshape", "slices", "view",
 ]  # fmt: skip

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.boxes import Box
-from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise.rules.empty import never_empty
-from shardwise.rules.normal import INF, Maybe, wide
+from shardwise.rules.reductions.normalisation import INF, Maybe, wide
 from shardwise.rules.row import Meta, OpRule, Row, Site, arguments, local_with, register
 
 Places = tuple[Placement, ...]

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.boxes import Box
-from shardwise.layout import Layout
-from shardwise.placement import PARTIAL, REPLICATE, Shard
+from shardwise.layout import PARTIAL, REPLICATE, Box, Layout, Shard
 from shardwise.rules.empty import filled
 from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, local_with, register
 from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.boxes import Box
-from shardwise.placement import PARTIAL, REPLICATE, Shard
+from shardwise.layout import PARTIAL, REPLICATE, Box, Shard
 from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.pool import in_windows, pool_rows, resized
 from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, register

@@ -9,11 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.placement import PARTIAL, REPLICATE, Placement, Shard
-from shardwise.recording import leaf
-from shardwise.rules.normal import INF, wide
+from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, arguments, local_with, prepared, register
+from shardwise.rules.reductions.normalisation import INF, wide
+from shardwise.rules.row import (
+    LocalFunction,
+    Meta,
+    OpRule,
+    Row,
+    Site,
+    arguments,
+    local_with,
+    prepared,
+    register,
+)
+from shardwise.trace.capture_hooks import leaf
 
 Loss = Callable[..., Any]
 Named = dict[str, Any]

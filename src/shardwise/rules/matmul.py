@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import RuleError
-from shardwise.placement import REPLICATE, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Partial, Placement, Shard
 from shardwise.rules.row import RULES, Meta, OpRule, Row, local_with, made_of
 
 aten = torch.ops.aten

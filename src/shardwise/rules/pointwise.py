@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Rule, register
 
 SUMS = (Partial("sum"), Partial("avg"))

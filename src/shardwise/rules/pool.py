@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout import contiguous_strides
-from shardwise.placement import PARTIAL, Shard
+from shardwise.layout import PARTIAL, Shard, contiguous_strides
 from shardwise.rules.empty import filled
 from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
 from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.placement import REPLICATE, Shard
+from shardwise.layout import REPLICATE, Shard
 from shardwise.rules.empty import never_empty
 from shardwise.rules.row import RULES, Meta, OpRule, Row, local_with
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.boxes import Box
-from shardwise.layout import Layout
-from shardwise.placement import Placement
+from shardwise.layout import Box, Layout, Placement
 
 LocalFunction = Callable[..., Any]
 Boundary = Callable[[int], int]

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardwise.boxes import Box
-from shardwise.layout import Layout
-from shardwise.placement import REPLICATE, Shard
+from shardwise.layout import REPLICATE, Box, Layout, Shard
 from shardwise.rules.row import LocalFunction, Meta, Row, local_with
 
 

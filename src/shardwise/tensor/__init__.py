@@ -1,42 +1,25 @@
-"""The distributed tensor: one class, two doors, conversions, gradients, factories."""
+"""The distributed tensor: one class, dispatch, conversions, gradients, factories."""
 
-from shardwise.tensor import (  # open the doors
+import shardwise.embedding  # noqa: F401  (registers the rules of lookups)
+from shardwise.tensor import factories
+from shardwise.tensor.autograd import functions
+from shardwise.tensor.conversion import distribute_tensor
+from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch.promotion import strict
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.handlers import (
     arriving,
     checkpointable,
     compositions,
-    dispatch,
-    factories,
-    functions,
     fused,
     indexing,
     inplace_views,
     optimisers,
     random_functions,
-    sharded,
     sparse,
 )
-from shardwise.tensor.conversion import distribute_tensor
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
-from shardwise.tensor.promotion import strict
 
 __all__ = [
-    "DTensor",
-    "arriving",
-    "checkpointable",
-    "compositions",
-    "dispatch",
-    "distribute_tensor",
-    "factories",
-    "functions",
-    "fused",
-    "indexing",
-    "inplace_views",
-    "moved",
-    "optimisers",
-    "plain",
-    "random_functions",
-    "sharded",
-    "sparse",
-    "strict",
-    "tag",
-]
+    "DTensor", "arriving", "checkpointable", "compositions", "distribute_tensor", "entry", "factories", "functions",
+    "fused", "indexing", "inplace_views", "moved", "optimisers", "plain", "random_functions", "sparse", "strict", "tag",
+]  # fmt: skip

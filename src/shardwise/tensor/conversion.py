@@ -9,15 +9,12 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
-from shardwise.boxes import Box
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Layout, contiguous_strides
-from shardwise.mesh import Mesh
-from shardwise.movement import move
-from shardwise.placement import REPLICATE, Boxes, OnRanks, Placement, Shard
+from shardwise.layout import REPLICATE, Box, Boxes, Layout, Mesh, OnRanks, Placement, Shard, contiguous_strides
+from shardwise.redistribute.run import move
+from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
-from shardwise.tensor.gradients import FromPlain, ToPlain
-from shardwise.tensor.shards_wrapper import LocalShardsWrapper, Tiling
+from shardwise.tensor.local_shards import LocalShardsWrapper, Tiling
 
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:

@@ -3,7 +3,7 @@
 Storage, C++ shape and autograd history are the local shard's; Python sees the global shape through a layout
 that travels beside it. Ops come in through two doors. Functions that have a rule run on the locals at once
 (door 1, here). Any other function runs once on wrappers that carry the global shape; C++ takes it apart into
-aten ops, and each of those finds its rule (door 2, `shardwise.tensor.wrapper`).
+aten ops, and each of those finds its rule (door 2, `shardwise.tensor.dispatch.fallback`).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,9 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, contiguous_strides
-from shardwise.mesh import Mesh
-from shardwise.meter import ASKED, Cause
-from shardwise.movement import move
-from shardwise.placement import Placement
+from shardwise.layout import Layout, Mesh, Placement, contiguous_strides
+from shardwise.redistribute.run import move
+from shardwise.trace.comm_trace import ASKED, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
 _as_subclass: Any = torch._C.TensorBase.as_subclass
@@ -50,7 +48,7 @@ class DTensor(torch.Tensor):
     _write_grad: Callable[["DTensor", Tensor | None], None]
     _set: Callable[..., "DTensor"]
     _travelled: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
-    local_shards: Callable[..., list[Any]]  # these, and gather, are in `shardwise.tensor.sharded`
+    local_shards: Callable[..., list[Any]]  # these, and gather, are in `shardwise.sharded_tensor.sharded_tensor`
     local_tensor: Callable[..., Tensor]
     metadata: Callable[..., Any]
     sharding_spec: Callable[..., Any]
@@ -176,7 +174,7 @@ class DTensor(torch.Tensor):
         return self.numel() * self.element_size()
 
     def size(self, dim: int | None = None) -> Any:
-        """The global size; of a sparse tensor, this rank's (see `shardwise.tensor.sparse`)."""
+        """The global size; of a sparse tensor, this rank's (see `shardwise.tensor.handlers.sparse`)."""
         with DisableTorchFunctionSubclass():
             sparse = self.is_sparse
         shape = torch.Size(self._layout.local_shape(collectives.rank()) if sparse else self._layout.shape)

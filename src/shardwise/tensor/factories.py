@@ -8,8 +8,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Layout
-from shardwise.placement import REPLICATE, Placement
+from shardwise.layout import REPLICATE, Layout, Placement
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.places import Place
 from shardwise.tensor import DTensor
+from shardwise.trace.user_stack import Place
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

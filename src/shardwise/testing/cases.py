@@ -16,13 +16,13 @@ import torch
 
 from shardwise.collectives import barrier, fingerprint, init_device_mesh, rank, world_size
 from shardwise.errors import RemoteRankError, summary
-from shardwise.places import Place
 from shardwise.testing.assertions import TensorAssertions
 from shardwise.testing.converter import DTensorConverter
 from shardwise.testing.failures import DeadlockError, point_at
 from shardwise.testing.pool import renew_pool, run_on_processes
 from shardwise.testing.reference import Reference, refer
 from shardwise.testing.simulated import run_on_threads
+from shardwise.trace.user_stack import Place
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.collectives import as_mesh, rank
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout
-from shardwise.placement import REPLICATE, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Layout, Partial, Placement, Shard
 from shardwise.tensor import distribute_tensor
 from shardwise.testing.opcheck import distributed
 

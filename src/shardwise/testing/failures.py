@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 
 if TYPE_CHECKING:  # it needs torch, which the pytest plugin does without
-    from shardwise.places import Place
+    from shardwise.trace.user_stack import Place
 
 
 class DeadlockError(ShardwiseError, RuntimeError):

@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import collectives
 from shardwise.errors import ShardwiseError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import REPLICATE, Placement
+from shardwise.layout import REPLICATE, Layout, Mesh, Placement
 from shardwise.tensor import DTensor
 from shardwise.testing.failures import DeadlockError
 from shardwise.testing.worlds import world

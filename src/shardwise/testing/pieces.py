@@ -7,10 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardwise.boxes import Box
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
 
 Parts = Mapping[tuple[int, ...], Tensor]  # where a rank stands on the Partial axes -> its contribution
 

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
-from shardwise.places import Place, running_at
 from shardwise.testing.failures import DeadlockError, SendError, blame, point_at
 from shardwise.testing.reference import refer
 from shardwise.testing.worker import STACK_SIGNAL, Failure, Regroup, Task, serve, stack_file
+from shardwise.trace.user_stack import Place, running_at
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import AtOnce, Ranks, draw_from_torch, reduce_stack, using
-from shardwise.collectives.board import Report, remote_error, report_of
 from shardwise.collectives.calls import (
     SAME_CALLS,
     Call,
@@ -26,10 +25,11 @@ from shardwise.collectives.calls import (
     exchange_call,
     reduce_call,
 )
+from shardwise.collectives.failures.store import Report, remote_error, report_of
 from shardwise.errors import MismatchError, RemoteRankError, summary
-from shardwise.places import Place, called_at, places_of, running_at
 from shardwise.testing.assertions import tell_values
 from shardwise.testing.failures import DeadlockError, blame
+from shardwise.trace.user_stack import Place, called_at, places_of, running_at
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

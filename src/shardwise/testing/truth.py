@@ -21,12 +21,10 @@ from torch.testing import assert_close
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Layout
-from shardwise.mesh import Mesh
-from shardwise.placement import Boxes, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.rules import RULES, Meta, Row
 from shardwise.tensor import DTensor, tag
-from shardwise.tensor.resolve import NoRowError, Operand, Slot, choose
+from shardwise.tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
 from shardwise.testing.pieces import contribution, contributions, local_of
 from shardwise.testing.worlds import world
 

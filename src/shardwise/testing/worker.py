@@ -19,10 +19,10 @@ import torch
 
 from shardwise.collectives import init_processes, report_failure, shutdown
 from shardwise.errors import summary
-from shardwise.places import Place
 from shardwise.testing.assertions import tell_values
 from shardwise.testing.failures import SendError
 from shardwise.testing.reference import Reference
+from shardwise.trace.user_stack import Place
 
 STACK_SIGNAL = signal.SIGUSR1
 _OURS = str(Path(__file__).parent) + os.sep

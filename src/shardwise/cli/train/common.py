@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
-    from shardwise.train.config import RunConfig
-    from shardwise.train.ledger import Progress
+    from shardwise.demos.config import RunConfig
+    from shardwise.demos.ledger import Progress
 
 C = TypeVar("C", bound="RunConfig")
 T = TypeVar("T")
@@ -24,16 +24,16 @@ def configuration(cls: type[C], args: argparse.Namespace, options: Sequence[str]
     Raises:
         ConfigError: lists every problem.
     """
-    from shardwise import config
+    from shardwise.demos import config_values
 
     given = [(name, value) for name in options if (value := getattr(args, name)) is not None]
     as_set = [f"{name}={'true' if value is True else value}" for name, value in given]
-    return config.load(cls, args.config, [*args.overrides, *as_set])
+    return config_values.load(cls, args.config, [*args.overrides, *as_set])
 
 
 def print_configuration(config: "RunConfig") -> None:
     """As TOML that `--config` reads."""
-    from shardwise.config import dump_toml
+    from shardwise.demos.config_values import dump_toml
 
     print(dump_toml(config), end="")
 

@@ -7,15 +7,15 @@ from shardwise.cli.exits import Exit
 from shardwise.cli.train import common
 
 if TYPE_CHECKING:
-    from shardwise.train.lm.config import LanguageModelConfig
-    from shardwise.train.lm.training import Outcome
+    from shardwise.demos.lm.config import LanguageModelConfig
+    from shardwise.demos.lm.training import Outcome
 
 OPTIONS = ("mesh", "sequence_parallel")
 
 
 def run(args: argparse.Namespace) -> int:
     """Show how the model lies on the mesh, train, show what came of it."""
-    from shardwise.train.lm.config import LanguageModelConfig
+    from shardwise.demos.lm.config import LanguageModelConfig
 
     config = common.configuration(LanguageModelConfig, args, (*OPTIONS, *common.SHARED))
     if args.print_config:
@@ -23,9 +23,9 @@ def run(args: argparse.Namespace) -> int:
         return Exit.OK
 
     from shardwise.cli.train import lm_view as view
-    from shardwise.data import load_pydoc_topics
-    from shardwise.train.lm.training import check
-    from shardwise.train.loop import resumable_step
+    from shardwise.demos.data import load_pydoc_topics
+    from shardwise.demos.lm.training import check
+    from shardwise.demos.loop import resumable_step
 
     num_ranks = common.ranks_of_torchrun() or config.num_ranks
     mesh, data = config.mesh_of(num_ranks), load_pydoc_topics()
@@ -46,8 +46,8 @@ def on_rank(config: "LanguageModelConfig", resume: bool) -> "Outcome":
     """What every rank does; the first one tells how it goes."""
     from shardwise import collectives
     from shardwise.cli.train import lm_view as view
-    from shardwise.data import load_pydoc_topics
-    from shardwise.train.lm.training import Training, train
+    from shardwise.demos.data import load_pydoc_topics
+    from shardwise.demos.lm.training import Training, train
 
     training = Training(config, load_pydoc_topics())
     if resume:

@@ -4,15 +4,15 @@ import math
 
 from torch import nn
 
-from shardwise import report
+from shardwise import pictures
 from shardwise.cli.train import view
-from shardwise.data import PydocTopics, lzma_bits, order2_bits
+from shardwise.demos.data import PydocTopics, lzma_bits, order2_bits
+from shardwise.demos.ledger import Progress
+from shardwise.demos.lm.config import TENSOR_AXIS, LanguageModelConfig
+from shardwise.demos.lm.training import Outcome
 from shardwise.errors import printable
-from shardwise.mesh import Mesh
-from shardwise.report.words import bytes_text
-from shardwise.train.ledger import Progress
-from shardwise.train.lm.config import TENSOR_AXIS, LanguageModelConfig
-from shardwise.train.lm.training import Outcome
+from shardwise.layout import Mesh
+from shardwise.pictures.labels import bytes_text
 
 
 def show_start(config: LanguageModelConfig, data: PydocTopics, mesh: Mesh, resumed_step: int | None) -> None:
@@ -31,7 +31,7 @@ def show_start(config: LanguageModelConfig, data: PydocTopics, mesh: Mesh, resum
 
 def show_model(model: nn.Module) -> None:
     """How large it is, and what every rank holds of it."""
-    table = report.sharding_table(model)
+    table = pictures.sharding_table(model)
     held = [sum(column) for column in zip(*(one.rank_bytes for one in table.placed), strict=True)]
     sizes = [(parameter.numel(), parameter.nbytes) for parameter in model.parameters()]
     count, num_bytes = map(sum, zip(*sizes, strict=True))

@@ -7,16 +7,16 @@ from shardwise.cli.exits import Exit
 from shardwise.cli.train import common
 
 if TYPE_CHECKING:
-    from shardwise.placement import Placement
-    from shardwise.train.recommender.config import TrainConfig
-    from shardwise.train.recommender.training import Outcome
+    from shardwise.demos.recommender.config import TrainConfig
+    from shardwise.demos.recommender.training import Outcome
+    from shardwise.layout import Placement
 
 OPTIONS = ("plan", "epochs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the plan, train, show what came of it."""
-    from shardwise.train.recommender.config import TrainConfig
+    from shardwise.demos.recommender.config import TrainConfig
 
     config = common.configuration(TrainConfig, args, (*OPTIONS, *common.SHARED))
     if args.print_config:
@@ -24,10 +24,10 @@ def run(args: argparse.Namespace) -> int:
         return Exit.OK
 
     from shardwise.cli.train import recommender_view as view
-    from shardwise.data import load_pyident, popularity_baseline
-    from shardwise.train.loop import resumable_step
-    from shardwise.train.recommender import plans
-    from shardwise.train.recommender.training import outline
+    from shardwise.demos.data import load_pyident, popularity_baseline
+    from shardwise.demos.loop import resumable_step
+    from shardwise.demos.recommender import plans
+    from shardwise.demos.recommender.training import outline
 
     num_ranks = common.ranks_of_torchrun() or config.nproc
     data = load_pyident()
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
 def on_rank(config: "TrainConfig", plan: "dict[str, Placement]", resume: bool) -> "Outcome":
     """What every rank does; the first one tells how it goes."""
     from shardwise.cli.train import recommender_view as view
-    from shardwise.data import load_pyident
-    from shardwise.train.recommender.training import Training, train
+    from shardwise.demos.data import load_pyident
+    from shardwise.demos.recommender.training import Training, train
 
     training = Training(config, load_pyident(), plan)
     if resume:
@@ -59,7 +59,7 @@ def on_rank(config: "TrainConfig", plan: "dict[str, Placement]", resume: bool) -
 
 def _next_command(args: argparse.Namespace, config: "TrainConfig") -> str:
     """Go on with this run: one epoch more, or what `steps` left, on one rank more if the plan allows any number."""
-    from shardwise.train.recommender.plans import NAMED
+    from shardwise.demos.recommender.plans import NAMED
 
     words = ["--resume", "--nproc", str(config.nproc + (config.plan in NAMED))]
     if config.steps is None:

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from shardwise import report
+from shardwise import pictures
 from shardwise.cli.train import view
-from shardwise.data import PyIdent, Quality
-from shardwise.report import Placed
-from shardwise.report.words import count_text
-from shardwise.train.ledger import Progress
-from shardwise.train.recommender.config import TrainConfig
-from shardwise.train.recommender.plans import NAMED
-from shardwise.train.recommender.training import Outcome
+from shardwise.demos.data import PyIdent, Quality
+from shardwise.demos.ledger import Progress
+from shardwise.demos.recommender.config import TrainConfig
+from shardwise.demos.recommender.plans import NAMED
+from shardwise.demos.recommender.training import Outcome
+from shardwise.pictures import Placed
+from shardwise.pictures.labels import count_text
 
 
 def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], resumed_step: int | None) -> None:
@@ -18,7 +18,7 @@ def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], res
     num_ranks = len(placed[0].rank_bytes)
     print(data)
     print(f"Plan {config.plan} for {count_text(num_ranks, 'rank')}: {NAMED.get(config.plan, 'read from this file')}.")
-    view.print_table(report.Table(tuple(placed), tuple(range(num_ranks))).rows(), left=3)
+    view.print_table(pictures.Table(tuple(placed), tuple(range(num_ranks))).rows(), left=3)
     print("The gradients and the state of Adagrad take as much again, each.")
     view.show_beginning(config.checkpoint, resumed_step)
 

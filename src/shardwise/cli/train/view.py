@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint import latest
-from shardwise.report.words import aligned, bytes_text, count_text
-from shardwise.train.ledger import Communication, Progress
-from shardwise.train.loop import Taken
+from shardwise.demos.ledger import Communication, Progress
+from shardwise.demos.loop import Taken
+from shardwise.pictures.labels import aligned, bytes_text, count_text
 
 
 def _console() -> Console:

@@ -1,0 +1,33 @@
+"""Data sets that need no network."""
+
+from shardwise.demos.data.compression import lzma_bits, order2_bits
+from shardwise.demos.data.errors import DataError
+from shardwise.demos.data.hide_one import (
+    Batch,
+    Examples,
+    Quality,
+    examples,
+    places,
+    popularity_baseline,
+    quality,
+)
+from shardwise.demos.data.pydoc_topics import PydocTopics, load_pydoc_topics
+from shardwise.demos.data.pyident import Bags, PyIdent, load_pyident
+
+__all__ = [
+    "Bags",
+    "Batch",
+    "DataError",
+    "Examples",
+    "PyIdent",
+    "PydocTopics",
+    "Quality",
+    "examples",
+    "load_pydoc_topics",
+    "load_pyident",
+    "lzma_bits",
+    "order2_bits",
+    "places",
+    "popularity_baseline",
+    "quality",
+]

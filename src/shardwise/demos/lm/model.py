@@ -1,0 +1,72 @@
+"""The transformer of a configuration, with its initial values, and how a mesh cuts it."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.demos.lm.batches import NUM_BYTES
+from shardwise.demos.lm.config import TENSOR_AXIS, LanguageModelConfig
+from shardwise.layout import Mesh
+from shardwise.models import ModelArgs, Transformer
+from shardwise.parallel.shard_module import shard_module
+
+# Of both tables. With a tenth of it attention needs several times as many steps to find the byte before.
+TABLE_STD = 0.5
+OUTPUT_STD = 0.02  # so that at first every byte is about as likely
+
+
+def build(config: LanguageModelConfig) -> Transformer:
+    """The model with its initial values, which depend on the seed only."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = outline(config)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=_std(name, config))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+    return model
+
+
+def _std(name: str, config: LanguageModelConfig) -> float:
+    if name.endswith("embeddings.weight"):
+        return TABLE_STD
+    if name == "output.weight":
+        return OUTPUT_STD
+    std = 1 / math.sqrt(config.dim)
+    if name.endswith(("wo.weight", "w2.weight")):  # what they add to adds up: GPT-2 (Radford et al., 2019), 2.3
+        std /= math.sqrt(2 * config.layers)
+    return std
+
+
+def outline(config: LanguageModelConfig) -> Transformer:
+    """The model, on the device of the moment, with whatever values."""
+    return Transformer(
+        ModelArgs(
+            n_layers=config.layers,
+            vocab_size=NUM_BYTES,
+            max_seq_len=config.context,
+            dim=config.dim,
+            n_heads=config.heads,
+            dropout_p=config.dropout,
+            weight_tying=False,
+        )
+    )
+
+
+def cut(model: Transformer, mesh: Mesh, sequence_parallel: bool) -> Transformer:
+    """`model` over the mesh, in place: by the tensor axis if there is one, and alike on all others."""
+    if TENSOR_AXIS in (mesh.names or ()):
+        Transformer.parallelize(model, mesh, sequence_parallel, gather_output=False)
+    else:
+        shard_module(model, {}, mesh=mesh, src_rank=None)
+    return model
+
+
+def groups(model: nn.Module, weight_decay: float) -> Iterator[dict[str, Any]]:
+    """Of the optimizer: matrices decay and vectors do not."""
+    for decay, ndims in ((weight_decay, (2,)), (0.0, (0, 1))):
+        yield {"params": [p for p in model.parameters() if p.ndim in ndims], "weight_decay": decay}

@@ -1,0 +1,152 @@
+"""Training: the same few lines of torch as in one process, on parameters that live on many ranks."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise import collectives
+from shardwise.checkpoint import latest, read_manifest, restore, save, state_of
+from shardwise.demos.config import RunConfig, differences
+from shardwise.demos.ledger import Communication, Ledger, Progress
+from shardwise.errors import CheckpointError, ConfigError
+
+B = TypeVar("B")
+
+
+class Job(ABC, Generic[B]):
+    """A run on one rank: the model, its optimizer and the number of steps taken.
+
+    Args:
+        data: what names the data set, so that a run is not continued on another.
+    """
+
+    def __init__(self, config: RunConfig, data: str, model: nn.Module, optimizer: Optimizer) -> None:
+        self._config, self._data, self._model, self._optimizer = config, data, model, optimizer
+        self.step = 0
+
+    @property
+    @abstractmethod
+    def last_step(self) -> int:
+        """The one to stop after, counted from the very first."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The pass that the last step belongs to, from 1."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[B]:
+        """Those of the steps still to take: the same on any rank of any world."""
+
+    @abstractmethod
+    def num_examples(self, batch: B) -> int:
+        """How many the mean of its loss is over."""
+
+    @abstractmethod
+    def loss(self, batch: B) -> Tensor:
+        """The mean loss of a batch, to go backward from."""
+
+    def update(self) -> None:
+        """Change the parameters by their gradients."""
+        self._optimizer.step()
+
+    def take_step(self, batch: B) -> Tensor:
+        """One step of training; the mean loss of the batch before it."""
+        loss = self.loss(batch)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self.update()
+        self.step += 1
+        return loss.detach()
+
+    def restore(self) -> None:
+        """Go back to the latest checkpoint, which may be of another world or layout."""
+        self.step = restore(self._config.checkpoint, self._model, self._optimizer).step
+
+    def save(self) -> Path:
+        """A checkpoint of this step."""
+        return save(
+            self._config.checkpoint,
+            state_of(self._model, self._optimizer),
+            step=self.step,
+            metadata={"config": dataclasses.asdict(self._config), "data": self._data},
+            keep=self._config.keep,
+            overwrite=True,
+        )
+
+    def train(self, report: Callable[[Progress], None]) -> "Taken":
+        """Take the steps that are left and save; all ranks call it and all get the same.
+
+        Args:
+            report: called on every rank each `log_every` steps and after the last one.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be written.
+            DivergedError: the loss is not finite.
+        """
+        config, ledger, path = self._config, Ledger(), None
+        for batch in self.batches():
+            with collectives.count_comms() as meter:
+                loss = self.take_step(batch)
+            ledger.add(loss, self.num_examples(batch), meter)
+            done = self.step == self.last_step
+            if done or self.step % config.log_every == 0:
+                report(ledger.progress(self.step, self.last_step, self.epoch))
+            if done or self.step % config.save_every == 0:
+                with ledger.stopped():
+                    path = self.save()
+        seconds = ledger.seconds
+        return Taken(
+            step=self.step,
+            steps_done=ledger.num_steps,
+            seconds=seconds,
+            communication=ledger.communication(),
+            checkpoint=path or latest(config.checkpoint) or Path(config.checkpoint),
+        )
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The steps of a run, as every rank knows them."""
+
+    step: int
+    steps_done: int
+    """In this run; fewer than `step` if it was resumed."""
+    seconds: float
+    """Of training, without evaluation and saving."""
+    communication: Communication
+    checkpoint: Path
+
+
+def resumable_step(config: RunConfig, data: str) -> int:
+    """The step of the checkpoint to go on from; reads no more than its manifest.
+
+    Args:
+        data: as for `Job`.
+
+    Raises:
+        CheckpointError: there is none, or it is of another data set.
+        ConfigError: the configuration is that of another run.
+    """
+    path = latest(config.checkpoint)
+    if path is None:
+        raise CheckpointError(
+            f"there is no complete checkpoint in {config.checkpoint} to resume from. "
+            f"Fix: leave out --resume, or name the folder with --checkpoint."
+        )
+    manifest = read_manifest(path)
+    trained_on = manifest.metadata.get("data")
+    if trained_on != data:
+        raise CheckpointError(f"{path} was trained on the data {trained_on}, this is {data}.")
+    problems = differences(config, manifest.metadata.get("config"))
+    if problems:
+        raise ConfigError(
+            f"{path} is of another run: {'; '.join(problems)}. Fix: set the same values, or leave out --resume."
+        )
+    return manifest.step

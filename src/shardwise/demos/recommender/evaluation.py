@@ -1,0 +1,81 @@
+"""How good a distributed model is, without gathering its tables or its scores."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.demos.data import Batch, PyIdent, Quality, examples, quality
+from shardwise.demos.recommender.batches import shared_out
+from shardwise.demos.recommender.model import Recommender
+from shardwise.layout import PARTIAL, REPLICATE, Box, Mesh, Shard
+from shardwise.tensor import DTensor
+
+BATCH_SIZE = 512
+
+
+def evaluate(model: Recommender, data: PyIdent, mesh: Mesh) -> Quality:
+    """The quality on the functions of held-out files; every rank gets it.
+
+    Raises:
+        ValueError: nothing is held out.
+    """
+    return quality(torch.cat([places(model, batch, mesh) for batch in examples(data, "test").batches(BATCH_SIZE)]))
+
+
+@torch.no_grad()
+def places(model: Recommender, batch: Batch, mesh: Mesh) -> Tensor:
+    """The place of each target among the identifiers outside its context, as `shardwise.demos.data.places` counts it.
+
+    Every rank compares the scores that it holds, whether cut by rows or by identifiers, with the target's.
+    Two sums of one number an example are all that is sent.
+    """
+    inputs = shared_out(batch, mesh)
+    scores = cut(model(inputs.context_ids, inputs.offsets, inputs.num_args))
+    (box,) = scores._layout.boxes(collectives.rank())
+    own = scores.to_local()
+    mine = _inside(box, torch.arange(len(batch)), batch.target)
+    target = own.new_zeros(len(batch))
+    target[mine] = own[_local(box, mine.nonzero().squeeze(1), batch.target[mine])]
+    target = _sum(target, mesh)
+    # As there: not `>=`, so that a nan is the worst; and what is equal to the target counts as ahead of it.
+    ahead = ~(own < target[box.offsets[0] : box.offsets[0] + box.sizes[0], None])
+    row = torch.arange(len(batch)).repeat_interleave(batch.offsets.diff())
+    seen = _inside(box, row, batch.context_ids)
+    ahead[_local(box, row[seen], batch.context_ids[seen])] = False
+    count = torch.zeros(len(batch), dtype=torch.int64)
+    count[box.offsets[0] : box.offsets[0] + box.sizes[0]] = ahead.sum(1)
+    return _sum(count, mesh)
+
+
+def cut(scores: Tensor) -> DTensor:
+    """`scores` with every number on one rank: sums are reduced, and copies dropped, by rows."""
+    assert isinstance(scores, DTensor)
+    return scores if isinstance(scores.placements[0], Shard) else scores.redistribute(placements=[Shard(0)])
+
+
+def _inside(box: Box, row: Tensor, column: Tensor) -> Tensor:
+    first, size = box.offsets, box.sizes
+    by_row = (row >= first[0]) & (row < first[0] + size[0])
+    return by_row & (column >= first[1]) & (column < first[1] + size[1])
+
+
+def _local(box: Box, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    return row - box.offsets[0], column - box.offsets[1]
+
+
+def _sum(own: Tensor, mesh: Mesh) -> Tensor:
+    return DTensor.from_local(own, mesh, [PARTIAL], run_check=False, shape=own.shape).full_tensor()
+
+
+@torch.no_grad()
+def neighbours(model: Recommender, data: PyIdent, words: tuple[str, ...], count: int) -> dict[str, tuple[str, ...]]:
+    """What the model expects beside each of `words`, popularity left aside; words it does not know are left out."""
+    known = [word for word in words if word in data.vocab]
+    ids = torch.tensor([data.vocab.index(word) for word in known], dtype=torch.int64)
+    mesh = model.items.weight._layout.mesh  # type: ignore[attr-defined]
+    asked = DTensor.from_local(ids, mesh, [REPLICATE], run_check=False, shape=ids.shape)
+    scores = F.linear(F.embedding(asked, model.context.weight), model.items.weight).full_tensor()  # type: ignore[attr-defined]
+    scores[torch.arange(len(ids)), ids] = -torch.inf
+    best = scores.topk(min(count, scores.shape[1] - 1)).indices.tolist()
+    return {word: tuple(data.vocab[i] for i in row) for word, row in zip(known, best, strict=True)}

@@ -1,0 +1,200 @@
+"""`embedding` and `embedding_bag`: which ids go where, and what comes back.
+
+Where every rank of an axis has all ids, each looks up what it holds and a foreign id adds zero. Where ids
+and table are both cut on an axis, ids travel to the ranks that hold their rows, and rows or pooled sums
+travel back (`shardwise.embedding.lookup`); nothing is gathered.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.embedding import bad_ids, lookup, options, requests
+from shardwise.errors import IdTypeError
+from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
+from shardwise.rules.row import LocalFunction, Meta, Row, Site, arguments, op_rule, prepared
+
+aten = torch.ops.aten
+
+
+def _check_ids(ids: Meta, dims: tuple[int, ...], op: str) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise IdTypeError(f"{op} takes ids of dtype int32 or int64, got {ids.dtype}. Fix: ids.long().")
+    if dims and ids.ndim not in dims:
+        raise IdTypeError(f"{op} takes ids with {' or '.join(map(str, dims))} dims, got shape {ids.shape}.")
+
+
+def _embedding_shape(input: Meta, weight: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return (*input.shape, weight.shape[1])
+
+
+@op_rule(F.embedding, shape=_embedding_shape, sizeless=True, everywhere=options.embedding, home=1)
+def embedding(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[..., c] = weight[input[...], c]."""
+    named = arguments(F.embedding, args, kwargs)
+    ids, weight = named["input"], named["weight"]
+    _check_ids(ids, (), "embedding")
+    special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
+    local = options.embedding if special else lookup.embedding
+    return _unmoved(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
+
+
+def _whole_rows_here(site: Site) -> LocalFunction | None:
+    """Where this rank has whole rows of the table and nobody else has other ids: torch's own lookup on CPUs, which
+    refuses ids that the table has not. What it refuses goes the long way, to the error."""
+    ids, table = site.layouts
+    boxes = table.boxes(site.rank)
+    if any(isinstance(placement, Boxes) for placement in table.placements):
+        return None
+    if bad_ids.asked_axes(site) or requests.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
+        return None
+    num_rows = table.shape[0]
+    if not boxes[0].numel or boxes[0].sizes[0] != num_rows:
+        return None
+
+    def look_up(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Any:
+        if max_norm is not None or scale_grad_by_freq:
+            return NotImplemented
+        padding = -1
+        if padding_idx is not None:
+            if not -num_rows <= padding_idx < num_rows:
+                return NotImplemented
+            padding = padding_idx % num_rows
+        try:
+            return torch.embedding(weight, input, padding, False, sparse)
+        except (IndexError, RuntimeError):
+            return NotImplemented
+
+    return look_up
+
+
+for _local in (lookup.embedding, options.embedding):
+    prepared(_whole_rows_here)(_local)
+
+
+def _unmoved(rows: list[Row], named: dict[str, Any]) -> list[Row]:
+    """With a `max_norm`, rows for which the table stays where it is, because some of it changes in place."""
+    if named["max_norm"] is None:
+        return rows
+    rows = [row for row in rows if row.inputs[1] == without_sizes(named["weight"].placement)]
+    if not rows or named["norm_type"] <= 0:
+        raise NotImplementedError("a table that is Partial is renormalised as a whole")
+    return rows
+
+
+def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    if input.ndim == 2 or offsets is None:
+        return (input.shape[0], weight.shape[1])
+    return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
+
+
+@op_rule(F.embedding_bag, shape=_bag_shape, sizeless=True, everywhere=options.embedding_bag, home=1)
+def embedding_bag(*args: Any, **kwargs: Any) -> list[Row]:
+    """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
+
+    Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. Offsets count from the
+    first id of the whole input; where input and offsets are cut, they must be cut between the same bags.
+    """
+    named = arguments(F.embedding_bag, args, kwargs)
+    ids, offsets, mode, factors = (named[name] for name in ("input", "offsets", "mode", "per_sample_weights"))
+    _check_ids(ids, (1, 2), "embedding_bag")
+    by_frequency = named["scale_grad_by_freq"]
+    special = by_frequency or any(named[x] is not None for x in ("max_norm", "per_sample_weights", "padding_idx"))
+    weighted_wrong = factors is not None and (mode != "sum" or factors.shape != ids.shape)
+    if mode not in ("sum", "mean", "max") or weighted_wrong or (mode == "max" and (named["sparse"] or by_frequency)):
+        raise NotImplementedError("torch says what is wrong with the options")
+    if (ids.ndim == 1) == (offsets is None):
+        raise ValueError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
+    # With the last offset there is one offset more than bags, so bags and offsets cannot be cut alike; and ids are
+    # not cut where offsets are not, which would hardly be between bags.
+    uncut = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())
+    dims = range(0 if named["include_last_offset"] or uncut else 1)
+    local = options.embedding_bag if special or mode == "max" else lookup.embedding_bag
+    rows = _lookup_rows(named["weight"], dims, 1, local, offsets is not None, factors, mode == "max")
+    return _unmoved(rows, named)
+
+
+def _lookup_rows(
+    weight: Meta,
+    id_dims: range,
+    column_dim: int,
+    local: Any,
+    offsets: bool = False,
+    factors: Meta | None = None,
+    maxima: bool = False,
+) -> list[Row]:
+    summands = REPLICATE if maxima else PARTIAL  # maxima are taken where all rows are
+
+    def row(ids: Placement, table: Placement, output: Placement, why: str) -> Row:
+        follow = 1 if ids == REPLICATE else 2 if offsets else 0
+        weights = () if factors is None else (REPLICATE,) if factors.placement == REPLICATE else (ids,)
+        inputs = (ids, table, *((ids,) if offsets else ()), *weights)
+        return Row(inputs, output, why, local, (), follow=follow)
+
+    rows = [
+        row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the whole table"),
+        row(REPLICATE, Shard(1), Shard(column_dim), "each rank holds some columns"),
+        row(REPLICATE, Shard(0), summands, "each rank holds some rows; a foreign id adds zero"),
+    ]
+    for d in id_dims:
+        rows.append(row(Shard(d), REPLICATE, Shard(d), "each rank has some ids and the whole table"))
+        rows.append(row(Shard(d), Shard(0), Shard(d), "ids travel to the rows and back"))
+        rows.append(row(Shard(d), Shard(1), Shard(d), "ids travel to the columns and back"))
+    if isinstance(weight.placement, OnRanks | Boxes):
+        rows.append(row(REPLICATE, weight.placement, summands, "ranks that do not hold what is looked up add zero"))
+        rows += [row(Shard(d), weight.placement, Shard(d), "ids travel to the table and back") for d in id_dims]
+    return rows
+
+
+# ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
+
+
+def _table_first_shape(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return _embedding_shape(indices, weight)
+
+
+@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, sizeless=True, home=0)
+def embedding_of_table(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out[..., c] = weight[indices[...], c], with -1 for no padding."""
+    _check_ids(indices, (), "embedding")
+    rows = _lookup_rows(weight, range(indices.ndim), indices.ndim, options.embedding_of_table)
+    return [replace(row, inputs=row.inputs[::-1], follow=1 - (row.follow or 0)) for row in rows]
+
+
+@op_rule(torch.embedding_renorm_, aten.embedding_renorm_.default, in_place=True, shape=shape_of_first, sizeless=True)
+def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: float) -> list[Row]:
+    """weight[i] *= min(1, max_norm / |weight[i]|) for every i of indices."""
+    _check_ids(indices, (), "embedding_renorm_")
+    own = without_sizes(weight.placement)
+    if isinstance(own, Partial) or norm_type <= 0:
+        raise NotImplementedError("a table that is Partial is renormalised as a whole")
+    return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]
+
+
+def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return (num_weights, grad.shape[-1])
+
+
+@op_rule(aten.embedding_dense_backward.default, aten.embedding_backward.default, shape=_gradient_shape)
+def embedding_backward(
+    grad: Meta, indices: Meta, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, sparse: bool = False
+) -> list[Row]:
+    """out[i, c] = the sum of grad[..., c] where indices[...] = i."""
+    if sparse:
+        raise NotImplementedError("sparse gradients are made of whole copies")
+    local = options.dense_backward if scale_grad_by_freq else None
+    rows = [Row((Shard(d), Shard(d)), PARTIAL, "each rank adds up its own ids", local) for d in range(indices.ndim)]
+    rows.append(Row((Shard(grad.ndim - 1), REPLICATE), Shard(1), "each rank has some columns", local))
+    return rows + [Row((p, REPLICATE), p, "linear in the gradient", local) for p in SUMS]

@@ -1,0 +1,32 @@
+"""Which box of a global tensor each rank holds: meshes, placements, layouts. Pure integers; no torch, no processes."""
+
+from shardwise.layout.boxes import Box, check_cover
+from shardwise.layout.layout import Cut, Layout, contiguous_strides
+from shardwise.layout.mesh import Mesh, ring_elements
+from shardwise.layout.parse import (
+    ITEMSIZES,
+    parse_integers,
+    parse_itemsize,
+    parse_mesh,
+    parse_placement,
+    parse_placements,
+)
+from shardwise.layout.placement import (
+    PARTIAL,
+    REDUCE_OPS,
+    REPLICATE,
+    Boxes,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    chunk,
+    dual,
+)
+
+__all__ = [
+    "ITEMSIZES", "PARTIAL", "REDUCE_OPS", "REPLICATE", "Box", "Boxes", "Cut", "Layout", "Mesh", "OnRanks", "Partial",
+    "Placement", "Replicate", "Shard", "check_cover", "chunk", "contiguous_strides", "dual", "parse_integers",
+    "parse_itemsize", "parse_mesh", "parse_placement", "parse_placements", "ring_elements",
+]  # fmt: skip

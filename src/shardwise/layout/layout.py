@@ -1,0 +1,365 @@
+"""Which box of a global tensor each rank holds. Plain integers; everything else is derived from here."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product as cartesian
+from math import prod
+from operator import index
+from typing import ClassVar, Self
+from weakref import WeakValueDictionary
+
+from shardwise.errors import LayoutError
+from shardwise.layout.boxes import Box, check_cover
+from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
+
+Cut = tuple[int, ...] | tuple[tuple[int, ...], ...]
+
+
+class Layout:
+    """A global shape, a mesh, and one placement an axis of the mesh. Frozen; equal by value.
+
+    Equal layouts are one object while any of them lives, so that comparing a hundred of them costs nothing.
+
+    Args:
+        mesh: the ranks.
+        placements: one an axis of the mesh.
+        shape: the global shape.
+        shard_order: the order in which axes that cut the same dim do so, as a permutation of the axes;
+            None is from the first axis to the last. Axes that cut different dims have no order, so layouts
+            that differ only there are equal.
+
+    Raises:
+        LayoutError: placements that do not describe a tensor of this shape on this mesh.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_boxes",
+        "_dual",
+        "_hash",
+        "kind",
+        "mesh",
+        "partial_axes",
+        "placements",
+        "shape",
+        "shard_order",
+    )
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    shard_order: tuple[int, ...]
+    kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
+    partial_axes: tuple[int, ...]  # whose positions hold contributions to the value
+    show: ClassVar[Callable[..., None]]  # prints a picture; set, like the next, by `shardwise.pictures`
+    _repr_html_: ClassVar[Callable[..., str]]
+
+    def __new__(
+        cls,
+        mesh: Mesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        shard_order: Sequence[int] | None = None,
+    ) -> Self:
+        shape = tuple(map(index, shape))
+        if shape and min(shape) < 0:
+            raise LayoutError(f"A global shape has no negative sizes, got {shape}.")
+        if len(placements) != mesh.ndim:
+            raise LayoutError(
+                f"One placement an axis: {mesh} has {mesh.ndim}, got {len(placements)}: {list(placements)}."
+            )
+        order = _canonical_order(mesh, placements, len(shape), shard_order)
+        canonical = _canonical_placements(mesh, placements, shape, order)
+        key = mesh, canonical, shape, order
+        known = _known.get(key)
+        if known is not None:
+            return known  # type: ignore[return-value]
+        self = object.__new__(cls)
+        put = object.__setattr__
+        put(self, "mesh", mesh)
+        put(self, "placements", canonical)
+        put(self, "shape", shape)
+        put(self, "shard_order", order)
+        put(self, "kind", (mesh, tuple(map(_without_sizes, canonical)), len(shape), order))
+        put(self, "_hash", hash(key))
+        put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
+        put(self, "_boxes", {})
+        put(self, "_dual", None)
+        _known[key] = self
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"A Layout is frozen; make a new one instead of setting {name}.")
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[object, ...]]:
+        return Layout, (self.mesh, self.placements, self.shape, self.shard_order)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Layout)
+            and hash(self) == hash(other)
+            and self.shape == other.shape
+            and self.placements == other.placements
+            and self.mesh == other.mesh
+            and self.shard_order == other.shard_order
+        )
+
+    def __repr__(self) -> str:
+        placements = ", ".join(map(str, self.placements))
+        order = "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
+        return f"Layout({self.shape} as [{placements}] on {self.mesh}{order})"
+
+    # ---- what a rank holds ------------------------------------------------------------------------------
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes `rank` holds, in the order of its local elements; empty boxes are kept for Shard."""
+        found = self._boxes.get(rank)  # type: ignore[attr-defined]
+        if found is None:
+            found = self._boxes[rank] = self._boxes_of(rank)  # type: ignore[attr-defined]
+        return found  # type: ignore[no-any-return]
+
+    def _boxes_of(self, rank: int) -> tuple[Box, ...]:
+        here = self.mesh.coordinate(rank)
+        if here is None:
+            return ()
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        outer: dict[int, int] = {}  # dim -> which of the pieces that the axes so far made of it
+        for axis in self.shard_order:
+            placement, position = self.placements[axis], here[axis]
+            if isinstance(placement, OnRanks) and placement.position != position:
+                return ()
+            if isinstance(placement, Boxes):
+                return placement.boxes[position]
+            if isinstance(placement, Shard):
+                dim = placement.dim
+                cut = _cut(placement, sizes[dim], self.mesh.shape[axis], outer.get(dim, 0))
+                offsets[dim] += sum(cut[:position])
+                sizes[dim] = cut[position]
+                outer[dim] = outer.get(dim, 0) * self.mesh.shape[axis] + position
+        return (Box(tuple(offsets), tuple(sizes)),)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the tensor that `rank` stores.
+
+        One box: its sizes. Several: their elements in a 1-D tensor. None: the global shape with a first dim
+        of 0, so that local ops on nothing keep their number of dims (`(0,)` for a 0-d tensor).
+        """
+        boxes = self.boxes(rank)
+        if len(boxes) == 1:
+            return boxes[0].sizes
+        if boxes:
+            return (sum(box.numel for box in boxes),)
+        return (0, *self.shape[1:])
+
+    def local_numel(self, rank: int) -> int:
+        """How many elements `rank` holds."""
+        return sum(box.numel for box in self.boxes(rank))
+
+    def cut(self, axis: int) -> Cut | None:
+        """How `axis` cuts its dim: one size a position (one tuple per outer piece); None if it does not."""
+        placement = self.placements[axis]
+        if not isinstance(placement, Shard):
+            return None
+        before = self.shard_order[: self.shard_order.index(axis)]
+        pieces = [self.shape[placement.dim]]
+        for other in before:
+            outer = self.placements[other]
+            if isinstance(outer, Shard) and outer.dim == placement.dim:
+                pieces = [n for i, p in enumerate(pieces) for n in _cut(outer, p, self.mesh.shape[other], i)]
+        rows = tuple(_cut(placement, p, self.mesh.shape[axis], i) for i, p in enumerate(pieces))
+        return rows[0] if len(rows) == 1 else rows
+
+    # ---- derived layouts --------------------------------------------------------------------------------
+
+    def replace(self, placements: Sequence[Placement] | None = None, shape: Sequence[int] | None = None) -> "Layout":
+        """A layout with other placements, another global shape or both."""
+        return Layout(
+            self.mesh,
+            self.placements if placements is None else placements,
+            self.shape if shape is None else shape,
+            self.shard_order,
+        )
+
+    def with_axis(self, axis: int, placement: Placement) -> "Layout":
+        """A layout with another placement on `axis`."""
+        return self.replace((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
+
+    def dual(self) -> "Layout":
+        """The layout of the gradient of a tensor of this layout."""
+        found = self._dual  # type: ignore[attr-defined]
+        if found is None:
+            found = self.replace([dual(p) for p in self.placements])
+            object.__setattr__(self, "_dual", found)
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank of the mesh holds the whole value."""
+        return all(p == REPLICATE for p in self.placements)
+
+    def replicated(self) -> "Layout":
+        """The whole tensor on every rank of the mesh."""
+        return self.replace([REPLICATE] * self.mesh.ndim)
+
+    def alone_on(self, rank: int) -> "Layout":
+        """The whole tensor on one rank, on a mesh of that rank alone."""
+        return Layout(Mesh((1,), (rank,), None, self.mesh.device_type), [REPLICATE], self.shape)
+
+    def reduced(self) -> "Layout":
+        """The same without anything Partial: reduced values on every rank that held contributions."""
+        return self.replace([REPLICATE if isinstance(p, Partial) else p for p in self.placements])
+
+    def contribution(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` stands on the Partial axes: ranks with different answers hold different summands."""
+        here = self.mesh.coordinate(rank)
+        return () if here is None else tuple(here[axis] for axis in self.partial_axes)
+
+    def neutral(self, rank: int) -> int | None:
+        """What `rank` holds where one contribution is to carry the whole value: 0 in sums, 1 in products, so that it
+        adds nothing; None if it carries the value itself, as all do of an average, a maximum or a minimum."""
+        for axis, here in zip(self.partial_axes, self.contribution(rank), strict=False):
+            placement = self.placements[axis]
+            assert isinstance(placement, Partial)
+            if here and placement.reduce_op in ("sum", "product"):
+                return 0 if placement.reduce_op == "sum" else 1
+        return None
+
+    def contributions(self) -> list[tuple[int, ...]]:
+        """All answers of `contribution`, in order; a single empty one without Partial."""
+        return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
+
+
+_known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
+
+
+def _without_sizes(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
+
+
+def _cut(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, ...]:
+    """How `placement` cuts `size` elements of outer piece `outer`."""
+    if placement.sizes is None:
+        return _chunk(size, positions)
+    return _rows(placement.sizes, outer + 1)[outer]
+
+
+def _rows(sizes: Cut, count: int) -> tuple[tuple[int, ...], ...]:
+    """One row of sizes per outer piece: those given, or the same for all `count`."""
+    nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
+    return sizes if nested else (sizes,) * count  # type: ignore[return-value]
+
+
+_chunk = lru_cache(maxsize=4096)(chunk)
+
+
+def _canonical_order(
+    mesh: Mesh, placements: Sequence[Placement], ndim: int, order: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The axes in cutting order; among axes that cut different dims, from the first axis to the last."""
+    natural = tuple(range(mesh.ndim))
+    if order is None or tuple(order) == natural:
+        return natural
+    if sorted(order) != list(natural):
+        raise LayoutError(f"shard_order must be a permutation of the mesh axes {natural}, got {tuple(order)}.")
+    queues: dict[int, list[int]] = {}
+    for axis in order:
+        placement = placements[axis]
+        if isinstance(placement, Shard):
+            queues.setdefault(placement.dim % max(ndim, 1), []).append(axis)
+    # Sort the axes of each dim's queue into the slots those axes occupy, then undo where already natural.
+    slots = {dim: sorted(axes) for dim, axes in queues.items()}
+    result = list(natural)
+    for dim, axes in queues.items():
+        for slot, axis in zip(slots[dim], axes, strict=True):
+            result[slot] = axis
+    return tuple(result)
+
+
+def _canonical_placements(
+    mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[Placement, ...]:
+    """Non-negative dims; sizes dropped where they are what torch.chunk gives; everything validated."""
+    reductions = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
+        raise LayoutError(
+            f"Partial placements of one tensor must reduce alike, got {list(placements)}: a sum of maxima "
+            f"is not a maximum of sums, so the order of the axes would change the value."
+        )
+    result = list(placements)
+    pieces: dict[int, list[int]] = {}  # dim -> lengths of the pieces cut so far
+    for axis in order:
+        placement = result[axis]
+        if isinstance(placement, Shard):
+            result[axis] = _canonical_shard(placement, shape, mesh.shape[axis], axis, pieces)
+        elif isinstance(placement, OnRanks):
+            if not 0 <= placement.position < mesh.shape[axis]:
+                raise LayoutError(f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}.")
+        elif isinstance(placement, Boxes):
+            _check_boxes(placement, placements, shape, mesh, axis)
+        elif not isinstance(placement, Placement):
+            raise LayoutError(f"Axis {axis} needs a placement such as Shard(0) or Replicate(), got {placement!r}.")
+    return tuple(result)
+
+
+def _canonical_shard(
+    placement: Shard, shape: tuple[int, ...], positions: int, axis: int, pieces: dict[int, list[int]]
+) -> Shard:
+    dim, sizes = placement.dim, placement.sizes
+    if not -len(shape) <= dim < len(shape):
+        raise LayoutError(f"{placement} on axis {axis}: a tensor of shape {shape} has no dim {dim}.")
+    dim %= len(shape)
+    outer = pieces.get(dim, [shape[dim]])
+    if sizes is None:
+        if outer[1:] or dim != placement.dim:
+            pieces[dim] = [n for length in outer for n in _chunk(length, positions)]
+            return Shard(dim)
+        pieces[dim] = list(_chunk(outer[0], positions))
+        return placement
+    rows = _rows(sizes, len(outer))
+    if len(rows) != len(outer):
+        raise LayoutError(
+            f"{placement} on axis {axis}: {len(outer)} outer pieces of dim {dim} need {len(outer)} tuples "
+            f"of sizes, got {len(rows)}."
+        )
+    for row, length in zip(rows, outer, strict=True):
+        if len(row) != positions:
+            raise LayoutError(
+                f"{placement} on axis {axis}: {positions} positions need {positions} sizes, got {len(row)}."
+            )
+        if sum(row) != length:
+            raise LayoutError(
+                f"{placement} on axis {axis}: sizes {row} add up to {sum(row)}, but dim {dim} has {length} "
+                f"elements here (global shape {shape})."
+            )
+    pieces[dim] = [n for row in rows for n in row]
+    if all(row == _chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
+        return Shard(dim)
+    return Shard(dim, rows[0] if all(row == rows[0] for row in rows) else rows)
+
+
+def _check_boxes(
+    placement: Boxes, placements: Sequence[Placement], shape: tuple[int, ...], mesh: Mesh, axis: int
+) -> None:
+    linear = (REPLICATE, Partial("sum"), Partial("avg"))  # copies and sums, each the other's gradient
+    if any(p not in linear for i, p in enumerate(placements) if i != axis):
+        raise LayoutError(
+            f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, got {list(placements)}."
+        )
+    if len(placement.boxes) != mesh.shape[axis]:
+        raise LayoutError(
+            f"Boxes on axis {axis}: {mesh.shape[axis]} positions need as many lists of boxes, "
+            f"got {len(placement.boxes)}."
+        )
+    labelled = [(f"position {i}", box) for i, row in enumerate(placement.boxes) for box in row]
+    check_cover(labelled, shape)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a row-major tensor of `shape`, in elements."""
+    return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))

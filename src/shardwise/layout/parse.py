@@ -1,0 +1,140 @@
+"""Placements, meshes, shapes and dtypes as people write them, in a file or a command. Nothing in them is run."""
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from math import prod
+
+from shardwise.errors import LayoutError, MeshError, PlanError
+from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import OnRanks, Partial, Placement, Replicate, Shard
+
+# As in Python, and short.
+SPELLED: dict[str, Callable[..., Placement]] = {
+    "Shard": Shard, "S": Shard, "Replicate": Replicate, "R": Replicate, "Partial": Partial, "P": Partial,
+    "OnRanks": OnRanks,
+}  # fmt: skip
+BARE = ("Replicate", "R", "Partial", "P")  # those that need no parentheses
+HELP = 'write "Shard(0)", "Shard(1, sizes=[…])", "OnRanks(0)", "Replicate()" or "Partial(\'sum\')"'
+
+MOST_RANKS = 1 << 16  # so that a slip of the finger is an error and not a wait
+
+ITEMSIZES = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8,
+    "complex128": 16,
+}  # fmt: skip
+"""Bytes of an element, by the name of the dtype. Torch knows them too, but takes a second to import."""
+
+
+def parse_placement(text: object) -> Placement:
+    """The placement that `text` spells, such as "Shard(0, sizes=[3, 1])" or "S(0)".
+
+    Raises:
+        PlanError: it spells none, or several.
+    """
+    found = parse_placements(text) if isinstance(text, str) else []
+    if len(found) != 1:
+        raise _refusal(text)
+    return found[0]
+
+
+def parse_placements(text: object) -> list[Placement]:
+    """The placements that `text` spells, one an axis, such as "Shard(0), Replicate()".
+
+    Args:
+        text: one string, or a list of strings of one placement each.
+
+    Raises:
+        PlanError: it spells something else.
+    """
+    if isinstance(text, list):
+        return [parse_placement(one) for one in text]
+    if not isinstance(text, str):
+        raise _refusal(text)
+    try:
+        match ast.parse(f"[{text.strip()}\n]", mode="eval").body:
+            case ast.List(elts=elements) if elements:
+                return [_placement(element) for element in elements]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, LayoutError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise PlanError(f"{text!r} is no placement: {why.rstrip('.')}. Fix: {HELP}.") from error
+    raise _refusal(text)
+
+
+def _refusal(text: object) -> PlanError:
+    return PlanError(f"{text!r} is no placement. Fix: {HELP}.")
+
+
+def _placement(node: ast.expr) -> Placement:
+    match node:
+        case ast.Name(id=name) if name in BARE:
+            return SPELLED[name]()
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SPELLED:
+            # `Partial(max)` is how a Partial prints; elsewhere a name means nothing.
+            bare = SPELLED[name] is Partial
+            values = [arg.id if bare and isinstance(arg, ast.Name) else ast.literal_eval(arg) for arg in args]
+            named = {str(word.arg): ast.literal_eval(word.value) for word in keywords}
+            found = SPELLED[name](*values, **named)
+            if isinstance(found, OnRanks) and type(found.position) is not int:
+                raise TypeError(f"OnRanks takes the number of a rank, got {found.position!r}")
+            return found
+    raise ValueError(f"{ast.unparse(node)} is none")
+
+
+def parse_integers(text: object, what: str) -> tuple[int, ...]:
+    """`2,2` or `2x2` as (2, 2), also a list of integers; empty text is no integer at all.
+
+    Raises:
+        PlanError: anything else.
+    """
+    parts = re.split(r"\s*[,x×]\s*", text.strip()) if isinstance(text, str) and text.strip() else text
+    if parts == "" or (isinstance(parts, str) and not parts.strip()):
+        return ()
+    if isinstance(parts, list):
+        numbers = [int(p) if isinstance(p, str) and re.fullmatch(r"-?[0-9]{1,18}", p) else p for p in parts]
+        if all(type(n) is int for n in numbers):
+            return tuple(numbers)
+    raise PlanError(f"{text!r} is no {what}. Fix: write integers with commas between, such as 4,2.")
+
+
+def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
+    """`2,2`, or with names `dp=2,tp=2`; also a list, or a table of names.
+
+    Args:
+        ranks: in row-major order; none are 0, 1, 2, ….
+
+    Raises:
+        PlanError: anything else.
+    """
+    names = None
+    if isinstance(text, dict):
+        names, sizes = tuple(map(str, text)), parse_integers(list(text.values()), "mesh")
+    elif isinstance(text, str) and "=" in text:
+        pairs = [part.partition("=") for part in text.split(",")]
+        names = tuple(name.strip() for name, _, _ in pairs)
+        if not all(re.fullmatch("-?[0-9]+", size.strip()) for _, _, size in pairs):
+            raise PlanError(f"{text!r} is no mesh: an axis has a name and a size. Fix: write 2,2 or dp=2,tp=2.")
+        sizes = parse_integers([size.strip() for _, _, size in pairs], "mesh")
+    else:
+        sizes = parse_integers([text] if isinstance(text, int) else text, "mesh")
+    try:
+        if prod(sizes) > MOST_RANKS:
+            raise MeshError(f"it has {prod(sizes):,} ranks, more than {MOST_RANKS:,}.")
+        if names is not None and not all(names):
+            raise MeshError("An axis has a name or none has.")
+        return Mesh(sizes, tuple(ranks), names)
+    except MeshError as error:
+        raise PlanError(f"{text!r} is no mesh: {str(error).rstrip('.')}. Fix: write 2,2 or dp=2,tp=2.") from error
+
+
+def parse_itemsize(text: object) -> int:
+    """Bytes of an element of the dtype of that name, with or without `torch.` before it.
+
+    Raises:
+        PlanError: no such dtype.
+    """
+    size = ITEMSIZES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
+    if size is None:
+        raise PlanError(f"{text!r} is no dtype. Fix: use one of {', '.join(ITEMSIZES)}.")
+    return size

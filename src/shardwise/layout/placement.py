@@ -1,0 +1,150 @@
+"""How one mesh axis divides a tensor. Frozen values; nothing here knows a mesh, a rank or a process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+
+from shardwise.errors import LayoutError
+from shardwise.layout.boxes import Box
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Placement:
+    """Base of the placements; `isinstance(x, Placement)` is all it is for."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this is a Shard; of `dim`, if given."""
+        return isinstance(self, Shard) and (dim is None or self.dim == dim)
+
+    def is_replicate(self) -> bool:
+        """Whether this is Replicate."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether this is a Partial; of `reduce_op`, if given."""
+        return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Every position of the axis holds the whole value."""
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Shard(Placement):
+    """Each position of the axis holds one contiguous piece of `dim`.
+
+    Args:
+        dim: the tensor dim that is cut; negative counts from the end.
+        sizes: how long each position's piece is. None cuts as `torch.chunk` does: ceil(size / positions)
+            each, the last ones shorter or empty. Where an axis before this one in the layout's shard order
+            cuts the same dim into unequal pieces, give one tuple per outer piece.
+    """
+
+    dim: int
+    sizes: tuple[int, ...] | tuple[tuple[int, ...], ...] | None
+
+    def __init__(self, dim: int, sizes: Sequence[int] | Sequence[Sequence[int]] | None = None) -> None:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise LayoutError(f"Shard(dim) takes an integer dim, got {dim!r}. Named dims are not supported.")
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "sizes", None if sizes is None else _frozen_sizes(sizes))
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, sizes={self.sizes})"
+
+    __repr__ = __str__
+
+
+def _frozen_sizes(
+    sizes: Sequence[int] | Sequence[Sequence[int]],
+) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+    mixed = f"Shard sizes must be all integers or all tuples of integers, got {sizes!r}."
+    try:
+        rows = [tuple(map(index, row)) if isinstance(row, Sequence) else index(row) for row in sizes]
+    except TypeError:
+        raise LayoutError(mixed) from None
+    if len({isinstance(row, tuple) for row in rows}) > 1:
+        raise LayoutError(mixed)
+    if any(n < 0 for row in rows for n in (row if isinstance(row, tuple) else (row,))):
+        raise LayoutError(f"Shard sizes must not be negative, got {sizes!r}.")
+    return tuple(rows)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Placement):
+    """Every position holds a full-sized contribution; the value is their sum (avg, max, min, product)."""
+
+    reduce_op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in REDUCE_OPS:
+            raise LayoutError(f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}.")
+
+    def __str__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class OnRanks(Placement):
+    """One position of the axis holds the whole value, the others hold nothing (a table on one rank).
+
+    For a copy on several but not all ranks, build the tensor on a sub-mesh of those ranks.
+    """
+
+    position: int
+
+    def __str__(self) -> str:
+        return f"OnRanks({self.position})"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Boxes(Placement):
+    """Explicit boxes, any number a position (none too); together they cover the tensor exactly once.
+
+    Allowed on one axis of a mesh, with Replicate or Partial sums on the others. A position with one box holds
+    it in its own shape; with several, their elements one after the other in a 1-D tensor.
+    """
+
+    boxes: tuple[tuple[Box, ...], ...]
+
+    def __init__(self, boxes: Sequence[Sequence[Box | tuple[Sequence[int], Sequence[int]]]]) -> None:
+        frozen = tuple(tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in row) for row in boxes)
+        object.__setattr__(self, "boxes", frozen)
+
+    def __str__(self) -> str:
+        return "Boxes(" + " | ".join(" ".join(map(str, row)) or "-" for row in self.boxes) + ")"
+
+    __repr__ = __str__
+
+
+def chunk(size: int, positions: int) -> tuple[int, ...]:
+    """How `torch.chunk` cuts `size` elements: the one place that knows how a dim is cut by default."""
+    step = -(-size // positions)
+    return tuple(max(0, min(size, (i + 1) * step) - min(size, i * step)) for i in range(positions))
+
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+
+
+def dual(placement: Placement) -> Placement:
+    """The placement of the gradient: Shard of Shard, Partial of Replicate, Replicate of Partial."""
+    if isinstance(placement, Replicate):
+        return PARTIAL
+    if isinstance(placement, Partial):
+        return REPLICATE
+    return placement

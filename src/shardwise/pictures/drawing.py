@@ -1,0 +1,102 @@
+"""A picture of a layout: as text, as SVG, as a page, in a notebook."""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.pictures.labels import fitting
+from shardwise.pictures.page import fragment_html, page_html
+from shardwise.pictures.svg import draw_svg
+from shardwise.pictures.text import draw_text
+
+WIDTH = 100  # characters of text that nobody asked for a width of
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Picture:
+    """Which ranks hold which part of a tensor. `str()` is the text; notebooks show the drawing.
+
+    Args:
+        layout: of the tensor.
+        header: words above the picture; shown as they are, whatever they contain.
+        itemsize: bytes of an element; None leaves bytes out.
+    """
+
+    layout: Layout
+    header: str = ""
+    itemsize: int | None = None
+
+    def text(self, width: int = WIDTH, colour: bool = False) -> str:
+        """Box drawing; the tensor's first dim runs downwards, the second to the right.
+
+        Args:
+            width: characters of a line. What does not fit is summarised: `12 shards` are so many cells.
+            colour: ANSI colours, one a rank; of cells with several ranks that of the first.
+        """
+        return draw_text(self.layout, self.header, self.itemsize, width, colour)
+
+    def svg(self) -> str:
+        """A drawing that stands alone. What lies under the pointer is told in full."""
+        return draw_svg([self])
+
+    def html(self) -> str:
+        """A page of its own: the drawing and a table of what each rank holds. It loads nothing and runs nothing."""
+        return page_html([self])
+
+    def show(self, file: TextIO | None = None) -> None:
+        """Print the text, on standard output if no file is given.
+
+        It is coloured on a terminal, unless the environment sets NO_COLOR or TERM says that the terminal is dumb.
+        """
+        out = sys.stdout if file is None else file
+        terminal = out.isatty()
+        width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
+        out.write(fitting(self.text(width, terminal and takes_colour()), out.encoding) + "\n")
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return fragment_html(self)
+
+
+def takes_colour() -> bool:
+    """Whether a terminal may be sent colours, by https://no-color.org and its own name."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
+    """The picture of a `Layout`, or of a DTensor.
+
+    Args:
+        x: nothing of it is moved, and no other rank has to call.
+        header: words above the picture.
+        itemsize: bytes of an element, for a layout; a DTensor knows them.
+
+    Raises:
+        LayoutError: neither of the two.
+    """
+    if isinstance(x, Layout):
+        return Picture(x, header, itemsize)
+    layout = getattr(x, "layout_", None)
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"picture() draws a Layout or a DTensor, got {type(x).__name__}. Fix: distribute_tensor() first, or "
+            f"sharding_table() for a module."
+        )
+    return Picture(layout, header, x.element_size())
+
+
+def _show(layout: Layout, header: str = "", itemsize: int | None = None) -> None:
+    """Print the picture; `shardwise.picture` says more."""
+    Picture(layout, header, itemsize).show()
+
+
+Layout.show = _show
+Layout._repr_html_ = lambda layout: Picture(layout, "", None)._repr_html_()

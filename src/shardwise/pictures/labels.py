@@ -1,0 +1,140 @@
+"""Numbers, ranks and placements as short text that a terminal and a page can show."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard
+
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+LONG_LIST = 16  # boxes, sizes or ranks beyond which a title tells how many there are
+
+
+PLAIN = str.maketrans("┌┬┐├┼┤└┴┘╵╷│─╶╴…", "+++++++++|||---~")
+
+
+def fitting(text: str, encoding: str | None) -> str:
+    """`text` in what `encoding` has: boxes of plus and minus where it has no lines, other characters written out."""
+    encoding = encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def bytes_text(number: float) -> str:
+    """In the largest unit of which there is one or more, to a tenth below a hundred."""
+    unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
+    digits = 1 if size > 1 and number < 99.95 * size else 0
+    return f"{number / size:.{digits}f} {unit}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """`1 rank`, `1,000 ranks`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines with the cells of a column below each other; the first `left` columns are words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`10 x 4`; a tensor without dims is `0-d`."""
+    return " x ".join(map(str, shape)) or "0-d"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks, none left out: 0, 1, 2, 5 as `0-2, 5`, and 0, 8, 16, 24 as `0, 8 … 24`."""
+    parts, at = [], 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        stop = at + 1
+        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
+            stop += 1
+        if step == 1 and stop - at > 1:
+            parts.append(f"{ranks[at]}-{ranks[stop - 1]}")
+        elif stop - at > 3:
+            parts.append(f"{ranks[at]}, {ranks[at + 1]} … {ranks[stop - 1]}")
+        else:
+            stop = at + 1
+            parts.append(str(ranks[at]))
+        at = stop
+    return ", ".join(parts)
+
+
+def placement_text(placement: Placement) -> str:
+    """As it is written in Python, but of very many boxes or sizes only how many there are."""
+    if isinstance(placement, Boxes):
+        count = sum(map(len, placement.boxes))
+        return str(placement) if count <= LONG_LIST // 4 else f"Boxes({count} of them)"
+    if isinstance(placement, Shard) and placement.sizes is not None:
+        rows = [row if isinstance(row, tuple) else (row,) for row in placement.sizes]
+        if sum(map(len, rows)) > LONG_LIST:
+            return f"Shard({placement.dim}, {sum(map(len, rows))} sizes)"
+    return str(placement)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """`Mesh(dp=2, tp=2)`; ranks that are not in order are listed unless they are very many."""
+    if len(mesh.ranks) <= LONG_LIST or mesh.ranks == tuple(range(len(mesh.ranks))):
+        return str(mesh)
+    plain = str(Mesh(mesh.shape, (), mesh.names))
+    return f"{plain[:-1]}, {len(mesh.ranks)} ranks from {min(mesh.ranks)} to {max(mesh.ranks)})"
+
+
+def title(layout: Layout) -> str:
+    """Shape, placements and mesh of `layout` in a line."""
+    placements = ", ".join(map(placement_text, layout.placements))
+    order = layout.shard_order
+    cut_in = "" if order == tuple(range(layout.mesh.ndim)) else f", axes cut in the order {', '.join(map(str, order))}"
+    return f"{shape_text(layout.shape)} as [{placements}] on {mesh_text(layout.mesh)}{cut_in}"
+
+
+# ---- what ranks hold --------------------------------------------------------------------------------------------
+
+
+def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
+    """The shard of `rank`: its shape, or how many there are of how many elements in all; then its bytes."""
+    shards = [box for box in layout.boxes(rank) if box.numel]
+    if not shards:
+        return "nothing"
+    elements = sum(box.numel for box in shards)
+    if len(shards) > 1:
+        held = f"{len(shards)} shards of {elements:,} elements"
+    else:
+        held = shape_text(shards[0].sizes) if len(layout.shape) > 1 else count_text(elements, "element")
+    return held if itemsize is None else f"{held}, {bytes_text(elements * itemsize)}"
+
+
+GROUPS = 8  # that differ in what they hold; with more, the fullest and the emptiest rank are told
+LONG_NAMES = 72  # characters of ranks in such a line; with more, it tells how many they are
+
+
+def holdings(layout: Layout, itemsize: int | None) -> list[str]:
+    """Lines that tell what ranks hold: those that hold alike in one line, those without anything at the end."""
+    told = sorted((holding_text(layout, rank, itemsize), rank) for rank in layout.mesh.ranks)
+    groups = {text: [rank for _, rank in group] for text, group in groupby(told, key=lambda one: one[0])}
+    nothing = groups.pop("nothing", [])
+    lines = []
+    if len(groups) <= GROUPS:
+        for text, ranks in sorted(groups.items(), key=lambda item: item[1]):
+            lines.append(f"{_names(ranks)}: {text}{' each' if len(ranks) > 1 else ''}")
+    else:
+        order = sorted(set(layout.mesh.ranks) - set(nothing), key=lambda rank: (layout.local_numel(rank), -rank))
+        for word, rank in (("most", order[-1]), ("least", order[0])):
+            lines.append(f"{word} on rank {rank}: {holding_text(layout, rank, itemsize)}")
+    return [*lines, f"{_names(nothing)}: nothing"] if nothing else lines
+
+
+def _names(ranks: Sequence[int]) -> str:
+    names = f"rank {ranks_text(ranks)}"
+    return names if len(names) <= LONG_NAMES else f"{len(ranks):,} ranks from {ranks[0]} to {ranks[-1]}"

@@ -1,0 +1,183 @@
+"""Plans in TOML: tensors by name, the mesh they are for, and how each is cut. Read without torch.
+
+mesh = [2, 2]                      # or { dp = 2, tp = 2 }
+ranks = [3, 1, 0, 2]               # of the mesh, in row-major order; without it 0, 1, 2, …
+dtype = "float32"                  # of all tensors that name none; without it bytes are those of float32
+
+[parameters."items.weight"]
+shape = [10, 4]
+placements = "Shard(0), Shard(1)"  # one an axis
+shard_order = [1, 0]               # optional: which axis cuts first
+dtype = "bfloat16"                 # optional
+
+[parameters."users.weight"]
+shape = [10, 4]
+chunk = { dim = 0, ranks = [3, 1, 0, 2] }  # as torch.chunk cuts; a rank may come twice
+
+[parameters."tags.weight"]
+shape = [4, 4]
+shards = [                         # boxes that cover it exactly once
+    { offsets = [0, 0], sizes = [4, 2], rank = 1 },
+    { offsets = [0, 2], sizes = [4, 2], rank = "rank:0/cpu" },
+]
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import LayoutError, MeshError, PlanError
+from shardwise.layout import (
+    Box,
+    Boxes,
+    Layout,
+    Mesh,
+    chunk,
+    parse_integers,
+    parse_itemsize,
+    parse_mesh,
+    parse_placements,
+)
+from shardwise.pictures.drawing import Picture
+from shardwise.pictures.table import Table, placed
+
+HEAD = ("mesh", "ranks", "dtype", "parameters")
+WAYS = ("placements", "chunk", "shards")  # to say how a tensor is cut
+KEYS = ("shape", "dtype", "shard_order", *WAYS)
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What such a file says: pictures whose headers are the names of the tensors."""
+
+    mesh: Mesh
+    pictures: tuple[Picture, ...]
+
+    @property
+    def table(self) -> Table:
+        """What each rank holds of each tensor."""
+        ranks = tuple(sorted(self.mesh.ranks))
+        return Table(tuple(placed(p.header, p.layout, p.itemsize or 0, ranks) for p in self.pictures), ranks)
+
+
+def read_plan(path: Path) -> PlanFile:
+    """The plan in the file at `path`.
+
+    Raises:
+        PlanError: it cannot be read, or says something that is not described above; the first such thing.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path}: is not TOML: {error}.") from error
+    try:
+        _known_keys(content, HEAD)
+        if "mesh" not in content:
+            raise PlanError("the mesh is missing. Fix: write mesh = [2, 2] at the top.")
+        mesh = parse_mesh(content["mesh"], _ranks(content.get("ranks", [])))
+        itemsize = parse_itemsize(content.get("dtype", "float32"))
+        entries = list(_tensors(content.get("parameters", {}), ""))
+        if not entries:
+            raise PlanError('there is no tensor. Fix: add [parameters."NAME"] with a shape and placements.')
+        return PlanFile(mesh, tuple(_picture(name, entry, mesh, itemsize) for name, entry in entries))
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+def _known_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in table:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise PlanError(f"{key!r} means nothing here.{meant} Fix: use {', '.join(known)}.")
+
+
+def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Dotted names: TOML reads `[parameters.items.weight]` as a table in a table."""
+    if not isinstance(table, dict):
+        raise PlanError(f"{(prefix or 'parameters.')[:-1]} is no table. Fix: give it a shape and placements.")
+    if prefix and ("shape" in table or not all(isinstance(entry, dict) for entry in table.values())):
+        yield prefix[:-1], table
+        return
+    for key, entry in table.items():
+        yield from _tensors(entry, f"{prefix}{key}.")
+
+
+def _picture(name: str, entry: Mapping[str, Any], mesh: Mesh, itemsize: int) -> Picture:
+    try:
+        _known_keys(entry, KEYS)
+        if "shape" not in entry:
+            raise PlanError("the shape is missing. Fix: write shape = [10, 4].")
+        if "dtype" in entry:
+            itemsize = parse_itemsize(entry["dtype"])
+        return Picture(_layout(entry, mesh), name, itemsize)
+    except (PlanError, LayoutError, MeshError) as error:
+        raise PlanError(f"{name}: {error}") from error
+
+
+def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
+    shape = parse_integers(entry["shape"], "shape")
+    ways = [way for way in WAYS if way in entry]
+    if len(ways) != 1:
+        raise PlanError(f"one of {', '.join(WAYS)} says how it is cut, got {' and '.join(ways) or 'none'}.")
+    if "placements" in entry:
+        order = parse_integers(entry["shard_order"], "order of axes") if "shard_order" in entry else None
+        return Layout(mesh, parse_placements(entry["placements"]), shape, order)
+    if "shard_order" in entry:
+        raise PlanError(f"shard_order is for placements, and {ways[0]} has none. Fix: leave it out.")
+    shards = _chunks(entry["chunk"], shape) if "chunk" in entry else _shards(entry["shards"])
+    rows: dict[int, list[Box]] = {rank: [] for rank in mesh.ranks}
+    for rank, box in shards:
+        if rank not in rows:
+            raise PlanError(f"rank {rank} is not of {mesh}.")
+        rows[rank].append(box)
+    line = Mesh((len(mesh.ranks),), mesh.ranks)
+    return Layout(line, [Boxes([rows[rank] for rank in line.ranks])], shape)
+
+
+def _chunks(spec: Any, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+    if not isinstance(spec, dict) or set(spec) != {"dim", "ranks"} or type(spec["dim"]) is not int:
+        raise PlanError("chunk needs a dim and ranks. Fix: write chunk = { dim = 0, ranks = [0, 1] }.")
+    dim, ranks = spec["dim"], _ranks(spec["ranks"])
+    if not -len(shape) <= dim < len(shape) or not ranks:
+        raise PlanError(f"chunk cuts one of {len(shape)} dims for one rank or more, got dim {dim} for ranks {ranks}.")
+    whole, start, found = Box((0,) * len(shape), shape), 0, []
+    for rank, size in zip(ranks, chunk(shape[dim], len(ranks)), strict=True):
+        found.append((rank, whole.along(dim % len(shape), start, size)))
+        start += size
+    return found
+
+
+def _shards(specs: Any) -> list[tuple[int, Box]]:
+    found = []
+    for spec in specs if isinstance(specs, list) else [specs]:
+        if not isinstance(spec, dict) or set(spec) != {"offsets", "sizes", "rank"}:
+            raise PlanError(
+                "a shard is offsets, sizes and a rank. Fix: write shards = [{ offsets = [0, 0], sizes = [4, 2], "
+                "rank = 1 }]."
+            )
+        box = Box(parse_integers(spec["offsets"], "offset"), parse_integers(spec["sizes"], "size"))
+        found.append((_rank(spec["rank"]), box))
+    return found
+
+
+def _ranks(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list):
+        raise PlanError(f"{given!r} is no list of ranks. Fix: write [0, 1].")
+    return tuple(map(_rank, given))
+
+
+def _rank(given: Any) -> int:
+    """A number, or the `rank:1/cpu` of a sharding spec, whose device says nothing about who holds what."""
+    written = re.fullmatch(r"rank:([0-9]{1,9})(/.*)?", given) if isinstance(given, str) else None
+    if written is not None:
+        return int(written[1])
+    if type(given) is not int or given < 0:
+        raise PlanError(f'{given!r} is no rank. Fix: write 1 or "rank:1/cpu".')
+    return given

@@ -1,0 +1,140 @@
+"""What every rank holds of each parameter of a module, as a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import printable
+from shardwise.layout import Layout, Mesh, Placement
+from shardwise.pictures.labels import aligned, bytes_text, placement_text
+from shardwise.pictures.page import page_html, table_html
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHOWN_RANKS = 4  # with more, the fullest and the emptiest rank are shown
+WORDS = 3  # columns of a table before those of numbers
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter and where it is.
+
+    Args:
+        name: its path in the module.
+        shape: of the whole parameter.
+        placement: on the only axis of the mesh, or in words.
+        rank_bytes: what each rank holds of it; empty where nobody can tell.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    placement: Placement | str
+    rank_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Parameters and the ranks that their bytes are told of. `str()` is the text; notebooks show a table."""
+
+    placed: tuple[Placed, ...]
+    ranks: tuple[int, ...]
+
+    def rows(self) -> list[list[str]]:
+        """A heading, one row a parameter, and the sums."""
+        known = [one.rank_bytes for one in self.placed if one.rank_bytes]
+        sums = [sum(column) for column in zip(*known, strict=True)] or [0] * len(self.ranks)
+        few = len(self.ranks) <= SHOWN_RANKS
+        heading = [f"rank {rank}" for rank in self.ranks] if few else ["fullest rank", "emptiest rank"]
+
+        def shown(rank_bytes: Sequence[int]) -> list[str]:
+            if not rank_bytes:
+                return ["?"] * len(heading)
+            return [bytes_text(n) for n in (rank_bytes if few else (max(rank_bytes), min(rank_bytes)))]
+
+        return [
+            ["parameter", "shape", "placement", *heading],
+            *([one.name, _grouped(one.shape), str(one.placement), *shown(one.rank_bytes)] for one in self.placed),
+            ["all" if len(known) == len(self.placed) else "all that is known", "", "", *shown(sums)],
+        ]
+
+    def html(self) -> str:
+        """A page of its own, which loads nothing and runs nothing."""
+        return page_html([], self.rows())
+
+    def __str__(self) -> str:
+        return "\n".join(aligned([[printable(cell) for cell in row] for row in self.rows()], WORDS))
+
+    def _repr_html_(self) -> str:
+        return table_html(self.rows(), WORDS)
+
+
+def _grouped(shape: Sequence[int]) -> str:
+    return " x ".join(f"{n:,}" for n in shape) or "0-d"
+
+
+def placed(name: str, layout: Layout, itemsize: int, ranks: Sequence[int]) -> Placed:
+    """The row of a parameter laid out as `layout`, with the bytes of each of `ranks`."""
+    words = ", ".join(map(placement_text, layout.placements))
+    return Placed(name, layout.shape, words, tuple(layout.local_numel(rank) * itemsize for rank in ranks))
+
+
+def sharding_table(module: "nn.Module", plan: Any = None, mesh: Any = None) -> Table:
+    """Where the parameters of `module` are; or, with a plan, where they would be. Nothing is moved or allocated.
+
+    Args:
+        module: any module; on the meta device too. A parameter that is no DTensor is whole on every rank.
+        plan: what `shard_module` takes, or a `ShardingPlan`, of which the parameters of a `Sharder`
+            have unknown bytes.
+        mesh: of the plan; None is one axis of all ranks.
+
+    Raises:
+        PlanError: a plan that does not fit the module.
+        LayoutError: a spec that does not fit its parameter.
+    """
+    from shardwise.tensor.dtensor import DTensor
+
+    tensors = dict(module.named_parameters())
+    tensors |= {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}  # type: ignore[misc]
+    layouts: dict[str, Layout] = {name: x.layout_ for name, x in tensors.items() if isinstance(x, DTensor)}
+    words: dict[str, str] = {}
+    everybody: set[int] = set()
+    if plan is not None:
+        layouts, words, everybody = _planned(module, plan, mesh, layouts)
+    ranks = tuple(sorted(everybody.union(*(layout.mesh.ranks for layout in layouts.values())))) or (0,)
+    rows = []
+    for name, x in tensors.items():
+        if name in layouts:
+            rows.append(placed(name, layouts[name], x.element_size(), ranks))
+        elif name in words:
+            rows.append(Placed(name, tuple(x.shape), words[name], ()))
+        else:
+            rows.append(Placed(name, tuple(x.shape), "plain", (x.numel() * x.element_size(),) * len(ranks)))
+    return Table(tuple(rows), ranks)
+
+
+Planned = tuple[dict[str, Layout], dict[str, str], set[int]]
+
+
+def _planned(module: "nn.Module", plan: Any, mesh: Any, now: Mapping[str, Layout]) -> Planned:
+    """Layouts under the plan, words for what it leaves to sharders, and the ranks it is for."""
+    from shardwise import collectives
+    from shardwise.parallel.shard_module import layouts_of
+    from shardwise.sharded_tensor import ShardingPlan, ShardingSpec
+    from shardwise.tensor.dtensor import default_mesh
+
+    where = default_mesh("cpu") if mesh is None else mesh
+    if not isinstance(where, Mesh):  # one of ours may be of ranks that this world has not: nobody talks to them
+        where = collectives.as_mesh(where)
+    if not isinstance(plan, ShardingPlan):
+        return layouts_of(module, plan, where), {}, set(where.ranks)
+    layouts, words = dict(now), {}
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        entry = plan.plan.get(name)
+        if isinstance(entry, ShardingSpec):
+            layouts[name] = entry.layout(tuple(x.shape), tuple(sorted(where.ranks)))
+        for path, sharder in plan.plan.items():
+            if name.startswith(f"{path}."):
+                layouts.pop(name, None)
+                words[name] = f"by {type(sharder).__name__}"
+    return layouts, words, set(where.ranks)

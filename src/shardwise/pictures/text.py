@@ -1,0 +1,188 @@
+"""Pictures drawn with box characters, for terminals, logs and docstrings."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from textwrap import wrap
+
+from shardwise.errors import printable
+from shardwise.layout import Box, Layout
+from shardwise.pictures.labels import holdings, title
+from shardwise.pictures.scene import Cell, Panel, Pieces, cells_of, panels, spread
+
+UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
+JOINS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # at the sum of the directions that lines leave in
+COLOURS = (36, 35, 32, 33, 34, 31)  # ANSI codes: cyan, magenta, green, yellow, blue, red
+
+MAX_ROWS = 16  # pieces drawn one below the other
+MAX_LINES = 24  # that a panel is drawn high, if its pieces need no more
+MAX_SLICES = 8  # of a dim from the third on; with several such dims fewer of each
+BESIDE = 3  # slices that are drawn small enough to stand beside each other
+LABEL_WIDTH = 26  # beyond which the names of ranks go on in the next line
+LABEL_LINES = 3  # beyond which they go below the picture
+
+
+def draw_text(layout: Layout, header: str, itemsize: int | None, width: int, colour: bool) -> str:
+    """The picture of `layout` in lines of at most `width` characters, if its narrowest form needs no more."""
+    cells = cells_of(layout)
+    notes: list[str] = []
+    blocks = _blocks(layout, cells, width, notes, colour)
+    lines = [*printable(header).splitlines(), title(layout), *_side_by_side(blocks, width)]
+    if not blocks:
+        lines.append("(no element)")
+    return "\n".join([*lines, *notes, *_legend(cells), *holdings(layout, itemsize)])
+
+
+def _legend(cells: Sequence[Cell]) -> Iterator[str]:
+    """What the words in cells of contributions mean."""
+    if cells and cells[0].reduction:
+        copies = any(len(ranks) > 1 for cell in cells for ranks in cell.contributions)
+        bar = "; a | b hold copies of one" if copies else ""
+        yield f"{cells[0].reduction}(…): these ranks hold contributions of the size of the cell{bar}"
+
+
+# ---- panels -----------------------------------------------------------------------------------------------------
+
+Block = list[list[str]]  # lines of characters; a character may carry a colour
+
+
+def _blocks(layout: Layout, cells: Sequence[Cell], width: int, notes: list[str], colour: bool) -> list[Block]:
+    """One block a panel, with as many columns as `width` has room for."""
+    sliced = sum(any(cell.box.sizes[dim] < size for cell in cells) for dim, size in enumerate(layout.shape) if dim > 1)
+    limit = max(3, width // len("│ rank 0 "))
+    while True:
+        found = panels(layout, cells, (MAX_ROWS, limit, max(3, MAX_SLICES // max(sliced, 1))))
+        if not found:
+            return []
+        fresh: list[str] = []
+        labels = _labels(found, fresh, max(1, min(LABEL_WIDTH, width // 3 - 6)))
+        room = width - max(len(str(edge)) for edge in found[0].rows.edges) - 2
+        widths = _widths(found, labels, len(layout.shape), room)
+        if sum(widths) + len(widths) <= room or limit == 3:
+            break
+        limit = max(3, min(limit, len(widths)) - 1)
+    notes += fresh
+    heights = _heights(found, labels)
+    return [_block(panel, labels, widths, heights, len(layout.shape), colour) for panel in found]
+
+
+def _labels(found: Sequence[Panel], notes: list[str], most: int) -> dict[Cell, list[str]]:
+    """The lines in each cell, of `most` characters if words allow; names that are too many become a note."""
+    labels: dict[Cell, list[str]] = {}
+    for panel in found:
+        for cell in panel.cells:
+            if cell in labels:
+                continue
+            lines = wrap(cell.label, max(most, *map(len, cell.label.split())))
+            if len(lines) > LABEL_LINES:
+                note = f"({len(notes) + 1})"
+                notes.append(f"{note} {cell.label}")
+                lines = [f"{len(cell.ranks)} ranks {note}"]
+            labels[cell] = lines
+    return labels
+
+
+def _widths(found: Sequence[Panel], labels: dict[Cell, list[str]], ndim: int, room: int) -> list[int]:
+    """Characters between two borders, for each piece of the columns. Slices stand side by side if they can."""
+    columns = found[0].columns
+    least = [len(str(column)) if ndim > 1 else 1 for column in columns.edges[:-1]]
+    needed = {cell: max(map(len, lines)) + 2 for cell, lines in labels.items()}
+    _make_room(found, needed, least, 1)
+    return _in_proportion(columns, least, room // min(len(found), BESIDE) - len(least))
+
+
+def _heights(found: Sequence[Panel], labels: dict[Cell, list[str]]) -> list[int]:
+    """Lines between two borders, for each piece of the rows."""
+    least = [1] * len(found[0].rows.lengths)
+    _make_room(found, {cell: len(lines) for cell, lines in labels.items()}, least, 0)
+    return _in_proportion(found[0].rows, least, MAX_LINES)
+
+
+def _in_proportion(dim: Pieces, least: Sequence[int], room: int) -> list[int]:
+    """No larger than it takes to be in proportion."""
+    enough = sum(dim.lengths) * max(few / length for few, length in zip(least, dim.lengths, strict=True))
+    return spread(dim.lengths, least, max(1, min(round(enough), room)))
+
+
+def _make_room(found: Sequence[Panel], needed: dict[Cell, int], least: list[int], dim: int) -> None:
+    """Let the pieces that each cell reaches over have what it needs; the cells of one piece first."""
+    reached = [(_reach(cell.box, panel, dim), needed[cell]) for panel in found for cell in panel.cells]
+    for covered, few in sorted(reached, key=lambda one: len(one[0])):
+        have = sum(least[i] for i in covered) + len(covered) - 1
+        least[covered[-1]] += max(0, few - have)
+
+
+def _reach(box: Box, panel: Panel, dim: int) -> range:
+    """Which pieces of `dim` the box covers."""
+    edges = (panel.rows, panel.columns)[dim].edges
+    return range(edges.index(box.offsets[dim]), edges.index(box.offsets[dim] + box.sizes[dim]))
+
+
+def _block(
+    panel: Panel, labels: dict[Cell, list[str]], widths: Sequence[int], heights: Sequence[int], ndim: int, colour: bool
+) -> Block:
+    """One panel with its edges numbered; lines of one length."""
+    xs, ys = ([0, *accumulate(n + 1 for n in sizes)] for sizes in (widths, heights))
+    joins = [[0] * (xs[-1] + 1) for _ in range(ys[-1] + 1)]
+    spots = []
+    for cell in panel.cells:
+        rows, columns = _reach(cell.box, panel, 0), _reach(cell.box, panel, 1)
+        frame = xs[columns.start], ys[rows.start], xs[columns.stop], ys[rows.stop]
+        _outline(joins, *frame)
+        spots.append((cell, frame))
+    canvas = [[JOINS[join] for join in line] for line in joins]
+    for cell, frame in spots:
+        _write(canvas, labels[cell], frame, COLOURS[cell.ranks[0] % len(COLOURS)] if colour else None)
+    return _numbered(canvas, panel, xs, ys, ndim)
+
+
+def _outline(joins: list[list[int]], left: int, top: int, right: int, bottom: int) -> None:
+    for y in (top, bottom):
+        for x in range(left, right):
+            joins[y][x] |= RIGHT
+            joins[y][x + 1] |= LEFT
+    for x in (left, right):
+        for y in range(top, bottom):
+            joins[y][x] |= DOWN
+            joins[y + 1][x] |= UP
+
+
+def _write(canvas: Block, lines: Sequence[str], frame: tuple[int, int, int, int], colour: int | None) -> None:
+    """Put `lines` in the middle of `frame`."""
+    left, top, right, bottom = frame
+    first = top + 1 + (bottom - top - 1 - len(lines)) // 2
+    for y, line in enumerate(lines, first):
+        x = left + 1 + (right - left - 1 - len(line)) // 2
+        canvas[y][x : x + len(line)] = line
+        if colour is not None:
+            canvas[y][x] = f"\x1b[{colour}m{canvas[y][x]}"
+            canvas[y][x + len(line) - 1] += "\x1b[0m"
+
+
+def _numbered(canvas: Block, panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> Block:
+    """The panel below its name and where its columns begin, to the right of where its rows begin."""
+    margin = max(len(str(row)) for row in panel.rows.edges[:-1]) if ndim else 0
+    numbers = {y + 1: str(row) for y, row in zip(ys, panel.rows.edges[:-1], strict=False)} if ndim else {}
+    block = [[*f"{numbers.get(y, ''):>{margin}} ", *line] for y, line in enumerate(canvas)]
+    full = len(block[0])
+    if ndim > 1:
+        above = [" "] * full
+        for x, column in zip(xs, panel.columns.edges[:-1], strict=False):
+            at = margin + 1 + x + 1
+            above[at : at + len(str(column))] = str(column)
+        block.insert(0, above[:full])
+    if panel.label:
+        block.insert(0, [*" " * (margin + 1), *panel.label])
+    full = max(map(len, block))
+    return [[*line, *" " * (full - len(line))] for line in block]
+
+
+def _side_by_side(blocks: Sequence[Block], width: int) -> Iterator[str]:
+    """As many blocks in a row as there is room for."""
+    row: list[Block] = []
+    for block in [*blocks, None]:
+        if row and (block is None or sum(len(b[0]) + 2 for b in row) + len(block[0]) > width):
+            for parts in zip(*row, strict=True):
+                yield "  ".join("".join(part) for part in parts).rstrip()
+            row = []
+        if block is not None:
+            row.append(block)

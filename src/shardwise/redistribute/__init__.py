@@ -1,0 +1,1 @@
+"""Changing layouts: plans with exact bytes, and running them."""

@@ -1,0 +1,387 @@
+"""How a tensor gets from one layout to another: a list of steps with the exact bytes every rank sends.
+
+Pure planning on integers. Three local steps (scale, restack, reduce the stack) and two that communicate:
+
+* `Exchange`: every element a rank needs and does not hold is sent to it once, by one rank; contributions of
+  a Partial source are added on arrival. Gathering, scattering, reduce-scattering, slicing, padding a shard to
+  a Partial, moving between meshes and between explicit boxes are all this one step.
+* `AllReduce`: Partial to Replicate where reducing in pieces and handing the pieces round costs less.
+
+Reductions that are not sums (max, min, product) become sums' simpler cousin: the contributions are stacked
+along a new leading dim, which makes the tensor an ordinary Shard(0) that is moved like any other and then
+reduced locally, so their gradients are torch's own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from shardwise.errors import LayoutError
+from shardwise.layout import REPLICATE, Box, Boxes, Layout, Mesh, Partial, Placement, Replicate, Shard, ring_elements
+
+# What one collective costs, in bytes that could have been sent instead. With gloo on a local machine at 4
+# ranks an all-to-all of a few bytes takes as long as one of some 64 KiB, and an all-reduce takes two of them.
+LATENCY_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`box` of the global tensor goes from one rank to another (or stays, where they are the same)."""
+
+    sender: int
+    receiver: int
+    box: Box
+    contribution: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Fill `dst` from `src`; where `src` is Partial and `dst` is not, add up what arrives."""
+
+    src: Layout
+    dst: Layout
+    transfers: tuple[Transfer, ...]
+
+    collective = "all_to_all"
+
+    def __hash__(self) -> int:
+        # What to do is looked up by step on every move, and the transfers follow from the layouts.
+        return hash((self.src, self.dst))
+
+    def sent_elements(self, rank: int) -> int:
+        """Elements that `rank` sends to other ranks."""
+        return self._sent.get(rank, 0)
+
+    @cached_property
+    def _sent(self) -> dict[int, int]:
+        sent: dict[int, int] = {}
+        for t in self.transfers:
+            if t.sender != t.receiver:
+                sent[t.sender] = sent.get(t.sender, 0) + t.box.numel
+        return sent
+
+    @cached_property
+    def _axes(self) -> tuple[int, ...] | None:
+        """The mesh axes along which anything travels; None where two meshes are involved."""
+        if self.src.mesh != self.dst.mesh:
+            return None if self._sent else ()
+        crossed = set()
+        for t in self.transfers:
+            if t.sender != t.receiver:
+                a, b = self.src.mesh.coordinate(t.sender), self.src.mesh.coordinate(t.receiver)
+                assert a is not None
+                assert b is not None
+                crossed |= {axis for axis in range(len(a)) if a[axis] != b[axis]}
+        return tuple(sorted(crossed))
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that must make this step's collective together with `rank`; empty if it is local."""
+        return _group(self.src.mesh, self.dst.mesh, self._axes, rank)
+
+    @property
+    def is_local(self) -> bool:
+        return self._axes == ()
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Partial(sum) to Replicate on `axis`, or on all axes of the mesh at once (`axis` None)."""
+
+    src: Layout
+    dst: Layout
+    axis: int | None
+
+    collective = "all_reduce"
+    is_local = False
+
+    def sent_elements(self, rank: int) -> int:
+        """As a ring does it: all chunks but one, in each of two rounds."""
+        group = self.group(rank)
+        if not group:
+            return 0
+        return ring_elements(self.src.local_numel(rank), len(group), group.index(rank))
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        axes = tuple(range(self.src.mesh.ndim)) if self.axis is None else (self.axis,)
+        return _group(self.src.mesh, self.src.mesh, axes, rank)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply by a number: between Partial(avg) and Partial(sum)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Restack:
+    """View the local tensor as `dst`'s: contributions as shards of a stack with leading dims, or back."""
+
+    dst: Layout
+
+
+@dataclass(frozen=True)
+class ReduceStack:
+    """Reduce leading stack dim `dim` locally, to a local tensor of `dst`'s shape with `left` stack dims."""
+
+    dim: int
+    reduce_op: str
+    left: Layout
+
+
+Step = Exchange | AllReduce | Scale | Restack | ReduceStack
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps that turn a tensor laid out as `src` into the same tensor laid out as `dst`."""
+
+    src: Layout
+    dst: Layout
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
+
+    @property
+    def moves(self) -> tuple[Exchange | AllReduce, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Exchange | AllReduce))
+
+    @cached_property
+    def collectives(self) -> tuple[str, ...]:
+        """The names of the collectives this plan makes, in order."""
+        return tuple(step.collective for step in self.moves if not step.is_local)
+
+    def sent_bytes(self, rank: int, itemsize: int) -> int:
+        """Bytes that `rank` sends to other ranks, elements being `itemsize` bytes."""
+        return itemsize * sum(step.sent_elements(rank) for step in self.moves)
+
+    @cached_property
+    def total_elements(self) -> int:
+        """Elements that all ranks together send."""
+        return sum(step.sent_elements(rank) for step in self.moves for rank in self.ranks)
+
+    @cached_property
+    def cost(self) -> float:
+        """Comparable cost in bytes: the busiest rank's floats, and the latency of the collectives."""
+        busiest = max(self.sent_bytes(rank, 4) for rank in self.ranks)
+        return busiest + LATENCY_BYTES * sum(2 if name == "all_reduce" else 1 for name in self.collectives)
+
+
+@lru_cache(maxsize=4096)
+def plan_move(src: Layout, dst: Layout) -> Plan:
+    """The cheapest plan this module knows from `src` to `dst`, on the same mesh or another.
+
+    Raises:
+        LayoutError: the global shapes differ.
+    """
+    if src.shape != dst.shape:
+        raise LayoutError(f"A move keeps the global shape: cannot move {src} to {dst}.")
+    if src == dst or same_parts(src, dst):
+        return Plan(src, dst, ())
+    same_mesh = src.mesh == dst.mesh
+    if len(_reductions(src) | _reductions(dst)) > 1:
+        return _via(src, src.reduced(), dst)
+    if not same_mesh and _nonlinear(dst):
+        # Only position 0 would get the value, and the gradients of the identities beside it are not its own:
+        # give it to every rank, so that each takes its gradient from itself.
+        return _via(src, dst.reduced(), dst)
+    if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
+        # Several boxes share one flat local tensor, which has no stack dim to reduce: go through whole tensors.
+        return _via(src, src.replicated(), dst)
+    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
+    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    return Plan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
+
+
+def same_parts(src: Layout, dst: Layout) -> bool:
+    """Whether every rank holds the same in both, because they differ on axes of one rank only. May miss some."""
+    if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
+        return False
+    return all(
+        p == q or (n == 1 and not isinstance(p, Boxes) and not isinstance(q, Boxes))
+        for n, p, q in zip(src.mesh.shape, src.placements, dst.placements, strict=True)
+    )
+
+
+def _via(src: Layout, between: Layout, dst: Layout) -> Plan:
+    return Plan(src, dst, (*plan_move(src, between).steps, *plan_move(between, dst).steps))
+
+
+def _reductions(layout: Layout) -> set[str]:
+    ops = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
+    return {"sum" if op == "avg" else op for op in ops}
+
+
+def _scaled(layout: Layout, other: Layout | None, power: int) -> tuple[tuple[Step, ...], Layout]:
+    """`layout` with Partial(avg) read as Partial(sum), and the scaling that makes this true."""
+    factor, placements = 1.0, list(layout.placements)
+    for axis, placement in enumerate(layout.placements):
+        if placement == Partial("avg"):
+            placements[axis] = Partial("sum")
+            if other is None or other.placements[axis] != placement:
+                factor *= float(layout.mesh.shape[axis]) ** power
+    return ((Scale(factor),) if factor != 1.0 else ()), layout.replace(placements)
+
+
+def _nonlinear(layout: Layout) -> list[int]:
+    return [
+        axis
+        for axis, p in enumerate(layout.placements)
+        if isinstance(p, Partial) and p.reduce_op in ("max", "min", "product")
+    ]
+
+
+def _plan_stacked(src: Layout, dst: Layout) -> tuple[Step, ...]:
+    """Steps for sources whose Partial axes are sums, maxima, minima or products."""
+    axes = _nonlinear(src)
+    if not axes:
+        return _plan_sums(src, dst)
+    same_mesh = src.mesh == dst.mesh
+    kept = [axis for axis in axes if same_mesh and dst.placements[axis] == src.placements[axis]]
+    lengths = [src.mesh.shape[axis] for axis in axes]
+    stacked_src = _stacked(src, lengths, {axis: i for i, axis in enumerate(axes)})
+    stacked_dst = _stacked(dst, lengths, {axis: axes.index(axis) for axis in kept})
+    steps: list[Step] = [Restack(stacked_src), *_plan_sums(stacked_src, stacked_dst)]
+    current = stacked_dst
+    for dim in reversed(range(len(axes))):
+        if axes[dim] in kept:
+            continue
+        reduce_op = src.placements[axes[dim]]
+        assert isinstance(reduce_op, Partial)
+        current = _without_dim(current, dim)
+        steps.append(ReduceStack(dim, reduce_op.reduce_op, current))
+    return (*steps, Restack(dst)) if kept else tuple(steps)
+
+
+def _stacked(layout: Layout, lengths: Sequence[int], on_stack: dict[int, int]) -> Layout:
+    """`layout` with leading dims of `lengths`; the axes in `on_stack` cut those instead of being Partial."""
+    count = len(lengths)
+    placements = [
+        Shard(on_stack[axis]) if axis in on_stack else _shifted(p, count) for axis, p in enumerate(layout.placements)
+    ]
+    return Layout(layout.mesh, placements, (*lengths, *layout.shape), layout.shard_order)
+
+
+def _without_dim(layout: Layout, dim: int) -> Layout:
+    placements = [Shard(p.dim - 1, p.sizes) if isinstance(p, Shard) and p.dim > dim else p for p in layout.placements]
+    shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
+    return Layout(layout.mesh, placements, shape, layout.shard_order)
+
+
+def _shifted(placement: Placement, count: int) -> Placement:
+    return Shard(placement.dim + count, placement.sizes) if isinstance(placement, Shard) else placement
+
+
+# ---- sums ---------------------------------------------------------------------------------------------------
+
+
+def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
+    """The cheaper of: one exchange; reduce, then exchange; exchange, then reduce."""
+    if src == dst:
+        return ()
+    whole: tuple[Step, ...] = (_exchange(src, dst),)
+    if src.mesh != dst.mesh:
+        reduced = src.reduced()
+        if reduced == src:
+            return whole
+        return _cheapest(src, dst, [whole, (*_all_reduces(src, reduced), _exchange(reduced, dst))])
+    pairs = list(zip(src.placements, dst.placements, strict=True))
+    to_reduce = [axis for axis, (a, b) in enumerate(pairs) if a.is_partial() and b.is_replicate()]
+    if not to_reduce:
+        return whole
+    early = src.replace([b if axis in to_reduce else a for axis, (a, b) in enumerate(pairs)])
+    late = src.replace([a if axis in to_reduce else b for axis, (a, b) in enumerate(pairs)])
+    late = Layout(late.mesh, late.placements, late.shape, dst.shard_order)
+    candidates = [
+        whole,
+        (*_all_reduces(src, early), *_exchange_unless_equal(early, dst)),
+        (*_exchange_unless_equal(src, late), *_all_reduces(late, dst)),
+    ]
+    return _cheapest(src, dst, candidates)
+
+
+def _cheapest(src: Layout, dst: Layout, candidates: list[tuple[Step, ...]]) -> tuple[Step, ...]:
+    return min(candidates, key=lambda steps: Plan(src, dst, steps).cost)
+
+
+def _exchange_unless_equal(src: Layout, dst: Layout) -> tuple[Step, ...]:
+    return () if src == dst else (_exchange(src, dst),)
+
+
+def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:
+    """One all-reduce an axis; a single one where every axis of the mesh is reduced."""
+    axes = [axis for axis, p in enumerate(src.placements) if p.is_partial() and dst.placements[axis].is_replicate()]
+    if len(axes) == src.mesh.ndim:
+        yield AllReduce(src, dst, None if len(axes) > 1 else 0)
+        return
+    for axis in axes:
+        after = src.with_axis(axis, REPLICATE)
+        yield AllReduce(src, after, axis)
+        src = after
+
+
+def _exchange(src: Layout, dst: Layout) -> Exchange:
+    """Every element that a rank of `dst` must hold, from the nearest rank of `src` that has it.
+
+    On an axis where `dst` is Partial, a rank takes over what the ranks at its own position hold (a padded
+    shard, an unreduced contribution); a replicated value goes to position 0, the others start from the
+    identity of the reduction.
+    """
+    kept, first_only = _partial_axes_of_target(src, dst)
+    holders: dict[tuple[int, ...], dict[tuple[int, ...], dict[Box, list[int]]]] = {}
+    for rank in src.mesh.ranks:
+        here = src.mesh.coordinate(rank)
+        assert here is not None
+        own = tuple(here[axis] for axis in kept)
+        summand = tuple(here[axis] for axis in src.partial_axes if axis not in kept)
+        by_box = holders.setdefault(own, {}).setdefault(summand, {})
+        for box in src.boxes(rank):
+            if box.numel:
+                by_box.setdefault(box, []).append(rank)
+    transfers = []
+    for index, receiver in enumerate(dst.mesh.ranks):
+        there = dst.mesh.coordinate(receiver)
+        assert there is not None
+        if any(there[axis] for axis in first_only):
+            continue
+        for summand, by_box in holders.get(tuple(there[axis] for axis in kept), {}).items():
+            for box, ranks in by_box.items():
+                parts = [part for target in dst.boxes(receiver) if (part := box.intersect(target)) is not None]
+                if parts:
+                    sender = _nearest(src.mesh, ranks, receiver, index)
+                    transfers += [Transfer(sender, receiver, part, summand) for part in parts]
+    transfers.sort(key=lambda t: (t.sender, t.receiver, t.contribution, t.box))
+    return Exchange(src, dst, tuple(transfers))
+
+
+def _partial_axes_of_target(src: Layout, dst: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Axes on which a Partial target keeps to its own position, and those where only position 0 is filled."""
+    if src.mesh != dst.mesh:
+        return (), dst.partial_axes
+    first_only = tuple(a for a in dst.partial_axes if isinstance(src.placements[a], Replicate))
+    return tuple(a for a in dst.partial_axes if a not in first_only), first_only
+
+
+def _nearest(mesh: Mesh, ranks: list[int], receiver: int, index: int) -> int:
+    """The receiver itself, else the rank fewest axes away; equals take turns so that no replica does it all."""
+    if len(ranks) == 1:
+        return ranks[0]
+    if receiver in ranks:
+        return receiver
+    target = mesh.coordinate(receiver)
+    if target is None:
+        return ranks[index % len(ranks)]
+    away = {r: sum(a != b for a, b in zip(mesh.coordinate(r) or (), target, strict=True)) for r in ranks}
+    nearest = [r for r in ranks if away[r] == min(away.values())]
+    return nearest[index % len(nearest)]
+
+
+def _group(src: Mesh, dst: Mesh, axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
+    if axes == ():
+        return ()
+    if axes is not None and len(axes) == 1 and src.ndim > 1:
+        return tuple(sorted(src.line(rank, axes[0]))) if src.coordinate(rank) is not None else ()
+    ranks = tuple(sorted({*src.ranks, *dst.ranks}))
+    return ranks if rank in ranks else ()

@@ -1,0 +1,82 @@
+"""Dropout: what is dropped follows from the place of an element, or of a channel, in the whole.
+
+The same numbers are dropped from every summand of a sum, so plain dropout needs no reduction; its gradient is
+that of a product with the kept noise.
+"""
+
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import REPLICATE, Box, Partial
+from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_rows
+from shardwise.rules.random import counter_rng
+from shardwise.rules.random.random import fill, register
+from shardwise.rules.row import Meta, Row, Site, local_with
+
+aten = torch.ops.aten
+SELU_SCALE = 1.7580993408473766  # -alpha times scale of SELU (arXiv 1706.02515): where alpha dropout sends units
+
+
+def _rows(linear: bool, results: int, x: Meta, p: float, train: bool | None = True) -> list[Row]:
+    """out[i] = x[i] or 0, scaled; alpha dropout adds a number, so its summands must be added up first."""
+    rows = list(shard_rows([x]))
+    off = train is False or p == 0
+    rows += [Row((q,), q, "summands are dropped alike") for q in (PARTIALS if off else SUMS if linear else ())]
+    if results == 1:
+        return rows
+    kept = [REPLICATE if isinstance(row.output, Partial) else row.output for row in rows]
+    return [replace(row, output=(row.output, mask)) for row, mask in zip(rows, kept, strict=True)]  # type: ignore[arg-type]
+
+
+def _dropout(alpha: bool, features: bool, site: Site, x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0:
+        return x
+    noise = _kept(site, x, p, features)
+    if p == 1:
+        return x * noise
+    if not alpha:
+        return x * noise.div_(1 - p)
+    a = ((SELU_SCALE**2 * p + 1) * (1 - p)) ** -0.5
+    shift = (noise - 1).mul_(SELU_SCALE * a).add_(SELU_SCALE * a * p)
+    return x * noise.mul_(a) + shift
+
+
+def _kept(site: Site, x: Tensor, p: float, features: bool) -> Tensor:
+    """1 where an element (a channel, the first two dims) stays, else 0; broadcasts to x."""
+    values, layout = partial(counter_rng.bernoulli, 1 - p), site.layouts[0]
+    boxes, shape = layout.boxes(site.rank), layout.shape
+    if not features:
+        return fill(torch.empty_like(x.detach()), site, layout, values)
+    seed, pieces = site.seed(), []
+    for box in boxes:
+        piece = x.new_empty(box.sizes[:2])
+        counter_rng.fill(piece, [Box(box.offsets[:2], box.sizes[:2])], shape[:2], seed, values)
+        pieces.append(piece.view(*box.sizes[:2], *(1,) * (len(shape) - 2)))
+    if len(boxes) == 1:
+        return pieces[0]
+    flat = [piece.expand(box.sizes).reshape(-1) for piece, box in zip(pieces, boxes, strict=True)]
+    return torch.cat(flat) if flat else torch.empty_like(x.detach())
+
+
+def _native_dropout(site: Site, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not prod(site.output.shape):
+        return x.clone(), torch.empty_like(x)  # torch's mask of nothing is none of truth values
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    noise = _kept(site, x, p, False)
+    mask = noise.bool()
+    return x * (noise.div_(1 - p) if p < 1 else noise), mask
+
+
+for _op, _alpha, _features in (
+    (torch.dropout, False, False), (torch.feature_dropout, False, True),
+    (torch.alpha_dropout, True, False), (torch.feature_alpha_dropout, True, True),
+):  # fmt: skip
+    _local = local_with(_dropout, _alpha, _features)
+    register([_op], partial(_rows, not _alpha, 1), _local, shape=shape_of_first)
+_natives = torch.native_dropout, aten.native_dropout.default
+register(_natives, partial(_rows, True, 2), _native_dropout, shape=lambda x, *_: [x.shape] * 2)

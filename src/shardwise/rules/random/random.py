@@ -1,0 +1,245 @@
+"""Random ops: the number of an element comes from its place in the whole, so layouts and ranks do not matter.
+
+Every row, also that for operands that are whole everywhere, runs a local function of this file, which asks for
+one seed (`site.seed`) and makes the numbers of this rank's boxes (`counter_rng`). Arguments are checked
+by torch itself, on one element, before anything is drawn; what only values can tell (a probability above 1) is
+told to the ranks that hold other values, in one small exchange.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.layout import Layout, OnRanks, Shard
+from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
+from shardwise.rules.random import counter_rng
+from shardwise.rules.random.counter_rng import Values
+from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Site, local_with
+from shardwise.trace.capture_hooks import leaf
+
+aten = torch.ops.aten
+
+# Law, and its parameters with their defaults, by the name of the op that refills a tensor.
+LAWS: dict[str, tuple[Callable[..., Tensor], dict[str, float | None]]] = {
+    "uniform": (counter_rng.between, {"from": 0.0, "to": 1.0}),
+    "normal": (counter_rng.gaussian, {"mean": 0.0, "std": 1.0}),
+    "log_normal": (counter_rng.log_normal, {"mean": 1.0, "std": 2.0}),
+    "cauchy": (counter_rng.cauchy, {"median": 0.0, "sigma": 1.0}),
+    "exponential": (counter_rng.exponential, {"lambd": 1.0}),
+    "geometric": (counter_rng.geometric, {"p": None}),
+    "bernoulli": (counter_rng.bernoulli, {"p": 0.5}),
+    "rand_like": (counter_rng.between, {"from": 0.0, "to": 1.0}),
+    "randn_like": (counter_rng.gaussian, {"mean": 0.0, "std": 1.0}),
+}
+OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor; memory formats are those of local tensors
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------
+
+
+def tried(op: Any, *args: Any, **kwargs: Any) -> None:
+    """Let torch check the arguments, on one element (one row of categories) and numbers nobody else gets."""
+    kwargs = {k: None if k == "generator" else v for k, v in kwargs.items() if k != "device"}
+    try:
+        _try(op, args, kwargs, {})
+    except NotImplementedError:
+        try:  # some ops torch has on halves on other devices only
+            _try(op, args, kwargs, {torch.float16: torch.float32, torch.bfloat16: torch.float32})
+        except NotImplementedError as error:  # which of a rule would mean that it has no row
+            raise TypeError(f"{error}") from error
+
+
+def _try(op: Any, args: Sequence[Any], kwargs: dict[str, Any], dtypes: dict[torch.dtype, torch.dtype]) -> None:
+    def stand_in(x: Any) -> Any:
+        if isinstance(x, Meta):
+            categories = x.shape[-1:] if op in MULTINOMIAL else (1,) * min(x.ndim, 1)
+            return torch.ones((*(1,) * (x.ndim - 1), *categories), dtype=dtypes.get(x.dtype, x.dtype))
+        return None if isinstance(x, torch.Generator) else x
+
+    with torch.random.fork_rng(devices=[]):
+        op(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+
+
+def _checked(op: Any, rows: Rule, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
+    """The rows of a random op, whose numbers all come from its local function."""
+    tried(op, *args, **kwargs)
+    return [replace(row, local=local) for row in rows(*args, **kwargs)]
+
+
+def _refilled(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """x becomes random; what it was does not matter."""
+    return [*shard_rows([x]), *(Row((p,), p, "one summand carries the numbers") for p in PARTIALS)]
+
+
+def _bernoulli_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out is shaped like x, which holds the probabilities where none is given."""
+    return (filled_like if args or "p" in kwargs else nonlinear)(x)
+
+
+def _multinomial_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+    """out[i, j]: a category of row i, so rows must be whole."""
+    rows = [Row((Shard(0),), Shard(0), "each rank draws for its own rows")] if x.ndim == 2 else []
+    if isinstance(x.placement, OnRanks):
+        rows.append(Row((x.placement,), x.placement, "the rank that holds the rows draws"))
+    return rows
+
+
+# ---- numbers of this rank -----------------------------------------------------------------------------------
+
+
+def fill(out: Tensor, site: Site, layout: Layout, values: Values, generator: Any = None) -> Tensor:
+    """`out`, filled as this rank's part of a random tensor of this layout."""
+    counter_rng.fill(out, layout.boxes(site.rank), layout.shape, site.seed(generator), values)
+    return out
+
+
+def _numbers(site: Site, values: Values, dtype: torch.dtype, device: torch.device, generator: Any) -> Tensor:
+    """This rank's part of a random tensor laid out as the op's result."""
+    out = torch.empty(site.output.local_shape(site.rank), dtype=dtype, device=device)
+    return fill(out, site, site.output, values, generator)
+
+
+def _law(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> Values:
+    if name in ("random", "randint_like"):
+        return partial(counter_rng.integers, *_range(dtype, args, kwargs))
+    law, defaults = LAWS[name]
+    given = defaults | dict(zip(defaults, args, strict=False)) | {k: kwargs[k] for k in defaults if k in kwargs}
+    return partial(law, *given.values())
+
+
+def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """From `(high)` or `(low, high)`; without a high, as far as the dtype has every whole number."""
+    low, high = (kwargs.get("from", kwargs.get("low")), kwargs.get("to", kwargs.get("high")))
+    if len(args) == 1 and high is None:
+        high = args[0]
+    elif args:
+        low, high = (*args, high)[:2]
+    if high is None and dtype.is_floating_point:
+        high = int(2 / torch.finfo(dtype).eps) + 1
+    elif high is None:
+        high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    return int(low or 0), int(high)
+
+
+@leaf
+def refuse(site: Site, bad: Tensor, message: str) -> None:
+    """Raise on every rank if a value is bad on any; asks the others only where they hold other values."""
+    mesh, found = site.layouts[0].mesh, bad.any().long().view(1)
+    cut = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in site.layouts)]
+    ranks = site.ranks(cut) if mesh.coordinate(site.rank) is not None else ()
+    if len(ranks) > 1:
+        found = site.stack(found, ranks)
+    if found.any():
+        raise RuntimeError(message)
+
+
+def without_gradient(values: Tensor, *sources: Any) -> Tensor:
+    """Random values pass zeros back to their parameters, as torch's do."""
+    yes = torch.ones((), dtype=torch.bool, device=values.device)
+    for x in sources:
+        if isinstance(x, Tensor) and x.requires_grad:
+            values = torch.where(yes, values, x).to(values.dtype)
+    return values
+
+
+# ---- local functions ----------------------------------------------------------------------------------------
+
+
+def _refill(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    layout, generator = site.layouts[0], kwargs.get("generator")
+    # Autograd must see one op that changes x, not one a chunk.
+    new = torch.empty_like(x) if x.requires_grad and torch.is_grad_enabled() else x
+    fill(new, site, layout, _law(name, x.dtype, args, kwargs), generator)
+    neutral = layout.neutral(site.rank)
+    if neutral is not None:
+        new.fill_(neutral)
+    return x if new is x else x.copy_(new)
+
+
+def _like(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    out = torch.empty_like(x.detach(), **{k: v for k, v in kwargs.items() if k in OPTIONS})
+    fill(out, site, site.output, _law(name, out.dtype, args, kwargs), kwargs.get("generator"))
+    return out.requires_grad_(kwargs.get("requires_grad", False))
+
+
+def _bernoulli(site: Site, x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
+    if isinstance(p, float | int):
+        return without_gradient(_like("bernoulli", site, x, p, generator=generator), x)
+    chance = x.detach()
+    refuse(site, ~((chance >= 0) & (chance <= 1)), "bernoulli expects probabilities from 0 to 1.")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return without_gradient((_numbers(site, counter_rng.uniform, wide, x.device, generator) < chance).to(x.dtype), x)
+
+
+def _normal(site: Site, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    if isinstance(std, Tensor):
+        refuse(site, ~(std >= 0), "normal expects all elements of std >= 0.0")
+    like = mean if isinstance(mean, Tensor) else std
+    scale, shift = (x.detach() if isinstance(x, Tensor) else x for x in (std, mean))
+    numbers = _numbers(site, counter_rng.normal, like.dtype, like.device, generator)
+    return without_gradient((numbers * scale + shift).to(like.dtype), mean, std)
+
+
+def _rrelu(
+    site: Site, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    slopes = _numbers(site, partial(counter_rng.between, lower, upper), x.dtype, x.device, generator)
+    return x * slopes.masked_fill_(~(x.detach() <= 0), 1)
+
+
+def _multinomial(
+    site: Site, x: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> Tensor:
+    p = x.detach().double()
+    refuse(site, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
+    here = bool(site.layouts[0].boxes(site.rank))  # nothing sums to nothing
+    refuse(site, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
+    if not replacement:  # the categories whose exponential clocks of rate p ring first
+        clocks = fill(torch.empty_like(p), site, site.layouts[0], partial(counter_rng.exponential, 1.0), generator)
+        return torch.sort(p / clocks, dim=-1, descending=True, stable=True)[1][..., :num_samples].contiguous()
+    sums = p.cumsum(-1)
+    total = sums[..., -1:]
+    at = _numbers(site, counter_rng.uniform, torch.float64, x.device, generator) * total
+    at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))  # rounded up it would be past the last
+    return torch.searchsorted(sums, at, right=True)
+
+
+# ---- the table ----------------------------------------------------------------------------------------------
+
+MULTINOMIAL = (torch.multinomial, Tensor.multinomial, aten.multinomial.default)
+
+
+def register(ops: Sequence[Any], rows: Rule, local: LocalFunction, **kwargs: Any) -> None:
+    for op in ops:
+        RULES[op] = OpRule(partial(_checked, op, rows, local), everywhere=local, random=True, **kwargs)
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(aten, name, None)
+    return [getattr(packet, o) for o in packet.overloads() if "out" not in o] if packet is not None else []
+
+
+register([aten.bernoulli_.float], _refilled, local_with(_refill, "bernoulli"), in_place=True)
+for _name in ("uniform", "normal", "log_normal", "cauchy", "exponential", "geometric", "random"):
+    _in_place = [getattr(Tensor, _name + "_"), *_overloads(_name + "_")]
+    register(_in_place, _refilled, local_with(_refill, _name), in_place=True)
+for _name in ("uniform", "log_normal", "cauchy", "exponential", "geometric", "random"):
+    register(_overloads(_name), filled_like, local_with(_like, _name), shape=shape_of_first)
+for _name in ("rand_like", "randn_like", "randint_like"):
+    _ops = [getattr(torch, _name), *(o for o in _overloads(_name) if "Tensor" not in str(o))]
+    register(_ops, filled_like, local_with(_like, _name), shape=shape_of_first)
+_bernoullis = [torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default, aten.bernoulli.p]
+register(_bernoullis, _bernoulli_rows, _bernoulli, shape=shape_of_first)
+_normals = [torch.normal, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor]
+register(_normals, nonlinear, _normal, shape=broadcast)
+register([torch.rrelu], nonlinear, _rrelu, shape=shape_of_first)
+register(
+    MULTINOMIAL, _multinomial_rows, _multinomial, shape=lambda x, num_samples, *_, **__: (*x.shape[:-1], num_samples)
+)

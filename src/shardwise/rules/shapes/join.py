@@ -1,0 +1,311 @@
+"""Joined, repeated, rolled, flipped and padded: along each dim a result is made of runs of its operands.
+
+Where such a dim is cut, every rank fetches the runs that its part of the result is made of, in one exchange; nothing
+is gathered.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from operator import mul
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
+from shardwise.rules.pointwise import PARTIALS, shape_of_first
+from shardwise.rules.row import NOBODY, Meta, OpRule, Row, Site, local_with, register
+from shardwise.rules.shapes.view import OWNER, Along, box_of, named, nothing, position, uncut_rows
+
+aten = torch.ops.aten
+FILLED = -1
+
+
+class Run(NamedTuple):
+    """`length` indices of a dim of operand number `operand` from `start` on, going on (1), back (-1) or nowhere (0)."""
+
+    operand: int
+    start: int
+    length: int
+    step: int = 1
+
+    def part(self, low: int, high: int) -> "Run":
+        """What lies between `low` and `high` of its own places."""
+        low, high = max(low, 0), min(high, self.length)
+        return Run(self.operand, self.start + self.step * low, max(high - low, 0), self.step)
+
+
+Runs = tuple[Run, ...]
+
+
+def _between(runs: Runs, low: int, high: int) -> list[Run]:
+    """The runs that the places low to high of a result are made of."""
+    found, at = [], 0
+    for run in runs:
+        part = run.part(low - at, high - at)
+        if part.length:
+            found.append(part)
+        at += run.length
+    return found
+
+
+def _box_of_run(run: Run, dim: int, held: Box) -> Box:
+    """Of what its operand holds elsewhere, the indices of the run along `dim`."""
+    length = run.length if run.step else 1
+    return held.along(dim, run.start - length + 1 if run.step < 0 else run.start, length)
+
+
+def assembled(
+    dims: tuple[tuple[int, Runs], ...], value: float, site: Site, xs: Sequence[Tensor], layouts: Sequence[Layout]
+) -> Tensor:
+    """This rank's part of the result that along each of `dims` is made of runs of `xs`; FILLED runs are `value`.
+
+    Args:
+        layouts: of `xs`, which may have fewer dims than the result; new ones are in front.
+    """
+    lead = len(site.output.shape) - len(layouts[0].shape)
+    xs = [x[(None,) * lead] for x in xs]
+    held = [{rank: _with_lead(box_of(layout, rank), lead) for rank in site.ranks()} for layout in layouts]
+    for dim, runs in dims:
+        result = {rank: box_of(site.output, rank) for rank in held[0]}
+        parts = {r: _between(runs, box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for r, box in result.items()}
+        boxes = {
+            r: [(run.operand, _box_of_run(run, dim, held[run.operand][r])) for run in runs if run.operand != FILLED]
+            for r, runs in parts.items()
+        }
+        nothing = {r: [(0, box.along(dim, 0, 0))] for r, box in held[0].items()}
+        wanted = {r: list(dict.fromkeys(boxes[r])) or nothing[r] for r in boxes}
+        found = site.fetch_parts(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
+        by_box, mine = dict(zip(wanted[site.rank], found, strict=True)), iter(boxes[site.rank])
+        pieces = [
+            _along(found[0] if run.operand == FILLED else by_box[next(mine)], dim, run, value)
+            for run in parts[site.rank]
+        ]
+        # Every operand belongs to the graph of every rank, whether it has a part in the result or not.
+        unused = [x for i, x in enumerate(xs) if all(run.operand != i for run in parts[site.rank])]
+        if site.output.boxes(site.rank):
+            xs = [torch.cat([*(pieces or found), *(x.narrow(dim, 0, 0) for x in unused)], dim)]
+        else:
+            shape = site.output.local_shape(site.rank)
+            xs = [torch.cat([x.reshape(-1)[:0] for x in (*found, *xs)]).view(shape)]
+        held = [{r: box.along(dim, result[r].offsets[dim], result[r].sizes[dim]) for r, box in held[0].items()}]
+    return xs[0]
+
+
+def _with_lead(box: Box, lead: int) -> Box:
+    return Box((0,) * lead + box.offsets, (1,) * lead + box.sizes) if lead else box
+
+
+def _along(x: Tensor, dim: int, run: Run, value: float) -> Tensor:
+    shape = [run.length if d == dim else n for d, n in enumerate(x.shape)]
+    if run.operand == FILLED:
+        return x.new_full(shape, value)
+    return x.flip(dim) if run.step < 0 else x if run.step else x.expand(shape)
+
+
+# ---- joining -----------------------------------------------------------------------------------------------------
+
+
+def _legacy(xs: Sequence[Meta]) -> list[bool]:
+    """Which operands of a cat are empty and 1-D, and so joined to tensors of any number of dims."""
+    return [x.shape == (0,) and any(y.shape != (0,) for y in xs) for x in xs]
+
+
+def _cat_shape(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> tuple[int, ...]:
+    xs = [x for x, skipped in zip(tensors, _legacy(tensors), strict=True) if not skipped]
+    dim = _dim(xs[0].ndim, dim if axis is None else axis)
+    others = {x.shape[:dim] + x.shape[dim + 1 :] for x in xs}
+    if len(others) > 1:
+        raise RuntimeError(f"cat: sizes must match except in dim {dim}, got shapes {[x.shape for x in xs]}.")
+    return (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1 :])
+
+
+def _dim(ndim: int, dim: int) -> int:
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise IndexError(f"Dimension out of range: a tensor of {ndim} dims has no dim {dim}.")
+    return dim % max(ndim, 1)
+
+
+def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[Row]:
+    """The operands one after the other along `dim`; a cut `dim` is cut anew, evenly, and each row travels once."""
+    skipped = _legacy(tensors)
+    first = next(x for x, skip in zip(tensors, skipped, strict=True) if not skip)
+    dim = _dim(first.ndim, dim if axis is None else axis)
+
+    def inputs(placement: Placement) -> tuple[Placement, ...]:
+        return tuple(REPLICATE if skip else placement for skip in skipped)
+
+    rows = [Row(inputs(Shard(d)), Shard(d), "other dims stay cut") for d in range(first.ndim) if d != dim]
+    used = [i for i, skip in enumerate(skipped) if not skip]
+    runs = tuple(Run(i, 0, tensors[j].shape[dim]) for i, j in enumerate(used))
+    local = local_with(_local_cat, dim, runs, tuple(used))
+    rows.append(Row(inputs(Shard(dim)), Shard(dim), "pieces go where they belong", local, aligned=False, follow=NOBODY))
+    rows += [Row(inputs(p), p, "summands are joined one by one") for p in PARTIALS]
+    owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
+    return rows + [Row(inputs(p), p, OWNER) for p in owners[:1]]
+
+
+def _local_cat(
+    dim: int, runs: Runs, used: tuple[int, ...], site: Site, tensors: Any, /, *args: Any, **kw: Any
+) -> Tensor:
+    dtype = reduce(torch.promote_types, [x.dtype for x in tensors])
+    own = [tensors[i].to(dtype) for i in used]
+    if len(used) < len(tensors):  # they join nothing but the graph
+        own[0] = torch.cat([own[0], *(x for i, x in enumerate(tensors) if i not in used)], dim)
+    return assembled(((dim, runs),), 0, site, own, [site.layouts[i] for i in used])
+
+
+def _stack_shape(tensors: Sequence[Meta], dim: int = 0) -> tuple[int, ...]:
+    if len({x.shape for x in tensors}) > 1:
+        raise RuntimeError(f"stack expects each tensor to be equal size, got shapes {[x.shape for x in tensors]}.")
+    at = _dim(tensors[0].ndim + 1, dim)
+    return (*tensors[0].shape[:at], len(tensors), *tensors[0].shape[at:])
+
+
+def stack(tensors: Sequence[Meta], dim: int = 0) -> list[Row]:
+    """The operands along a new dim."""
+    ndim, count = tensors[0].ndim, len(tensors)
+    at = _dim(ndim + 1, dim)
+    rows = [Row((Shard(d),) * count, Shard(d + (d >= at)), "the new dim is not cut") for d in range(ndim)]
+    rows += [Row((p,) * count, p, "summands are joined one by one") for p in PARTIALS]
+    owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
+    return rows + [Row((p,) * count, p, OWNER, _stack_on_owner) for p in owners[:1]]
+
+
+def _stack_on_owner(site: Site, tensors: Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+    return site.call(tensors, *args, **kwargs) if site.output.boxes(site.rank) else nothing(site, torch.cat([*tensors]))
+
+
+# ---- one operand -------------------------------------------------------------------------------------------------
+
+Boundary = Callable[[int], int] | None
+
+
+def _rows(
+    x: Meta, dims: Mapping[int, tuple[Runs, Boundary]], lead: int = 0, value: float = 0, empty_too: bool = False
+) -> list[Row]:
+    """Rows of an op that makes each of `dims` of runs, and keeps the others; negative dims are new ones in front."""
+    local = local_with(_local_runs, tuple((d + lead, runs) for d, (runs, _) in dims.items()), value)
+    others = [d for d in range(x.ndim) if d not in dims]
+    rows = [Row((Shard(d),), Shard(d + lead), "other dims stay cut", local if empty_too else None) for d in others]
+    why = "indices go where they belong"
+    cut = {d: boundary for d, (_, boundary) in dims.items() if d >= 0}
+    rows += [Row((Shard(d),), Shard(d + lead), why, local, boundary=boundary) for d, boundary in cut.items()]
+    return rows + uncut_rows(x, local, PARTIALS if value == 0 else (), "summands are treated one by one")
+
+
+def _local_runs(dims: Any, value: float, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    return assembled(dims, value, site, [x], site.layouts)
+
+
+def _numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Numbers given one by one, or as one list."""
+    return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
+
+
+def roll(x: Meta, shifts: Any, dims: Any = ()) -> list[Row]:
+    """out[i] = x[(i - shift) mod n]."""
+    shifts, dims = _numbers((shifts,)), _numbers((dims,))
+    if not dims and x.ndim != 1:
+        raise NotImplementedError("without dims it runs through all elements")
+    found: dict[int, int] = {}
+    for shift, d in zip(shifts, dims or (0,), strict=True):
+        found[_dim(x.ndim, d)] = found.get(_dim(x.ndim, d), 0) + shift
+    return _rows(x, {d: (_rolled(x.shape[d], shift), None) for d, shift in found.items()})
+
+
+def _rolled(n: int, shift: int) -> Runs:
+    shift %= max(n, 1)
+    return Run(0, n - shift, shift), Run(0, 0, n - shift)
+
+
+def flip(x: Meta, *dims: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = x[n - 1 - i]."""
+    wanted = [_dim(x.ndim, d) for d in _numbers(dims or (kwargs["dims"],))]
+    found = {d: x.shape[d] for d in wanted if x.ndim}  # torch gives a tensor without dims one to name
+    return _rows(x, {d: ((Run(0, n - 1, n, -1),), None) for d, n in found.items()})
+
+
+def repeat(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
+    """out[i] = x[i mod n]."""
+    counts = _numbers(sizes or (kwargs.get("repeats", kwargs.get("dims")),))
+    counts = (1,) * (x.ndim - len(counts)) + counts  # for tile; repeat refuses
+    lead = len(counts) - x.ndim
+    runs = [(Run(0, 0, k, 0),) if n == 1 else (Run(0, 0, n),) * k for n, k in zip(x.shape, counts[lead:], strict=False)]
+    new = [((Run(0, 0, k, 0),), None) for k in counts[:lead]]
+    dims = {d: (runs[d], local_with(mul, counts[lead + d])) for d in range(x.ndim)}
+    return _rows(x, {**{i - lead: pair for i, pair in enumerate(new)}, **dims}, lead)
+
+
+def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> list[Row]:
+    """Before and after each dim, from the last on: a value, the mirror image, the edge, or the other end."""
+    dims = {}
+    for i, (left, right) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        d = x.ndim - 1 - i
+        if mode != "constant" and min(left, right) < 0:
+            raise NotImplementedError("negative padding is for constants")
+        if left or right:
+            n = x.shape[d]
+            boundary = local_with(_padded, left, n, n + left + right)
+            dims[d] = _padding(mode, n, left, right), boundary
+    return _rows(x, dims, 0, value or 0, mode != "constant")  # torch pads no empty tensors in other modes
+
+
+def _padding(mode: str, n: int, left: int, right: int) -> Runs:
+    whole = Run(0, max(-left, 0), n + min(left, 0) + min(right, 0))
+    match mode:
+        case "reflect":
+            return Run(0, left, left, -1), whole, Run(0, n - 2, right, -1)
+        case "replicate":
+            return Run(0, 0, left, 0), whole, Run(0, n - 1, right, 0)
+        case "circular":
+            return Run(0, n - left, left), whole, Run(0, 0, right)
+    return Run(FILLED, 0, max(left, 0)), whole, Run(FILLED, 0, max(right, 0))
+
+
+def _padded(left: int, n: int, length: int, boundary: int) -> int:
+    return 0 if boundary == 0 else length if boundary == n else min(max(boundary + left, 0), length)
+
+
+def padded_as(mode: str, x: Meta, padding: Sequence[int], value: float = 0) -> list[Row]:
+    """The ops behind `F.pad`, one a mode."""
+    return pad(x, padding, mode, value)
+
+
+def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
+    """out[…, w, …, i] = x[…, w step + i, …]: a window belongs to the rank that has its first index."""
+    dim = _dim(x.ndim, dimension)
+    if x.ndim == 0:
+        return []
+    count = (x.shape[dim] - size) // step + 1
+    local = local_with(_windows, dim, size, step)
+    boundary = local_with(position, Along(dim, 0, step, count))
+    rows = [Row((Shard(d),), Shard(d), "other dims stay cut") for d in range(x.ndim) if d != dim]
+    rows.append(
+        Row((Shard(dim),), Shard(dim), "the rest of a window is fetched", local, boundary=boundary, copies=True)
+    )
+    return rows + [Row((p,), p, "windows of summands are summands") for p in PARTIALS]
+
+
+def _windows(dim: int, size: int, step: int, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    def wanted(rank: int) -> Box:
+        own = box_of(site.output, rank)
+        first, count = own.offsets[dim], own.sizes[dim]
+        return box_of(site.layouts[0], rank).along(dim, first * step, (count - 1) * step + size if count else 0)
+
+    own = site.fetch(x, 0, wanted)
+    return own.unfold(dim, size, step) if own.shape[dim] else own.unsqueeze(-1).expand(*own.shape, size)
+
+
+register(OpRule(cat, shape=_cat_shape), *named("cat", "concat", "concatenate"), aten.cat.default)
+register(OpRule(stack, shape=_stack_shape, sizeless=True), torch.stack, aten.stack.default)
+register(OpRule(roll, shape=shape_of_first), *named("roll"), aten.roll.default)
+register(OpRule(flip, shape=shape_of_first), *named("flip"), aten.flip.default)
+register(OpRule(repeat), Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default)
+register(OpRule(pad), F.pad, aten.pad.default)
+register(OpRule(partial(padded_as, "constant")), aten.constant_pad_nd.default)
+for _name, _mode in (("reflection", "reflect"), ("replication", "replicate")):
+    _pads = [getattr(aten, f"{_name}_pad{ndim}d").default for ndim in (1, 2, 3)]
+    register(OpRule(partial(padded_as, _mode)), *_pads)
+register(OpRule(unfold, view=True), Tensor.unfold, aten.unfold.default)

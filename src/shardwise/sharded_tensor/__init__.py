@@ -1,0 +1,40 @@
+"""Sharding specs, plans and sharders: how `torch.distributed._shard` says where a model goes, on one tensor."""
+
+from shardwise.collectives import load_with_process_group
+from shardwise.sharded_tensor.custom_ops import custom_sharding_spec_op
+from shardwise.sharded_tensor.hooks import pre_load_state_dict_hook, state_dict_hook
+from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.plan import Sharder, ShardingPlan, ShardingPlanner
+from shardwise.sharded_tensor.sharded_tensor import (
+    LocalShard,
+    ShardedTensor,
+    empty,
+    full,
+    init_from_local_shards,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
+from shardwise.sharded_tensor.sharding import (
+    collect_local_shard,
+    reshard_output,
+    shard_module,
+    shard_parameter,
+)
+from shardwise.sharded_tensor.specs import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    layout_of_shards,
+    spec_of,
+)
+from shardwise.tensor.local_shards import LocalShardsWrapper
+
+__all__ = [
+    "ChunkShardingSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper", "RemoteDevice", "ShardMetadata",
+    "ShardedTensor", "ShardedTensorMetadata", "Sharder", "ShardingPlan", "ShardingPlanner", "ShardingSpec",
+    "TensorProperties", "collect_local_shard", "custom_sharding_spec_op", "empty", "full", "init_from_local_shards",
+    "layout_of_shards", "load_with_process_group", "ones", "pre_load_state_dict_hook", "rand", "randn",
+    "reshard_output", "shard_module", "shard_parameter", "spec_of", "state_dict_hook", "zeros",
+]  # fmt: skip

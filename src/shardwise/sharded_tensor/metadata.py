@@ -1,0 +1,143 @@
+"""What is written down about the shards of a tensor: where each begins, how far it reaches, and who holds it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Box
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RemoteDevice:
+    """A device of a rank, written `rank:1/cuda:0`; without a device, `rank:1`, it is the cpu.
+
+    Ranks are global, whatever the process group.
+    """
+
+    of_rank: int
+    of_device: str = "cpu"
+
+    @staticmethod
+    def parse(text: Any) -> "RemoteDevice":
+        """From such a string, a `RemoteDevice`, or the object that torch has for it.
+
+        Raises:
+            LayoutError: not of this form; a worker's name or a device alone says nothing about ranks.
+        """
+        if isinstance(text, RemoteDevice):
+            return text
+        who, _, device = str(text).partition("/")
+        kind, _, number = who.partition(":")
+        if kind != "rank" or not (number.isascii() and number.isdigit()):
+            raise LayoutError(f"A placement is written 'rank:R/device', such as 'rank:1/cpu', got {str(text)!r}.")
+        try:
+            return RemoteDevice(int(number), str(torch.device(device or "cpu")))
+        except RuntimeError:
+            raise LayoutError(f"The placement {str(text)!r} names no device torch knows: {device!r}.") from None
+
+    def rank(self) -> int:
+        """The global rank."""
+        return self.of_rank
+
+    def device(self) -> torch.device:
+        """The device, as that rank sees it."""
+        return torch.device(self.of_device)
+
+    def __repr__(self) -> str:
+        return f"rank:{self.of_rank}/{self.of_device}"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ShardMetadata:
+    """One shard of a tensor.
+
+    Args:
+        shard_offsets: where it begins, one integer a dim.
+        shard_sizes: how far it reaches, one a dim.
+        placement: who holds it, such as "rank:0/cpu"; None where that is not said.
+
+    Raises:
+        LayoutError: not as many offsets as sizes, or negative ones.
+    """
+
+    shard_offsets: tuple[int, ...]
+    shard_sizes: tuple[int, ...]
+    placement: RemoteDevice | None
+
+    def __init__(self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: Any = None) -> None:
+        offsets, sizes = tuple(map(index, shard_offsets)), tuple(map(index, shard_sizes))
+        if len(offsets) != len(sizes):
+            raise LayoutError(f"A shard has as many offsets as sizes, got {offsets} and {sizes}.")
+        if min((*offsets, *sizes), default=0) < 0:
+            raise LayoutError(f"Offsets and sizes of a shard are not negative, got {offsets} and {sizes}.")
+        object.__setattr__(self, "shard_offsets", offsets)
+        object.__setattr__(self, "shard_sizes", sizes)
+        object.__setattr__(self, "placement", None if placement is None else RemoteDevice.parse(placement))
+
+    @property
+    def box(self) -> Box:
+        """The same as a box."""
+        return Box(self.shard_offsets, self.shard_sizes)
+
+    @property
+    def rank(self) -> int:
+        """The global rank that holds it.
+
+        Raises:
+            LayoutError: the shard has no placement.
+        """
+        if self.placement is None:
+            raise LayoutError(f"The shard {self.box} says not who holds it. Fix: placement='rank:R/device'.")
+        return self.placement.of_rank
+
+    def __str__(self) -> str:
+        return f"{self.box} on {self.placement}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorProperties:
+    """What the shards of a tensor have in common."""
+
+    dtype: torch.dtype = torch.float32
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: Tensor) -> "TensorProperties":
+        """Those of `tensor`."""
+        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ShardedTensorMetadata:
+    """The shards of a whole tensor, its shape, and what they have in common."""
+
+    shards_metadata: tuple[ShardMetadata, ...]
+    size: torch.Size
+    tensor_properties: TensorProperties
+
+    def __init__(
+        self,
+        shards_metadata: Sequence[ShardMetadata],
+        size: Sequence[int],
+        tensor_properties: TensorProperties | None = None,
+    ) -> None:
+        object.__setattr__(self, "shards_metadata", tuple(shards_metadata))
+        object.__setattr__(self, "size", torch.Size(size))
+        object.__setattr__(self, "tensor_properties", tensor_properties or TensorProperties())
+
+    def __iter__(self) -> Iterator[ShardMetadata]:
+        return iter(self.shards_metadata)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.size) * self.tensor_properties.dtype.itemsize

@@ -1,0 +1,1 @@
+"""Gradients of DTensors: backward, bucketed all-reduce, custom autograd Functions."""

@@ -1,0 +1,392 @@
+"""The summands of Replicate leaves are added in buckets: when a gradient is read, or while backward still runs.
+
+Gradients that wait are reduced when the first of them is read, so several backwards before a read cost one reduction.
+Where the leaves were last reduced after exactly one backward, each bucket starts to travel as soon as it is complete,
+and is waited for when a gradient is read. That guess decides when something is sent, never what comes out: what was
+reduced is kept apart from what accumulates later.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.collectives import Finish
+from shardwise.errors import RuleError
+from shardwise.layout import Layout, Mesh, Partial
+from shardwise.redistribute.plan import plan_move
+from shardwise.redistribute.run import exchange_now, move, start_move
+from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.trace import comm_trace
+from shardwise.trace.comm_trace import Cause
+
+raw_grad: Any = torch._C.TensorBase.grad
+READ = Cause("gradient", ".grad", "gradients", "the summands of Replicate axes are added when a gradient is read")
+KEPT_PLANS = 64
+FIX = "let every rank use the same parameters in each step; one that does not apply can be multiplied by 0"
+
+Kind = tuple[Mesh, tuple[int, ...], torch.dtype, torch.device]  # what one buffer can hold, and where it is reduced
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the gradients of one rank travel."""
+
+    max_bytes: int = 25 << 20
+    overlap: bool | None = None
+
+    def overlaps(self, device: torch.device) -> bool:
+        return device.type != "cpu" if self.overlap is None else self.overlap
+
+
+@dataclass
+class Plan:
+    """Which leaves, by their numbers, travel together, in the order in which all ranks start."""
+
+    buckets: tuple[tuple[int, ...], ...]
+    options: Options
+    once: bool = False  # whether the last gradients were read after one backward
+    spoiled: bool = False  # whether somebody else changes gradients after they came, as DistributedDataParallel does
+
+
+@dataclass(frozen=True)
+class Started:
+    """A bucket on its way, and the gradients that it was filled with."""
+
+    leaves: tuple[DTensor, ...]
+    raws: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+
+    def fresh(self) -> list[bool]:
+        """Which leaves have the very gradient that was sent: nothing was added to it, nor was it cleared."""
+        now = [raw_grad.__get__(leaf) for leaf in self.leaves]
+        return [a is b and a._version == v for a, b, v in zip(now, self.raws, self.versions, strict=True)]
+
+
+@dataclass
+class _Rank:
+    """What one rank knows of its gradients; simulated ranks have one each."""
+
+    options: Options = field(default_factory=Options)
+    numbers: "count[int]" = field(default_factory=lambda: count(1))
+    numbers_of: dict[tuple[int, ...], "count[int]"] = field(default_factory=dict)  # by ranks
+    plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)  # by the numbers of all leaves
+    latest: tuple[int, ...] = ()  # the leaves that were reduced last
+    agreed: dict[tuple[int, ...], dict[str, str]] = field(default_factory=dict)  # by ranks: what they reduced last
+    batch: "Batch | None" = None  # that of the backward that runs, or ran last
+
+
+_ranks: "WeakKeyDictionary[Any, _Rank]" = WeakKeyDictionary()
+
+
+def _rank() -> _Rank:
+    here = collectives.transport()
+    found = _ranks.get(here)
+    if found is None:
+        found = _ranks[here] = _Rank()
+    return found
+
+
+def gradient_buckets(max_bytes: int = Options.max_bytes, *, overlap: bool | None = None) -> None:
+    """How gradients of Replicate axes are reduced from now on; all ranks have to say the same.
+
+    Args:
+        max_bytes: gradients share a collective up to this size; a larger one has its own.
+        overlap: let a bucket travel as soon as backward has filled it, where the last gradients of the same leaves
+            were read after exactly one backward. False sends nothing before a gradient is read. None is False on
+            the CPU, where communication takes the cores that backward needs, and True elsewhere.
+
+    Raises:
+        RuleError: `max_bytes` is not positive.
+    """
+    if max_bytes < 1:
+        raise RuleError(f"gradient_buckets: max_bytes is a positive number of bytes, got {max_bytes}.")
+    here = _rank()
+    here.options = Options(int(max_bytes), overlap)
+    here.plans.clear()
+    here.latest = ()
+
+
+def next_numbers(mesh: Mesh) -> tuple[int, int]:
+    """The place of a leaf in the order of the program, and among those of its mesh, the same on all ranks of that."""
+    here, ranks = _rank(), tuple(sorted(mesh.ranks))
+    return next(here.numbers), next(here.numbers_of.setdefault(ranks, count(1)))
+
+
+# ---- while backward runs ------------------------------------------------------------------------------------
+
+
+class Batch:
+    """Leaves whose gradients were not read since they came."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, DTensor] = {}  # by number
+        self.arrivals: dict[int, int] = {}
+        self.started: list[Started] = []
+        self.plan: Plan | None = None
+        self.next = 0  # the bucket of the plan that starts next
+
+    def forget(self, leaf: DTensor) -> None:
+        """The gradient of `leaf` was cleared or replaced."""
+        self.leaves.pop(leaf._watched, None)
+        self.arrivals.pop(leaf._watched, None)
+        if not self.leaves:
+            here = _rank()
+            here.batch = None if here.batch is self else here.batch
+            for started in self.started:
+                started.finish()
+
+    def start_what_is_complete(self, plan: Plan) -> None:
+        while self.next < len(plan.buckets):
+            members = [self.leaves.get(number) for number in plan.buckets[self.next]]
+            if any(leaf is None or _is_sparse(leaf) for leaf in members):
+                return
+            self.started.append(_start([leaf for leaf in members if leaf is not None]))
+            self.next += 1
+
+
+def joined(leaf: Tensor) -> None:
+    """A gradient was added to that of `leaf`: called at the end of each backward's way to it."""
+    assert isinstance(leaf, DTensor)
+    here, number = _rank(), leaf._watched
+    if leaf._grad_batch is None:
+        with DisableTorchFunctionSubclass():
+            if raw_grad.__get__(leaf) is None:  # a custom Function that has no gradient for it comes here as well
+                return
+        if here.batch is None:
+            here.batch = Batch()
+            last: Plan | None = leaf._grad_plan
+            here.batch.plan = last if last is not None and last.options is here.options else None
+        here.batch.leaves[number] = leaf
+        leaf._grad_batch = here.batch
+    batch: Batch = leaf._grad_batch
+    batch.arrivals[number] = batch.arrivals.get(number, 0) + 1
+    plan = batch.plan
+    if plan is None or not plan.once or plan.spoiled:
+        return
+    if batch.arrivals[number] > 1:
+        plan.once = False  # gradients accumulate: nothing more is sent before one is read
+    elif not torch.is_grad_enabled():
+        with DisableTorchFunctionSubclass():
+            if here.options.overlaps(leaf.device):
+                batch.start_what_is_complete(plan)
+
+
+# ---- when a gradient is read --------------------------------------------------------------------------------
+
+
+def reduce_batch(batch: Batch) -> None:
+    """Reduce what waits, and wait for what travels."""
+    here = _rank()
+    if here.batch is batch:
+        here.batch = None
+    for leaf in batch.leaves.values():
+        leaf._grad_batch = None
+    plan = _plan_of(batch.leaves, here)
+    plan.once = all(n == 1 for n in batch.arrivals.values())
+    for leaf in batch.leaves.values():
+        leaf._grad_plan = plan
+    fresh = {leaf._watched: is_fresh for s in batch.started for leaf, is_fresh in zip(s.leaves, s.fresh(), strict=True)}
+    sent = {n for n in batch.leaves if fresh.get(n)}
+    waiting = {n: leaf for n, leaf in batch.leaves.items() if n not in sent}
+    plan.spoiled |= plan.once and not all(fresh.get(n, True) for n in batch.leaves)
+    buckets = plan.buckets
+    if sent:
+        ordered = [n for bucket in plan.buckets for n in bucket if n in waiting]
+        buckets = _buckets(ordered, waiting, here.options)
+    _reduce_buckets(batch.started, [[waiting[n] for n in bucket] for bucket in buckets])
+
+
+def reduce_alone(leaf: DTensor) -> None:
+    """The gradient of a leaf that joins no batch."""
+    _reduce_buckets([], [[leaf]])
+
+
+def _plan_of(leaves: dict[int, DTensor], here: _Rank) -> Plan:
+    """The plan of these leaves; of others than the last ones only once the ranks agree that it is about the same."""
+    # Not as backward came to them: an empty shard may have kernels of its own, which come to leaves in another order.
+    numbers = sorted(leaves, reverse=True)
+    key = tuple(-n if _is_sparse(leaves[n]) else n for n in numbers)
+    if key != here.latest:
+        _agree([leaves[n] for n in numbers], here)
+        here.latest = key
+    if key not in here.plans:
+        if len(here.plans) >= KEPT_PLANS:
+            here.plans.clear()
+        here.plans[key] = Plan(_buckets(numbers, leaves, here.options), here.options)
+    return here.plans[key]
+
+
+def _is_sparse(leaf: DTensor) -> bool:
+    raw = raw_grad.__get__(leaf)
+    return raw is not None and raw.is_sparse
+
+
+def _agree(leaves: Sequence[DTensor], here: _Rank) -> None:
+    """Let the ranks of each mesh say which leaves they are about to reduce together, where these are not the last ones.
+
+    Buckets of other leaves may be of equal size, and would be added up without a word. Who listens to what is sent
+    hears nothing of this one small exchange.
+    """
+    told: dict[tuple[int, ...], dict[str, str]] = {}
+    for leaf in leaves:
+        ranks, name = tuple(sorted(leaf._layout.mesh.ranks)), f"{leaf._name or 'leaf'} (number {leaf._watched_here})"
+        what = f"{'sparse ' if _is_sparse(leaf) else ''}{leaf.dtype} {leaf._layout}"
+        told.setdefault(ranks, {"buckets": str(here.options)})[name] = what
+    for ranks, facts in told.items():
+        if collectives.rank() in ranks and here.agreed.get(ranks) != facts:
+            with comm_trace.apart():
+                collectives.agree("the gradients that are reduced together", facts, ranks, FIX)
+            here.agreed[ranks] = facts
+
+
+def _buckets(numbers: Sequence[int], leaves: Mapping[int, DTensor], options: Options) -> tuple[tuple[int, ...], ...]:
+    """Leaves of one kind share a bucket while there is room. Buckets stand in the order in which they are complete.
+
+    Ranks that share two buckets share their sizes, so they also agree on which of the two comes first.
+    """
+    filling: dict[Kind | int, tuple[list[int], int]] = {}
+    done: list[tuple[int, ...]] = []
+    for number in numbers:
+        leaf = leaves[number]
+        kind, nbytes = _kind(leaf), leaf._layout.local_numel(collectives.rank()) * leaf.element_size()
+        members, held = filling.pop(kind, ([], 0))
+        if members and held + nbytes > options.max_bytes:
+            done.append(tuple(members))
+            members, held = [], 0
+        filling[kind] = [*members, number], held + nbytes
+    return (*done, *(tuple(members) for members, _ in filling.values()))
+
+
+def _kind(leaf: DTensor) -> Kind | int:
+    """Gradients of one kind fit one buffer; a sparse one is alone, and one of which this rank holds nothing."""
+    raw = raw_grad.__get__(leaf)
+    if leaf._layout.mesh.coordinate(collectives.rank()) is None or (raw is not None and raw.is_sparse):
+        return leaf._watched
+    like = leaf if raw is None else raw
+    return leaf._layout.mesh, axes_to_reduce(leaf._layout), like.dtype, like.device
+
+
+# ---- one bucket ---------------------------------------------------------------------------------------------
+
+
+def _reduce_buckets(started: Sequence[Started], buckets: Iterable[Sequence[DTensor]]) -> None:
+    """Finish what travels, one bucket behind what starts."""
+    under_way = deque(started)
+    for leaves in buckets:
+        under_way.append(_start(leaves))
+        while len(under_way) > 1:
+            _finish(under_way.popleft())
+    while under_way:
+        _finish(under_way.popleft())
+
+
+def _start(leaves: Sequence[DTensor]) -> Started:
+    """Let the gradients of a bucket travel. They stay where they are meanwhile, for somebody may change them."""
+    raws = [raw_grad.__get__(leaf) for leaf in leaves]
+    versions = [raw._version for raw in raws]
+    if leaves[0]._layout.mesh.coordinate(collectives.rank()) is None:  # this rank holds none of the summands
+        finish = _known(plain(raws[0]))
+    elif raws[0].is_sparse:
+        finish = _known(_sum_sparse(plain(raws[0]), leaves[0]._layout))
+    else:
+        flat = torch.cat([plain(raw).reshape(-1) for raw in raws]) if len(raws) > 1 else plain(raws[0]).reshape(-1)
+        finish = _start_sum(flat, leaves)
+    return Started(tuple(leaves), tuple(raws), tuple(versions), finish)
+
+
+def _known(total: Tensor) -> Finish:
+    return lambda: total
+
+
+def _start_sum(flat: Tensor, leaves: Sequence[DTensor]) -> Finish:
+    mesh, axes = leaves[0]._layout.mesh, axes_to_reduce(leaves[0]._layout)
+    line = mesh.submesh(axes, collectives.rank())
+    src = Layout(line, [Partial()] * line.ndim, flat.shape)
+    cause = _told(mesh, axes, leaves, flat) if comm_trace.listening() else READ
+    if torch.is_grad_enabled() and flat.requires_grad:
+        return _known(move(flat, src, src.replicated(), cause))
+    return start_move(flat.detach(), src, src.replicated(), cause)
+
+
+def _finish(started: Started) -> None:
+    total, rank = started.finish(), collectives.rank()
+    pieces = total.split([raw.numel() for raw in started.raws]) if len(started.leaves) > 1 else (total,)
+    for leaf, piece, fresh in zip(started.leaves, pieces, started.fresh(), strict=True):
+        if not fresh:
+            continue
+        raw_grad.__set__(leaf, None)
+        if not piece.is_sparse and leaf._layout.mesh.coordinate(rank) is not None:
+            shape = leaf._layout.local_shape(rank)
+            alone = len(started.leaves) == 1 and not piece.requires_grad  # nobody shares its memory: no view
+            piece = torch.ops.aten._unsafe_view.default(piece, shape) if alone else piece.view(shape)
+        _add_reduced(leaf, piece)
+
+
+def _told(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
+    """The reduction for those who listen: whose gradients, and what the other lines of the mesh send as well."""
+    elements = 0
+    for line in {mesh.submesh(axes, rank) for rank in mesh.ranks}:
+        src = Layout(line, [Partial()] * line.ndim, (sum(leaf._layout.local_numel(line.ranks[0]) for leaf in leaves),))
+        elements += plan_move(src, src.replicated()).total_elements
+    names = [leaf._name or "a leaf" for leaf in leaves]
+    short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    together = tuple(sorted(mesh.ranks)), elements * flat.element_size()
+    return READ._replace(operand=f"the gradient of {short}", together=together)
+
+
+def _add_reduced(leaf: DTensor, total: Tensor) -> None:
+    if leaf._reduced_grad is None:
+        leaf._reduced_grad = tag(total.clone() if total._base is not None else total, readable(leaf._layout))
+    elif torch.is_grad_enabled() and total.requires_grad:
+        leaf._reduced_grad = tag(plain(leaf._reduced_grad) + total, readable(leaf._layout))
+    else:
+        with torch.no_grad():
+            leaf._reduced_grad.add_(total)
+
+
+def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
+    """Row-sparse summands of all ranks as one sparse tensor: indices and values travel, never the dense table."""
+    own = raw.coalesce()
+    line = layout.mesh.submesh(axes_to_reduce(layout), collectives.rank())
+    ranks = tuple(sorted(line.ranks))
+    count = own.indices().shape[1]
+    ones = [1] * len(ranks)
+    counts = exchange_now(torch.tensor([count] * len(ranks)), ones, ones, ranks, READ).tolist()
+
+    def gathered(x: Tensor) -> list[Tensor]:
+        width = prod(x.shape[1:])
+        flat = x.reshape(-1).repeat(len(ranks))
+        every = exchange_now(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, READ)
+        return [piece.view(-1, *x.shape[1:]) for piece in every.split([n * width for n in counts])]
+
+    indices = torch.cat(gathered(own.indices().t().contiguous())).t()
+    values = torch.cat(gathered(own.values()))
+    return torch.sparse_coo_tensor(indices, values, raw.shape, check_invariants=False).coalesce()
+
+
+# ---- layouts ------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def axes_to_reduce(layout: Layout) -> tuple[int, ...]:
+    """The axes whose ranks hold different summands of the gradient of a tensor laid out so."""
+    return tuple(axis for axis in layout.dual().partial_axes if layout.mesh.shape[axis] > 1)
+
+
+@lru_cache(maxsize=4096)
+def readable(layout: Layout) -> Layout:
+    """The layout of the gradient that users see: that of the tensor, and whole where the tensor is in summands."""
+    if not layout.partial_axes:
+        return layout
+    return layout.reduced()

@@ -1,0 +1,201 @@
+"""Where torch opens no door to a subclass: custom autograd Functions, backward hooks of modules, `torch.func`.
+
+A custom `autograd.Function` sees DTensors forward and backward, like any other code of the user's: its gradients come
+as DTensors and may be returned in any placements. Torch asks nobody before it applies a Function or opens a
+functorch level, so `install` puts a question before both.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch._functorch import eager_transforms, predispatch, vmap
+from torch.autograd.function import Function
+from torch.nn.modules import _functions as of_modules
+
+from shardwise.errors import RuleError
+from shardwise.layout import Layout
+from shardwise.tensor.autograd.gradients import as_cotangent
+from shardwise.tensor.dtensor import DTensor, plain, tag
+
+Layouts = tuple[Layout | None, ...]
+
+
+def _layouts(values: Any) -> Layouts:
+    flat = values if isinstance(values, tuple | list) else (values,)
+    return tuple(x._layout if type(x) is DTensor else None for x in flat)
+
+
+# ---- custom Functions -------------------------------------------------------------------------------------------
+
+
+class _Context:
+    """What a backward of the user's sees as `ctx`: the real one, whose saved tensors are what was saved."""
+
+    def __init__(self, ctx: Any) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        saved = self._ctx.saved_tensors
+        return tuple(_labelled(x, layout) for x, layout in zip(saved, self._ctx._shardwise_saved, strict=True))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+def _labelled(x: Any, layout: Layout | None) -> Any:
+    """A local tensor as the DTensor it is part of."""
+    if layout is None or type(x) is DTensor or x is None:
+        return x
+    with DisableTorchFunctionSubclass():
+        return tag(x.view_as(x) if torch.is_grad_enabled() else x.detach(), layout)
+
+
+@lru_cache(maxsize=1024)
+def _on_dtensors(cls: type[Function]) -> type[Function]:
+    """The Function `cls`, whose backward gets and gives DTensors."""
+    setup = torch.autograd.function._is_setup_context_defined(cls.setup_context)
+
+    def remember(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx._shardwise_in, ctx._shardwise_out = _layouts(inputs), _layouts(output)
+        ctx._shardwise_saved = _layouts(getattr(ctx, "to_save", ()) or ())
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            output = cls.forward(ctx, *args)
+        remember(ctx, args, output)
+        return output
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        cls.setup_context(ctx, inputs, output)
+        remember(ctx, inputs, output)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        labelled = [
+            _labelled(g, None if layout is None else layout.dual())
+            for g, layout in zip(grads, ctx._shardwise_out, strict=True)
+        ]
+        with torch._C._EnableTorchFunction():
+            returned = cls.backward(_Context(ctx), *labelled)
+            flat = returned if isinstance(returned, tuple) else (returned,)
+            return tuple(_local_gradient(g, layout) for g, layout in zip(flat, ctx._shardwise_in, strict=True))
+
+    body: dict[str, Any] = {"backward": staticmethod(backward), "__doc__": cls.__doc__}
+    body |= {"setup_context": staticmethod(setup_context)} if setup else {"forward": staticmethod(forward)}
+    return type(cls.__name__, (cls,), body)
+
+
+def _local_gradient(grad: Any, of: Layout | None) -> Any:
+    """What a backward of the user's returned for an input, as the engine wants it."""
+    if not isinstance(grad, Tensor):
+        return grad
+    if of is None:
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+    if isinstance(grad, DTensor):
+        return as_cotangent(plain(grad), grad._layout, of)
+    return as_cotangent(grad, of.replicated(), of)
+
+
+def _apply(original: Callable[..., Any], cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if issubclass(cls, of_modules.BackwardHookFunction):
+        return BackwardHookFunction.apply(*args)  # type: ignore[no-untyped-call]
+    out = original(_on_dtensors(cls), *args, **kwargs)
+    if isinstance(out, Tensor) and type(out) is not DTensor:  # an input that was returned: torch made a view of it
+        layout = next((x._layout for x in args if type(x) is DTensor and x.shape == out.shape), None)
+        return out if layout is None else tag(out, layout)
+    return out
+
+
+# ---- full backward hooks of modules ---------------------------------------------------------------------------
+
+
+class BackwardHookFunction(Function):
+    """Stands where a module's inputs or outputs pass; hooks on its node see DTensors and may return any placements.
+
+    Torch looks for the node by this name.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        layouts = _layouts(tensors)
+        ctx.mark_non_differentiable(*[x for x in tensors if not x.requires_grad])
+        register, register_pre = ctx.register_hook, ctx.register_prehook
+        ctx.register_hook = lambda hook: register(_hook_on_locals(hook, layouts, both=True))
+        ctx.register_prehook = lambda hook: register_pre(_hook_on_locals(hook, layouts, both=False))
+        with DisableTorchFunctionSubclass():
+            return tuple(
+                x.view_as(x) if layout is None else tag(x.view_as(x), layout)
+                for x, layout in zip(tensors, layouts, strict=True)
+            )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> Callable[..., Any]:
+    """`hook` as one of local gradients: of inputs and outputs, or of outputs alone."""
+
+    def run(*grads: Sequence[Any]) -> Any:
+        labelled = [
+            tuple(
+                _labelled(g, None if layout is None else layout.dual()) for g, layout in zip(row, layouts, strict=True)
+            )
+            for row in grads
+        ]
+        with torch._C._EnableTorchFunction():
+            returned = hook(*labelled)
+            if returned is None:
+                return None
+            return tuple(_local_gradient(g, layout) for g, layout in zip(returned, layouts, strict=True))
+
+    return run
+
+
+# ---- the questions --------------------------------------------------------------------------------------------
+
+
+def _ask_before_applying() -> None:
+    original = Function.apply.__func__  # type: ignore[attr-defined]
+
+    @wraps(original)
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        for x in args:
+            if type(x) is DTensor and torch._C._is_torch_function_enabled():
+                return _apply(original, cls, args, kwargs)
+        return original(cls, *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+def _refusing(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def ask(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(x) is DTensor:
+            raise RuleError(
+                f"{what} would transform this rank's part of a DTensor as if it were the whole. Fix: transform a "
+                f"function of local tensors inside shardwise.experimental.local_map, or use torch.autograd."
+            )
+        return original(x, *args, **kwargs)
+
+    return ask
+
+
+def install() -> None:
+    """Put the questions before torch's own functions; once a process."""
+    _ask_before_applying()
+    vmap._add_batch_dim = _refusing("torch.func.vmap", vmap._add_batch_dim)  # type: ignore[attr-defined]
+    eager_transforms._wrap_tensor_for_grad = _refusing(
+        "torch.func.grad, vjp, jvp or a jacobian", eager_transforms._wrap_tensor_for_grad
+    )
+    predispatch._make_dual = _refusing("forward-mode autograd", predispatch._make_dual)
+
+
+install()

@@ -1,0 +1,1 @@
+"""How a call with a DTensor finds its rule and runs on local tensors."""

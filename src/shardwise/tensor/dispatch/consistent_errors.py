@@ -1,0 +1,124 @@
+"""Errors that depend on values are the same on every rank, also on those whose part holds none of the values.
+
+Torch finds a bad index, or a division of integers by zero, while it looks at elements: a rank without elements finds
+nothing, goes on, and waits for the others for ever. Such a rank looks at the indices that all ranks know, or tries the
+op on one element. And where the others keep an operand for backward, it keeps its own, to find that it was changed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise import collectives
+from shardwise.rules import RULES
+from shardwise.rules.pointwise import spellings
+from shardwise.rules.shapes import index
+from shardwise.rules.shapes.index import Form
+from shardwise.tensor.dispatch.resolve import Recipe
+from shardwise.tensor.dispatch.run_local import Looks, watched
+from shardwise.tensor.dtensor import DTensor, tag
+
+FORMS: dict[Any, Form] = {
+    op: rule.rows.args[0]
+    for op, rule in RULES.items()
+    if isinstance(rule.rows, partial) and rule.rows.func is index.rows
+}
+ROUNDED = frozenset(
+    op
+    for name in ("floor_divide", "floordiv", "fmod", "remainder", "mod", "div", "divide", "true_divide")
+    for op, _ in spellings(name)
+)
+
+
+KEEPING = frozenset(
+    (F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss,
+     torch.batch_norm, torch.instance_norm, torch.layer_norm, torch.group_norm)
+)  # fmt: skip
+
+
+def guarded(func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs `func` on this rank, with errors that are those of all ranks."""
+    if func in KEEPING and (recipe.moves or _some_have_none(recipe)):
+        return _Keeping(call)
+    return _Guarded(func, recipe, call) if func in FORMS or (func in ROUNDED and _some_have_none(recipe)) else call
+
+
+def _some_have_none(recipe: Recipe) -> bool:
+    x = recipe.layouts[0]
+    return prod(x.shape) > 0 and not all(x.local_numel(rank) for rank in x.mesh.ranks)
+
+
+class _Guarded(Looks):
+    __slots__ = ("call", "func", "recipe")
+
+    def __init__(self, func: Any, recipe: Recipe, call: Callable[..., Any]) -> None:
+        self.func = func
+        self.recipe = recipe
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.recipe.moves or not self.recipe.layouts[0].local_numel(collectives.rank()):  # perhaps indices are cut
+            self._refuse(args, kwargs)
+        try:
+            return watched(self.call, args, kwargs, self.recipe.output is None)
+        except (IndexError, RuntimeError):
+            self._refuse(args, kwargs)
+            raise
+
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise what every rank does, if this one can know."""
+        if self.func in FORMS:
+            _refuse_indices(FORMS[self.func], args, kwargs)
+        else:
+            self.func(*map(_one, args), **{k: _one(a) for k, a in kwargs.items()})
+
+
+class _Keeping(Looks):
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return watched(self.call, tuple(map(_kept, args)), {k: _kept(a) for k, a in kwargs.items()}, in_place=False)
+
+
+def _kept(a: Any) -> Any:
+    """An operand of which this rank has nothing, and whose gradient finds that it was changed in place."""
+    if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
+        return a
+    return tag(_Kept.apply(a), a._layout) if torch.is_grad_enabled() else a  # type: ignore[no-untyped-call]
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        assert ctx.saved_tensors  # looking at it is the question
+        return grads[0]
+
+
+def _refuse_indices(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, *rest = args
+    call, shape = form.call(x, rest, kwargs), x._layout.shape
+    dims = call.dims if form.kind != "flat" else (len(shape),)
+    if prod(shape) and all(type(i) is DTensor and i._layout.is_replicated for i in call.ids):
+        for ids, dim in zip(call.ids, dims, strict=True):
+            index.refuse(shape, index.checked(call, ids, (*shape, prod(shape))[dim], dim)[1])
+
+
+def _one(a: Any) -> Any:
+    """Stands for an operand where an op is tried: itself if it is one number on all ranks, else a 1."""
+    if type(a) is not DTensor:
+        return a
+    local: torch.Tensor = a.detach()
+    known = a._layout.is_replicated and a.numel() == 1
+    return local.reshape(()) if known else torch.ones((), dtype=local.dtype, device=local.device)

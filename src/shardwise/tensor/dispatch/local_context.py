@@ -1,0 +1,111 @@
+"""Where a row's local function runs."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.layout import Box, Layout, Mesh, Shard
+from shardwise.redistribute import run
+from shardwise.redistribute.fetch import fetch
+from shardwise.tensor.dispatch import seeds
+from shardwise.tensor.dispatch.align_shards import measured_cut
+from shardwise.tensor.handlers.copies import marked
+from shardwise.trace.comm_trace import Cause
+
+
+class LocalSite:
+    """The `Site` that rules are promised."""
+
+    __slots__ = ("axes", "cause", "layouts", "op", "operands", "outputs")
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        layouts: tuple[Layout, ...],
+        outputs: tuple[Layout, ...],
+        axes: tuple[int, ...],
+        operands: Sequence[Any],
+        cause: Cause,
+    ) -> None:
+        self.op = op
+        self.layouts = layouts
+        self.outputs = outputs
+        self.axes = axes
+        self.operands = operands
+        self.cause = cause
+
+    @property
+    def output(self) -> Layout:
+        return self.outputs[0]
+
+    @property
+    def rank(self) -> int:
+        return collectives.rank()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+    def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
+        return _neighbours(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
+
+    def exchange(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        ranks = self.ranks() if ranks is None else ranks
+        return run.exchange(send, send_counts, recv_counts, ranks, self.cause)
+
+    def stack(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+        ranks = self.ranks() if ranks is None else ranks
+        if len(ranks) == 1:
+            return x.unsqueeze(0)
+        counts = [x.numel()] * len(ranks)
+        return self.exchange(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
+
+    def boxes(self, operand: int) -> list[Box]:
+        layout = self.layouts[operand]
+        nothing = Box((0,) * len(layout.shape), (0,) * len(layout.shape))
+        return [(layout.boxes(rank) or (nothing,))[0] for rank in self.ranks()]
+
+    def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
+        (found,) = self.fetch_parts([x], [self.boxes(operand)], lambda rank: [(0, wanted(rank))])
+        return found
+
+    def fetch_parts(
+        self,
+        xs: Sequence[Tensor],
+        held: Sequence[Sequence[Box]],
+        wanted: Callable[[int], Sequence[tuple[int, Box]]],
+    ) -> list[Tensor]:
+        ranks = self.ranks()
+        goals = tuple([tuple(wanted(rank)) for rank in ranks])
+        return fetch(xs, ranks, self.rank, tuple(map(tuple, held)), goals, self.cause)
+
+    def seed(self, generator: torch.Generator | None = None) -> int:
+        return seeds.draw_seed(self.layouts[0].mesh, generator)
+
+    def copied(self, x: Tensor) -> Tensor:
+        return marked(x)
+
+    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalSite":
+        layouts, model = list(self.layouts), self.layouts[like]
+        axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
+        cut = measured_cut(model.mesh, axes, model.shard_order, lengths)
+        placements = [Shard(0, cut[axis]) if axis in cut else p for axis, p in enumerate(model.placements)]
+        layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
+        return LocalSite(self.op, tuple(layouts), self.outputs, self.axes, self.operands, self.cause)
+
+    def name_of(self, operand: int) -> str:
+        return self.operands[operand]._name or f"operand {operand}"
+
+
+@lru_cache(maxsize=1024)
+def _neighbours(mesh: Mesh, rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(mesh.submesh(tuple(sorted(axes)), rank).ranks)) if axes else (rank,)

@@ -1,0 +1,137 @@
+"""Operands that live on different meshes, and ranks outside the mesh of an op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.errors import RuleError
+from shardwise.layout import REPLICATE, Layout, Mesh
+from shardwise.redistribute.plan import plan_move
+from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dispatch.promotion import is_strict
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.handlers.copies import copied
+from shardwise.trace.comm_trace import Cause
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def are_several(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the DTensors among the arguments live on different meshes."""
+    meshes = [x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    return any(mesh != meshes[0] for mesh in meshes)
+
+
+def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None) -> Call:
+    """The arguments with every DTensor on the mesh of the one whose number is `home`; None is the largest.
+
+    All ranks of all the meshes must call. Each operand goes there whole, in the placements it has, or in those of the
+    largest, whichever is cheapest.
+
+    Raises:
+        RuleError: in strict mode.
+    """
+    operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    lead = max(operands, key=lambda x: x.numel() * x.element_size()) if home is None else operands[home]
+    others = next(x._layout.mesh for x in operands if x._layout.mesh != lead._layout.mesh)
+    if is_strict():
+        raise RuleError(
+            f"{name_of(func)}: operands live on different meshes, {lead._layout.mesh} and {others}, which strict mode "
+            f"refuses. Fix: redistribute one of them to the other's device_mesh."
+        )
+
+    def brought(x: Any) -> Any:
+        if type(x) is not DTensor or x._layout.mesh == lead._layout.mesh:
+            return x
+        target = _cheapest(x._layout, lead._layout)
+        why = "operands of one op live on one mesh"
+        return moved(x, target, Cause("operand", name_of(func), x._name or "an operand", why, target))
+
+    found: Call = pytree.tree_map(brought, (args, kwargs))
+    return found
+
+
+def _cheapest(src: Layout, lead: Layout) -> Layout:
+    mesh = lead.mesh
+    candidates = [Layout(mesh, [REPLICATE] * mesh.ndim, src.shape)]
+    if src.shape == lead.shape:
+        candidates.append(lead.reduced())
+    if src.mesh.shape == mesh.shape:
+        candidates.append(Layout(mesh, src.placements, src.shape, src.shard_order).reduced())
+    return min(candidates, key=lambda dst: plan_move(src, dst).cost)
+
+
+def outside(mesh: Mesh) -> bool:
+    """Whether this rank is not one of the mesh's."""
+    return mesh.size() < collectives.world_size() and mesh.coordinate(collectives.rank()) is None
+
+
+def nothing(
+    func: Callable[..., Any],
+    layouts: Any,
+    mesh: Mesh,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    view: bool = False,
+    moves: bool = False,
+) -> Any:
+    """What an op gives on a rank outside the mesh: the layouts of its results, and no elements.
+
+    Args:
+        layouts: of the results, see `Recipe.output`; None gives each result whole to the ranks of the mesh.
+        view: the op gives views of its first operand, or, where it `moves`, copies.
+    """
+
+    def on_meta(x: Any) -> Any:
+        if type(x) is DTensor:
+            return torch.empty(x._layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        return x.to("meta") if isinstance(x, Tensor) else x
+
+    operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    with DisableTorchFunctionSubclass():
+        meta_args, meta_kwargs = pytree.tree_map(on_meta, (args, kwargs))
+        try:
+            metas = func(*meta_args, **meta_kwargs)
+        except RuntimeError as error:  # among them NotImplementedError
+            if not isinstance(error, NotImplementedError) and "on meta tensors" not in str(error):
+                raise
+            raise RuleError(
+                f"{name_of(func)}: rank {collectives.rank()} is outside {mesh} and cannot know how long the result is. "
+                f"Fix: call it on the ranks of the mesh only."
+            ) from error
+        number = iter(range(len(pytree.tree_leaves(metas))))
+
+        def empty(x: Any) -> Any:
+            index = next(number)
+            if not isinstance(x, Tensor):
+                return x
+            given = layouts if isinstance(layouts, Layout | None) else layouts[index]
+            layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)
+            shape = layout.local_shape(collectives.rank())
+            if view and x.dtype == operands[0].dtype and not moves:
+                return tag(plain(operands[0]).reshape(-1)[:0].view(shape), layout)
+            local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
+            if x.requires_grad:
+                local = _Nothing.apply(local, *operands)  # type: ignore[no-untyped-call]
+            return tag(local, layout)
+
+        out = pytree.tree_map(empty, metas)
+        return copied(out, operands[0]) if view and moves else out
+
+
+class _Nothing(torch.autograd.Function):
+    """Keeps a rank outside the mesh in the graph, so that backward can be called there too."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, *operands: Tensor) -> Tensor:
+        ctx.operands = [(x.new_zeros(()), x.shape) for x in operands]
+        return torch.empty_like(local)  # not a view, which could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(zero.expand(shape) for zero, shape in ctx.operands)

@@ -1,0 +1,85 @@
+"""Plain tensors beside distributed ones."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.errors import RuleError
+from shardwise.layout import REPLICATE, Layout, Mesh
+from shardwise.tensor.conversion import wrap
+from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.trace.comm_trace import Cause
+
+_strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
+
+
+@contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Inside, a plain tensor mixed into an op with DTensors is an error, not a replicated operand.
+
+    `strict(False)` allows a part of a strict program what is allowed without it.
+    """
+    token = _strict.set(enabled)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def all_promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Plain tensors beside DTensors count as replicated; the whole gradient flows back to them."""
+    everything = [*args, *kwargs.values()]
+    first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
+    mesh = first._layout.mesh
+
+    def promote(x: Any) -> Any:
+        if isinstance(x, list | tuple) and type(x) is not torch.Size:
+            return type(x)(promote(y) for y in x)
+        if not isinstance(x, Tensor) or type(x) is DTensor:
+            return x
+        if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
+            return tag(x.detach(), first._layout)  # built by an optimiser from this rank's rows
+        return promoted(x, mesh, name_of(func))
+
+    return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
+
+
+def into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor changes in place, on every rank alike, by whole copies of the DTensor operands."""
+
+    def whole(x: Any) -> Any:
+        if type(x) is not DTensor:
+            return x
+        target = x._layout.replicated()
+        why = "a plain tensor changes in place by whole copies of the operands"
+        return moved(x, target, Cause("operand", name_of(func), x._name or "the operand", why, target)).to_local()
+
+    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def is_strict() -> bool:
+    """Whether only what was asked for may happen here."""
+    return _strict.get()
+
+
+def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
+    """A plain tensor as a replicated DTensor."""
+    if _strict.get() and x.ndim:
+        raise RuleError(
+            f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
+            f"Fix: DTensor.from_local(x, mesh, [Replicate()]) if every rank has the same, or the placements it has."
+        )
+    if x.layout not in (torch.strided, torch.sparse_coo):
+        raise RuleError(
+            f"{name}: a plain tensor of layout {x.layout} beside DTensors is not supported. "
+            f"Fix: to_dense() it, or work on local parts inside shardwise.experimental.local_map."
+        )
+    return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))

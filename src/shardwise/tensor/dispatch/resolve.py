@@ -1,0 +1,244 @@
+"""From an op and the layouts of its operands to what has to be done. Pure; the tensor caches the answers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import LayoutError, RuleError
+from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Partial, Placement, Shard
+from shardwise.redistribute.plan import plan_move
+from shardwise.rules import Meta, OpRule, Row
+from shardwise.rules.row import Shapes
+from shardwise.tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
+from shardwise.trace.comm_trace import INSIDE, Cause
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument as rules see it: its layout, or what a plain tensor is promoted to, and its dtype."""
+
+    layout: Layout
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to run one op on one combination of layouts."""
+
+    moves: tuple[tuple[int, Layout], ...]  # operands that must move, and to where
+    layouts: tuple[Layout, ...]  # of all operands after the moves
+    local: Callable[..., Any] | None
+    local_axes: tuple[int, ...]
+    output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
+    rows: tuple[Row, ...] = ()  # where only running the op tells how long its results are: the rows to lay them out by
+    cause: Cause = INSIDE  # of what the op moves
+    copied: bool = False  # the results are copies where torch gives views
+
+
+class SeveralMeshesError(RuleError):
+    """Operands on different meshes, to be brought to one."""
+
+
+class NoRowError(RuleError):
+    """The op has no row for these operands; it may still run on whole copies."""
+
+
+ALL_REPLICATED = "every rank has everything"
+
+
+def choose(
+    name: str, rule: OpRule, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Row, ...]:
+    """A row for every mesh axis.
+
+    Args:
+        args, kwargs: the op's arguments with every tensor replaced by its index among `operands`, as `Slot`.
+
+    Raises:
+        RuleError: operands on different meshes, or no row that fits.
+    """
+    layouts = [operand.layout for operand in operands]
+    mesh = layouts[0].mesh
+    for other in layouts:
+        if other.mesh != mesh:
+            raise SeveralMeshesError(f"{name}: operands live on different meshes, {mesh} and {other.mesh}.")
+    whole = _replicated(len(layouts), rule.everywhere)
+    chosen = [_choose(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim)]
+    local = _local_of(chosen, rule)
+    return tuple(  # one local function a call: an axis that wanted another one has everything everywhere instead
+        row if row.local in (None, local, rule.everywhere) else whole for row in chosen
+    )
+
+
+def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
+    own = (row.local for row in chosen if row.local not in (None, rule.everywhere))
+    return next(own, next((row.local for row in chosen if row.local is not None), None))
+
+
+def recipe(
+    name: str,
+    rule: OpRule,
+    layouts: Sequence[Layout],
+    chosen: Sequence[Row],
+    output_shape: Callable[[], Shapes],
+) -> Recipe:
+    """Lay the operands and the result out for the chosen rows."""
+    whole = _replicated(len(layouts), rule.everywhere)
+    try:
+        wanted = operand_layouts(layouts, chosen)
+        output = None if rule.in_place or rule.ragged else output_layouts(wanted, chosen, output_shape())
+    except LayoutError:  # rows that are right one by one may ask together for a sum of maxima
+        if all(row == whole for row in chosen):
+            raise
+        return recipe(name, rule, layouts, [whole] * len(chosen), output_shape)
+    moves = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
+    if moves and layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
+        moves = tuple((i, b) for i, b in moves if not _same_on_one_rank(layouts[i], b))
+    if rule.in_place and moves and moves[0][0] == 0:
+        raise NoRowError(
+            f"{name} works in place, but would have to move its operand from {layouts[0]} to {wanted[0]}. "
+            f"Fix: redistribute the operand first, or use the out-of-place op."
+        )
+    local = _local_of(chosen, rule)
+    axes = tuple(axis for axis, row in enumerate(chosen) if row.local is local) if local is not None else ()
+    cause = Cause("inside", name, "", _why(chosen))
+    copied = rule.view and (bool(moves) or any(row.copies for row in chosen))
+    return Recipe(moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.ragged else (), cause, copied)
+
+
+def _why(chosen: Sequence[Row]) -> str:
+    """The reasons of the rows, one an axis where they differ."""
+    if len({row.why for row in chosen}) == 1:
+        return chosen[0].why
+    return "; ".join(f"axis {axis}: {row.why}" for axis, row in enumerate(chosen))
+
+
+def _same_on_one_rank(a: Layout, b: Layout) -> bool:
+    rank = a.mesh.ranks[0]
+    return len(a.boxes(rank)) == len(b.boxes(rank)) == 1
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for tensor operand number `index` in the arguments of a call."""
+
+    index: int
+
+
+def with_metas(tree: Any, metas: Sequence[Any]) -> Any:
+    """The arguments with the slots filled; looks into lists and tuples one level deep."""
+    if isinstance(tree, Slot):
+        return metas[tree.index]
+    if isinstance(tree, list | tuple):
+        return type(tree)(metas[x.index] if isinstance(x, Slot) else x for x in tree)
+    return tree
+
+
+# ---- choosing a row -----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _replicated(count: int, everywhere: Callable[..., Any] | None = None) -> Row:
+    return Row((REPLICATE,) * count, REPLICATE, ALL_REPLICATED, everywhere)
+
+
+def _choose(
+    name: str,
+    rule: OpRule,
+    operands: Sequence[Operand],
+    layouts: Sequence[Layout],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axis: int,
+) -> Row:
+    current = tuple(layout.placements[axis] for layout in layouts)
+    metas = [Meta(o.layout.shape, o.dtype, p) for o, p in zip(operands, current, strict=True)]
+    try:
+        rows = rule.rows(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    except RuleError:  # a rule that refuses, not one without rows
+        raise
+    except NotImplementedError as error:
+        raise NoRowError(f"{name}: {error}.") from error
+    kinds = tuple(kind(p) for p in current)
+    every = (*rows, _replicated(len(current), rule.everywhere))
+    rows = [row for row in every if _possible(row, kinds, rule.in_place)]
+    for row in rows:
+        if row.inputs == kinds:
+            return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
+    rows = [row for row in rows if _follows(row, kinds)]
+    if not rows:
+        raise NoRowError(
+            f"{name} has no row for mesh axis {axis} with inputs ({', '.join(map(str, current))})"
+            f"{' that keeps its first operand where it is' if rule.in_place else ''}. "
+            f"Fix: redistribute the operands, for example to Replicate()."
+        )
+    row = min(rows, key=lambda row: _price(row, layouts, axis))
+    return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
+
+
+def _alone(row: Row, every: Sequence[Row]) -> Row:
+    """On an axis of one rank nothing is cut: that rank computes what it would of whole operands."""
+    if row.local is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are not in the order of the whole
+        return row
+    whole = next(r for r in every if all(p == REPLICATE for p in r.inputs))
+    return replace(row, local=whole.local, copies=False)
+
+
+def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:
+    return not in_place or (row.inputs[0] == kinds[0] and row.output == kinds[0])
+
+
+def _follows(row: Row, kinds: tuple[Placement, ...]) -> bool:
+    """A row that cuts something must find a cut to follow: ops do not shard what nobody sharded."""
+    cuts = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard | OnRanks | Boxes)]
+    return not cuts or any(
+        row.inputs[i] == kinds[i] or (isinstance(row.inputs[i], Shard) and isinstance(kinds[i], Shard)) for i in cuts
+    )
+
+
+def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
+    """Bytes to move plus bytes of memory that grows: what is cut should stay cut.
+
+    A sum that stays a sum is added up later. Where others travel for that, such as a cut weight to meet summands, its
+    later way is priced too: the sum would be put off at the price of cut work.
+    """
+    price = others = later = 0.0
+    for layout, placement in zip(layouts, row.inputs, strict=True):
+        now, cost = layout.placements[axis], 0.0
+        if kind(now) != placement:
+            try:
+                target = layout.with_axis(axis, placement)
+            except LayoutError:  # such as a sum on this axis of maxima on another
+                return float("inf")
+            growth = max(target.local_numel(r) - layout.local_numel(r) for r in layout.mesh.ranks)
+            cost = plan_move(layout, target).cost
+            price += cost + 4 * max(growth, 0)
+        if not isinstance(now, Partial):
+            others += cost
+        elif placement != REPLICATE:
+            later += plan_move(layout, layout.with_axis(axis, REPLICATE)).cost
+    return price + later if others and isinstance(row.output, Partial) else price
+
+
+def meta_shape(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]
+) -> Shapes:
+    """The shape that torch's meta device gives the result; a list of shapes for several results.
+
+    Raises:
+        NoRowError: torch cannot tell without running the op.
+    """
+    metas = [torch.empty(o.layout.shape, dtype=o.dtype, device="meta") for o in operands]
+    try:
+        out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    except NotImplementedError as error:
+        raise NoRowError(f"The shape of what {op} gives is known only after it has run.") from error
+    if isinstance(out, Tensor):
+        return tuple(out.shape)
+    if isinstance(out, list | tuple):
+        return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]  # type: ignore[misc]
+    raise RuleError(f"{op} gives {type(out).__name__}, which no rule describes yet.")

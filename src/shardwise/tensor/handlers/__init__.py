@@ -1,0 +1,1 @@
+"""Torch functions that need more than a rule: indexing, lists of tensors, optimisers, sparse gradients, attributes."""

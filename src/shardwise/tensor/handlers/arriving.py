@@ -1,0 +1,83 @@
+"""A DTensor whose elements still travel: any look at it waits for them, and makes it an ordinary one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.collectives import Finish
+from shardwise.layout import Layout
+from shardwise.redistribute.run import move, start_move
+from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.trace.comm_trace import ASKED
+
+_data: Any = torch._C.TensorBase.data
+
+
+class _Arriving(DTensor):
+    """What `redistribute(async_op=True)` returns. Nothing can be done with it before its layout is known."""
+
+    _finish: Finish
+    _due: Layout
+
+    @property
+    def _layout(self) -> Layout:  # type: ignore[override]
+        return arrived(self)._layout
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for x in pytree.tree_leaves((args, kwargs)):
+            if type(x) is _Arriving:
+                arrived(x)
+        return DTensor._enter(func, args, kwargs or {})
+
+
+def arrived(x: _Arriving) -> DTensor:
+    """Wait for the elements of `x`, which is a DTensor from then on."""
+    layout, finish = x._due, x._finish
+    del x._due, x._finish
+    local = finish()
+    with DisableTorchFunctionSubclass():
+        x.__class__ = DTensor  # type: ignore[assignment]
+        _data.__set__(x, local)
+        return tag(x, layout)
+
+
+class Travel(torch.autograd.Function):
+    """A move whose gradient travels in a dtype of its own, and whose result may come later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, src: Layout, dst: Layout, dtype: torch.dtype, later: list[Finish] | None
+    ) -> Tensor:
+        ctx.src, ctx.dst, ctx.dtype = src, dst, dtype
+        if later is not None:
+            later.append(start_move(local, src, dst))
+            return local.new_empty(dst.local_shape(collectives.rank()))
+        out = move(local, src, dst)
+        return out.view_as(out) if out is local else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), ASKED.turned())
+        return back.to(grads[0].dtype), None, None, None, None
+
+
+def travelled(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
+    """`x` in another layout; its gradient is converted to `backward_dtype` before it moves back."""
+    later: list[Finish] | None = [] if async_op else None
+    with DisableTorchFunctionSubclass():
+        out = Travel.apply(plain(x), x._layout, target, backward_dtype, later)  # type: ignore[no-untyped-call]
+        if later is None:
+            return tag(out, target)
+        out.__class__ = _Arriving
+        out._due, (out._finish,) = target, later
+        return out  # type: ignore[no-any-return]
+
+
+DTensor._travelled = staticmethod(travelled)

@@ -1,0 +1,165 @@
+"""What a DTensor answers from its local part, and what it refuses because the part would stand for the whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch._guards import TracingContext
+
+from shardwise.errors import CaptureError, RuleError
+from shardwise.tensor.autograd import gradients
+from shardwise.tensor.dispatch.fallback import through_the_dispatcher
+from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dispatch.promotion import promoted
+from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
+from shardwise.trace.comm_trace import Cause
+
+# What is the same for the local tensor and the whole one.
+SAME = frozenset(
+    """
+    requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
+    device dtype is_leaf grad_fn layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda is_mps
+    is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia
+    is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
+    is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
+    _post_accumulate_grad_hooks __hash__ is_contiguous type _is_zerotensor
+    """.split()
+)
+
+
+def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` says of the local tensor holds for the whole one."""
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = same(func, args, kwargs)
+    if type(args[0]) is DTensor:
+        gradients.watch(args[0])
+    return out
+
+
+def _register_post_accumulate_grad_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return same(func, (args[0], _as_user_code(*args[1:], **kwargs)), {})
+
+
+def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine may run where DTensors count as their local parts; in a hook they are what users know."""
+
+    def run_hook(*args: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return hook(*args)
+
+    return run_hook
+
+
+def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hook sees the gradient as a DTensor, and may return another one of any placements."""
+    return _hooked(*args, **kwargs)
+
+
+def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
+    layout = x._layout
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        returned = _as_user_code(hook)(
+            tag(grad.detach() if not torch.is_grad_enabled() else grad.view_as(grad), layout.dual())
+        )
+        if returned is None:
+            return None
+        if type(returned) is DTensor:
+            return gradients.as_cotangent(plain(returned), returned._layout, layout)
+        return gradients.as_cotangent(returned, layout.replicated(), layout)
+
+    with DisableTorchFunctionSubclass():
+        return x.register_hook(on_local)  # type: ignore[no-untyped-call]
+
+
+def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` reads or sets an attribute that may differ between the local tensor and the whole."""
+    x, attribute = args[0], func.__self__.__name__
+    if attribute == "data":
+        value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
+        with DisableTorchFunctionSubclass():
+            return remembering(x, tag(func(*args), x._layout)) if value is None else func(x, value)
+    if attribute == "_base" and same(func, args, kwargs) is None:
+        return None
+    if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
+        raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
+    raise RuleError(
+        f"DTensor does not answer for .{attribute}: it might show the local shard for the whole. "
+        f"Fix: ask to_local() or full_tensor()."
+    )
+
+
+def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
+    """A value to be taken over by `x`, which keeps its layout; a plain tensor is taken for the whole."""
+    if tuple(value.shape) != x._layout.shape:
+        raise RuleError(
+            f"{what} needs a tensor of the shape that the DTensor has, {x._layout.shape}, got {tuple(value.shape)}. "
+            f"Fix: make a new DTensor instead."
+        )
+    if type(value) is not DTensor:
+        value = tag(value.detach(), x._layout.replicated())
+    return moved(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
+
+
+def _set(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """`x.set_(y)` of two DTensors: x gets the storage of y, as modules do when a parametrization is registered."""
+    if len(args) != 1 or kwargs or type(args[0]) is not DTensor:
+        refuse(Tensor.set_, (x, *args), kwargs)
+    value = _in_layout_of(x, args[0], "set_()")
+    with DisableTorchFunctionSubclass():
+        return Tensor.set_(x, value)  # type: ignore[call-overload, no-any-return]
+
+
+def _refuse_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise RuleError(f"{name_of(func)}(): a DTensor has no sparse form. Fix: call it on full_tensor() or to_local().")
+
+
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of itself it is an alias with a node of its own, by which torch finds the leaf that gradients go to."""
+    x, other = args
+    if x is not other:
+        return x.view(other.shape) if type(x) is DTensor else through_the_dispatcher(func, args, kwargs, promoted)
+    with DisableTorchFunctionSubclass():
+        return tag(func(x, x), x._layout)
+
+
+def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if TracingContext.try_get() is not None:  # the first thing that torch.compile asks of a tensor
+        raise CaptureError(
+            "torch.compile cannot look into a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
+            "records the step and compiles its local ops."
+        )
+    raise RuleError(
+        f"{name_of(func)}() would reach this rank's part of a DTensor as if it were the whole. "
+        f"Fix: call it on to_local() or full_tensor(), or inside shardwise.experimental.local_map."
+    )
+
+
+DTensor._set = staticmethod(_set)
+DTensor._specials |= {
+    Tensor.view_as: _view_as,
+    Tensor.requires_grad_: _requires_grad,
+    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.register_hook: _register_hook,
+    Tensor.register_post_accumulate_grad_hook: _register_post_accumulate_grad_hook,
+}
+DTensor._specials |= dict.fromkeys(
+    (
+        Tensor.share_memory_,
+        Tensor.storage,
+        Tensor.untyped_storage,
+        Tensor.resize_,
+        Tensor.resize_as_,
+    ),
+    refuse,
+)
+DTensor._specials |= dict.fromkeys(
+    (Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn),
+    _refuse_sparse,
+)

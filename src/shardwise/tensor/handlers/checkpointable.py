@@ -1,0 +1,48 @@
+"""A `DTensor` as `torch.distributed.checkpoint` asks for it, so that torch's own tools save it and load it."""
+
+from typing import Any
+
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.errors import LayoutError
+from shardwise.layout import Box
+from shardwise.tensor.dtensor import DTensor, plain
+from shardwise.tensor.local_shards import shard_at
+
+
+def pieces(x: DTensor) -> list[tuple[Box, Tensor]]:
+    """The boxes that this rank holds, empty ones left out, and their elements: views, outside of autograd.
+
+    Raises:
+        LayoutError: the tensor is in summands.
+    """
+    if x._layout.partial_axes:
+        raise LayoutError(f"{x._layout} has summands, which no checkpoint holds. Fix: redistribute it first.")
+    local = plain(x.detach())
+    if x._tiling is not None:
+        found = list(zip(x._tiling.boxes, x._tiling.shards(local), strict=True))
+    else:
+        boxes = x._layout.boxes(collectives.rank())
+        flat = [local] if len(boxes) == 1 else local.split([box.numel for box in boxes]) if boxes else []
+        found = [(box, part.view(box.sizes)) for box, part in zip(boxes, flat, strict=True)]
+    return [(box, part) for box, part in found if box.numel]
+
+
+def create_write_items(x: DTensor, fqn: str, object: DTensor) -> list[Any]:
+    """One item a box. Copies write the same items, of which torch keeps one."""
+    return collectives.write_items(fqn, plain(x.detach()), x._layout.shape, [box for box, _ in pieces(x)])
+
+
+def create_chunk_list(x: DTensor) -> list[Any]:
+    return collectives.chunks([box for box, _ in pieces(x)])
+
+
+def get_tensor_shard(x: DTensor, index: Any) -> Tensor:
+    held = pieces(x)
+    return shard_at(index, [box for box, _ in held], [part for _, part in held])
+
+
+DTensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
+DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[attr-defined]
+DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[attr-defined]

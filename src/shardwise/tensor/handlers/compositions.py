@@ -1,0 +1,72 @@
+"""Ops that are put together from others, where torch would take them apart in a way that moves more."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.tensor.dispatch.fallback import through_the_dispatcher
+from shardwise.tensor.dispatch.promotion import promoted
+from shardwise.tensor.dtensor import DTensor
+
+
+def _roll(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Without dims, through all elements in row-major order."""
+    x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
+    return x.reshape(-1).roll(shifts, 0).view(x.shape)
+
+
+def _rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def turned(x: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
+        a, b = dims
+        match k % 4:
+            case 1:
+                return x.flip(b).transpose(a, b)
+            case 2:
+                return x.flip(a, b)
+            case 3:
+                return x.flip(a).transpose(a, b)
+        return x.clone()
+
+    return turned(*args, **kwargs)
+
+
+def _block_diag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in args]
+    width, before, rows = sum(x.shape[1] for x in blocks), 0, []
+    for x in blocks:
+        rows.append(F.pad(x, (before, width - before - x.shape[1])))
+        before += x.shape[1]
+    return torch.cat(rows)
+
+
+def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where the indices are a tensor, its numbers are what counts."""
+    args = tuple(a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args))
+    return func(*args, **{k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()})
+
+
+def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Torch looks for bad classes in a way that a tensor without memory of its own does not see."""
+
+    def coded(x: Any, num_classes: int = -1) -> Any:
+        if x.numel() and x.min().item() < 0:
+            raise RuntimeError("Class values must be non-negative.")
+        if x.numel() and -1 < num_classes <= x.max().item():
+            raise RuntimeError("Class values must be smaller than num_classes.")
+        return through_the_dispatcher(func, (x, num_classes), {}, promoted)
+
+    return coded(*args, **{"x" if k in ("tensor", "input", "self") else k: a for k, a in kwargs.items()})
+
+
+DTensor._specials |= {
+    F.one_hot: _one_hot,
+    torch.roll: _roll,
+    Tensor.roll: _roll,
+    torch.rot90: _rot90,
+    Tensor.rot90: _rot90,
+    torch.functional.block_diag: _block_diag,
+    torch.tensor_split: _tensor_split,
+    Tensor.tensor_split: _tensor_split,
+}

@@ -1,0 +1,396 @@
+"""Brackets: x[…] and x[…] = value, made of slices, rows that are fetched, and reads and writes at places."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from operator import index as as_int
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
+from shardwise.rules import Meta, Row
+from shardwise.rules.row import Boundary, local_with
+from shardwise.rules.shapes.index import masked
+from shardwise.rules.shapes.view import View, basic, box_of, index_in, position, views_of
+from shardwise.tensor.conversion import wrap
+from shardwise.tensor.dispatch import align_shards, meshes
+from shardwise.tensor.dispatch.fallback import run_on_whole, through_the_dispatcher
+from shardwise.tensor.dispatch.promotion import into_plain, promoted
+from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.tensor.handlers.copies import before_change
+from shardwise.tensor.handlers.items import write_number
+from shardwise.trace.comm_trace import Cause
+
+aten = torch.ops.aten
+WHOLE = (None, None, None)  # the slice of everything
+NUMBERS = frozenset((int, type(None)))
+
+
+class Index(NamedTuple):
+    """What stands in brackets: slices, single indices and new dims first, then tensors along dims of that."""
+
+    items: tuple[Any, ...]  # for `basic`
+    tensors: dict[int, Any]  # by the dim, of what `items` give, that they begin at
+
+    @property
+    def is_basic(self) -> bool:
+        return not self.tensors
+
+    @property
+    def has_items(self) -> bool:
+        return any(item != WHOLE for item in self.items)
+
+    def ndim(self, x: DTensor) -> int:
+        """Of what the brackets give of `x`."""
+        left = x.ndim - sum(item is not None for item in self.items)
+        basic = sum(not isinstance(item, int) for item in self.items)
+        places = [1 if t.dtype == torch.bool else t.ndim for t in self.tensors.values()]
+        return left + basic - sum(map(_consumed, self.tensors.values())) + max(places, default=0)
+
+
+def _on_one_mesh(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensor, what stands in the brackets and the value on the mesh of the first: ranks outside it send theirs."""
+    parts = (*(args[1] if isinstance(args[1], tuple) else args[1:2]), *args[2:])
+    if any(type(p) is DTensor and p._layout.mesh != args[0]._layout.mesh for p in parts):
+        args, _ = meshes.on_one_mesh(func, args, {}, 0)
+    return args
+
+
+def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, brackets = args
+    if type(x) is not DTensor:
+        lead = next(a for a in pytree.tree_leaves(brackets) if type(a) is DTensor)
+        x = promoted(x, lead._layout.mesh, "x[…]")
+    items = _plain_items(x, brackets)
+    if items is not None:
+        return DTensor._enter(basic, (x, *items), {})
+    x, brackets = _on_one_mesh(func, (x, brackets))
+    index = _parsed(x, brackets)
+    if index.is_basic or index.has_items:
+        x = DTensor._enter(basic, (x, *index.items), {})
+    if index.is_basic:
+        return x
+    mask = _only_mask(index)
+    if mask is not None:
+        return DTensor._enter(masked, (x, *mask), {})
+    return DTensor._enter(aten.index.Tensor, (x, _as_list(index)), {})
+
+
+def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if type(args[0]) is not DTensor:
+        into_plain(func, args, kwargs)
+        return
+    x, brackets, value = _on_one_mesh(func, args)
+    if isinstance(value, int | float) and write_number(x, brackets, value):
+        return
+    before_change("x[…] = value", x)
+    if not meshes.outside(x._layout.mesh):
+        _write(x, brackets, value)
+
+
+def _write(x: DTensor, brackets: Any, value: Any) -> None:
+    if not isinstance(value, Tensor | int | float | complex):
+        raise TypeError(f"can't assign a {type(value).__name__} to a {x.dtype} DTensor")
+    items = _plain_items(x, brackets)
+    index = _parsed(x, brackets) if items is None else Index(items, {})
+    if any(isinstance(p, Boxes) for p in x._layout.placements):
+        whole = x._layout.replicated()
+        copy = moved(x, whole, Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices", whole)).clone()
+        copy[brackets] = value  # type: ignore[assignment]
+        x.copy_(copy)
+        return
+    view = _own_view(x, index.items) if index.is_basic or index.has_items else x
+    value = _without_ones(value, index.ndim(x))
+    if index.is_basic:
+        _assign(view, value)
+        return
+    mask = _only_mask(index)
+    if mask is not None and not isinstance(value, Tensor):
+        view.masked_fill_(_beside(*mask, view), value)
+        return
+    spread = _over_places(*mask, view.ndim, value) if mask is not None and isinstance(value, Tensor) else None
+    if mask is not None and spread is not None:
+        _assign(view, torch.where(_beside(*mask, view), _stretched(spread, view), view))
+        return
+    if not isinstance(value, Tensor):
+        value = _own(torch.tensor(value, dtype=view.dtype, device=view.device), view)
+    DTensor._enter(aten.index_put_.default, (view, _as_list(index), value), {})
+
+
+def _assign(view: DTensor, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        view.fill_(value)
+        return
+    view.copy_(_stretched(value, view))
+
+
+def _without_ones(value: Any, ndim: int) -> Any:
+    """Leading dims of length 1 more than there is room for are dropped, as torch does."""
+    while isinstance(value, Tensor) and value.ndim > ndim and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+def _stretched(x: Tensor, view: DTensor) -> Tensor:
+    """`x`, in the shape of a view that one rank holds: what is stretched has no place to be on that rank only."""
+    on_one = any(isinstance(p, OnRanks) for p in view._layout.placements)
+    return x.expand(view.shape) if on_one and x.ndim else x
+
+
+def _beside(start: int, mask: Tensor, view: DTensor) -> Tensor:
+    """A mask of dims from `start` on as one that can be stretched to the view."""
+    return _stretched(mask.reshape(*mask.shape, *(1,) * (view.ndim - start - mask.ndim)), view)
+
+
+def _over_places(start: int, mask: Tensor, ndim: int, value: Tensor) -> Tensor | None:
+    """A value that is the same at all places of a mask, as one that can be stretched to the masked tensor."""
+    own = start - (ndim - mask.ndim + 1 - value.ndim)
+    if own < 0:
+        return value
+    return (
+        value.reshape(*value.shape[:own], *(1,) * mask.ndim, *value.shape[own + 1 :]) if value.shape[own] == 1 else None
+    )
+
+
+# ---- what stands in brackets -------------------------------------------------------------------------------------
+
+
+class _Flag(NamedTuple):
+    """A single truth value: a new dim of length 1 or 0."""
+
+    mask: Tensor
+
+
+def _plain_items(x: DTensor, brackets: Any) -> tuple[Any, ...] | None:
+    """Slices, single indices and new dims alone, as `_parsed` would give them, without its detours; else None."""
+    items: list[Any] = []
+    new = 0
+    for p in brackets if type(brackets) is tuple else (brackets,):
+        if type(p) is slice:
+            item = p.start, p.stop, p.step
+            if not NUMBERS.issuperset(map(type, item)):
+                return None
+            items.append(item)
+        elif p is None or type(p) is int:
+            new += p is None
+            items.append(p)
+        else:
+            return None
+    return tuple(items) if len(items) - new <= len(x._layout.shape) else None
+
+
+def _parsed(x: DTensor, brackets: Any) -> Index:
+    parts = [_part(p, x) for p in (brackets if isinstance(brackets, tuple) else (brackets,))]
+    used = sum(map(_consumed, parts))
+    if used > x.ndim:
+        raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
+    items: list[Any] = []
+    tensors: dict[int, Any] = {}
+    at = 0  # in x
+    for p in _spread(parts, x.ndim - used):
+        out = sum(not isinstance(item, int) for item in items)
+        if isinstance(p, Tensor):
+            if p.dtype == torch.bool and tuple(p.shape) != tuple(x.shape[at : at + p.ndim]):
+                raise IndexError(
+                    f"The shape of the mask {list(p.shape)} at index {at} does not match the shape of the indexed "
+                    f"tensor {list(x.shape)} at index {at}"
+                )
+            tensors[out] = p
+            items += [WHOLE] * _consumed(p)
+        elif isinstance(p, _Flag):
+            tensors[out] = p.mask
+            items.append(None)
+        elif isinstance(p, slice):
+            items.append(tuple(None if a is None else as_int(a) for a in (p.start, p.stop, p.step)))
+        else:
+            items.append(p)
+        at += _consumed(p)
+    return Index(tuple(items), tensors)
+
+
+def _part(p: Any, x: DTensor) -> Any:
+    """One part as a number, a slice, None, Ellipsis, a flag, or a tensor of at least one dim."""
+    if p is None or p is Ellipsis or isinstance(p, slice):
+        return p
+    if isinstance(p, bool | np.bool_):
+        return _Flag(_own(torch.tensor([bool(p)], device=x.device), x))
+    if isinstance(p, list | range | np.ndarray):
+        p = _own(torch.as_tensor(p, device=x.device), x)
+        p = p.long() if not p.numel() else p
+    if not isinstance(p, Tensor):
+        return as_int(p)
+    if p.dtype == torch.uint8:
+        p = p.bool()
+    if p.is_floating_point() or p.is_complex():
+        raise IndexError(f"tensors used as indices must be integers or truth values, got {p.dtype}")
+    if p.ndim:
+        return p
+    return _Flag(p.reshape(1)) if p.dtype == torch.bool else int(p)
+
+
+def _own(x: Tensor, like: DTensor) -> DTensor:
+    """What this module makes itself, on every rank alike."""
+    return wrap(x, like._layout.replace([REPLICATE] * like._layout.mesh.ndim, x.shape))
+
+
+def _consumed(p: Any) -> int:
+    """How many dims of the tensor a part speaks of."""
+    if isinstance(p, Tensor):
+        return p.ndim if p.dtype == torch.bool else 1
+    return int(isinstance(p, int | slice))
+
+
+def _spread(parts: list[Any], free: int) -> Iterator[Any]:
+    """The parts with the first Ellipsis spread over the dims that no other part speaks of, and any other over none."""
+    for p in parts:
+        if p is Ellipsis:
+            yield from [slice(None)] * free
+            free = 0
+        else:
+            yield p
+
+
+def _only_mask(index: Index) -> tuple[int, Tensor] | None:
+    if len(index.tensors) != 1:
+        return None
+    (pair,) = index.tensors.items()
+    return pair if pair[1].dtype == torch.bool else None
+
+
+def _as_list(index: Index) -> list[Any]:
+    """One index tensor, or None, a dim; masks become the indices of their places."""
+    found: dict[int, Any] = {}
+    for at, tensor in index.tensors.items():
+        if tensor.dtype == torch.bool:
+            found |= {at + i: places for i, places in enumerate(tensor.nonzero().unbind(1))}
+        else:
+            found[at] = tensor
+    return [found.get(d) for d in range(max(found) + 1)]
+
+
+# ---- a view to write to -------------------------------------------------------------------------------------------
+
+
+def _own_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
+    """The part of x[items] that this rank holds of x: an alias. A single index of a cut dim is on its owner only."""
+    found, index = _own_part(x._layout, items, collectives.rank())
+    with DisableTorchFunctionSubclass():
+        if index is not None:
+            return tag(x[index], found)
+        return tag(x[(slice(0, 0),) * len(x._layout.shape)].view(found.local_shape(collectives.rank())), found)
+
+
+@lru_cache(maxsize=4096)
+def _own_part(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
+    """The layout of that view, and what to write in brackets behind the local tensor; None for nothing."""
+    with DisableTorchFunctionSubclass():
+        (view,), _ = views_of(basic, Meta(layout.shape, torch.float32, REPLICATE), items, {})
+    rows = [_row(layout, view, axis) for axis in range(layout.mesh.ndim)]
+    found = align_shards.output_layouts([layout], rows, view.shape)
+    assert not isinstance(found, tuple)
+    return found, index_in(view, box_of(layout, rank)) if found.boxes(rank) else None
+
+
+def _row(layout: Layout, view: View, axis: int) -> Row:
+    placement = layout.placements[axis]
+    boundary: Boundary | None = None
+    output: Placement = placement
+    if isinstance(placement, Shard):
+        at = view.place_of(placement.dim)
+        if at is None:
+            output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
+        else:
+            output, boundary = Shard(at), local_with(position, view.dims[at])
+    return Row((align_shards.kind(placement),), output, "", boundary=boundary)
+
+
+def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
+    """The coordinates of a rank that holds `index` of `dim`."""
+    mesh = layout.mesh
+    boxes = {rank: layout.boxes(rank) for rank in mesh.ranks}
+    rank = next(r for r, held in boxes.items() if held and 0 <= index - held[0].offsets[dim] < held[0].sizes[dim])
+    coordinate = mesh.coordinate(rank)
+    assert coordinate is not None
+    return coordinate
+
+
+# ---- other ways to say it ------------------------------------------------------------------------------------------
+
+
+def _select_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def written(x: Any, src: Any, dim: int, index: int) -> Any:
+        return _with(x, (*(slice(None),) * (dim % x.ndim), index), src)
+
+    return written(*args, **kwargs)
+
+
+def _slice_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def written(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+        return _with(x, (*(slice(None),) * (dim % x.ndim), slice(start, end, step)), src)
+
+    return written(*args, **kwargs)
+
+
+def _with(x: Any, brackets: Any, src: Any) -> Any:
+    """A copy of x with src in place of x[brackets]."""
+    out = x.clone() if type(x) is DTensor else promoted(x, src._layout.mesh, "scatter").clone()
+    wanted = torch.empty(x.shape, device="meta")[brackets].shape
+    if tuple(src.shape) != tuple(wanted):
+        raise RuntimeError(f"expected src to have a size equal to the slice of self. src size = {tuple(src.shape)}, "
+                           f"slice size = {tuple(wanted)}")  # fmt: skip
+    out[brackets] = src
+    return out
+
+
+def _contains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    x, element = args
+    return bool((x == element).any())
+
+
+def _reversed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].flip(0) if args[0].ndim else args[0]
+
+
+def _with_places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """index, index_put: masks become the indices of their places."""
+    named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+    x, indices = named.pop("self"), named.pop("indices")
+    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return _by_torch(func, args, kwargs)
+    flat: list[Any] = []
+    for i in indices:
+        mask = isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
+        flat += i.bool().nonzero().unbind(1) if mask else [i]
+    return func(x, flat, **named)
+
+
+def _by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(func, torch._ops.OpOverload):
+        return run_on_whole(func, args, kwargs, "no row fits its operands")
+    return through_the_dispatcher(func, args, kwargs, promoted)
+
+
+DTensor._specials |= {
+    Tensor.__getitem__: _get_item,
+    Tensor.__setitem__: _set_item,
+    Tensor.__contains__: _contains,
+    Tensor.__reversed__: _reversed,
+    torch.select_scatter: _select_scatter,
+    Tensor.select_scatter: _select_scatter,
+    aten.select_scatter.default: _select_scatter,
+    torch.slice_scatter: _slice_scatter,
+    Tensor.slice_scatter: _slice_scatter,
+    aten.slice_scatter.default: _slice_scatter,
+}
+DTensor._specials |= dict.fromkeys(
+    (
+        torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor,
+        aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
+    ),
+    _with_places,
+)  # fmt: skip

@@ -1,0 +1,47 @@
+"""t_, unsqueeze_ and the like: a tensor becomes a view of itself, and with it its layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise.errors import RuleError
+from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dtensor import DTensor, Handler, plain
+
+
+def _root(x: Tensor) -> Any:
+    return x._base if x._is_view() else x
+
+
+def _becomes(view: Any) -> Handler:
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        out = view(*args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            new = plain(out.detach())
+            if _root(out) is _root(x):
+                torch.Tensor.as_strided_(x, new.shape, new.stride(), new.storage_offset())
+            elif x._is_view() or x.requires_grad:
+                raise RuleError(
+                    f"{name_of(func)} works in place, but {x._layout} has to be moved to be seen that way, and neither "
+                    f"its views nor its gradients would follow. Fix: use the op that returns a new tensor."
+                )
+            else:
+                torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+            x._layout = out._layout
+            x._spec = x._tiling = None  # they speak of the old shape
+        return x
+
+    return handler
+
+
+DTensor._specials |= {
+    Tensor.t_: _becomes(Tensor.t),
+    Tensor.transpose_: _becomes(Tensor.transpose),
+    Tensor.swapaxes_: _becomes(Tensor.swapaxes),
+    Tensor.swapdims_: _becomes(Tensor.swapdims),
+    Tensor.squeeze_: _becomes(Tensor.squeeze),
+    Tensor.unsqueeze_: _becomes(Tensor.unsqueeze),
+}

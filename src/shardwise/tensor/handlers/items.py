@@ -1,0 +1,63 @@
+"""x[i, j] = number: every rank writes to the places it holds, without a view that a cut might have to move."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import collectives
+from shardwise.layout import Box
+from shardwise.tensor.dtensor import DTensor, plain
+from shardwise.tensor.handlers.copies import before_change, outdate
+
+
+def write_number(x: DTensor, index: Any, value: float) -> bool:
+    """x[index] = value where the index names single elements; False, and nothing done, where it does not."""
+    places = _places(x, index)
+    if places is None:
+        return False
+    copies = before_change("x[i] = number", x)
+    with DisableTorchFunctionSubclass():
+        rank = collectives.rank()
+        neutral = x._layout.neutral(rank)
+        _write(plain(x), x._layout.boxes(rank), places, value if neutral is None else neutral)
+    outdate(copies)
+    return True
+
+
+def _places(x: DTensor, index: Any) -> list[Tensor] | None:
+    """One plain tensor a dim, with the index in it of every place; None where slices or masks are meant.
+
+    Raises:
+        IndexError: a place outside the tensor.
+    """
+    shape = x._layout.shape
+    parts = index if isinstance(index, tuple) else (index,)
+    if not shape or len(parts) != len(shape) or not all(map(_is_place, parts)):
+        return None
+    found = []
+    for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        at = torch.as_tensor(part, dtype=torch.int64, device=x.device)
+        bad = at[(at < -size) | (at >= size)]
+        if bad.numel():
+            raise IndexError(f"index {bad[0].item()} is out of bounds for dimension {dim} with size {size}")
+        found.append(at % size)
+    return list(torch.broadcast_tensors(*found))
+
+
+def _is_place(part: Any) -> bool:
+    if isinstance(part, Tensor):
+        return type(part) is not DTensor and part.dtype in (torch.int64, torch.int32)
+    return isinstance(part, int) and not isinstance(part, bool)
+
+
+def _write(local: Tensor, boxes: Sequence[Box], places: Sequence[Tensor], value: float) -> None:
+    start = 0
+    for box in boxes:
+        piece = local if len(boxes) == 1 else local[start : start + box.numel].view(box.sizes)
+        start += box.numel
+        own = [at - offset for at, offset in zip(places, box.offsets, strict=True)]
+        here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
+        piece[tuple(at[here] for at in own)] = value

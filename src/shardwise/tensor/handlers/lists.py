@@ -1,0 +1,233 @@
+"""Ops on lists of tensors: the foreach and fused kernels of optimisers, element by element on the locals."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+from shardwise import collectives
+from shardwise.errors import RuleError
+from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
+from shardwise.redistribute.run import move
+from shardwise.tensor.dispatch.meshes import outside
+from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.handlers.copies import before_changes, outdate
+from shardwise.trace.comm_trace import Cause
+
+LINEAR = ("_foreach_neg", "_foreach_zero")  # what summands allow as well
+ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
+    "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
+    "_foreach_max": torch.max,
+}
+_SUMMANDS = Cause("operand", "_foreach_norm", "a tensor in summands", "a norm is of the reduced values")
+
+# torch takes the foreach way by itself for the types in these lists of its own.
+for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _types.append(DTensor)
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a list op. The tensors at one position of the lists are brought to the layout of the first list's."""
+    name: str = func.__name__
+    if name in ONE_BY_ONE:
+        return _reductions(name, *args, **kwargs)
+    lead = next(a for a in args if _is_tensor_list(a))
+    in_place = name.endswith("_")
+    copies = before_changes(name, lead) if in_place else []
+    layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
+    if layouts is None:
+        layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
+        args = tuple(_laid_out(name, a, layouts, in_place and a is lead) for a in args)
+        kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
+    with DisableTorchFunctionSubclass():
+        out = func(*args, **kwargs)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            _found_anywhere(args[1], lead)
+    if copies:
+        outdate(copies)
+    if in_place or out is None:
+        return out
+    return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])
+
+
+def _same_layouts(args: Sequence[Any]) -> list[Layout] | None:
+    """The layouts of the first list, if all lists have these and none is in summands; None if not."""
+    found: list[Layout] | None = None
+    for a in args:
+        if _is_tensor_list(a):
+            if type(a[0]) is not DTensor and all(type(x) is Tensor and x.ndim == 0 for x in a):
+                continue  # step counters and other numbers
+            try:
+                layouts = [x._layout for x in a]
+            except AttributeError:  # a plain tensor
+                return None
+            if found is None:
+                found = layouts
+            elif layouts != found:
+                return None
+        elif type(a) is DTensor and not (a._layout.shape == () and a._layout.is_replicated):
+            return None
+    return None if found is None or any(layout.partial_axes for layout in found) else found
+
+
+def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
+    """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
+    for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
+        src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
+        found_inf.copy_(move(found_inf, src, src.replicated(), Cause("inside", "_amp_foreach_non_finite_check")))
+
+
+def _is_tensor_list(a: Any) -> bool:
+    return isinstance(a, list | tuple) and bool(a) and isinstance(a[0], Tensor)
+
+
+def _layout_at(name: str, args: Sequence[Any], kwargs: dict[str, Any], index: int, first: Tensor) -> Layout | None:
+    """The layout that position `index` of all lists takes: that of the first list, without anything Partial."""
+    if type(first) is DTensor:
+        layout = first._layout
+        if layout.partial_axes:
+            if name.endswith("_") and name.rstrip("_") not in LINEAR:
+                raise RuleError(
+                    f"{name}: item {index} is {layout}, whose summands cannot be changed one by one. "
+                    f"Fix: redistribute it."
+                )
+            return layout.reduced()
+        return layout
+    for a in (*args, *kwargs.values()):
+        if _is_tensor_list(a) and index < len(a) and type(a[index]) is DTensor:
+            if name.endswith("_"):
+                raise RuleError(
+                    f"{name} would change plain tensor {index} in place with a DTensor. Fix: make both alike."
+                )
+            found: Layout = a[index]._layout
+            return found
+    return None
+
+
+def _laid_out(name: str, a: Any, layouts: Sequence[Layout | None], lead: bool) -> Any:
+    if not _is_tensor_list(a):
+        if type(a) is DTensor:
+            return _scalar(name, a)
+        return a
+    if len(a) != len(layouts):
+        return a
+    return [x if lead else _item(name, x, layout) for x, layout in zip(a, layouts, strict=True)]
+
+
+def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
+    if layout is None:
+        return x
+    if type(x) is not DTensor:
+        if x.ndim == 0:  # a step counter or another number
+            return x
+        x = tag(x.detach(), Layout(layout.mesh, [REPLICATE] * layout.mesh.ndim, x.shape))
+    if x._layout.shape == () != layout.shape:
+        return _scalar(name, x)
+    if x._layout.shape != layout.shape:
+        raise RuleError(
+            f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists."
+        )
+    if x._layout == layout:
+        return x
+    why = "what stands at one position of the lists is laid out like that of the first list"
+    return moved(x, layout, Cause("operand", name, x._name or "an item of a list", why, layout))
+
+
+def _scalar(name: str, x: DTensor) -> Tensor:
+    if x._layout.shape:
+        raise RuleError(f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}.")
+    target = x._layout.replicated()
+    why = "a number beside lists is needed whole"
+    whole = moved(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
+    return plain(whole)
+
+
+# ---- reductions -------------------------------------------------------------------------------------------------
+
+
+def _reductions(name: str, self: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """One number a tensor. All norms of a mesh and dtype share an exchange."""
+    whole: dict[int, Tensor] = {}
+    if name == "_foreach_norm":
+        for mesh, members in _together(self):
+            row = _norms([self[i] for i in members], *args, **kwargs)
+            whole |= zip(members, [tag(x, _of_numbers(mesh)) for x in row.unbind()], strict=True)
+    one = ONE_BY_ONE[name]
+    return tuple([whole[i] if i in whole else one(x, *args, **kwargs) for i, x in enumerate(self)])
+
+
+def _of_numbers(mesh: Mesh) -> Layout:
+    return Layout(mesh, [REPLICATE] * mesh.ndim, ())
+
+
+def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
+    """Which DTensors may share an exchange: those of one mesh, dtype and device that hold anything."""
+    groups: dict[Any, list[int]] = {}
+    with DisableTorchFunctionSubclass():
+        for i, x in enumerate(tensors):
+            if type(x) is DTensor and 0 not in x._layout.shape:
+                groups.setdefault((x._layout.mesh, x.dtype, x.device), []).append(i)
+    return [(mesh, members) for (mesh, *_), members in groups.items() if not outside(mesh)]
+
+
+def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+    """Norms of tensors of one mesh and dtype, plain: the norm over ranks of what each rank has in its part.
+
+    A row a rank of the axes that cut any of them. Of what is repeated along such an axis, its first position tells.
+    """
+    tensors = [moved(x, x._layout.reduced(), _SUMMANDS) if x._layout.partial_axes else x for x in tensors]
+    distinct = {id(x._layout): x._layout for x in tensors}
+    mesh: Mesh = tensors[0]._layout.mesh
+    rank = collectives.rank()
+    here = mesh.coordinate(rank)
+    assert here is not None
+    axes = {a for layout in distinct.values() for a, p in enumerate(layout.placements) if p != REPLICATE}
+    tells = {
+        known: all(not here[a] or layout.placements[a] != REPLICATE for a in axes) for known, layout in distinct.items()
+    }
+    empty = {known for known, layout in distinct.items() if not layout.local_numel(rank)}
+    nothing = 0.0 if ord >= 0 else float("inf")
+    with DisableTorchFunctionSubclass():
+        result = (tensors[0].dtype if dtype is None else dtype).to_real()
+        exact = torch.float32 if result.itemsize < 4 else dtype
+        held = [x for x in tensors if id(x._layout) not in empty]
+        full = iter(torch._foreach_norm(held, ord, dtype=exact) if held else ())
+        # Of an empty part torch knows no largest element.
+        parts = [x.sum(dtype=exact).abs() + nothing if id(x._layout) in empty else next(full) for x in tensors]
+        row = torch.stack(parts)
+        if not all(tells.values()):
+            telling = torch.tensor([tells[id(x._layout)] for x in tensors], device=row.device)
+            row = torch.where(telling, row, nothing)
+    if axes:
+        placements = [Shard(0) if a in axes else REPLICATE for a in range(mesh.ndim)]
+        rows = Layout(mesh, placements, (prod(mesh.shape[a] for a in axes), len(tensors)))
+        row = plain(torch.linalg.vector_norm(tag(row[None], rows), ord or 1, 0))  # counts add up
+    return row.to(result)
+
+
+def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's norm of a model, which need not ask for the norm of each tensor."""
+
+    @wraps(original)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        groups = _together(tensors)
+        if len(groups) != 1 or len(groups[0][1]) != len(tensors) or any(args) or any(kwargs.values()):
+            return original(tensors, norm_type, *args, **kwargs)
+        (mesh, _), *_ = groups
+        total = torch.linalg.vector_norm(_norms(tensors, float(norm_type)), float(norm_type))
+        return tag(total, _of_numbers(mesh))
+
+    return total_norm
+
+
+clip_grad._get_total_norm = _of_all(clip_grad._get_total_norm)
+torch.nn.utils.get_total_norm = clip_grad._get_total_norm

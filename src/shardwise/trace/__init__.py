@@ -1,0 +1,1 @@
+"""Communication events, user stack frames, and hooks for graph capture."""

@@ -1,0 +1,478 @@
+"""What a recording looks at before it is used again: whatever the function reaches by itself."""
+
+import copy
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.errors import CaptureError
+from shardwise.graph_capture.api import OFTEN
+from shardwise.testing import world
+
+NAMESPACE = SimpleNamespace(scale=2.0)
+SCALE = 2.0
+
+
+@dataclass
+class Config:
+    scale: float = 2.0
+    parts: list[float] = field(default_factory=lambda: [2.0])
+
+
+@dataclass(slots=True)
+class Slots:
+    scale: float = 2.0
+
+
+class Model(nn.Module):
+    """Everything that a forward may depend on, where people keep it."""
+
+    kind: ClassVar[float] = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = [nn.Dropout(0.5), nn.Identity()]
+        self.table = {"a": 2.0}
+        self.config = Config()
+        self.slots = Slots()
+        self.factor = torch.tensor(2.0)
+        self.act: Callable[[Tensor], Tensor] = torch.relu
+        self.pair = (2.0, 3.0)
+        self._private = 2.0
+        self.linear = nn.Linear(3, 3)
+        self.steps_done = 0
+        self.history: list[float] = []
+
+    @property
+    def halved(self) -> float:
+        return self.slots.scale / 2
+
+    def helper(self, x: Tensor) -> Tensor:
+        parts: Any = (x * s * SCALE for s in self.config.parts)  # the global is named in a function inside
+        return torch.stack(list(parts)).sum(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.listed[0](self.listed[1](self.linear(x)))
+        y = self.helper(self.act(x)) * self.table["a"] + self.pair[0] * self._private * self.halved
+        out: Tensor = y * self.config.scale * self.factor * NAMESPACE.scale * self.kind
+        return out
+
+
+def replaced(module: Model) -> None:
+    module.listed[1] = nn.Tanh()
+
+
+def patched(module: Model) -> None:
+    module.forward = lambda x: module.linear(x) * 7  # type: ignore[method-assign]
+
+
+class Other(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def another_class(module: Model) -> None:
+    module.__class__ = Other
+
+
+def backward_hook(module: Model) -> None:
+    def doubled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return tuple(g if g is None else g * 2 for g in inputs)
+
+    module.linear.register_full_backward_hook(doubled)
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "the mode of a module in a list": lambda m: m.listed[0].eval(),
+    "a module in a list": replaced,
+    "a number in a dict": lambda m: m.table.update(a=3.0),
+    "an attribute of a dataclass": lambda m: setattr(m.config, "scale", 3.0),
+    "a list in a dataclass": lambda m: m.config.parts.append(1.0),
+    "a slot": lambda m: setattr(m.slots, "scale", 3.0),
+    "a tensor that is no buffer": lambda m: setattr(m, "factor", torch.tensor(3.0)),
+    "a function": lambda m: setattr(m, "act", torch.tanh),
+    "a tuple": lambda m: setattr(m, "pair", (3.0, 3.0)),
+    "a private number": lambda m: setattr(m, "_private", 3.0),
+    "its forward": patched,
+    "its class": another_class,
+    "an attribute that hides one of the class": lambda m: setattr(m, "kind", 3.0),
+    "a hook of the backward": backward_hook,
+    "a dtype": lambda m: m.double(),
+    "a number by its type": lambda m: setattr(m, "pair", (2, 3.0)),
+}
+
+
+def gradients(module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    x = x.detach().clone().to(next(module.parameters()).dtype).requires_grad_()
+    out = function(x)
+    out.sum().backward()
+    found = [out.detach(), x.grad, *(None if p.grad is None else p.grad.clone() for p in module.parameters())]
+    module.zero_grad()
+    return found
+
+
+def check(module: nn.Module, step: Any, x: Tensor) -> None:
+    expected, found = gradients(module, step.function, x), gradients(module, step, x)
+    assert all(a is b is None or (a is not None and b is not None and torch.equal(a, b))
+               for a, b in zip(expected, found, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_a_module_names_is_looked_at(name: str) -> None:
+    torch.manual_seed(1)
+    module, x = Model(), torch.randn(4, 3)
+    step = sw.capture(module)
+    for _ in range(2):
+        check(module, step, x)
+    CHANGES[name](module)
+    for _ in range(2):
+        check(module, step, x)
+
+
+def test_what_lies_beside_a_model_and_is_not_named_may_change() -> None:
+    module, x = Model().eval(), torch.randn(4, 3)
+    module.listed[0].eval()
+    step = sw.capture(module)
+    check(module, step, x)
+    (graphs,) = step.graphs()
+    module.history.append(1.0)
+    module.config.parts[0] = float("2")  # equal, as another object
+    check(module, step, x)
+    assert step.graphs() == [graphs]
+
+
+@pytest.mark.parametrize("where", ["the class", "a global", "a namespace"])
+def test_values_outside_of_a_module_are_looked_at(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Model(), torch.randn(4, 3)
+    step = sw.capture(module)
+    for _ in range(2):
+        check(module, step, x)
+    if where == "the class":
+        monkeypatch.setattr(Model, "kind", 3.0)
+    elif where == "a global":
+        monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    else:
+        monkeypatch.setattr(NAMESPACE, "scale", 3.0)
+    for _ in range(2):
+        check(module, step, x)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model: nn.Module = nn.Dropout(0.5)
+        self.scale = 2.0
+        self.done = 0
+
+    def step(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(x) * self.scale
+        return out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+
+HALF = nn.Tanh()
+
+
+def twice(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(function(x))
+
+
+FORMS: dict[str, Callable[[Trainer], Callable[[Tensor], Tensor]]] = {
+    "method": lambda t: t.step,
+    "object": lambda t: t,
+    "closure": lambda t: lambda x: t.step(x) * 1,
+    "list": lambda t: functools.partial(lambda held, x: held[0].step(x), [t]),
+    "default": lambda t: lambda x, held=t: held.step(x),  # type: ignore[misc]
+    "captured": lambda t: twice(sw.capture(t.step)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_object_is_looked_at_wherever_it_hangs(name: str) -> None:
+    trainer, x = Trainer(), torch.randn(50)
+    function = FORMS[name](trainer)
+    step = sw.capture(function)
+
+    def agrees() -> bool:
+        torch.manual_seed(0)
+        expected = function(x)
+        torch.manual_seed(0)
+        return torch.equal(step(x), expected)
+
+    assert agrees()
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(trainer, "scale", 3.0), trainer.model.eval, lambda: setattr(trainer, "model", HALF),
+    ]  # fmt: skip
+    for change in changes:
+        assert agrees()
+        (graphs,) = step.graphs()
+        trainer.done += 1
+        assert agrees()
+        assert step.graphs() == [graphs]
+        change()
+        assert agrees()
+
+
+def test_what_a_cached_function_reaches_is_looked_at() -> None:
+    held = [2.0]
+
+    @functools.lru_cache
+    def scale() -> float:
+        return held[0]
+
+    step = sw.capture(lambda x: x * scale())
+    for _ in range(2):
+        assert step(torch.ones(1)).item() == 2
+    held[0] = 3.0
+    scale.cache_clear()
+    assert step(torch.ones(1)).item() == 3
+
+
+def test_a_call_without_grad_gives_results_without_and_another_recording() -> None:
+    step, x = sw.capture(lambda x: x * WEIGHT), torch.ones(3)
+    for grad in (False, True, False, True):
+        for _ in range(2):
+            with torch.set_grad_enabled(grad):
+                out = step(x)
+            assert out.requires_grad is grad
+            if grad:
+                out.sum().backward()
+    assert len(step.graphs()) == 2
+    WEIGHT.grad = None
+
+
+def test_who_changes_what_it_reaches_is_told_once() -> None:
+    counter = [0]
+
+    def function(x: Tensor) -> Tensor:
+        counter[0] += 1
+        return x * counter[0]
+
+    step = sw.capture(function)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i in range(OFTEN * 2):
+            assert step(torch.ones(1)).item() == i + 1
+    assert [str(w.message).startswith(f"capture: {OFTEN} calls in a row") for w in told] == [True]
+    assert "a list" in str(told[0].message)
+
+
+# ---- what is set around the call ---------------------------------------------------------------------------------
+
+
+class Tanh(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.tanh if func is torch.relu else func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def global_hook() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, out: out * 2)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+IDENTITY = nn.Identity()
+AROUND: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor]]] = {
+    "a mode": (Tanh, torch.relu),
+    "a default device": (default_device, lambda x: torch.ones(4)),
+    "a hook of all modules": (global_hook, IDENTITY),
+    "deterministic": (deterministic, lambda x: x * (2 if torch.are_deterministic_algorithms_enabled() else 3)),
+    "a kernel of attention": (
+        lambda: sdpa_kernel(SDPBackend.MATH),
+        lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_set_around_a_call_counts(name: str) -> None:
+    around, function = AROUND[name]
+    step, x = sw.capture(function), torch.randn(16, 8)
+    for _ in range(2):
+        assert torch.equal(step(x), function(x))
+    for _ in range(2):
+        with around():
+            found, expected = step(x), function(x)
+        assert found.device == expected.device
+        assert found.is_meta or torch.equal(found, expected)
+        assert torch.equal(step(x), function(x))
+
+
+def test_activations_of_a_captured_block_may_be_thrown_away_and_made_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3))
+    other, x = copy.deepcopy(model), torch.randn(2, 4, requires_grad=True)
+    step = sw.capture(model)
+    for reentrant in (False, True):
+        for i in range(3):
+            for function in (step, other):
+                torch.manual_seed(i)
+                checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+            assert torch.equal(model[0].weight.grad, other[0].weight.grad)  # type: ignore[arg-type]
+
+
+def test_casts_that_autocast_remembers_belong_to_one_call() -> None:
+    model = nn.Linear(4, 4)
+    other = copy.deepcopy(model)
+    step = sw.capture(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, other)]
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            for rows in (2, 3, 2):
+                x = torch.randn(rows, 4)
+                a, b = step(x), other(x)
+                assert torch.equal(a, b)
+                a.sum().backward()
+                b.sum().backward()
+        assert torch.equal(model.weight.grad, other.weight.grad)  # type: ignore[arg-type]
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+# ---- tensors that share memory -----------------------------------------------------------------------------------
+
+
+def test_minus_zero_is_another_number() -> None:
+    step = sw.capture(lambda x, k: x / k)
+    assert [step(torch.ones(1), k).item() for k in (0.0, 0.0, -0.0, -0.0)] == [float("inf")] * 2 + [-float("inf")] * 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_argument_may_share_memory_with_another_or_with_what_is_reached(sharded: bool) -> None:
+    def made() -> Tensor:
+        x = torch.randn(4)
+        return sw.distribute_tensor(x, placements=[sw.Shard(0)]) if sharded else x
+
+    def run() -> None:
+        weight = nn.Parameter(made())
+        step = sw.capture(lambda a, b: a * 2 + b * 3 + weight * 5)
+        first, second = made(), made()
+        for a, b in [(first, first.detach()), (weight.detach(), weight.detach()), (first, second), (second, first)]:
+            for _ in range(2):
+                step(a, b).sum().backward()
+                assert torch.equal(step(a, b), step.function(a, b))
+                assert weight.grad is not None
+                assert weight.grad.sum() == 20
+                weight.grad = None
+
+    world(1).run(run)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_results_are_tensors_of_their_own(sharded: bool) -> None:
+    def run() -> None:
+        start = torch.randn(4)
+        if sharded:
+            start = sw.distribute_tensor(start, placements=[sw.Shard(0)])
+        weight = nn.Parameter(start)
+
+        def function(x: Tensor) -> tuple[Tensor, ...]:
+            y = x * weight
+            return weight, weight.detach(), x.detach(), y, y.detach(), y
+
+        step = sw.capture(function)
+        for grad in (True, False):
+            for _ in range(3):
+                x = start.detach().clone()
+                with torch.set_grad_enabled(grad):
+                    found, expected = step(x), function(x)
+                assert [t.requires_grad for t in found] == [True, False, False, grad, False, grad] or not grad
+                assert not any(t is weight or t is x for t in found)
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+                if grad:
+                    (found[0].sum() + found[3].sum()).backward()
+                    assert torch.equal(weight.grad, x + 1)  # type: ignore[arg-type]
+                    weight.grad = None
+
+    world(1).run(run)
+
+
+def _through_a_view(x: Tensor) -> Tensor:
+    a = torch.zeros(2)
+    a[0] = x.sum()
+    return x.mul(2 if bool(a[0] > 0) else 3)
+
+
+def _through_the_base(x: Tensor) -> Tensor:
+    a = torch.zeros(2)
+    a[:1].copy_(x.sum())
+    return x.mul(a.tolist()[0])
+
+
+HISTORY = torch.ones(3)
+WEIGHT = nn.Parameter(torch.ones(3))
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a value written through a view": (_through_a_view, r"item\(\), or an `if`"),
+    "a value written into a part": (_through_the_base, r"tolist\(\)"),
+    "a deep copy": (lambda x: copy.deepcopy(x * 1) * 2, "copy.deepcopy"),
+    "history of a tensor from outside": (lambda x: HISTORY.mul_(WEIGHT), "requires grad into a tensor from outside"),
+    "history of an argument": (lambda x: x.mul_(WEIGHT), "requires grad into a tensor from outside"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_another_value_at_a_replay_is_refused(name: str) -> None:
+    function, said = REFUSED[name]
+    with pytest.raises(CaptureError, match=said):
+        sw.capture(function)(torch.ones(3))
+
+
+def test_a_recurrent_layer_that_keeps_nothing_without_grad_is_refused_and_its_other_kernel_works() -> None:
+    model = nn.LSTM(4, 4)
+    other, step = copy.deepcopy(model), sw.capture(lambda x: model(x)[0])
+    with pytest.raises(CaptureError, match="mkldnn_rnn_layer"):
+        step(torch.randn(3, 2, 4))
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+        for _ in range(3):
+            x = torch.randn(3, 2, 4)
+            step(x).sum().backward()
+            other(x)[0].sum().backward()
+            for a, b in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_what_needs_gradients_later_gets_them() -> None:
+    late = torch.randn(3)
+    step = sw.capture(lambda x: (x * late * WEIGHT).sum())
+    for _ in range(2):
+        step(torch.ones(3)).backward()
+    late.requires_grad_()
+    step(torch.ones(3)).backward()
+    assert torch.equal(late.grad, WEIGHT)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import MeshError
+from shardwise.layout import Mesh, ring_elements
+from shardwise.testing.pieces import where
+from tests.strategies import laws, meshes
+
+GRID = Mesh((2, 3), (5, 4, 3, 2, 1, 0), ("dp", "tp"))
+
+
+@laws
+@given(meshes())
+def test_every_rank_stands_where_a_row_major_grid_has_it(mesh: Mesh) -> None:
+    for rank in range(max(mesh.ranks) + 2):
+        here = where(mesh, rank)
+        assert mesh.coordinate(rank) == here
+        if here is not None:
+            assert mesh.rank_at(here) == rank
+
+
+@laws
+@given(meshes(), st.data())
+def test_a_line_is_a_row_of_the_grid_along_its_axis(mesh: Mesh, data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from(mesh.ranks))
+    axis = data.draw(st.integers(0, mesh.ndim - 1))
+    here = where(mesh, rank)
+    assert here is not None
+    grid = torch.tensor(mesh.ranks).view(mesh.shape)
+    line = grid[tuple(slice(None) if i == axis else position for i, position in enumerate(here))]
+    assert list(mesh.line(rank, axis)) == line.tolist()
+
+
+@laws
+@given(meshes(), st.data())
+def test_a_submesh_is_the_part_of_the_grid_around_a_rank(mesh: Mesh, data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from(mesh.ranks))
+    kept = [axis for axis in range(mesh.ndim) if data.draw(st.booleans())] or [0]
+    here = where(mesh, rank)
+    assert here is not None
+    grid = torch.tensor(mesh.ranks).view(mesh.shape)
+    expected = grid[tuple(slice(None) if axis in kept else here[axis] for axis in range(mesh.ndim))]
+    part = mesh.submesh(kept, rank)
+    assert part.shape == tuple(expected.shape)
+    assert list(part.ranks) == expected.flatten().tolist()
+
+
+def test_axes_have_names_and_indices() -> None:
+    assert GRID.axis("tp") == GRID.axis(1) == GRID.axis(-1) == 1
+    assert GRID.submesh("tp", 1) == GRID.submesh(1, 1) == Mesh((3,), (2, 1, 0), ("tp",))
+    assert GRID.submesh(("dp", "tp"), 1) == GRID
+    assert (GRID.ndim, GRID.size(), GRID.size(0), GRID.size(1)) == (2, 6, 2, 3)
+
+
+def test_an_integer_is_a_mesh_of_one_axis() -> None:
+    assert Mesh(3) == Mesh((3,)) == Mesh((3,), (0, 1, 2))  # type: ignore[arg-type]
+
+
+def test_a_mesh_prints_its_axes_and_its_ranks_where_they_are_not_in_order() -> None:
+    assert str(Mesh((2, 3))) == "Mesh(0=2, 1=3)"
+    assert str(GRID) == "Mesh(dp=2, tp=3, ranks=(5, 4, 3, 2, 1, 0))"
+    assert str(Mesh((2,), (0, 2))) == "Mesh(0=2, ranks=(0, 2))"
+
+
+def test_meshes_are_equal_by_value() -> None:
+    same = Mesh((2, 3), (5, 4, 3, 2, 1, 0), ("dp", "tp"))
+    assert same == GRID
+    assert hash(same) == hash(GRID)
+    others = [
+        Mesh((3, 2), GRID.ranks, GRID.names),
+        Mesh((2, 3), (0, 1, 2, 3, 4, 5), GRID.names),
+        Mesh((2, 3), GRID.ranks),
+        Mesh((2, 3), GRID.ranks, GRID.names, "cuda"),
+    ]
+    assert all(other != GRID for other in others)
+
+
+def test_a_mesh_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GRID.shape = (6,)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda mesh: pickle.loads(pickle.dumps(mesh))])  # noqa: S301
+def test_a_copied_or_pickled_mesh_is_the_same_value(again: object) -> None:
+    assert callable(again)
+    assert GRID.coordinate(0) == (1, 2)
+    assert again(GRID) == GRID
+    assert hash(again(GRID)) == hash(GRID)
+    assert again(GRID).coordinate(0) == (1, 2)
+
+
+def test_a_pickled_mesh_carries_no_hash() -> None:
+    # Hashes of strings differ from process to process: one that travels makes equal meshes two keys.
+    assert str(hash(GRID)) not in str(GRID.__reduce_ex__(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Mesh(()), "A mesh needs at least one axis and one position an axis, got shape ()."),
+        (lambda: Mesh((2, 0)), "A mesh needs at least one axis and one position an axis, got shape (2, 0)."),
+        (
+            lambda: Mesh((2, -1)),
+            "A mesh needs at least one axis and one position an axis, got shape (2, -1).",
+        ),
+        (lambda: Mesh((2, 2), (0, 1)), "A mesh of shape (2, 2) has 4 positions, got 2 ranks (0, 1)."),
+        (lambda: Mesh((2,), (1, 1)), "The ranks of a mesh must be different and not negative, got (1, 1)."),
+        (lambda: Mesh((2,), (0, -1)), "The ranks of a mesh must be different and not negative, got (0, -1)."),
+        (
+            lambda: Mesh((2, 2), names=("a",)),
+            "A mesh of 2 axes needs as many different names, got ('a',).",
+        ),
+        (
+            lambda: Mesh((2, 2), names=("a", "a")),
+            "A mesh of 2 axes needs as many different names, got ('a', 'a').",
+        ),
+        (lambda: GRID.axis("pp"), "The mesh has no axis named 'pp'; its axes are ('dp', 'tp')."),
+        (lambda: Mesh((2, 3)).axis("tp"), "The mesh has no axis named 'tp'; its axes are (2, 3)."),
+        (lambda: GRID.axis(2), "The mesh has axes 0 to 1, got 2."),
+        (lambda: GRID.axis(-3), "The mesh has axes 0 to 1, got -3."),
+        (lambda: GRID.submesh("tp", 6), f"Rank 6 is not part of {GRID}."),
+        (
+            lambda: GRID.submesh(("tp", "dp"), 0),
+            "A sub-mesh keeps the order of the axes of its mesh, got ('tp', 'dp').",
+        ),
+        (
+            lambda: GRID.submesh(("tp", "tp"), 0),
+            "A sub-mesh keeps the order of the axes of its mesh, got ('tp', 'tp').",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(make: object, text: str) -> None:
+    assert callable(make)
+    with pytest.raises(MeshError) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("coordinate", [(0, 3), (2, 0), (0, -1)])
+def test_a_position_off_the_grid_has_no_rank(coordinate: tuple[int, int]) -> None:
+    with pytest.raises(MeshError) as caught:
+        GRID.rank_at(coordinate)
+    assert str(caught.value) == f"{GRID} has no position {coordinate}."
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 10])
+def test_ring_elements_are_what_the_members_of_a_ring_send(numel: int, size: int) -> None:
+    """Play the ring: each round, everybody hands one chunk to the next, first sums, then results."""
+    chunks = [len(chunk) for chunk in torch.arange(numel).chunk(size)] if numel else []
+    chunks += [0] * (size - len(chunks))
+    sent = [0] * size
+    for travel in range(2 * (size - 1)):
+        for member in range(size):
+            sent[member] += chunks[(member - travel) % size]
+    assert [ring_elements(numel, size, position) for position in range(size)] == sent

@@ -1,0 +1,410 @@
+"""`shard_module`: plans of names and globs, wrong plans, tied and meta parameters, grids."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import (
+    DTensor,
+    Layout,
+    Mesh,
+    OnRanks,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    count_comms,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+    shard_module,
+)
+from shardwise.errors import LayoutError, MismatchError, PlanError
+from shardwise.parallel.shard_module import layouts_of
+from shardwise.testing import world
+from shardwise.testing.truth import as_dtensor
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+class Recommender(nn.Module):
+    """A table, a hidden layer with a norm's buffer, an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(9, 4, mode="sum")
+        self.hidden = nn.Linear(4, 6)
+        self.out = nn.Linear(6, 1)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert isinstance(self.scale, Tensor)
+        result: Tensor = self.out(torch.relu(self.hidden(self.table(ids))) * self.scale)
+        return result
+
+
+torch.manual_seed(0)
+MODEL = Recommender().double()
+IDS = torch.randint(0, 9, (5, 3))
+PLANS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "rows": {"table.weight": S0, "hidden.*": S0, "out.weight": S1},
+    "uneven": {"table.weight": Shard(0, [0, 8, 1]), "hidden.*": Shard(0, [1, 0, 5]), "out.weight": Shard(1, [1, 0, 5])},
+    "on ranks": {"*": OnRanks(2), "table.weight": OnRanks(0)},
+    "everything by rows": {"*": S0},
+    "lists and layouts": {"table.weight": [S1], "hidden.weight": Layout(Mesh((3,)), [S1], (6, 4))},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_sharded_module_computes_and_learns_what_the_plain_one_does(plan: str) -> None:
+    expected = copy.deepcopy(MODEL)
+    loss = expected(IDS).square().mean()
+    loss.backward()
+
+    def body() -> None:
+        module = copy.deepcopy(MODEL)
+        assert shard_module(module, PLANS[plan]) is module
+        got = module(distribute_tensor(IDS, Mesh((3,)), [S0])).square().mean()
+        assert_close(as_dtensor(got).full_tensor(), loss)
+        got.backward()
+        for (name, p), want in zip(module.named_parameters(), expected.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            assert isinstance(p, nn.Parameter)
+            assert as_dtensor(p)._name == name
+            assert want.grad is not None
+            assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
+        assert type(module.scale) is Tensor
+
+    world(3).run(body)
+
+
+def test_a_name_beats_a_glob_and_a_later_glob_an_earlier_one() -> None:
+    plan = {"hidden.weight": S0, "*.weight": S1, "hidden.*": OnRanks(1)}
+    layouts = layouts_of(MODEL, plan, Mesh((2,)))
+    assert layouts["hidden.weight"].placements == (S0,)
+    assert layouts["hidden.bias"].placements == (OnRanks(1),)
+    assert layouts["table.weight"].placements == (S1,)
+    assert layouts["out.bias"].placements == (R,)
+    assert layouts_of(MODEL, {"hidden.*": OnRanks(1), "*.weight": S1}, Mesh((2,)))["hidden.weight"].placements == (S1,)
+
+
+def test_all_that_is_wrong_with_a_plan_is_said_at_once_and_on_every_rank() -> None:
+    plan: dict[str, Any] = {
+        "table.wieght": S0,
+        "zzz*": S0,
+        "hidden.weight": Shard(2),
+        "hidden.bias": Shard(0, [1, 2]),
+        "out.weight": OnRanks(2),
+        "out.bias": [S0, S0],
+        "table.weight": Layout(Mesh((2,)), [S0], (3, 3)),
+    }
+
+    def body() -> str:
+        module = copy.deepcopy(MODEL)
+        with pytest.raises(PlanError) as caught:
+            shard_module(module, plan)
+        assert not any(isinstance(p, DTensor) for p in module.parameters()), "nothing was changed"
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert text == (
+        "The plan does not fit the module:\n"
+        "  'table.wieght' matches no parameter. Did you mean 'table.weight'?\n"
+        "  'zzz*' matches no parameter. Parameters: "
+        "table.weight, hidden.weight, hidden.bias, out.weight, out.bias.\n"
+        "  table.weight: the layout is for shape (3, 3), the parameter has (9, 4).\n"
+        "  hidden.weight: Shard(2) on axis 0: a tensor of shape (6, 4) has no dim 2.\n"
+        "  hidden.bias: Shard(0, sizes=(1, 2)) on axis 0: sizes (1, 2) add up to 3, but dim 0 has 6 elements here "
+        "(global shape (6,)).\n"
+        "  out.weight: OnRanks(2) on axis 0 of Mesh(0=2): positions are 0 to 1.\n"
+        "  out.bias: One placement an axis: Mesh(0=2) has 1, got 2: [Shard(0), Shard(0)]."
+    )
+
+
+def test_one_placement_for_a_grid_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"says nothing about 2 axes. Fix: give one placement an axis"):
+        layouts_of(MODEL, {"table.weight": S0}, Mesh((2, 2)))
+
+
+DIFFERENT: dict[str, Callable[[], dict[str, Any]]] = {
+    "placement": lambda: {"hidden.*": S0, "table.weight": Shard(collectives.rank() % 2)},
+    "a wrong one on one rank": lambda: {"hidden.*": S0, "table.weight": Shard(5 if collectives.rank() == 1 else 0)},
+    "missing on one rank": lambda: {"table.weight": S0} if collectives.rank() else {},
+    "order": lambda: dict(sorted({"*.weight": S0, "table.*": S1}.items(), reverse=collectives.rank() == 2)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_plans_that_differ_are_refused_with_the_differences_only(name: str) -> None:
+    def body() -> str:
+        with pytest.raises(MismatchError) as caught:
+            shard_module(copy.deepcopy(MODEL), DIFFERENT[name]())
+        return str(caught.value)
+
+    (text,) = set(world(3).run(body))
+    assert text.startswith("Ranks disagree on the sharding plan:\n  rank 0")
+    assert text.endswith("\n  Fix: build the same module and plan on every rank.")
+    assert "plan for hidden" not in text
+    assert "parameter" not in text
+    if name == "placement":
+        assert text.split("\n")[1:3] == [
+            '  rank 0, 2: {"plan for table.weight": "Shard(0)"}',
+            '  rank 1: {"plan for table.weight": "Shard(1)"}',
+        ]
+
+
+def test_modules_that_differ_are_refused() -> None:
+    def body() -> str:
+        with pytest.raises(MismatchError) as caught:
+            shard_module(nn.Linear(3, 2 + collectives.rank()), {})
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert '"parameter weight": "torch.float32 (2, 3)"' in text
+    assert '"parameter weight": "torch.float32 (3, 3)"' in text
+
+
+@world(3)
+def test_the_values_of_the_source_rank_count() -> None:
+    for source in (0, 2):
+        module = nn.Linear(2, 3)
+        nn.init.constant_(module.weight, collectives.rank())
+        shard_module(module, {"weight": S0}, src_rank=source)
+        assert as_dtensor(module.weight.detach()).full_tensor().unique().tolist() == [source]
+    own = nn.Linear(2, 3)
+    nn.init.constant_(own.weight, collectives.rank())
+    shard_module(own, {"weight": S0}, src_rank=None)
+    assert as_dtensor(own.weight).to_local().unique().tolist() == [collectives.rank()]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.out(self.embed(ids))
+        return result
+
+
+def test_tied_parameters_stay_tied() -> None:
+    plain = Tied().double()
+    ids = torch.tensor([0, 5, 2])
+    plain(ids).square().sum().backward()
+    expected = plain.embed.weight.grad
+    assert expected is not None
+
+    def body() -> None:
+        module = copy.deepcopy(plain)
+        module.zero_grad()
+        with pytest.raises(PlanError, match=r"embed.weight and out.weight are one parameter, but the plan lays"):
+            shard_module(module, {"embed.weight": S0})
+        shard_module(module, {"*.weight": S0})
+        assert module.embed.weight is module.out.weight
+        assert len(list(module.parameters())) == 1
+        module(distribute_tensor(ids, Mesh((3,)), [R])).square().sum().backward()
+        assert_close(as_dtensor(module.embed.weight.grad).full_tensor(), expected)
+
+    world(3).run(body)
+
+
+@world(4)
+def test_a_table_larger_than_one_rank_may_hold_is_built_from_the_meta_device() -> None:
+    """A billion rows: 256 GB. Each rank is to hold its own, and this one holds none of them."""
+    with torch.device("meta"):
+        table = nn.Embedding(1_000_000_000, 64)
+        small = nn.Embedding(1_000, 64)
+    layouts = layouts_of(table, {"weight": Shard(0, [10**9 - 6, 1, 2, 3])}, Mesh((4,)))
+    assert layouts["weight"].local_shape(3) == (3, 64)
+    shard_module(small, {"weight": S0})
+    assert as_dtensor(small.weight).to_local().untyped_storage().nbytes() == 250 * 64 * 4
+    assert as_dtensor(small.weight.detach()).full_tensor().std().item() == pytest.approx(1, abs=0.02)
+
+
+def test_meta_modules_are_filled_alike_for_any_world() -> None:
+    def body() -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        with torch.device("meta"):
+            module = Recommender()
+        with pytest.raises(PlanError, match="scale"):
+            shard_module(copy.deepcopy(module), {"*": S0})
+        del module.scale
+        shard_module(module, {"*": S0})
+        return {name: as_dtensor(p.detach()).full_tensor() for name, p in module.named_parameters()}
+
+    (expected,) = world(1).run(body)
+    for size in (2, 3):
+        for got in world(size).run(body):
+            assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+class HalfReset(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+
+@world(2)
+@pytest.mark.parametrize("placement", [R, S0, S1, Shard(0, (0, 9)), OnRanks(1)], ids=str)
+def test_the_row_of_the_padding_of_a_meta_table_is_zero(placement: Placement) -> None:
+    """It was filled through a view, which of a table cut by rows is a copy."""
+
+    def body() -> None:
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            with torch.device("meta"):
+                module = nn.Sequential(kind(9, 4, padding_idx=5))
+            with count_comms() as meter:
+                shard_module(module, {"0.weight": placement})
+            rows = as_dtensor(module.get_parameter("0.weight")).full_tensor().detach()
+            assert (rows == 0).all(1).tolist() == [row == 5 for row in range(9)]
+            assert meter.implicit == []
+            assert module[0].padding_idx == 5
+
+    world(2).run(body)
+
+
+def test_buffers_of_the_meta_device_are_filled_or_refused() -> None:
+    """They stayed on the meta device, or held whatever the memory did."""
+    with torch.device("meta"):
+        norm, bare, half = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), HalfReset()
+    shard_module(norm, {"*": S0})
+    shard_module(bare, {})
+    for module in (norm, bare):
+        assert isinstance(module.running_var, Tensor)
+        assert module.running_var.tolist() == [1.0] * 3
+        assert module.num_batches_tracked.item() == 0  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match=r"its reset_parameters\(\) does not fill scale. Fix: let it do so"):
+        shard_module(half, {"*": S0})
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def test_a_meta_module_that_cannot_fill_itself_is_refused() -> None:
+    def body() -> str:
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(2, 2), NoReset())
+        with pytest.raises(PlanError) as caught:
+            shard_module(module, {})
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert text == (
+        "NoReset at '1' was built on the meta device and has no reset_parameters() to fill 1.weight. "
+        "Fix: give it one, or build it on a device."
+    )
+
+
+GRIDS: list[dict[str, list[Placement]]] = [
+    {"table.weight": [S0, S1], "hidden.*": [R, S0], "out.weight": [R, S1]},
+    {"table.weight": [S0, S0], "hidden.weight": [S1, S0]},
+    {"table.weight": [OnRanks(1), S0], "out.*": [R, OnRanks(0)]},
+]
+
+
+@pytest.mark.parametrize("plan", GRIDS, ids=str)
+def test_grids_equal_one_process(plan: dict[str, list[Placement]]) -> None:
+    expected = MODEL(IDS)
+
+    def body() -> None:
+        module, mesh = copy.deepcopy(MODEL), Mesh((2, 2), (), ("dp", "tp"))
+        shard_module(module, plan, mesh=mesh)
+        got = module(distribute_tensor(IDS, mesh, [S0, R]))
+        assert_close(as_dtensor(got).full_tensor(), expected)
+
+    world(4).run(body)
+
+
+@world(4)
+def test_a_mesh_of_some_ranks_leaves_nothing_on_the_others() -> None:
+    mesh = Mesh((2,), (1, 3))
+    module = shard_module(nn.Linear(3, 2), {"weight": S0}, mesh=mesh)
+    held = 1 if collectives.rank() in mesh.ranks else 0
+    assert as_dtensor(module.weight).to_local().shape == (held, 3)
+
+
+@world(2)
+def test_what_is_frozen_stays_frozen() -> None:
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad_(False)
+    shard_module(module, {"*": S0})
+    assert module.weight.requires_grad
+    assert not module.bias.requires_grad
+
+
+@world(2)
+def test_a_placement_that_is_none_is_refused() -> None:
+    wrong: Any = {"weight": ["rows"]}
+    with pytest.raises((PlanError, LayoutError), match=r"needs a placement such as Shard\(0\)"):
+        shard_module(nn.Linear(3, 2), wrong)
+
+
+@world(4, real=True)
+def test_real_processes_on_a_grid_equal_one() -> None:
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)).double()
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = copy.deepcopy(plain)
+    shard_module(module, {"0.*": [R, S0], "2.weight": [R, S1]}, mesh=mesh)
+    out = module(distribute_tensor(x, mesh, [S0, R]))
+    F.mse_loss(out, torch.zeros(5, 1, dtype=torch.float64)).backward()
+    F.mse_loss(plain(x), torch.zeros(5, 1, dtype=torch.float64)).backward()
+    for p, want in zip(module.parameters(), plain.parameters(), strict=True):
+        assert want.grad is not None
+        assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
+
+
+@world(3)
+def test_a_sharded_module_can_be_sharded_again() -> None:
+    """What the second plan names is moved; what it omits stays as it is."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5))
+    before = [p.detach().clone() for p in module.parameters()]
+    shard_module(module, {"*.weight": Shard(0)})
+    shard_module(module, {"0.weight": Shard(1)})
+    parameters = [as_dtensor(p) for p in module.parameters()]
+    assert [p.placements for p in parameters] == [(Shard(1),), (Shard(0),), (Replicate(),)]
+    for parameter, want in zip(parameters, before, strict=True):
+        assert isinstance(parameter, nn.Parameter)
+        assert torch.equal(as_dtensor(parameter.detach()).full_tensor(), want)
+
+
+@world(3)
+def test_distribute_module_partitions_by_a_function_and_replicates_the_rest() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)).eval()
+    x = torch.randn(5, 4)
+    want = model(x)
+
+    def cut_first(name: str, module: nn.Module, mesh: Any) -> None:
+        if name == "0":
+            for key, parameter in list(module.named_parameters()):
+                module.register_parameter(key, distribute_tensor(parameter, mesh, [Shard(0)]))  # type: ignore[arg-type]
+
+    mesh = Mesh((3,))
+    distribute_module(
+        model,
+        mesh,
+        cut_first,
+        lambda m, inputs, where: tuple(distribute_tensor(t, where, [Replicate()]) for t in inputs),
+        lambda m, out, where: out.full_tensor(),
+    )
+    assert as_dtensor(model[0].weight).placements == (Shard(0),)
+    assert as_dtensor(model[2].weight).placements == (Replicate(),)
+    assert isinstance(model[1].running_mean, DTensor)
+    torch.testing.assert_close(model(x), want)
+    with pytest.raises(PlanError, match="called on this module before"):
+        distribute_module(model, mesh)

@@ -1,0 +1,135 @@
+"""A plan in TOML says what it says in Python, and anything else in one clear line."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.layout import Layout, Mesh, Partial, Shard
+from shardwise.pictures.plan_file import PlanFile, read_plan
+from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+
+ALL = """
+mesh = { dp = 2, tp = 2 }
+ranks = [3, 1, 0, 2]
+dtype = "float64"
+
+[parameters."items.weight"]
+shape = [10, 4]
+placements = "Shard(0), Shard(0)"
+shard_order = [1, 0]
+dtype = "bfloat16"
+
+[parameters.users.weight]
+shape = [10, 4]
+chunk = { dim = -2, ranks = [3, 1, 3] }
+
+[parameters.users.bias]
+shape = [4, 4]
+shards = [
+    { offsets = [0, 0], sizes = [4, 1], rank = "rank:0/cuda:1" },
+    { offsets = [0, 1], sizes = [2, 3], rank = 1 },
+    { offsets = [2, 1], sizes = [2, 3], rank = 0 },
+]
+
+[parameters.scale]
+shape = []
+placements = ["R", "P(max)"]
+"""
+
+
+def read(folder: Path, content: str) -> PlanFile:
+    file = folder / "plan.toml"
+    file.write_text(content)
+    return read_plan(file)
+
+
+def test_placements_are_those_of_python(tmp_path: Path) -> None:
+    plan = read(tmp_path, ALL)
+    mesh = Mesh((2, 2), (3, 1, 0, 2), ("dp", "tp"))
+    assert plan.mesh == mesh
+    assert [p.header for p in plan.pictures] == ["items.weight", "users.weight", "users.bias", "scale"]
+    assert plan.pictures[0].layout == Layout(mesh, [Shard(0), Shard(0)], (10, 4), (1, 0))
+    assert plan.pictures[3].layout.placements[1] == Partial("max")
+    assert [p.itemsize for p in plan.pictures] == [2, 8, 8, 8]
+
+
+def test_specs_are_those_of_python(tmp_path: Path) -> None:
+    plan, ranks = read(tmp_path, ALL), (0, 1, 2, 3)
+    chunks = ChunkShardingSpec(0, ["rank:3/cpu", "rank:1/cpu", "rank:3/cpu"]).layout((10, 4), ranks)
+    shards = [
+        ShardMetadata((0, 0), (4, 1), "rank:0/cpu"),
+        ShardMetadata((0, 1), (2, 3), "rank:1/cpu"),
+        ShardMetadata((2, 1), (2, 3), "rank:0/cpu"),
+    ]
+    boxes = EnumerableShardingSpec(shards).layout((4, 4), ranks)
+    for rank in ranks:
+        assert plan.pictures[1].layout.boxes(rank) == chunks.boxes(rank)
+        assert plan.pictures[2].layout.boxes(rank) == boxes.boxes(rank)
+
+
+@pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2])
+def test_dims_are_counted_from_the_end_as_in_python(dim: int, tmp_path: Path) -> None:
+    plan = read(tmp_path, f"{HEAD}shape = [3, 4, 5]\nchunk = {{ dim = {dim}, ranks = [1, 0] }}")
+    expected = ChunkShardingSpec(dim, ["rank:1/cpu", "rank:0/cpu"]).layout((3, 4, 5), (0, 1))
+    assert [plan.pictures[0].layout.boxes(rank) for rank in (0, 1)] == [expected.boxes(rank) for rank in (0, 1)]
+
+
+def test_the_table_adds_up(tmp_path: Path) -> None:
+    assert str(read(tmp_path, ALL).table).splitlines()[-1].split() == ["all", *"104 B 208 B 24 B 224 B".split()]
+
+
+def test_of_a_tensor_that_names_no_dtype_bytes_are_those_of_float32(tmp_path: Path) -> None:
+    plan = read(tmp_path, 'mesh = 2\n[parameters.w]\nshape = "3,2"\nplacements = "S(0)"')
+    assert plan.table.placed[0].rank_bytes == (16, 8)
+
+
+HEAD = "mesh = [2]\n[parameters.w]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("mesh = ", "is not TOML"),
+        ("", "the mesh is missing"),
+        ("mesh = [2]", "there is no tensor"),
+        ("mesh = [2]\nparameters = 3", "parameters is no table"),
+        ("mesh = [2]\nparameters.w = 3", "parameters is no table|w is no table|w: "),
+        ("mesh = [2]\nrank = [0, 1]\n", "'rank' means nothing here. Did you mean 'ranks'?"),
+        ("mesh = [2]\nranks = 3\n", "3 is no list of ranks"),
+        ("mesh = [2]\nranks = [0, true]\n", "True is no rank"),
+        ("mesh = [2]\nranks = [0, 0]\n", "is no mesh"),
+        ('mesh = "two"', "'two' is no mesh"),
+        ('mesh = [2]\ndtype = "float"', "'float' is no dtype"),
+        (f"{HEAD}placements = 'S(0)'", "w: the shape is missing"),
+        (f"{HEAD}shape = [4]", "w: one of placements, chunk, shards says how it is cut, got none"),
+        (f"{HEAD}shape = [4]\nplacements = 'S(0)'\nchunk = {{}}", "got placements and chunk"),
+        (f"{HEAD}shape = [4]\nplacement = 'S(0)'", "w: 'placement' means nothing here. Did you mean 'placements'?"),
+        (f"{HEAD}shape = [4]\nplacements = 'S(1)'", "w: Shard(1) on axis 0: a tensor of shape (4,) has no dim 1"),
+        (f"{HEAD}shape = [4.5]\nplacements = 'S(0)'", "w: [4.5] is no shape"),
+        (f"{HEAD}shape = [4]\nplacements = 'exit()'", "w: 'exit()' is no placement"),
+        (f"{HEAD}shape = [4]\nplacements = 4", "w: 4 is no placement"),
+        (f"{HEAD}shape = [4]\nchunk = 4", "w: chunk needs a dim and ranks"),
+        (f"{HEAD}shape = [4]\nchunk = {{ dim = 1, ranks = [0] }}", "w: chunk cuts one of 1 dims"),
+        (f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [] }}", "w: chunk cuts one of 1 dims for one rank or more"),
+        (f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [5] }}", "w: rank 5 is not of Mesh(0=2)"),
+        (
+            f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [0] }}\nshard_order = [0]",
+            "w: shard_order is for placements",
+        ),
+        (f"{HEAD}shape = [4]\nshards = 4", "w: a shard is offsets, sizes and a rank"),
+        (f"{HEAD}shape = [4]\nshards = [{{ offsets = [0], sizes = [3], rank = 0 }}]", "w: Boxes leave a gap"),
+        (f"{HEAD}shape = [4]\nshards = [{{ offsets = [-1], sizes = [5], rank = 0 }}]", "w: Box"),
+        (f"{HEAD}shape = [4]\nshards = [{{ offsets = [0], sizes = [4], rank = 'cpu' }}]", "w: 'cpu' is no rank"),
+    ],
+)
+def test_anything_else_is_refused_with_the_place_and_the_reason(content: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as refused:
+        read(tmp_path, content)
+    assert any(each in str(refused.value) for each in why.split("|"))
+    assert str(refused.value).startswith(f"{tmp_path / 'plan.toml'}: ")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.toml: cannot be read: No such file"):
+        read_plan(tmp_path / "none.toml")

@@ -1,0 +1,461 @@
+"""What `move` does beyond the sweep of `test_movement_exhaustive`: dtypes, ties, graphs, memory, refusals."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import collectives
+from shardwise.collectives import count_comms
+from shardwise.errors import LayoutError, RuleError
+from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.redistribute.plan import plan_move
+from shardwise.redistribute.run import exchange, identity, move
+from shardwise.testing import world
+from shardwise.testing.pieces import Parts, contribution, contributions, local_of, small_integers, value_of
+from tests.redistribute.one_process import Case, alike, assert_value, on_all_ranks
+
+LINE = Mesh((3,), (2, 0, 1))
+ROWS = Boxes([[((3, 0), (2, 3)), ((0, 0), (1, 3))], [], [((1, 0), (2, 3))]])
+
+
+def lines(*placements: Placement, shape: tuple[int, ...] = (5, 3), mesh: Mesh = LINE) -> list[Layout]:
+    return [Layout(mesh, [placement], shape) for placement in placements]
+
+
+# ---- dtypes -----------------------------------------------------------------------------------------------
+
+
+def moved(parts: Parts, src: Layout, dst: Layout) -> Tensor:
+    rank = collectives.rank()
+    return move(local_of(parts[contribution(src, rank)], src, rank), src, dst)
+
+
+def assert_moves_exactly(parts: Parts, value: Tensor, src: Layout, dst: Layout) -> None:
+    for rank, out in enumerate(world(3).run(moved, parts, src, dst)):
+        assert out.dtype == value.dtype
+        assert torch.equal(out, local_of(value, dst, rank))
+
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex128], ids=str)
+def test_every_dtype_moves_bit_by_bit(dtype: torch.dtype) -> None:
+    full = torch.arange(15).view(5, 3).to(dtype)
+    found = lines(Shard(0), Shard(1, [0, 1, 2]), Replicate(), OnRanks(1), ROWS)
+    for src, dst in product(found, repeat=2):
+        assert_moves_exactly({(): full}, full, src, dst)
+
+
+# Complex numbers have no maximum; that it is refused is tested below.
+REDUCTIONS = [
+    (op, dtype)
+    for op, dtype in product(["sum", "max", "min", "product"], DTYPES)
+    if not dtype.is_complex or op in {"sum", "product"}
+]
+
+
+@pytest.mark.parametrize(("op", "dtype"), REDUCTIONS, ids=str)
+def test_every_dtype_is_reduced_as_torch_does(op: str, dtype: torch.dtype) -> None:
+    (src,) = lines(Partial(op))
+    generator = torch.Generator().manual_seed(0)
+    parts = {key: (small_integers(src.shape, generator) + 2).to(dtype) for key in contributions(src)}
+    for dst in lines(Replicate(), Shard(0), OnRanks(1), ROWS):
+        assert_moves_exactly(parts, value_of(parts, src), src, dst)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("sum", [False, True, True]),
+        ("max", [False, True, True]),
+        ("min", [False, False, True]),
+        ("product", [False, False, True]),
+    ],
+)
+def test_booleans_are_reduced_by_or_and_and(op: str, expected: list[bool]) -> None:
+    src, dst = lines(Partial(op), Replicate(), shape=(3,))
+    parts: Parts = {(i,): torch.tensor([False, i == 1, True]) for i in range(3)}
+    assert_moves_exactly(parts, torch.tensor(expected), src, dst)
+    assert_moves_exactly(parts, torch.tensor(expected), src, *lines(Shard(0), shape=(3,)))
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), [*REDUCTIONS, *((op, torch.bool) for op in ("sum", "max", "min", "product"))], ids=str
+)
+def test_a_value_spread_into_contributions_reduces_to_itself(op: str, dtype: torch.dtype) -> None:
+    """Where a rank contributes nothing stands what changes nothing, also for unsigned integers and booleans."""
+    full = torch.arange(15).view(5, 3).remainder(4).to(dtype)
+    (spread,) = lines(Partial(op))
+    sources, targets = lines(Replicate(), Shard(0), OnRanks(1), ROWS), lines(Replicate(), Shard(1))
+    for src, dst in product(sources, targets):
+
+        def there_and_back(src: Layout = src, dst: Layout = dst) -> Tensor:
+            out = moved({(): full}, src, spread)
+            return move(out, spread, dst)
+
+        for rank, out in enumerate(world(3).run(there_and_back)):
+            assert torch.equal(out, local_of(full, dst, rank))
+
+
+def test_the_identity_changes_nothing() -> None:
+    for op, dtype in REDUCTIONS:
+        values = torch.tensor([0, 1, 3]).to(dtype)
+        stack = torch.stack([values, torch.full_like(values, identity(op, dtype))])
+        assert torch.equal(collectives.reduce_stack(stack, op), values)
+
+
+def complaints(body: Callable[[], object], ranks: int = 3) -> set[str]:
+    def caught() -> str:
+        with pytest.raises(RuleError) as error:
+            body()
+        return str(error.value)
+
+    return set(world(ranks).run(caught))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [(Partial("avg"), Replicate()), (Partial("avg"), Shard(0)), (Shard(0), Partial("avg"))],
+    ids=str,
+)
+def test_an_average_of_integers_is_refused_on_every_rank(src: Placement, dst: Placement, dtype: torch.dtype) -> None:
+    old, new = lines(src, dst)
+
+    def body() -> Tensor:
+        return move(torch.ones(old.local_shape(collectives.rank()), dtype=dtype), old, new)
+
+    text = (
+        f"Cannot move {dtype} from {old} to {new}: integers have no exact average. "
+        f"Fix: convert the tensor to floating point first, or use Partial('sum')."
+    )
+    assert complaints(body) == {text}
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [(Partial("max"), Replicate()), (Partial("min"), OnRanks(0)), (Shard(0), Partial("max"))]
+)
+def test_a_maximum_of_complex_numbers_is_refused_on_every_rank(src: Placement, dst: Placement) -> None:
+    old, new = lines(src, dst)
+
+    def body() -> Tensor:
+        return move(torch.ones(old.local_shape(collectives.rank()), dtype=torch.complex64), old, new)
+
+    assert complaints(body) == {
+        f"Cannot move torch.complex64 from {old} to {new}: complex numbers have no maximum or minimum."
+    }
+
+
+def test_a_move_to_another_shape_is_refused_before_anything_is_sent() -> None:
+    src, dst = Layout(LINE, [Shard(0)], (5,)), Layout(LINE, [Replicate()], (6,))
+
+    def body() -> int:
+        with count_comms() as meter, pytest.raises(LayoutError, match="A move keeps the global shape"):
+            move(torch.ones(src.local_shape(collectives.rank())), src, dst)
+        return meter.total_calls
+
+    assert world(3).run(body) == [0, 0, 0]
+
+
+# ---- gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["max", "min", "product"])
+@pytest.mark.parametrize("dst", [Replicate(), Shard(0), OnRanks(2)], ids=str)
+def test_ties_and_zeros_share_the_gradient_as_in_one_process(op: str, dst: Placement) -> None:
+    src, new = lines(Partial(op), dst, shape=(4,))
+    rows = [[1.0, 2.0, 0.0, -1.0], [1.0, 2.0, 0.0, 0.0], [1.0, 0.0, 3.0, -1.0]]
+    leaves: Parts = {(i,): torch.tensor(row, requires_grad=True) for i, row in enumerate(rows)}
+    weights = torch.tensor([1.0, 10.0, 100.0, 1000.0])
+    (value_of(leaves, src) * weights).sum().backward()
+
+    def body() -> Tensor:
+        rank = collectives.rank()
+        local = leaves[contribution(src, rank)].detach().clone().requires_grad_()
+        out = move(local, src, new)
+        # Only one rank's copy has a gradient: the sum over the copies counts.
+        alone = dst == Replicate() and rank != 1
+        out.backward(local_of(weights * (not alone), new, rank))
+        assert local.grad is not None
+        return local.grad
+
+    for rank, grad in enumerate(world(3).run(body)):
+        assert_close(grad, leaves[contribution(src, rank)].grad)
+
+
+def test_averages_pass_on_their_part_of_the_gradient() -> None:
+    """A contribution to an average of three counts a third; what enters one counts three times."""
+    average, whole = lines(Partial("avg"), Replicate(), shape=(4,))
+    weights = torch.tensor([1.0, 10.0, 100.0, 1000.0])
+
+    def body() -> tuple[Tensor, Tensor]:
+        part = torch.zeros(4, requires_grad=True)
+        move(part, average, whole).backward(weights * (collectives.rank() == 2))
+        value = torch.zeros(4, requires_grad=True)
+        move(value, whole, average).backward(weights / 3)
+        assert part.grad is not None
+        assert value.grad is not None
+        return part.grad, value.grad
+
+    grads = world(3).run(body)
+    for part, _ in grads:
+        assert_close(part, weights / 3)
+    assert_close(torch.stack([value for _, value in grads]).sum(0), weights)
+
+
+def twice_differentiated(case: Case) -> Tensor:
+    """The gradient of <gradient of sum(out³), some direction>, on one rank."""
+    rank = collectives.rank()
+    local = local_of(case.parts[contribution(case.src, rank)], case.src, rank).requires_grad_()
+    out = move(local, case.src, case.dst)
+    weights = local_of(case.cotangents[contribution(case.dst.dual(), rank)], case.dst.dual(), rank)
+    (grad,) = torch.autograd.grad((out**3 * weights).sum(), local, create_graph=True)
+    direction = local_of(DIRECTION[contribution(case.src, rank)], case.src, rank)
+    (again,) = torch.autograd.grad((grad * direction).sum(), local)
+    return again
+
+
+GENERATOR = torch.Generator().manual_seed(1)
+DIRECTION = {key: small_integers((5, 3), GENERATOR) for key in [(), (0,), (1,), (2,), *product(range(2), repeat=2)]}
+
+
+def in_one_process_twice(case: Case) -> Parts:
+    leaves = {key: part.clone().requires_grad_() for key, part in case.parts.items()}
+    weights = value_of(case.cotangents, case.dst.dual())
+    loss = (value_of(leaves, case.src) ** 3 * weights).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    along = sum(((grad * DIRECTION[key]).sum() for key, grad in zip(leaves, grads, strict=True)), torch.zeros(()))
+    return dict(zip(leaves, torch.autograd.grad(along, list(leaves.values())), strict=True))
+
+
+def assert_twice_differentiable(cases: Sequence[Case]) -> None:
+    for case, grads in zip(cases, on_all_ranks(cases, twice_differentiated), strict=True):
+        expected = in_one_process_twice(case)
+        for ranks in alike(case.src, Replicate):
+            total = torch.stack([grads[rank] for rank in ranks]).sum(0)
+            assert_close(total, local_of(expected[contribution(case.src, ranks[0])], case.src, ranks[0]))
+
+
+def test_moves_along_an_axis_can_be_differentiated_twice() -> None:
+    sources = lines(Replicate(), Shard(0), Shard(1, [0, 1, 2]), OnRanks(1), ROWS, *(Partial(op) for op in REDUCE_OPS))
+    targets = lines(Replicate(), Shard(0), Shard(1), OnRanks(0), ROWS)
+    assert_twice_differentiable([Case(src, dst, i) for i, (src, dst) in enumerate(product(sources, targets))])
+
+
+def test_moves_on_a_grid_can_be_differentiated_twice() -> None:
+    mesh, shape = Mesh((2, 2)), (5, 3)
+    kinds: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial(), OnRanks(1)]
+    sources = [Layout(mesh, pair, shape) for pair in product(kinds, repeat=2)]
+    targets = [layout for layout in sources if not layout.partial_axes]
+    pairs = list(product(sources, targets))[::5]
+    assert_twice_differentiable([Case(src, dst, i) for i, (src, dst) in enumerate(pairs)])
+
+
+def test_the_way_back_of_a_gather_is_a_reduce_scatter() -> None:
+    """Backward sends as many bytes as scattering a sum, not as reducing it everywhere."""
+    src, dst = lines(Shard(0), Replicate(), shape=(6, 4), mesh=Mesh((3,)))
+
+    def body() -> tuple[int, dict[str, int]]:
+        local = torch.ones(2, 4, requires_grad=True)
+        out = move(local, src, dst)
+        with count_comms() as meter:
+            out.sum().backward()
+        assert_close(local.grad, torch.full((2, 4), 3.0))
+        return meter.total_bytes, meter.calls
+
+    assert world(3).run(body) == [(4 * 4 * 4, {"all_to_all": 1})] * 3
+
+
+def test_a_rank_with_nothing_takes_part_in_backward() -> None:
+    """One row on three ranks: if the empty ones left the graph, the others would wait for them for ever."""
+    src, dst = lines(Partial("max"), Shard(0), shape=(1,))
+
+    def body() -> Tensor:
+        local = torch.tensor([float(collectives.rank())], requires_grad=True)
+        move(local, src, dst).sum().backward()
+        assert local.grad is not None
+        return local.grad
+
+    assert [grad.tolist() for grad in world(3).run(body)] == [[0.0], [0.0], [1.0]]
+
+
+def test_gradients_accumulate_over_several_moves_of_one_tensor() -> None:
+    whole, rows, columns = lines(Replicate(), Shard(0), Shard(1))
+
+    def body() -> Tensor:
+        local = torch.ones(5, 3, requires_grad=True)
+        for dst in (rows, columns):
+            move(local, whole, dst).sum().backward()
+        assert local.grad is not None
+        return local.grad
+
+    assert_close(torch.stack(world(3).run(body)).sum(0), torch.full((5, 3), 2.0))
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    list(product([Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")], repeat=2)),
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_was_moved_may_be_changed_in_place(src: Placement, dst: Placement, ranks: int) -> None:
+    """Under autograd as well; neither the source nor its gradient notices."""
+    old, new = lines(src, dst, mesh=Mesh((ranks,)))
+    if old == new:
+        return
+
+    def body() -> None:
+        local = torch.ones(old.local_shape(collectives.rank()), requires_grad=True)
+        plain = move(local, old, new)
+        changed = move(local, old, new)
+        changed.mul_(2).add_(1)
+        assert torch.equal(changed, plain * 2 + 1)
+        assert torch.equal(local, torch.ones_like(local))
+        (first,) = torch.autograd.grad(plain.sum() * 2, local)
+        (second,) = torch.autograd.grad(changed.sum(), local)
+        assert torch.equal(first, second)
+
+    world(ranks).run(body)
+
+
+def test_a_move_that_changes_nothing_returns_the_tensor_itself() -> None:
+    (layout,) = lines(Shard(0))
+    local = torch.ones(2, 3)
+    assert move(local, layout, Layout(LINE, [Shard(-2, [2, 2, 1])], (5, 3))) is local
+
+
+@pytest.mark.parametrize("dst", [Replicate(), Shard(1), OnRanks(0), ROWS, Shard(0, [5, 0, 0])], ids=str)
+def test_a_local_tensor_may_have_any_strides_and_the_result_is_contiguous(dst: Placement) -> None:
+    full = torch.arange(15.0).view(5, 3)
+    src, new = lines(Shard(0), dst)
+
+    def body() -> Tensor:
+        local = local_of(full, src, collectives.rank())
+        wide = torch.stack([local, local + 100], -1)[..., 0]
+        turned = local.t().contiguous().t()
+        out = move(wide, src, new)
+        assert torch.equal(out, move(turned, src, new))
+        assert out.is_contiguous()
+        return out
+
+    for rank, out in enumerate(world(3).run(body)):
+        assert torch.equal(out, local_of(full, new, rank))
+
+
+def test_a_gradient_that_is_expanded_from_one_number_travels_back() -> None:
+    src, dst = lines(Shard(0), Replicate())
+
+    def body() -> Tensor:
+        local = torch.ones(src.local_shape(collectives.rank()), requires_grad=True)
+        move(local, src, dst).sum().backward()
+        assert local.grad is not None
+        return local.grad
+
+    for rank, grad in enumerate(world(3).run(body)):
+        assert torch.equal(grad, torch.full(src.local_shape(rank), 3.0))
+
+
+# ---- values that are not numbers, and sums in floating point ----------------------------------------------
+
+
+def test_nothing_is_multiplied_so_infinities_and_nans_stay_where_they_are() -> None:
+    full = torch.tensor([[1.0, float("inf"), float("nan")], [float("-inf"), 0.0, 2.0]])
+    sources = lines(Shard(0), Shard(1), OnRanks(2), Replicate(), shape=(2, 3))
+    spread = lines(Partial(), Partial("max"), Partial("product"), shape=(2, 3))
+    for src, partial in product(sources, spread):
+        dst = sources[-1]
+
+        def body(src: Layout = src, partial: Layout = partial, dst: Layout = dst) -> Tensor:
+            return move(moved({(): full}, src, partial), partial, dst)
+
+        for out in world(3).run(body):
+            assert_close(out, full, equal_nan=True, rtol=0, atol=0)
+
+
+def test_replicas_are_equal_bit_by_bit() -> None:
+    """Sums of floats depend on their order: in every row of the grid it must be the same one."""
+    mesh = Mesh((3, 2))
+    generator = torch.Generator().manual_seed(0)
+    src = Layout(mesh, [Partial(), Replicate()], (50,))
+    parts = {key: torch.rand(50, generator=generator) for key in contributions(src)}
+    for shape in (Shard(0), Replicate()):
+        dst = Layout(mesh, [shape, Replicate()], (50,))
+        outs = world(6).run(moved, parts, src, dst)
+        for ranks in alike(dst, Replicate):
+            assert all(torch.equal(outs[rank], outs[ranks[0]]) for rank in ranks)
+
+
+# ---- large sums, which go round a ring --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_large_sums_are_all_reduced(op: str) -> None:
+    mesh, shape = Mesh((2, 3)), (800, 101)
+    src = Layout(mesh, [Replicate(), Partial(op)], shape)
+    dst = Layout(mesh, [Shard(0), Replicate()], shape)
+    both = Layout(mesh, [Partial(op), Partial(op)], shape)
+    for old, new in [(src, src.with_axis(1, Replicate())), (src, dst), (both, dst)]:
+        case = Case(old, new)
+        plan = plan_move(old, new)
+        assert "all_reduce" in plan.collectives
+
+        def body(case: Case = case) -> tuple[Tensor, int]:
+            rank = collectives.rank()
+            local = local_of(case.parts[contribution(case.src, rank)], case.src, rank)
+            with count_comms() as meter:
+                out = move(local, case.src, case.dst)
+            assert tuple(meter.calls) == tuple(dict.fromkeys(plan_move(case.src, case.dst).collectives))
+            return out, meter.total_bytes
+
+        outs = world(6).run(body)
+        assert_value(case, [out for out, _ in outs])
+        assert [sent for _, sent in outs] == [plan.sent_bytes(rank, 8) for rank in range(6)]
+
+
+# ---- the exchange for local functions ---------------------------------------------------------------------
+
+
+def test_an_exchange_sends_pieces_by_rank_and_gradients_back() -> None:
+    counts = [[1, 2, 0], [0, 3, 1], [2, 0, 0]]  # from rank, to rank
+
+    def body() -> tuple[list[float], list[float]]:
+        rank = collectives.rank()
+        incoming = [row[rank] for row in counts]
+        send = (torch.arange(float(sum(counts[rank]))) + 10 * rank).requires_grad_()
+        received = exchange(send, counts[rank], incoming, (0, 1, 2))
+        (grad,) = torch.autograd.grad((received**2 * (rank + 1)).sum(), send, create_graph=True)
+        (again,) = torch.autograd.grad(grad.sum(), send)
+        assert again.tolist() == [2.0 * (to + 1) for to in range(3) for _ in range(counts[rank][to])]
+        return received.tolist(), grad.tolist()
+
+    received, grads = zip(*world(3).run(body), strict=True)
+    assert received == ([0.0, 20.0, 21.0], [1.0, 2.0, 10.0, 11.0, 12.0], [13.0])
+    assert grads == ([0.0, 4.0, 8.0], [40.0, 44.0, 48.0, 78.0], [40.0, 42.0])
+
+
+@world(6)
+def test_replicas_have_the_same_bits_whatever_the_order_of_the_ranks() -> None:
+    mesh = Mesh((2, 3), (0, 5, 2, 3, 4, 1))
+    here = mesh.coordinate(collectives.rank())
+    assert here is not None
+    summand = torch.randn(6, generator=torch.Generator().manual_seed(here[1]))
+    partial = Layout(mesh, [Replicate(), Partial()], (6,))
+    total = move(summand, partial, Layout(mesh, [Replicate()] * 2, (6,)))
+    first = [collectives.all_to_all(total.repeat(6), [6] * 6, [6] * 6, tuple(range(6)))[:6]]
+    assert torch.equal(total, first[0])

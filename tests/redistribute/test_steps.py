@@ -1,0 +1,323 @@
+"""What plans promise, checked on integers alone; that running them does it is `test_movement`'s business."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
+from shardwise.redistribute.plan import AllReduce, Exchange, Plan, plan_move, same_parts
+from shardwise.testing.pieces import (
+    contribution,
+    contributions,
+    cut_out,
+    local_of,
+    numbered,
+    partial_axes,
+    where,
+)
+from tests.strategies import Written, laws, layouts, meshes, small_layouts
+
+# ---- the laws of an exchange ------------------------------------------------------------------------------
+
+
+def holds(layout: Layout, rank: int) -> set[int]:
+    return set(local_of(numbered(layout.shape), layout, rank).flatten().tolist())
+
+
+def receivers_by_place(layout: Layout) -> dict[tuple[int, ...], list[int]]:
+    """The ranks that together hold one copy of something: they differ on the Partial axes only."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for rank in layout.mesh.ranks:
+        here = where(layout.mesh, rank)
+        assert here is not None
+        rest = tuple(p for axis, p in enumerate(here) if axis not in partial_axes(layout))
+        places.setdefault(rest, []).append(rank)
+    return places
+
+
+def assert_exchange_is_lawful(step: Exchange) -> None:
+    """Whoever sends it has it; whoever gets it keeps it, lacked it and gets it once; nothing is missing."""
+    src, dst, full = step.src, step.dst, numbered(step.src.shape)
+    arrived: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    sent = dict.fromkeys([*src.mesh.ranks, *dst.mesh.ranks], 0)
+    for t in step.transfers:
+        elements = set(cut_out(full, t.box).flatten().tolist())
+        summand = contribution(src, t.sender)
+        got = arrived.setdefault((t.receiver, summand), set())
+        assert elements, f"{t} moves nothing"
+        assert elements <= holds(src, t.sender), f"{t}: the sender does not hold it"
+        assert elements <= holds(dst, t.receiver), f"{t}: the receiver does not keep it"
+        assert not elements & got, f"{t}: sent twice"
+        got |= elements
+        if t.sender != t.receiver:
+            has = holds(src, t.receiver) if contribution(src, t.receiver) == summand else set()
+            assert not elements & has, f"{t}: the receiver holds it already"
+            sent[t.sender] += len(elements)
+            assert {t.sender, t.receiver} <= set(step.group(t.sender)), f"{t} leaves the group"
+    assert {rank: step.sent_elements(rank) for rank in sent} == sent
+    for summand, ranks in product(contributions(src), receivers_by_place(dst).values()):
+        parts = [arrived.get((rank, summand), set()) for rank in ranks]
+        assert sum(map(len, parts)) == len(set().union(*parts)), f"{ranks} add {summand} up twice"
+        assert set().union(*parts) == holds(dst, ranks[0]), f"{ranks} miss some of {summand}"
+
+
+def assert_groups_agree(step: Exchange | AllReduce, ranks: Sequence[int]) -> None:
+    """All members of a group know the same group: else they would wait for each other for ever."""
+    for rank in ranks:
+        group = step.group(rank)
+        assert (not group) if step.is_local else (not group or rank in group)
+        assert list(group) == sorted(group)
+        assert all(step.group(member) == group for member in group)
+
+
+def assert_plan_is_lawful(src: Layout, dst: Layout) -> Plan:
+    plan = plan_move(src, dst)
+    for step in plan.moves:
+        if isinstance(step, Exchange):
+            assert_exchange_is_lawful(step)
+        assert_groups_agree(step, range(max(plan.ranks) + 2))
+    return plan
+
+
+LINES = [Mesh((1,)), Mesh((2,)), Mesh((3,), (2, 0, 1)), Mesh((4,))]
+GRIDS = [Mesh((2, 2)), Mesh((2, 3)), Mesh((3, 2), (4, 1, 0, 5, 2, 3))]
+
+
+def line_layouts(mesh: Mesh, shape: tuple[int, ...]) -> list[Layout]:
+    others: list[Placement] = [Partial("avg"), Partial("max"), OnRanks(0)]
+    if shape:
+        first, rest = shape[0] // 2, shape[1:]
+        hands: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in mesh.ranks]
+        hands[-1].append(((first, *[0] * len(rest)), (shape[0] - first, *rest)))
+        hands[-1].append(([0] * len(shape), (first // 2, *rest)))
+        hands[0].append(((first // 2, *[0] * len(rest)), (first - first // 2, *rest)))
+        others.append(Boxes(hands))
+    written = [w.layout for w in small_layouts(mesh, shape)]
+    return [*written, *(Layout(mesh, [p], shape) for p in others)]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 3), (0, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("mesh", LINES, ids=str)
+def test_between_all_layouts_of_one_axis_plans_are_lawful(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    for src, dst in product(line_layouts(mesh, shape), repeat=2):
+        assert_plan_is_lawful(src, dst)
+
+
+@pytest.mark.parametrize("mesh", GRIDS, ids=str)
+def test_between_layouts_of_two_axes_plans_are_lawful(mesh: Mesh) -> None:
+    """400 of all pairs."""
+    draw = random.Random(0)
+    for shape in [(4, 3), (5,)]:
+        all_of_them = [written.layout for written in small_layouts(mesh, shape)]
+        for _ in range(200):
+            assert_plan_is_lawful(draw.choice(all_of_them), draw.choice(all_of_them))
+
+
+@laws
+@given(layouts(), st.data())
+def test_between_any_two_layouts_of_a_mesh_plans_are_lawful(written: Written, data: st.DataObject) -> None:
+    other = data.draw(layouts(mesh=written.mesh, shape=written.shape))
+    assert_plan_is_lawful(written.layout, other.layout)
+
+
+@laws
+@given(layouts(), meshes(), st.data())
+def test_between_any_two_meshes_plans_are_lawful(written: Written, mesh: Mesh, data: st.DataObject) -> None:
+    other = data.draw(layouts(mesh=mesh, shape=written.shape))
+    assert_plan_is_lawful(written.layout, other.layout)
+
+
+@laws
+@given(layouts(), st.data())
+def test_a_plan_is_the_same_whenever_it_is_made(written: Written, data: st.DataObject) -> None:
+    other = data.draw(layouts(mesh=written.mesh, shape=written.shape))
+    plan = plan_move(written.layout, other.layout)
+    plan_move.cache_clear()
+    assert plan_move(written.layout, other.layout) == plan
+    assert plan_move(written.layout, other.layout) is plan_move(written.layout, other.layout)
+
+
+@laws
+@given(layouts())
+def test_staying_where_one_is_takes_no_step(written: Written) -> None:
+    plan = plan_move(written.layout, written.layout)
+    assert plan.steps == ()
+    assert plan.total_elements == plan.cost == 0
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (0, 2)], ids=str)
+def test_an_axis_of_one_rank_takes_no_step(shape: tuple[int, ...]) -> None:
+    for src, dst in product(line_layouts(Mesh((1,)), shape), repeat=2):
+        boxes = any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements))
+        assert same_parts(src, dst) == (src == dst or not boxes), f"{src} -> {dst}"
+        if not boxes:
+            assert plan_move(src, dst).steps == ()
+            assert src.boxes(0) == dst.boxes(0)
+    beside = Layout(Mesh((1, 2)), [Shard(0), Shard(0)], shape)
+    for first, second in product([Replicate(), Partial(), Shard(len(shape) - 1)], [Replicate(), Partial(), Shard(0)]):
+        dst = Layout(beside.mesh, [first, second], shape)
+        assert same_parts(beside, dst) == (second == Shard(0))
+        assert (plan_move(beside, dst).steps == ()) == (second == Shard(0))
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------
+
+ROWS, COLUMNS, RANKS = 7, 5, 4
+R, C = (2, 2, 2, 1), (2, 2, 1, 0)  # rows and columns of each of four ranks
+UNEVEN = (0, 4, 3, 0)
+ALL = ROWS * COLUMNS
+
+
+def nothing(_: int) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "sent"),
+    [
+        (Shard(0), Replicate(), lambda r: (RANKS - 1) * R[r] * COLUMNS),
+        (Shard(1), Replicate(), lambda r: (RANKS - 1) * C[r] * ROWS),
+        (Shard(0, UNEVEN), Replicate(), lambda r: (RANKS - 1) * UNEVEN[r] * COLUMNS),
+        (Shard(0), Shard(1), lambda r: R[r] * (COLUMNS - C[r])),
+        (Shard(1), Shard(0), lambda r: C[r] * (ROWS - R[r])),
+        (Shard(0), Shard(0, UNEVEN), lambda r: (2 * COLUMNS, 0, 0, COLUMNS)[r]),
+        (Shard(0, UNEVEN), Shard(0), lambda r: (0, 2 * COLUMNS, COLUMNS, 0)[r]),
+        (Partial(), Shard(0), lambda r: (ROWS - R[r]) * COLUMNS),
+        (Partial("avg"), Shard(1), lambda r: (COLUMNS - C[r]) * ROWS),
+        (Partial("max"), Shard(0), lambda r: (ROWS - R[r]) * COLUMNS),
+        (Partial("product"), OnRanks(2), lambda r: 0 if r == 2 else ALL),
+        (Partial(), OnRanks(1), lambda r: 0 if r == 1 else ALL),
+        (Shard(0), OnRanks(1), lambda r: 0 if r == 1 else R[r] * COLUMNS),
+        (OnRanks(1), Shard(0), lambda r: (ROWS - R[1]) * COLUMNS if r == 1 else 0),
+        (OnRanks(1), OnRanks(3), lambda r: ALL if r == 1 else 0),
+        (OnRanks(3), Replicate(), lambda r: (RANKS - 1) * ALL if r == 3 else 0),
+        (Replicate(), Shard(0), nothing),
+        (Replicate(), Shard(1, (0, 0, 5, 0)), nothing),
+        (Replicate(), OnRanks(2), nothing),
+        *((source, Partial(op), nothing) for source in (Replicate(), Shard(0), OnRanks(1)) for op in ("sum", "max")),
+        (Partial("sum"), Partial("avg"), nothing),
+    ],
+    ids=lambda given: str(given) if isinstance(given, Placement) else "",
+)
+def test_bytes_are_those_of_the_closed_formula(src: Placement, dst: Placement, sent: Callable[[int], int]) -> None:
+    mesh, shape = Mesh((RANKS,)), (ROWS, COLUMNS)
+    plan = plan_move(Layout(mesh, [src], shape), Layout(mesh, [dst], shape))
+    expected = [sent(rank) for rank in range(RANKS)]
+    assert [plan.sent_bytes(rank, 4) for rank in range(RANKS)] == [4 * elements for elements in expected]
+    assert plan.total_elements == sum(expected)
+    assert plan.collectives == (("all_to_all",) if any(expected) else ())
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_a_small_sum_is_exchanged_in_one_collective_and_a_large_one_goes_round_a_ring(op: str) -> None:
+    def plan(n: int, *shape: int) -> Plan:
+        mesh = Mesh((n,))
+        return plan_move(Layout(mesh, [Partial(op)], shape), Layout(mesh, [Replicate()], shape))
+
+    small, large = plan(4, 8, 8), plan(4, 1024, 1024)
+    assert small.collectives == ("all_to_all",)
+    assert [small.sent_bytes(rank, 4) for rank in range(4)] == [4 * 3 * 64] * 4
+    assert large.collectives == ("all_reduce",)
+    assert [large.sent_bytes(rank, 4) for rank in range(4)] == [4 * 2 * 3 * 1024 * 1024 // 4] * 4
+    uneven = plan(4, 100_003)
+    assert uneven.total_elements == 2 * 3 * 100_003
+    assert uneven.sent_bytes(2, 1) == ring_elements(100_003, 4, 2)
+    assert plan(2, 1024, 1024).collectives == ("all_to_all",)  # as many bytes as a ring, and half the rounds
+
+
+def test_a_plan_never_costs_more_than_going_through_the_whole_tensor() -> None:
+    for mesh in [Mesh((4,)), Mesh((2, 3))]:
+        for shape in [(8, 6), (600, 400)]:
+            kinds: list[Placement] = [Shard(0), Shard(1), Partial(), Replicate()]
+            all_of_them = [Layout(mesh, p, shape) for p in product(kinds, repeat=mesh.ndim)]
+            whole = Layout(mesh, [Replicate()] * mesh.ndim, shape)
+            for src, dst in product(all_of_them, repeat=2):
+                detour = plan_move(src, whole).cost + plan_move(whole, dst).cost
+                assert plan_move(src, dst).cost <= detour, (src, dst)
+
+
+def test_a_gather_on_one_axis_stays_on_that_axis() -> None:
+    mesh, shape = Mesh((2, 3), (5, 4, 3, 2, 1, 0)), (6, 4)
+    src = Layout(mesh, [Shard(0), Shard(1)], shape)
+    (step,) = plan_move(src, Layout(mesh, [Shard(0), Replicate()], shape)).moves
+    assert [step.group(rank) for rank in range(7)] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3 + [()]
+    (step,) = plan_move(src, Layout(mesh, [Replicate(), Shard(1)], shape)).moves
+    assert [step.group(rank) for rank in range(6)] == [(0, 3), (1, 4), (2, 5)] * 2
+
+
+def test_a_sum_on_one_axis_leaves_the_other_alone() -> None:
+    mesh, shape = Mesh((3, 2)), (999, 1000)
+    src = Layout(mesh, [Partial(), Shard(0)], shape)
+    plan = plan_move(src, Layout(mesh, [Replicate(), Shard(0)], shape))
+    assert plan.collectives == ("all_reduce",)
+    assert [plan.moves[0].group(rank) for rank in range(6)] == [(0, 2, 4), (1, 3, 5)] * 3
+    assert sum(plan.sent_bytes(rank, 1) for rank in (0, 2, 4)) == 2 * 2 * 500 * 1000
+    kept = plan_move(src, Layout(mesh, [Partial(), Replicate()], shape))
+    assert [kept.moves[0].group(rank) for rank in range(6)] == [
+        (0, 1),
+        (0, 1),
+        (2, 3),
+        (2, 3),
+        (4, 5),
+        (4, 5),
+    ]
+
+
+def test_sums_over_all_axes_are_one_collective() -> None:
+    mesh, shape = Mesh((2, 3)), (1000, 1000)
+    plan = plan_move(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape))
+    assert plan.collectives == ("all_reduce",)
+    assert plan.total_elements == 2 * 5 * prod(shape)
+
+
+def test_a_tensor_scattered_to_a_larger_mesh_keeps_what_stays() -> None:
+    src = Layout(Mesh((2,)), [Shard(0)], (8,))
+    dst = Layout(Mesh((4,)), [Shard(0)], (8,))
+    plan = plan_move(src, dst)
+    assert [plan.sent_bytes(rank, 1) for rank in range(4)] == [2, 4, 0, 0]
+    back = plan_move(dst, src)
+    assert [back.sent_bytes(rank, 1) for rank in range(4)] == [0, 2, 2, 2]
+
+
+def test_replicas_take_turns_in_sending_to_another_mesh() -> None:
+    src = Layout(Mesh((2,), (0, 1)), [Replicate()], (8,))
+    dst = Layout(Mesh((4,), (2, 3, 4, 5)), [Shard(0)], (8,))
+    assert [plan_move(src, dst).sent_bytes(rank, 1) for rank in range(6)] == [4, 4, 0, 0, 0, 0]
+
+
+def test_a_move_to_another_shape_is_refused() -> None:
+    src, dst = Layout(Mesh((2,)), [Shard(0)], (4,)), Layout(Mesh((2,)), [Replicate()], (5,))
+    with pytest.raises(LayoutError) as caught:
+        plan_move(src, dst)
+    assert str(caught.value) == (
+        "A move keeps the global shape: cannot move Layout((4,) as [Shard(0)] on Mesh(0=2)) "
+        "to Layout((5,) as [Replicate()] on Mesh(0=2))."
+    )
+
+
+@laws
+@given(layouts(), st.data())
+def test_nothing_is_sent_for_what_is_already_there(written: Written, data: st.DataObject) -> None:
+    """From a tensor that is whole everywhere on the mesh, every layout of its mesh is cut locally."""
+    other = data.draw(layouts(mesh=written.mesh, shape=written.shape)).layout
+    whole = Layout(written.mesh, [Replicate()] * written.mesh.ndim, written.shape)
+    assert plan_move(whole, other).collectives == ()
+    assume(not partial_axes(written.layout))
+    reverse = plan_move(written.layout, whole)
+    missing = sum(len(holds(whole, r) - holds(written.layout, r)) for r in written.mesh.ranks)
+    assert reverse.total_elements == missing
+
+
+def test_the_exchange_of_a_layout_is_a_value_that_hashes_fast() -> None:
+    """Hashing must not walk over the transfers: programs are looked up by step on every move."""
+    mesh = Mesh((64,))
+    (step,) = plan_move(Layout(mesh, [Shard(0)], (64, 64)), Layout(mesh, [Shard(1)], (64, 64))).steps
+    assert isinstance(step, Exchange)
+    assert hash(step) == hash(Exchange(step.src, step.dst, ()))
+    assert step != Exchange(step.src, step.dst, ())

@@ -1,0 +1,233 @@
+"""Sharding specs: what they refuse, the layouts they mean, and that both words say the same."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.remote_device import _remote_device
+
+from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard
+from shardwise.errors import LayoutError
+from shardwise.sharded_tensor import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    RemoteDevice,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+    spec_of,
+)
+
+EVERYBODY = (0, 1, 2, 3)
+
+
+def shard(offsets: tuple[int, ...], sizes: tuple[int, ...], rank: int) -> ShardMetadata:
+    return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
+
+
+# ---- words ----
+
+
+def test_a_placement_names_a_rank_and_a_device() -> None:
+    place = RemoteDevice.parse("rank:3/cuda:1")
+    assert (place.rank(), place.device(), str(place)) == (3, torch.device("cuda:1"), "rank:3/cuda:1")
+    assert RemoteDevice.parse("rank:0") == RemoteDevice.parse("rank:0/cpu")
+    assert RemoteDevice.parse(_remote_device("rank:2/cpu")) == RemoteDevice(2)
+
+
+@pytest.mark.parametrize(
+    "text", ["cpu", "worker/cpu", "rank:/cpu", "rank:-1/cpu", "rank:x", "rank:1/pudding", "", "rank:²"]
+)
+def test_a_placement_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(LayoutError, match="placement"):
+        RemoteDevice.parse(text)
+
+
+def test_metadata_of_a_shard_are_checked() -> None:
+    with pytest.raises(LayoutError, match="as many offsets as sizes"):
+        ShardMetadata([0, 0], [3])
+    with pytest.raises(LayoutError, match="not negative"):
+        ShardMetadata([0, -1], [3, 3])
+    with pytest.raises(LayoutError, match="who holds it"):
+        EnumerableShardingSpec([ShardMetadata([0], [3])])
+
+
+def test_dims_are_numbers() -> None:
+    with pytest.raises(NotImplementedError, match="'rows'"):
+        ChunkShardingSpec("rows", ["rank:0"])  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="integer"):
+        ChunkShardingSpec(1.0, ["rank:0"])  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="at least one"):
+        ChunkShardingSpec(0, [])
+    with pytest.raises(LayoutError, match="no dim 2"):
+        ChunkShardingSpec(2, ["rank:0"]).layout((3, 4), (0,))
+
+
+def test_specs_are_values() -> None:
+    assert ChunkShardingSpec(0, ["rank:0"]) == ChunkShardingSpec(0, ["rank:0/cpu"])
+    assert (
+        len({ChunkShardingSpec(0, ["rank:0"]), ChunkShardingSpec(0, ["rank:0"]), ChunkShardingSpec(0, ["rank:1"])}) == 2
+    )
+    assert EnumerableShardingSpec([shard((0,), (3,), 0)]) == EnumerableShardingSpec([shard((0,), (3,), 0)])
+
+
+# ---- what does not fit ----
+
+
+class Told(ShardingSpec):
+    def __init__(self, told: Any) -> None:
+        self.told = told
+
+    def build_metadata(
+        self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
+    ) -> ShardedTensorMetadata:
+        return self.told  # type: ignore[no-any-return]
+
+
+def test_what_is_no_metadata_is_refused_in_words() -> None:
+    with pytest.raises(LayoutError, match="lists ShardMetadata, got tuple"):
+        EnumerableShardingSpec([((0, 0), (6, 4))])  # type: ignore[list-item]
+    with pytest.raises(LayoutError, match=r"Told\.build_metadata returns ShardedTensorMetadata, got list"):
+        Told([]).layout((6, 4), (0, 1))
+    nobody = Told(ShardedTensorMetadata([], (0, 4)))
+    assert nobody.layout((0, 4), (0, 1)).boxes(1) == ()
+    with pytest.raises(LayoutError, match="nobody holds"):
+        nobody.layout((6, 4), (0, 1))
+
+
+def test_shards_that_overlap_are_both_named() -> None:
+    with pytest.raises(LayoutError, match=r"\[0:3, 0:4\] \(rank 0\) and \[2:5, 0:4\] \(rank 1\) share \[2:3, 0:4\]"):
+        EnumerableShardingSpec([shard((0, 0), (3, 4), 0), shard((2, 0), (3, 4), 1)])
+
+
+def test_a_gap_is_told_with_its_neighbours() -> None:
+    with pytest.raises(LayoutError, match=r"nobody holds \[2:3, 0:4\].*rank 0.*rank 1"):
+        EnumerableShardingSpec([shard((0, 0), (2, 4), 0), shard((3, 0), (2, 4), 1)])
+
+
+def test_a_spec_for_another_shape_is_refused() -> None:
+    spec = EnumerableShardingSpec([shard((0, 0), (2, 4), 0), shard((2, 0), (2, 4), 1)])
+    with pytest.raises(LayoutError, match="nobody holds"):
+        spec.layout((5, 4), (0, 1))
+    with pytest.raises(LayoutError, match="out of range"):
+        spec.layout((3, 4), (0, 1))
+    with pytest.raises(LayoutError, match="needs 3"):
+        spec.layout((4, 4, 1), (0, 1))
+
+
+def test_shards_of_different_numbers_of_dims_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"one number of dims, got \[1, 2\]"):
+        EnumerableShardingSpec([shard((0,), (2,), 0), shard((2, 0), (2, 4), 1)])
+
+
+def test_a_rank_outside_the_group_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"rank:7/cpu.*\(0, 1, 2, 3\)"):
+        ChunkShardingSpec(0, ["rank:0", "rank:7"]).layout((4, 4), EVERYBODY)
+
+
+def test_shards_on_two_kinds_of_device_are_refused() -> None:
+    with pytest.raises(LayoutError, match="one kind of device"):
+        ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cuda:0"]).layout((4, 4), EVERYBODY)
+
+
+# ---- the layouts they mean ----
+
+
+@pytest.mark.parametrize("size", range(10))
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 0)])
+def test_chunks_are_those_of_torch_in_the_order_of_the_placements(size: int, order: tuple[int, ...]) -> None:
+    spec = ChunkShardingSpec(-1, [f"rank:{r}" for r in order])
+    layout = spec.layout((2, size), EVERYBODY)
+    pieces = torch.arange(size).chunk(len(order)) if size else ()
+    want = {rank: tuple(piece.tolist()) for rank, piece in zip(order, pieces, strict=False) if len(piece)}
+    for rank in EVERYBODY:
+        boxes = [box for box in layout.boxes(rank) if box.numel]
+        held = tuple(i for box in boxes for i in range(box.offsets[1], box.offsets[1] + box.sizes[1]))
+        assert held == want.get(rank, ())
+    told = spec.build_metadata((2, size))
+    assert [m.rank for m in told] == list(order)
+    assert sum(m.shard_sizes[1] for m in told) == size
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0)])
+def test_tensors_without_elements_are_cut_like_others(shape: tuple[int, ...]) -> None:
+    layout = ChunkShardingSpec(0, ["rank:1", "rank:0"]).layout(shape, (0, 1))
+    assert layout == Layout(Mesh((2,), (1, 0)), [Shard(0)], shape)
+
+
+def test_a_rank_may_hold_several_chunks() -> None:
+    layout = ChunkShardingSpec(0, ["rank:1", "rank:0", "rank:1"]).layout((6, 2), (0, 1))
+    assert isinstance(layout.placements[0], Boxes)
+    assert [str(box) for box in layout.boxes(1)] == ["[0:2, 0:2]", "[4:6, 0:2]"]
+
+
+def test_a_line_of_shards_is_a_shard_on_a_mesh_in_its_order() -> None:
+    shards = [shard((0, 0), (1, 4), 2), shard((1, 0), (5, 4), 0), shard((6, 0), (2, 4), 3)]
+    layout = EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY)
+    assert layout == Layout(Mesh((4,), (2, 0, 3, 1)), [Shard(0, [1, 5, 2, 0])], (8, 4))
+
+
+def test_shards_in_the_order_of_the_ranks_are_on_the_usual_mesh() -> None:
+    shards = [shard((0, 0), (3, 4), 1), shard((3, 0), (5, 4), 3)]
+    layout = EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY)
+    assert layout == Layout(Mesh((4,)), [Shard(0, [0, 3, 0, 5])], (8, 4))
+
+
+def test_a_grid_of_shards_is_a_mesh_of_its_form() -> None:
+    rows, columns = ((0, 3), (3, 5)), ((0, 1), (1, 3))
+    shards = [
+        shard((a, b), (n, m), r) for r, ((a, n), (b, m)) in zip((3, 1, 0, 2), product(rows, columns), strict=True)
+    ]
+    layout = EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY)
+    assert layout == Layout(Mesh((2, 2), (3, 1, 0, 2)), [Shard(0, [3, 5]), Shard(1, [1, 3])], (8, 4))
+
+
+def test_a_tensor_on_one_rank_is_a_table_there() -> None:
+    layout = EnumerableShardingSpec([shard((0, 0), (8, 4), 2)]).layout((8, 4), EVERYBODY)
+    assert layout == Layout(Mesh((4,)), [OnRanks(2)], (8, 4))
+
+
+def test_anything_else_is_boxes() -> None:
+    shards = [shard((0, 0), (8, 1), 0), shard((0, 1), (3, 3), 1), shard((3, 1), (5, 3), 0)]
+    layout = EnumerableShardingSpec(shards).layout((8, 4), (0, 1))
+    assert isinstance(layout.placements[0], Boxes)
+    assert [str(box) for box in layout.boxes(0)] == ["[0:8, 0:1]", "[3:8, 1:4]"]
+
+
+# ---- back again ----
+
+
+LAYOUTS = [
+    Layout(Mesh((4,)), [Shard(0)], (7, 3)),
+    Layout(Mesh((4,), (3, 1, 0, 2)), [Shard(1)], (7, 3)),
+    Layout(Mesh((4,)), [Shard(0, [0, 5, 2, 0])], (7, 3)),
+    Layout(Mesh((4,)), [OnRanks(1)], (7, 3)),
+    Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (7, 3)),
+    Layout(Mesh((2, 2)), [Shard(1), Shard(0, [1, 6])], (7, 3)),
+    Layout(Mesh((2, 2)), [Shard(0), Shard(0)], (7, 3)),
+    Layout(Mesh((2,)), [Boxes([[((0, 0), (7, 1))], [((0, 1), (3, 2)), ((3, 1), (4, 2))]])], (7, 3)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_spec_of_a_layout_means_the_same_boxes(layout: Layout) -> None:
+    spec = spec_of(layout)
+    again = spec.layout(layout.shape, tuple(sorted(layout.mesh.ranks)))
+    for rank in layout.mesh.ranks:
+        assert [b for b in again.boxes(rank) if b.numel] == [b for b in layout.boxes(rank) if b.numel]
+    assert spec_of(again).layout(layout.shape, tuple(sorted(layout.mesh.ranks))) == again
+
+
+def test_copies_and_summands_have_no_spec() -> None:
+    with pytest.raises(LayoutError, match="copies"):
+        spec_of(Layout(Mesh((4,)), [Replicate()], (7, 3)))
+    with pytest.raises(LayoutError, match="summands"):
+        spec_of(Layout(Mesh((4,)), [Partial()], (7, 3)))
+
+
+def test_properties_are_those_of_a_tensor() -> None:
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    assert TensorProperties.create_from_tensor(x) == TensorProperties(torch.float64, requires_grad=True)
