@@ -28,7 +28,7 @@ def register_sharding(
     *,
     in_place: bool = False,
     shape: Callable[..., tuple[int, ...] | list[tuple[int, ...]]] | None = None,
-    ragged: bool = False,
+    data_dependent_shape: bool = False,
 ) -> Callable[[Callable[..., Sequence[Row | Acceptable]]], Callable[..., Sequence[Row | Acceptable]]]:
     """Tell how an op may run on distributed tensors, or replace what the library knows about it.
 
@@ -54,7 +54,7 @@ def register_sharding(
 
         for each in ops:
             for name in _names_of(each):
-                RULES[name] = OpRule(rows, in_place, shape, ragged=ragged)
+                RULES[name] = OpRule(rows, in_place, shape, data_dependent_shape=data_dependent_shape)
         forget()
         return rule
 

@@ -13,7 +13,7 @@ from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Replicate, Shard, 
 from shardwise.debug import Shadow, explain, shadow
 from shardwise.errors import RuleError, ShadowError
 from shardwise.layout import Box
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site
+from shardwise.rules.row import RULES, LocalContext, Meta, OpRule, Row
 from shardwise.tensor.dispatch import entry
 from shardwise.testing import world
 
@@ -54,24 +54,24 @@ _library.impl("bump_", _bump, "CompositeExplicitAutograd")
 bump_: Any = torch.ops.shardwise_shadow_tests.bump_.default
 
 
-def _off_on_rank_2(site: Site, x: Tensor) -> Tensor:
+def _off_on_rank_2(ctx: LocalContext, x: Tensor) -> Tensor:
     """Right everywhere but in the last element of rank 2, by one half."""
     out = x * 2
-    if site.rank == 2 and out.numel():
+    if ctx.rank == 2 and out.numel():
         out.view(-1)[-1] += 0.5
     return out
 
 
-def _forgets_rank_2(site: Site, x: Tensor) -> Tensor:
-    return x if site.rank == 2 else x.add_(1)
+def _forgets_rank_2(ctx: LocalContext, x: Tensor) -> Tensor:
+    return x if ctx.rank == 2 else x.add_(1)
 
 
-def _wrong_second(site: Site, x: Tensor) -> tuple[Tensor, None, Tensor]:
+def _wrong_second(ctx: LocalContext, x: Tensor) -> tuple[Tensor, None, Tensor]:
     first, _, last = halves(x)
-    return first + (site.rank == 0) * 0.25, None, ~last if site.rank == 0 else last
+    return first + (ctx.rank == 0) * 0.25, None, ~last if ctx.rank == 0 else last
 
 
-def _narrow(site: Site, x: Tensor) -> Tensor:
+def _narrow(ctx: LocalContext, x: Tensor) -> Tensor:
     return x.float() * 2
 
 
@@ -186,7 +186,7 @@ def test_an_error_that_only_plain_torch_raises_is_found() -> None:
             raise IndexError("too far")
         return x
 
-    row = Row((S0,), S0, "as it is", lambda site, x: x.clone())
+    row = Row((S0,), S0, "as it is", lambda ctx, x: x.clone())
     RULES[lenient] = OpRule(lambda x: [row], shape=lambda x: x.shape)
     try:
         error = error_on_all_ranks(lambda: lenient(matrix()))

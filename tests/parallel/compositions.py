@@ -184,8 +184,8 @@ def around(
         module = parallelize_module(mlp(), mesh["tp"], PLAN)
         module = wrap(local_parameters(module) if local else module, mesh["dp"])
         at, group = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
-        made_of = adam if made is None else lambda m: made(m, group)
-        trained(module, X.chunk(2)[at], Y.chunk(2)[at], made_of, step)
+        decomposed = adam if made is None else lambda m: made(m, group)
+        trained(module, X.chunk(2)[at], Y.chunk(2)[at], decomposed, step)
         right(module, X, trained(mlp(), X, Y))
         sizes = [p.to_local().numel() for p in module.parameters() if hasattr(p, "to_local")]
         return LOST if wrap is fsdp2 and sum(sizes) > 40 else YES

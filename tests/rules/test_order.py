@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor, rank
 from shardwise.layout import Layout, Placement, Replicate
 from shardwise.rules.reductions import order
-from shardwise.tensor.dispatch.local_context import LocalSite
+from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.testing import world
 from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
 from shardwise.trace.comm_trace import INSIDE
@@ -224,7 +224,7 @@ def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data:
 
     def body() -> tuple[list[list[int]], list[list[int]]]:
         layouts = (Layout(Mesh((len(pieces),)), [R], ()),)
-        here = LocalSite(torch.sort, layouts, layouts, (0,), (), INSIDE)
+        here = RankContext(torch.sort, layouts, layouts, (0,), (), INSIDE)
         own = torch.tensor(sorted(pieces[here.rank] * times), dtype=torch.int64)
         below, equal = order.split(here, own, [n * times for n in wanted], sizes, range(len(pieces)))
         return below.tolist(), equal.tolist()

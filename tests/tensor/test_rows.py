@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.layout import Box
-from shardwise.rules.row import NOBODY, RULES, Meta, OpRule, Row, Site, made_of, op_rule, register
+from shardwise.rules.row import NO_OPERAND, RULES, LocalContext, Meta, OpRule, Row, decomposed, op_rule, register
 from shardwise.tensor.dispatch import entry
 from shardwise.testing import world
 from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
@@ -38,42 +38,42 @@ def joined(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _rows_of_joined(x: Meta, y: Meta) -> list[Row]:
-    return [Row((S0, S0), S0, "rows go where they belong", _join_local, aligned=False, follow=NOBODY)]
+    return [Row((S0, S0), S0, "rows go where they belong", _join_local, aligned=False, layout_from=NO_OPERAND)]
 
 
-def _join_local(site: Site, x: Tensor, y: Tensor) -> Tensor:
-    length, width = site.layouts[1].shape
+def _join_local(ctx: LocalContext, x: Tensor, y: Tensor) -> Tensor:
+    length, width = ctx.layouts[1].shape
 
     def wanted(rank: int) -> list[tuple[int, Box]]:
-        start, stop = (n := site.output.boxes(rank)[0]).offsets[0], n.offsets[0] + n.sizes[0]
+        start, stop = (n := ctx.output.boxes(rank)[0]).offsets[0], n.offsets[0] + n.sizes[0]
         split = min(max(length, start), stop)
         of_x = Box((max(start - length, 0), 0), (stop - split, width))
         return [(1, Box((start, 0), (split - start, width))), (0, of_x)]
 
-    return torch.cat(site.fetch_parts([x, y], [site.boxes(0), site.boxes(1)], wanted))
+    return torch.cat(ctx.fetch_parts([x, y], [ctx.boxes(0), ctx.boxes(1)], wanted))
 
 
 def _rows_of_halves(x: Meta) -> list[Row]:
     rest = [Row((Shard(d),), (Shard(d), Shard(d)), "other dims are kept") for d in range(1, x.ndim)]
     even, odd = (lambda b: (b + 1) // 2), (lambda b: b // 2)
-    cut = Row((S0,), (S0, S0), "pieces of even length", boundary=(even, odd), granule=2)
+    cut = Row((S0,), (S0, S0), "pieces of even length", map_index=(even, odd), alignment=2)
     return [cut, *rest, Row((Partial(),), (Partial(), Partial()), "linear")]
 
 
 def _rows_of_shifted(x: Meta) -> list[Row]:
-    return [Row((S0,), S0, "fetches the row before its own", _shift_local, follow=NOBODY)]
+    return [Row((S0,), S0, "fetches the row before its own", _shift_local, layout_from=NO_OPERAND)]
 
 
-def _shift_local(site: Site, x: Tensor) -> Tensor:
-    out = {rank: site.output.boxes(rank)[0] for rank in site.ranks()}
-    (length, width), here = site.layouts[0].shape, out[site.rank]
+def _shift_local(ctx: LocalContext, x: Tensor) -> Tensor:
+    out = {rank: ctx.output.boxes(rank)[0] for rank in ctx.ranks()}
+    (length, width), here = ctx.layouts[0].shape, out[ctx.rank]
 
     def before(rank: int) -> Box:
         box = out[rank]
         return Box(((box.offsets[0] - 1) % max(length, 1), 0), (1 if box.sizes[0] else 0, width))
 
-    own = site.fetch(x, 0, lambda rank: Box(out[rank].offsets, out[rank].sizes))
-    first = site.fetch(x, 0, before)
+    own = ctx.fetch(x, 0, lambda rank: Box(out[rank].offsets, out[rank].sizes))
+    first = ctx.fetch(x, 0, before)
     assert own.shape == here.sizes
     return own + torch.cat([first, own])[: own.shape[0]]
 
@@ -82,7 +82,7 @@ def _rows_of_positive(x: Meta) -> list[Row]:
     return [Row((S0,), S0, "each rank looks at its own rows", _own_rows)]
 
 
-def _own_rows(site: Site, x: Tensor) -> Tensor:
+def _own_rows(ctx: LocalContext, x: Tensor) -> Tensor:
     return positive(x)
 
 
@@ -90,7 +90,7 @@ def _own_rows(site: Site, x: Tensor) -> Tensor:
 def with_new_ops() -> Iterator[None]:
     RULES[halves] = OpRule(_rows_of_halves)
     RULES[shifted] = OpRule(_rows_of_shifted)
-    RULES[positive] = OpRule(_rows_of_positive, ragged=True)
+    RULES[positive] = OpRule(_rows_of_positive, data_dependent_shape=True)
     RULES[joined] = OpRule(_rows_of_joined)
     yield
     for op in (halves, shifted, positive, joined):
@@ -186,7 +186,7 @@ def test_a_second_rule_for_an_op_is_refused() -> None:
 
 @world(2)
 def test_an_op_made_of_others_runs_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, shifted, made_of(lambda x: x.exp().sum(0)))
+    monkeypatch.setitem(RULES, shifted, decomposed(lambda x: x.exp().sum(0)))
     x = distribute_tensor(X, Mesh((2,)), [S1])
     with count_comms() as meter:
         out = as_dtensor(run(shifted, x))

@@ -140,7 +140,7 @@ def test_a_rank_alone_on_an_axis_runs_the_op_itself() -> None:
     layout = Layout(Mesh((2, 1)), [S0, S1], (5, 4))
     for op in (torch.mean, torch.amax, torch.var):
         rows = resolve.choose("", RULES[op], [resolve.Operand(layout, torch.float32)], (resolve.Slot(0),), {})
-        assert [row.local is None for row in rows] == [False, True]
+        assert [row.local_impl is None for row in rows] == [False, True]
 
 
 @pytest.mark.parametrize("op", [torch.mean, torch.amax, torch.var, torch.argmax, torch.Tensor.flatten])

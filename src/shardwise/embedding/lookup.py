@@ -33,72 +33,74 @@ from shardwise.embedding.requests import (
     travelling_axes,
 )
 from shardwise.layout import Box
-from shardwise.rules.row import LocalFunction, Site, arguments
+from shardwise.rules.row import LocalContext, LocalFunction, arguments
 from shardwise.trace.capture_hooks import is_recorded, whole
 
 # ---- entry points: the local functions of the rules --------------------------------------------------------
 
 
-def embedding(site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding`: the op's own arguments, on locals."""
     named = arguments(F.embedding, args, kwargs)
-    return _lookup(site, named["input"], named["weight"], None, named["sparse"])
+    return _lookup(ctx, named["input"], named["weight"], None, named["sparse"])
 
 
 def bringing_ids_to_their_bags(local: LocalFunction) -> LocalFunction:
     """A local function of `F.embedding_bag` that works, too, where ids are cut between other bags than offsets are."""
 
-    def run(site: Site, *args: Any, **kwargs: Any) -> Any:
+    def run(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
         try:
-            return local(site, *args, **kwargs)
+            return local(ctx, *args, **kwargs)
         except bad_ids.StraddlingError:
-            site, named = _with_whole_bags(site, args, kwargs)
-        return local(site, **named)
+            ctx, named = _with_whole_bags(ctx, args, kwargs)
+        return local(ctx, **named)
 
     return run
 
 
 @bringing_ids_to_their_bags
-def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def embedding_bag(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding_bag`."""
-    return _lookup(*bag_call(site, args, kwargs))
+    return _lookup(*bag_call(ctx, args, kwargs))
 
 
-def _lookup(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    bad_ids.check_devices(site, ids, weight)
-    if travelling_axes(site):
-        return _far(site, ids, weight, bags, sparse)
+def _lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    bad_ids.check_devices(ctx, ids, weight)
+    if travelling_axes(ctx):
+        return _far(ctx, ids, weight, bags, sparse)
     if bags is None and not sparse:
-        bad_ids.refuse_bad_ids(site, ids, None)
-        return reduce(torch.add, [_rows_here(site, ids, *part) for part in parts(site, weight, sparse)])
-    return _near(site, ids, weight, bags, sparse)
+        bad_ids.refuse_bad_ids(ctx, ids, None)
+        return reduce(torch.add, [_rows_here(ctx, ids, *part) for part in parts(ctx, weight, sparse)])
+    return _near(ctx, ids, weight, bags, sparse)
 
 
 @whole
-def _far(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    (out,) = lookup_together([(site, ids, weight, bags, sparse)])
+def _far(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    (out,) = lookup_together([(ctx, ids, weight, bags, sparse)])
     return out
 
 
 @whole
-def _near(site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    bad_ids.refuse_bad_ids(site, ids, bags)
+def _near(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    bad_ids.refuse_bad_ids(ctx, ids, bags)
     if bags is not None:
         ids, bags = bags.without_end(ids)
-    return reduce(torch.add, [_lookup_here(site, ids, *part, bags, sparse) for part in parts(site, weight, sparse)])
+    return reduce(torch.add, [_lookup_here(ctx, ids, *part, bags, sparse) for part in parts(ctx, weight, sparse)])
 
 
-def whole_rows(site: Site, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+def whole_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
     """The row of every id, whole on every rank that has the id, and not a summand of it."""
-    axes = travelling_axes(site, replicated_ids=True)
+    axes = travelling_axes(ctx, replicated_ids=True)
     if not axes:
-        return _lookup(site, ids, weight, None, sparse)
-    (out,) = lookup_together([(site, ids, weight, None, sparse, axes)])
+        return _lookup(ctx, ids, weight, None, sparse)
+    (out,) = lookup_together([(ctx, ids, weight, None, sparse, axes)])
     return out
 
 
-UsualCall = tuple[Site, Tensor, Tensor, Bags | None, bool]  # site, ids, table, bags, sparse gradients
-Call = UsualCall | tuple[Site, Tensor, Tensor, Bags | None, bool, tuple[int, ...]]  # and the axes on which ids travel
+UsualCall = tuple[LocalContext, Tensor, Tensor, Bags | None, bool]  # ctx, ids, table, bags, sparse gradients
+Call = (
+    UsualCall | tuple[LocalContext, Tensor, Tensor, Bags | None, bool, tuple[int, ...]]
+)  # and the axes on which ids travel
 
 
 def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
@@ -106,44 +108,46 @@ def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
     by_call = [requests_of(*call) for call in calls]
     requests = list(chain(*by_call))
     for request in (of_call[0] for of_call in by_call):
-        if not set(bad_ids.asked_axes(request.site)) <= set(request.axes):  # others, too, must hear of bad ids
-            bad_ids.refuse_bad_ids(request.site, request.ids, request.bags)
-    site, ranks = requests[0].site, requests[0].ranks
-    asked = exchange_ids(site, ranks, requests)
+        if not set(bad_ids.asked_axes(request.ctx)) <= set(request.axes):  # others, too, must hear of bad ids
+            bad_ids.refuse_bad_ids(request.ctx, request.ids, request.bags)
+    ctx, ranks = requests[0].ctx, requests[0].ranks
+    asked = exchange_ids(ctx, ranks, requests)
     answers = [_serve(request, ids) for request, ids in zip(requests, asked, strict=True)]
-    found = map(_finish, requests, _exchange_answers(site, ranks, requests, answers))
+    found = map(_finish, requests, _exchange_answers(ctx, ranks, requests, answers))
     return [reduce(torch.add, [next(found) for _ in of_call]) for of_call in by_call]
 
 
-def bag_call(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> UsualCall:
+def bag_call(ctx: LocalContext, args: Sequence[Any], kwargs: dict[str, Any]) -> UsualCall:
     """The lookup that a call of `F.embedding_bag` asks for, for `lookup_together`."""
     named = arguments(F.embedding_bag, tuple(args), kwargs)
-    bags = Bags(named["mode"], from_own_first_id(site, named["offsets"]), named["include_last_offset"])
-    return site, named["input"], named["weight"], bags, named["sparse"]
+    bags = Bags(named["mode"], from_own_first_id(ctx, named["offsets"]), named["include_last_offset"])
+    return ctx, named["input"], named["weight"], bags, named["sparse"]
 
 
-def from_own_first_id(site: Site, offsets: Tensor | None) -> Tensor | None:
+def from_own_first_id(ctx: LocalContext, offsets: Tensor | None) -> Tensor | None:
     if offsets is None:
         return None
-    (box,) = site.layouts[0].boxes(site.rank)
+    (box,) = ctx.layouts[0].boxes(ctx.rank)
     return offsets - box.offsets[0]
 
 
-def _with_whole_bags(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Site, dict[str, Any]]:
+def _with_whole_bags(
+    ctx: LocalContext, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[LocalContext, dict[str, Any]]:
     """A call of `F.embedding_bag` after the ids have gone to the ranks that hold the offsets of their bags."""
     named = arguments(F.embedding_bag, tuple(args), kwargs)
-    offsets, ranks = named["offsets"], site.ranks(bad_ids.asked_axes(site))
+    offsets, ranks = named["offsets"], ctx.ranks(bad_ids.asked_axes(ctx))
     own = (*offsets[:1].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, 0)
-    told = site.stack(torch.tensor(own, device=offsets.device), ranks).tolist()
-    end = site.layouts[0].shape[0]
-    by_place = sorted((site.layouts[2].boxes(rank)[0].offsets, told[i], rank) for i, rank in enumerate(ranks))
+    told = ctx.stack(torch.tensor(own, device=offsets.device), ranks).tolist()
+    end = ctx.layouts[0].shape[0]
+    by_place = sorted((ctx.layouts[2].boxes(rank)[0].offsets, told[i], rank) for i, rank in enumerate(ranks))
     starts, lengths = [first for _, (first, _), _ in by_place if first >= 0], {}
     if starts[:1] != [0] or starts != sorted(starts) or starts[-1] > end or any(falls for _, falls in told):
-        bad_ids.raise_bad_ids(site, (bad_ids.BAD_BAGS, 0, ranks[0]))
+        bad_ids.raise_bad_ids(ctx, (bad_ids.BAD_BAGS, 0, ranks[0]))
     for _, (first, _), rank in reversed(by_place):
         lengths[rank], end = (0, end) if first < 0 else (end - first, first)
-    cut = site.recut(0, 2, lengths)
-    named["input"] = site.fetch(named["input"], 0, lambda rank: cut.layouts[0].boxes(rank)[0])
+    cut = ctx.recut(0, 2, lengths)
+    named["input"] = ctx.fetch(named["input"], 0, lambda rank: cut.layouts[0].boxes(rank)[0])
     return cut, named
 
 
@@ -152,7 +156,7 @@ def _with_whole_bags(site: Site, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _serve(request: Request, asked: Sequence[Asked]) -> list[Tensor]:
     """What this rank answers each rank: rows, or pooled sums, of its own columns."""
-    weight, me = request.weight, request.ranks.index(request.site.rank)
+    weight, me = request.weight, request.ranks.index(request.ctx.rank)
     if request.owners[me].numel == 0:
         nothing = _nothing_from(weight, request.sparse)
         return [nothing for _ in asked]
@@ -167,7 +171,7 @@ def _serve(request: Request, asked: Sequence[Asked]) -> list[Tensor]:
 
 def _of_columns(request: Request, answers: Sequence[Tensor]) -> list[Tensor]:
     """Of this rank's columns, those that each rank wants."""
-    me = request.ranks.index(request.site.rank)
+    me = request.ranks.index(request.ctx.rank)
     first, width = request.owners[me].offsets[1], request.owners[me].sizes[1]
     spans = [request.part(sender, me) for sender in range(len(answers))]
     return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
@@ -192,7 +196,7 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
     bags = request.bags
     assert bags is not None
     if bags.offsets is None:
-        width = request.site.layouts[0].shape[1]
+        width = request.ctx.layouts[0].shape[1]
         bag_rows = torch.cat(list(asked)).view(-1, width)
         if width == 0:
             nothing = _nothing_from(request.weight, request.sparse).sum()
@@ -214,7 +218,7 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
 
 
 def _exchange_answers(
-    site: Site,
+    ctx: LocalContext,
     ranks: tuple[int, ...],
     requests: Sequence[Request],
     answers: Sequence[Sequence[Tensor]],
@@ -223,7 +227,7 @@ def _exchange_answers(
     expected = [[_expected(request, owner) for request in requests] for owner in range(len(ranks))]
     flat = torch.cat([answer[o].reshape(-1) for o in range(len(ranks)) for answer in answers])
     send_counts = [sum(answer[o].numel() for answer in answers) for o in range(len(ranks))]
-    received = site.exchange(flat, send_counts, [sum(r * c for r, c in row) for row in expected], ranks)
+    received = ctx.exchange(flat, send_counts, [sum(r * c for r, c in row) for row in expected], ranks)
     pieces = iter(received.split([r * c for row in expected for r, c in row]))
     blocks = [[next(pieces).view(shape) for shape in row] for row in expected]
     return [[row[index] for row in blocks] for index in range(len(requests))]
@@ -231,17 +235,17 @@ def _exchange_answers(
 
 def _expected(request: Request, owner: int) -> tuple[int, int]:
     """Rows and columns of what rank number `owner` answers this one."""
-    first, last = request.part(request.ranks.index(request.site.rank), owner)
+    first, last = request.part(request.ranks.index(request.ctx.rank), owner)
     if first == last:
         return 0, 0
     if request.pooled:
-        return request.num_bags(request.ranks.index(request.site.rank)), last - first
+        return request.num_bags(request.ranks.index(request.ctx.rank)), last - first
     start, stop = request.found.runs[owner] if isinstance(request.found, Grouped) else request.spans[owner]
     return stop - start, last - first
 
 
 def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
-    me = request.ranks.index(request.site.rank)
+    me = request.ranks.index(request.ctx.rank)
     left, right = request.columns[me]
     held = [o for o in range(len(blocks)) if request.asks(me, o)]
     held.sort(key=lambda o: request.owners[o].offsets)
@@ -279,10 +283,10 @@ def _added(request: Request, bands: Sequence[tuple[Span, Tensor]], nothing: Tens
 # ---- lookups that need nobody ------------------------------------------------------------------------------
 
 
-def _lookup_here(site: Site, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+def _lookup_here(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     """What this rank has in one box: the foreign ids of a row-cut table add zero, and so do foreign columns."""
-    (wanted,) = site.output.boxes(site.rank)
-    num_rows, width = site.layouts[1].shape[0], wanted.sizes[-1]
+    (wanted,) = ctx.output.boxes(ctx.rank)
+    num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
         shape = ids.shape if bags is None else bags.lengths(ids).shape
         return weight.new_zeros(*shape, width) + _nothing_from(weight, sparse).sum()
@@ -303,11 +307,11 @@ def _lookup_here(site: Site, ids: Tensor, box: Box, weight: Tensor, bags: Bags |
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
 
 
-def _rows_here(site: Site, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
+def _rows_here(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
     """`_lookup_here` without bags. In a recording, shapes do not follow from the ids: a foreign id costs a row."""
-    if not is_recorded() or not box.numel or box.sizes[0] == site.layouts[1].shape[0]:
-        return _lookup_here(site, ids, box, weight, None, False)
-    (wanted,) = site.output.boxes(site.rank)
+    if not is_recorded() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
+        return _lookup_here(ctx, ids, box, weight, None, False)
+    (wanted,) = ctx.output.boxes(ctx.rank)
     mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
     rows = F.embedding(torch.where(mine, ids - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
     left = box.offsets[1] - wanted.offsets[-1]

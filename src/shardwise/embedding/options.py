@@ -16,42 +16,42 @@ from shardwise.embedding import bad_ids, lookup, requests
 from shardwise.embedding.ids import Bags
 from shardwise.errors import IdError
 from shardwise.layout import Boxes, Shard
-from shardwise.rules.row import Site, arguments
+from shardwise.rules.row import LocalContext, arguments
 
 
-def embedding(site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding` with any option."""
     named = arguments(F.embedding, args, kwargs)
     ids, padding_idx = named["input"], named["padding_idx"]
-    with _bounded(site, named["weight"], ids, named["max_norm"], named["norm_type"]):
-        rows = lookup.embedding(site, ids, named["weight"], sparse=named["sparse"])
-    factor = by_frequency(site, ids) if named["scale_grad_by_freq"] else None
+    with _bounded(ctx, named["weight"], ids, named["max_norm"], named["norm_type"]):
+        rows = lookup.embedding(ctx, ids, named["weight"], sparse=named["sparse"])
+    factor = by_frequency(ctx, ids) if named["scale_grad_by_freq"] else None
     if factor is not None and named["sparse"]:
         rows = _ungraded(rows)
     if padding_idx is not None:
         factor = torch.ones_like(ids, dtype=rows.dtype) if factor is None else factor
-        factor = factor.masked_fill(ids == _padding_row(site, padding_idx), 0)
+        factor = factor.masked_fill(ids == _padding_row(ctx, padding_idx), 0)
     return rows if factor is None else _graded(rows, factor)
 
 
 @lookup.bringing_ids_to_their_bags
-def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def embedding_bag(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding_bag` with any option: rows come to the ranks that have the ids."""
     named = arguments(F.embedding_bag, args, kwargs)
     ids, weight, offsets, mode = (named[name] for name in ("input", "weight", "offsets", "mode"))
     weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
-    bags = Bags(mode, lookup.from_own_first_id(site, offsets), named["include_last_offset"])
-    bad_ids.refuse_bad_ids(site, ids, bags)
+    bags = Bags(mode, lookup.from_own_first_id(ctx, offsets), named["include_last_offset"])
+    bad_ids.refuse_bad_ids(ctx, ids, bags)
     find = lookup.whole_rows if mode == "max" else lookup.embedding  # all but maxima is linear in the rows
-    with _bounded(site, weight, ids, named["max_norm"], named["norm_type"]):
-        rows = find(site, ids, weight, sparse=named["sparse"]).flatten(0, -2)
+    with _bounded(ctx, weight, ids, named["max_norm"], named["norm_type"]):
+        rows = find(ctx, ids, weight, sparse=named["sparse"]).flatten(0, -2)
     if named["scale_grad_by_freq"]:
-        rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(site, ids.reshape(-1)))
+        rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(ctx, ids.reshape(-1)))
     places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     if padding_idx is not None:
-        places = places.masked_fill(ids == _padding_row(site, padding_idx), ids.numel())
+        places = places.masked_fill(ids == _padding_row(ctx, padding_idx), ids.numel())
     if weights is not None:
-        weights = site.fetch(weights, 2 + (offsets is not None), lambda rank: site.layouts[0].boxes(rank)[0])
+        weights = ctx.fetch(weights, 2 + (offsets is not None), lambda rank: ctx.layouts[0].boxes(rank)[0])
     places, bags = bags.without_end(places)
     return F.embedding_bag(
         places,
@@ -63,10 +63,10 @@ def embedding_bag(site: Site, *args: Any, **kwargs: Any) -> Tensor:
     )
 
 
-def _padding_row(site: Site, padding_idx: int) -> int:
-    num_rows = site.layouts[1].shape[0]
+def _padding_row(ctx: LocalContext, padding_idx: int) -> int:
+    num_rows = ctx.layouts[1].shape[0]
     if not -num_rows <= padding_idx < num_rows:
-        raise IdError(f"{site.name_of(1)}: padding_idx {padding_idx} is not one of its {num_rows} rows.")
+        raise IdError(f"{ctx.name_of(1)}: padding_idx {padding_idx} is not one of its {num_rows} rows.")
     return padding_idx % num_rows
 
 
@@ -92,25 +92,27 @@ def _ungraded(rows: Tensor) -> Tensor:
 # ---- what all ranks look up ---------------------------------------------------------------------------------
 
 
-def every_id(site: Site, ids: Tensor, operand: int = 0) -> Tensor:
+def every_id(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
     """The ids of all ranks, each once."""
-    layout = site.layouts[operand]
-    ranks = site.ranks([axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Shard)])
+    layout = ctx.layouts[operand]
+    ranks = ctx.ranks([axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Shard)])
     if len(ranks) == 1:
         return ids.reshape(-1)
     own = ids.reshape(-1).repeat(len(ranks))
-    return site.exchange(own, [ids.numel()] * len(ranks), [layout.local_numel(rank) for rank in ranks], ranks)
+    return ctx.exchange(own, [ids.numel()] * len(ranks), [layout.local_numel(rank) for rank in ranks], ranks)
 
 
-def by_frequency(site: Site, ids: Tensor, operand: int = 0) -> Tensor:
+def by_frequency(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
     """One over how often all ranks together look up each id."""
-    values, counts = torch.unique(every_id(site, ids, operand), return_counts=True)
+    values, counts = torch.unique(every_id(ctx, ids, operand), return_counts=True)
     frequencies: Tensor = counts[torch.searchsorted(values, ids)]
     return frequencies.double().reciprocal()
 
 
 @contextmanager
-def _bounded(site: Site, weight: Tensor, ids: Tensor, max_norm: float | None, norm_type: float) -> Iterator[None]:
+def _bounded(
+    ctx: LocalContext, weight: Tensor, ids: Tensor, max_norm: float | None, norm_type: float
+) -> Iterator[None]:
     """Inside, the rows that any rank looks up have a norm of at most `max_norm`; they change on their owners, for good.
 
     Autograd hears of the change afterwards: to it `weight` is a view, and a changed view has no sparse gradients.
@@ -118,17 +120,17 @@ def _bounded(site: Site, weight: Tensor, ids: Tensor, max_norm: float | None, no
     if max_norm is None:
         yield
         return
-    bad_ids.refuse_bad_ids(site, ids, None)
-    _renormalise(site, weight.detach().data, every_id(site, ids).unique().long(), max_norm, norm_type)
+    bad_ids.refuse_bad_ids(ctx, ids, None)
+    _renormalise(ctx, weight.detach().data, every_id(ctx, ids).unique().long(), max_norm, norm_type)
     yield
     torch.autograd.graph.increment_version(weight)
 
 
-def _renormalise(site: Site, table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
+def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
     """Scale what this rank holds of the rows `ids`, which are different ones and the same on all ranks."""
     norms, own = [], []
-    axes = [a for a, p in enumerate(site.layouts[1].placements) if p.is_shard(1) or isinstance(p, Boxes)]
-    for box, part in requests.parts(site, table):
+    axes = [a for a, p in enumerate(ctx.layouts[1].placements) if p.is_shard(1) or isinstance(p, Boxes)]
+    for box, part in requests.parts(ctx, table):
         here = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
         rows = ids[here] - box.offsets[0]
         if not axes:
@@ -137,7 +139,7 @@ def _renormalise(site: Site, table: Tensor, ids: Tensor, max_norm: float, norm_t
         of_rows = torch.linalg.vector_norm(part[rows], norm_type, 1) if part.numel() else part.new_zeros(rows.shape)
         norms.append(part.new_zeros(ids.shape).masked_scatter_(here, of_rows))
         own.append((part, here, rows))
-    every = site.stack(torch.stack(norms), site.ranks(axes)).flatten(0, 1)
+    every = ctx.stack(torch.stack(norms), ctx.ranks(axes)).flatten(0, 1)
     norm = torch.linalg.vector_norm(every, norm_type, 0).double()
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # the little more is torch's
     for part, here, rows in own:
@@ -149,21 +151,21 @@ def _renormalise(site: Site, table: Tensor, ids: Tensor, max_norm: float, norm_t
 
 
 class _IdsFirst:
-    """The site of an op whose first operand is the table, for functions that expect the ids there."""
+    """The ctx of an op whose first operand is the table, for functions that expect the ids there."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.layouts = site.layouts[::-1]
+    def __init__(self, ctx: LocalContext) -> None:
+        self.ctx = ctx
+        self.layouts = ctx.layouts[::-1]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.site, name)
+        return getattr(self.ctx, name)
 
     def name_of(self, operand: int) -> str:
-        return self.site.name_of(1 - operand)
+        return self.ctx.name_of(1 - operand)
 
 
 def embedding_of_table(
-    site: Site,
+    ctx: LocalContext,
     weight: Tensor,
     indices: Tensor,
     padding_idx: int = -1,
@@ -172,18 +174,24 @@ def embedding_of_table(
 ) -> Tensor:
     """The local function of `torch.embedding`."""
     padding = None if padding_idx < 0 else padding_idx
-    return embedding(_IdsFirst(site), indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+    return embedding(_IdsFirst(ctx), indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
-def embedding_renorm(site: Site, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+def embedding_renorm(ctx: LocalContext, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """The local function of `torch.embedding_renorm_`."""
-    with _bounded(_IdsFirst(site), weight, indices, max_norm, norm_type):
+    with _bounded(_IdsFirst(ctx), weight, indices, max_norm, norm_type):
         return weight
 
 
 def dense_backward(
-    site: Site, grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, *rest: Any
+    ctx: LocalContext,
+    grad: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    *rest: Any,
 ) -> Tensor:
     """The local function of `aten.embedding_dense_backward` with frequencies of all ranks."""
-    scaled = grad * by_frequency(site, indices, 1).unsqueeze(-1).to(grad.dtype)
-    return site.call(scaled, indices, num_weights, padding_idx, False, *rest)  # type: ignore[no-any-return]
+    scaled = grad * by_frequency(ctx, indices, 1).unsqueeze(-1).to(grad.dtype)
+    return ctx.call(scaled, indices, num_weights, padding_idx, False, *rest)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from shardwise.embedding.bad_ids import FINE, first_bad, raise_bad_ids, worst
 from shardwise.embedding.ids import Bags, Distinct, Grouped, distinct, grouped, number_of_different
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard
-from shardwise.rules.row import Site
+from shardwise.rules.row import LocalContext
 
 # int64 words before the ids: how many words there are for this owner, how many of them are lengths of runs, whether
 # the sender has more words for some owner than its first message holds, position of the sender's first bad id or FINE,
@@ -38,7 +38,7 @@ Span = tuple[int, int]  # from, to
 class Request:
     """One lookup under way on one rank."""
 
-    site: Site
+    ctx: LocalContext
     ids: Tensor
     weight: Tensor
     bags: Bags | None
@@ -59,12 +59,12 @@ class Request:
         """How many offsets rank number `sender` has beside its ids."""
         if self.bags is None or self.bags.offsets is None:
             return 0
-        return self.site.layouts[2].local_numel(self.ranks[sender])
+        return self.ctx.layouts[2].local_numel(self.ranks[sender])
 
     def num_bags(self, sender: int) -> int:
         """How many bags rank number `sender` has."""
         if self.bags is None or self.bags.offsets is None:
-            return self.site.layouts[0].local_shape(self.ranks[sender])[0]
+            return self.ctx.layouts[0].local_shape(self.ranks[sender])[0]
         return self.num_offsets(sender)
 
     def part(self, sender: int, owner: int) -> Span:
@@ -82,12 +82,12 @@ class Request:
 # ---- what is asked for ----------------------------------------------------------------------------------------
 
 
-def travelling_axes(site: Site, replicated_ids: bool = False) -> tuple[int, ...]:
+def travelling_axes(ctx: LocalContext, replicated_ids: bool = False) -> tuple[int, ...]:
     """The mesh axes on which ids and table are both cut; with `replicated_ids`, on which the rows are.
 
     Where one of them cuts the columns, so does every other that does: together they hold what their ranks want.
     """
-    ids, table = site.layouts[0], site.layouts[1]
+    ids, table = ctx.layouts[0], ctx.layouts[1]
     cut = [
         (axis, a, b)
         for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
@@ -98,32 +98,32 @@ def travelling_axes(site: Site, replicated_ids: bool = False) -> tuple[int, ...]
     return tuple(sorted(found | of_columns if found & of_columns else found))
 
 
-def parts(site: Site, weight: Tensor, sparse: bool = False) -> list[tuple[Box, Tensor]]:
+def parts(ctx: LocalContext, weight: Tensor, sparse: bool = False) -> list[tuple[Box, Tensor]]:
     """This rank's boxes of the table, as many as any rank has; the further ones are empty."""
-    own, placements = site.layouts[1].boxes(site.rank), site.layouts[1].placements
+    own, placements = ctx.layouts[1].boxes(ctx.rank), ctx.layouts[1].placements
     count = max(len(boxes) for p in placements for boxes in (p.boxes if isinstance(p, Boxes) else ((),)))
     if count <= 1:
         return [(own[0] if own else NOTHING, weight)]
     if sparse and weight.requires_grad and torch.is_grad_enabled():
         raise RuleError(
-            f"{site.name_of(1)}: a table of which a rank holds several boxes has no sparse gradient. "
+            f"{ctx.name_of(1)}: a table of which a rank holds several boxes has no sparse gradient. "
             f"Fix: sparse=False, or one box a rank."
         )
-    own += (Box((0, 0), (0, site.layouts[1].shape[1])),) * (count - len(own))
+    own += (Box((0, 0), (0, ctx.layouts[1].shape[1])),) * (count - len(own))
     pieces = weight.reshape(-1).split([box.numel for box in own])
     return [(box, piece.view(box.sizes)) for box, piece in zip(own, pieces, strict=True)]
 
 
 def requests_of(
-    site: Site, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...] | None = None
+    ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...] | None = None
 ) -> list[Request]:
     """One for every box that a rank may hold, whose results are summands."""
-    axes = travelling_axes(site) if axes is None else axes
-    ranks = site.ranks(axes)
+    axes = travelling_axes(ctx) if axes is None else axes
+    ranks = ctx.ranks(axes)
     requests = []
-    for i, (_, piece) in enumerate(parts(site, weight, sparse)):
-        held, whole_bags = _who_holds_what(site.layouts[1], site.output, ranks, i)
-        requests.append(_asking(Request(site, ids, piece, bags, sparse, axes, ranks, *held, None, ()), whole_bags))
+    for i, (_, piece) in enumerate(parts(ctx, weight, sparse)):
+        held, whole_bags = _who_holds_what(ctx.layouts[1], ctx.output, ranks, i)
+        requests.append(_asking(Request(ctx, ids, piece, bags, sparse, axes, ranks, *held, None, ()), whole_bags))
     return requests
 
 
@@ -165,10 +165,10 @@ def _asking(request: Request, whole_bags: bool | None) -> Request:
 
 def _is_worth_adding(request: Request, runs: Grouped) -> bool:
     """Whether sums cost less to send than the different rows."""
-    different = number_of_different(request.ids.reshape(-1), request.site.layouts[1].shape[0])
+    different = number_of_different(request.ids.reshape(-1), request.ctx.layouts[1].shape[0])
     if runs.bags.numel() >= WORTH_ADDING * different:
         return False
-    me, asking = request.ranks.index(request.site.rank), replace(request, found=runs)
+    me, asking = request.ranks.index(request.ctx.rank), replace(request, found=runs)
     fits = all(n <= _room(asking, me, owner, FIRST_LIMIT) for owner, n in enumerate(runs.words()))
     return fits or (different - runs.bags.numel()) * request.weight[:1].nbytes > WORTH_A_MESSAGE
 
@@ -178,14 +178,14 @@ def _is_worth_adding(request: Request, runs: Grouped) -> bool:
 Asked = tuple[Tensor, int]  # ids (pooled: and offsets; runs: and their lengths), and how many runs
 
 
-def exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request]) -> list[list[Asked]]:
+def exchange_ids(ctx: LocalContext, ranks: tuple[int, ...], requests: Sequence[Request]) -> list[list[Asked]]:
     """For every request, what each rank asks this one for.
 
     The first message holds as many ids as both sides expect from the layouts alone, so no counts travel ahead.
     Only if it does not hold all ids of some rank for some owner, the rest follows in a second exchange.
     """
-    me, wire = ranks.index(site.rank), _wire(requests)
-    verdicts = [first_bad(r.site, r.ids.reshape(-1), r.bags) for r in requests]
+    me, wire = ranks.index(ctx.rank), _wire(requests)
+    verdicts = [first_bad(r.ctx, r.ids.reshape(-1), r.bags) for r in requests]
     words = [_words(r, verdict, wire) for r, verdict in zip(requests, verdicts, strict=True)]  # [request][owner]
     budget = FIRST_LIMIT // (len(ranks) * len(requests) * wire.itemsize)
     room_out = [[_room(r, me, owner, budget) for r in requests] for owner in range(len(ranks))]
@@ -206,7 +206,7 @@ def exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request]
         for i, room in enumerate(row)
         for piece in (heads[o, i], F.pad(words[i][o][:room], (0, max(0, room - words[i][o].numel()))))
     ]
-    received = site.exchange(
+    received = ctx.exchange(
         torch.cat(first),
         [sum(row) + head_size * len(row) for row in room_out],
         [sum(row) + head_size * len(row) for row in room_in],
@@ -215,24 +215,28 @@ def exchange_ids(site: Site, ranks: tuple[int, ...], requests: Sequence[Request]
     pieces = received.split([n for row in room_in for room in row for n in (head_size, room)])
     told = torch.cat(pieces[::2]).view(torch.int64).view(len(ranks), len(requests), HEADER).tolist()
     for i, request in enumerate(requests):
-        raise_bad_ids(request.site, worst([row[i] for row in told], ranks))
+        raise_bad_ids(request.ctx, worst([row[i] for row in told], ranks))
     asked = [
         [piece[: told[s][i][0]].long() for s, piece in enumerate(pieces[2 * i + 1 :: 2 * len(requests)])]
         for i in range(len(requests))
     ]
     if any(head[2] for row in told for head in row):
         missing = [[told[s][i][0] - x[s].numel() for i, x in enumerate(asked)] for s in range(len(ranks))]
-        _add_rest(site, ranks, rest, missing, asked)
+        _add_rest(ctx, ranks, rest, missing, asked)
     runs = [[told[s][i][1] for s in range(len(ranks))] for i in range(len(requests))]
     return [[(x, n) for x, n in zip(row, counts, strict=True)] for row, counts in zip(asked, runs, strict=True)]
 
 
 def _add_rest(
-    site: Site, ranks: tuple[int, ...], rest: list[list[Tensor]], missing: list[list[int]], asked: list[list[Tensor]]
+    ctx: LocalContext,
+    ranks: tuple[int, ...],
+    rest: list[list[Tensor]],
+    missing: list[list[int]],
+    asked: list[list[Tensor]],
 ) -> None:
     """Send the ids that the first messages had no room for, and append those that come."""
     flat = torch.cat([x for row in rest for x in row])
-    received = site.exchange(flat, [sum(x.numel() for x in row) for row in rest], [sum(row) for row in missing], ranks)
+    received = ctx.exchange(flat, [sum(x.numel() for x in row) for row in rest], [sum(row) for row in missing], ranks)
     pieces = iter(received.long().split([n for row in missing for n in row]))
     for sender in range(len(ranks)):
         for of_request in asked:
@@ -241,7 +245,7 @@ def _add_rest(
 
 def _wire(requests: Sequence[Request]) -> torch.dtype:
     """Half as many bytes where every id, and every place where a bag starts, fits in 32 bits."""
-    numbers = (n for r in requests for n in (r.site.layouts[1].shape[0], prod(r.site.layouts[0].shape)))
+    numbers = (n for r in requests for n in (r.ctx.layouts[1].shape[0], prod(r.ctx.layouts[0].shape)))
     return torch.int32 if max(numbers) < 1 << 31 else torch.int64
 
 
@@ -250,10 +254,10 @@ def _room(request: Request, sender: int, owner: int, budget: int) -> int:
     box = request.owners[owner]
     if not request.asks(sender, owner):
         return 0
-    numel = request.site.layouts[0].local_numel(request.ranks[sender])
+    numel = request.ctx.layouts[0].local_numel(request.ranks[sender])
     if request.pooled:
         return numel + request.num_offsets(sender)
-    fair = int(SPARE * numel * box.sizes[0] / request.site.layouts[1].shape[0]) + 16
+    fair = int(SPARE * numel * box.sizes[0] / request.ctx.layouts[1].shape[0]) + 16
     if request.bags is None:
         room = min(numel, box.sizes[0], fair)
     else:  # sums may be asked for, by ids that are not all different and the lengths of runs
@@ -271,7 +275,7 @@ def _runs(request: Request, owner: int) -> int:
 
 def _words(request: Request, verdict: tuple[int, int], wire: torch.dtype) -> list[Tensor]:
     """What this rank wants of each owner: row numbers in the owner's own count, pooled: ids and offsets."""
-    nothing, me = torch.empty(0, dtype=wire, device=request.ids.device), request.ranks.index(request.site.rank)
+    nothing, me = torch.empty(0, dtype=wire, device=request.ids.device), request.ranks.index(request.ctx.rank)
     asks = [request.asks(me, owner) for owner in range(len(request.owners))]
     if verdict[0] != FINE:
         return [nothing] * len(request.owners)

@@ -16,7 +16,7 @@ from shardwise.embedding import bad_ids, lookup, options, requests
 from shardwise.errors import IdTypeError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
-from shardwise.rules.row import LocalFunction, Meta, Row, Site, arguments, op_rule, prepared
+from shardwise.rules.row import LocalContext, LocalFunction, Meta, Row, arguments, op_rule, prepared
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def _embedding_shape(input: Meta, weight: Meta, *args: Any, **kwargs: Any) -> tu
     return (*input.shape, weight.shape[1])
 
 
-@op_rule(F.embedding, shape=_embedding_shape, sizeless=True, everywhere=options.embedding, home=1)
+@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=options.embedding, mesh_operand=1)
 def embedding(*args: Any, **kwargs: Any) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     named = arguments(F.embedding, args, kwargs)
@@ -43,14 +43,14 @@ def embedding(*args: Any, **kwargs: Any) -> list[Row]:
     return _unmoved(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
 
 
-def _whole_rows_here(site: Site) -> LocalFunction | None:
+def _whole_rows_here(ctx: LocalContext) -> LocalFunction | None:
     """Where this rank has whole rows of the table and nobody else has other ids: torch's own lookup on CPUs, which
     refuses ids that the table has not. What it refuses goes the long way, to the error."""
-    ids, table = site.layouts
-    boxes = table.boxes(site.rank)
+    ids, table = ctx.layouts
+    boxes = table.boxes(ctx.rank)
     if any(isinstance(placement, Boxes) for placement in table.placements):
         return None
-    if bad_ids.asked_axes(site) or requests.travelling_axes(site) or ids.mesh.device_type != "cpu" or not boxes:
+    if bad_ids.asked_axes(ctx) or requests.travelling_axes(ctx) or ids.mesh.device_type != "cpu" or not boxes:
         return None
     num_rows = table.shape[0]
     if not boxes[0].numel or boxes[0].sizes[0] != num_rows:
@@ -100,7 +100,9 @@ def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: An
     return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
 
 
-@op_rule(F.embedding_bag, shape=_bag_shape, sizeless=True, everywhere=options.embedding_bag, home=1)
+@op_rule(
+    F.embedding_bag, shape=_bag_shape, shape_independent=True, replicated_impl=options.embedding_bag, mesh_operand=1
+)
 def embedding_bag(*args: Any, **kwargs: Any) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
@@ -138,10 +140,10 @@ def _lookup_rows(
     summands = REPLICATE if maxima else PARTIAL  # maxima are taken where all rows are
 
     def row(ids: Placement, table: Placement, output: Placement, why: str) -> Row:
-        follow = 1 if ids == REPLICATE else 2 if offsets else 0
+        layout_from = 1 if ids == REPLICATE else 2 if offsets else 0
         weights = () if factors is None else (REPLICATE,) if factors.placement == REPLICATE else (ids,)
         inputs = (ids, table, *((ids,) if offsets else ()), *weights)
-        return Row(inputs, output, why, local, (), follow=follow)
+        return Row(inputs, output, why, local, (), layout_from=layout_from)
 
     rows = [
         row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the whole table"),
@@ -165,15 +167,17 @@ def _table_first_shape(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -
     return _embedding_shape(indices, weight)
 
 
-@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, sizeless=True, home=0)
+@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, shape_independent=True, mesh_operand=0)
 def embedding_of_table(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out[..., c] = weight[indices[...], c], with -1 for no padding."""
     _check_ids(indices, (), "embedding")
     rows = _lookup_rows(weight, range(indices.ndim), indices.ndim, options.embedding_of_table)
-    return [replace(row, inputs=row.inputs[::-1], follow=1 - (row.follow or 0)) for row in rows]
+    return [replace(row, inputs=row.inputs[::-1], layout_from=1 - (row.layout_from or 0)) for row in rows]
 
 
-@op_rule(torch.embedding_renorm_, aten.embedding_renorm_.default, in_place=True, shape=shape_of_first, sizeless=True)
+@op_rule(
+    torch.embedding_renorm_, aten.embedding_renorm_.default, in_place=True, shape=shape_of_first, shape_independent=True
+)
 def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: float) -> list[Row]:
     """weight[i] *= min(1, max_norm / |weight[i]|) for every i of indices."""
     _check_ids(indices, (), "embedding_renorm_")

@@ -14,7 +14,7 @@ from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.parallel.styles import After, Before, ParallelStyle, Placed, Where, first
 from shardwise.rules import Meta, OpRule, Row
-from shardwise.rules.row import Site
+from shardwise.rules.row import LocalContext
 from shardwise.tensor import DTensor
 from shardwise.tensor.dispatch import entry
 
@@ -109,7 +109,7 @@ def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list
 
     def row(ids: Placement, first: Placement, second: Placement, out: Placement, why: str) -> Row:
         aligned = (0, 3, 4) if ids == cut else (1, 2)
-        return Row((ids, first, second, ids, ids), out, why, _on_locals, aligned, follow=3)
+        return Row((ids, first, second, ids, ids), out, why, _on_locals, aligned, layout_from=3)
 
     return [
         row(whole, whole, whole, whole, "every rank has all tokens and all experts"),
@@ -120,38 +120,38 @@ def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list
     ]
 
 
-def _on_locals(site: Site, chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+def _on_locals(ctx: LocalContext, chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
     _check(chosen, w1, w2, tokens, weights)
-    ids, table = site.layouts[:2]
+    ids, table = ctx.layouts[:2]
     axes = tuple(
         axis
         for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
         if ids.mesh.shape[axis] > 1 and a.is_shard(0) and b.is_shard(0)
     )
     if axes:
-        return _travelled(site, site.ranks(axes), chosen, w1, w2, tokens, weights)
-    refuse_bad_ids(site, chosen, None)
-    return _mixed(chosen - _experts_of(site, site.rank)[0], w1, w2, tokens, weights)
+        return _travelled(ctx, ctx.ranks(axes), chosen, w1, w2, tokens, weights)
+    refuse_bad_ids(ctx, chosen, None)
+    return _mixed(chosen - _experts_of(ctx, ctx.rank)[0], w1, w2, tokens, weights)
 
 
-def _experts_of(site: Site, rank: int) -> Span:
+def _experts_of(ctx: LocalContext, rank: int) -> Span:
     """Which experts a rank holds: from, to."""
-    if site.layouts[1].cut(0) != site.layouts[2].cut(0):
-        raise LayoutError(f"mix_experts: w1 and w2 must be cut alike, got {site.layouts[1]} and {site.layouts[2]}.")
-    boxes = site.layouts[1].boxes(rank)
+    if ctx.layouts[1].cut(0) != ctx.layouts[2].cut(0):
+        raise LayoutError(f"mix_experts: w1 and w2 must be cut alike, got {ctx.layouts[1]} and {ctx.layouts[2]}.")
+    boxes = ctx.layouts[1].boxes(rank)
     return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
 
 
 def _travelled(
-    site: Site, ranks: tuple[int, ...], chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor
+    ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor
 ) -> Tensor:
     """Tokens go to the ranks that hold experts of them, with what those have to know, and sums come back."""
     (num, dim), k = tokens.shape, chosen.shape[1]
-    masks = [(chosen >= first) & (chosen < last) for first, last in (_experts_of(site, rank) for rank in ranks)]
+    masks = [(chosen >= first) & (chosen < last) for first, last in (_experts_of(ctx, rank) for rank in ranks)]
     rows = [mask.any(1).nonzero().squeeze(1) for mask in masks]
-    sent, received = [len(r) for r in rows], _counts(site, ranks, chosen, [len(r) for r in rows])
+    sent, received = [len(r) for r in rows], _counts(ctx, ranks, chosen, [len(r) for r in rows])
     numbers = [
-        torch.where(mask, chosen - _experts_of(site, rank)[0], -1)[r]
+        torch.where(mask, chosen - _experts_of(ctx, rank)[0], -1)[r]
         for mask, rank, r in zip(masks, ranks, rows, strict=True)
     ]
     there = torch.cat(rows)
@@ -159,24 +159,24 @@ def _travelled(
     bits = torch.cat(numbers).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
     message = torch.cat([tokens[there], weights[there].to(tokens.dtype), bits], 1)
     width = dim + 2 * k
-    arrived = site.exchange(message.reshape(-1), [n * width for n in sent], [n * width for n in received], ranks).view(
+    arrived = ctx.exchange(message.reshape(-1), [n * width for n in sent], [n * width for n in received], ranks).view(
         -1, width
     )
     numbers_here = arrived[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
     made = _mixed(numbers_here, w1, w2, arrived[:, :dim], arrived[:, dim : dim + k])
-    back = site.exchange(made.reshape(-1), [n * dim for n in received], [n * dim for n in sent], ranks)
+    back = ctx.exchange(made.reshape(-1), [n * dim for n in received], [n * dim for n in sent], ranks)
     return tokens.new_zeros(num, dim).index_add(0, there, back.view(-1, dim))
 
 
-def _counts(site: Site, ranks: tuple[int, ...], chosen: Tensor, sent: Sequence[int]) -> list[int]:
+def _counts(ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, sent: Sequence[int]) -> list[int]:
     """How many tokens each of `ranks` sends here. All ranks that have other tokens hear whether a number is bad."""
-    everyone = site.ranks(asked_axes(site))
-    verdict = first_bad(site, chosen.reshape(-1), None)
+    everyone = ctx.ranks(asked_axes(ctx))
+    verdict = first_bad(ctx, chosen.reshape(-1), None)
     counts = dict(zip(ranks, sent, strict=True))
     own = torch.tensor([(counts.get(rank, 0), *verdict) for rank in everyone], device=chosen.device)
     three = [3] * len(everyone)
-    heads = site.exchange(own.reshape(-1), three, three, everyone).view(-1, 3).tolist()
-    raise_bad_ids(site, worst(heads, everyone))
+    heads = ctx.exchange(own.reshape(-1), three, three, everyone).view(-1, 3).tolist()
+    raise_bad_ids(ctx, worst(heads, everyone))
     told = dict(zip(everyone, heads, strict=True))
     return [told[rank][0] for rank in ranks]
 
@@ -185,7 +185,7 @@ def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta)
     return tokens.shape
 
 
-RULE = OpRule(_rows, shape=_tokens_shape, everywhere=_on_locals)
+RULE = OpRule(_rows, shape=_tokens_shape, replicated_impl=_on_locals)
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,11 +3,11 @@
 from shardwise.rules import attention, conv, image, loss, matmul, pointwise, pool, recurrent
 from shardwise.rules.random import distributions, dropout, random
 from shardwise.rules.reductions import count, normalisation, order, reduce
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, op_rule
+from shardwise.rules.row import RULES, LocalContext, Meta, OpRule, Row, op_rule
 from shardwise.rules.shapes import index, join, reshape, slices, view
 
 __all__ = [
-    "RULES", "Meta", "OpRule", "Row", "Site", "attention", "conv", "count", "distributions", "dropout", "image",
+    "RULES", "LocalContext", "Meta", "OpRule", "Row", "attention", "conv", "count", "distributions", "dropout", "image",
     "index", "join", "loss", "matmul", "normalisation", "op_rule", "order", "pointwise", "pool", "random", "recurrent",
     "reduce", "reshape", "slices", "view",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise.rules.empty import never_empty
 from shardwise.rules.reductions.normalisation import INF, Maybe, wide
-from shardwise.rules.row import Meta, OpRule, Row, Site, arguments, local_with, register
+from shardwise.rules.row import LocalContext, Meta, OpRule, Row, arguments, local_with, register
 
 Places = tuple[Placement, ...]
 
@@ -27,11 +27,13 @@ def attention(
     if {key.ndim, value.ndim} != {query.ndim} or any(not 2 <= x.ndim <= query.ndim for x in masks):
         raise NotImplementedError("operands of other numbers of dims are stretched first")
 
-    def row(dim: int, places: Places, output: Placement, why: str, local: Any = None, follow: int | None = None) -> Row:
+    def row(
+        dim: int, places: Places, output: Placement, why: str, local: Any = None, layout_from: int | None = None
+    ) -> Row:
         length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
         dims = [(x, (at + 1 if output == REPLICATE else dim) - query.ndim + x.ndim) for x in masks]
         cut = [Shard(d) if d >= 0 and x.shape[d] == length else REPLICATE for x, d in dims]
-        return Row((*places, *cut), output, why, local, True if follow is None else (follow, 3), follow)
+        return Row((*places, *cut), output, why, local, True if layout_from is None else (layout_from, 3), layout_from)
 
     rows = []
     for d in range(at):
@@ -53,31 +55,31 @@ def attention(
 
 
 def _attend(
-    site: Site, query: Tensor, key: Tensor, value: Tensor, attn_mask: Maybe = None, dropout_p: float = 0.0,
+    ctx: LocalContext, query: Tensor, key: Tensor, value: Tensor, attn_mask: Maybe = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     at = query.ndim - 2
-    own, keys = (site.layouts[i].boxes(site.rank)[0] for i in (0, 1))
-    if enable_gqa and any(layout.shape[at - 1] != site.layouts[0].shape[at - 1] for layout in site.layouts[1:3]):
-        key, value = _of_own_heads(site, key, value, at - 1)
+    own, keys = (ctx.layouts[i].boxes(ctx.rank)[0] for i in (0, 1))
+    if enable_gqa and any(layout.shape[at - 1] != ctx.layouts[0].shape[at - 1] for layout in ctx.layouts[1:3]):
+        key, value = _of_own_heads(ctx, key, value, at - 1)
     if is_causal:
         first, start = own.offsets[at], keys.offsets[at]
         stop = min(max(first + own.sizes[at], start), start + keys.sizes[at])  # nobody here looks at what is behind
         key, value = key.narrow(at, 0, stop - start), value.narrow(at, 0, stop - start)
         rows = torch.arange(first, first + own.sizes[at], device=query.device).unsqueeze(1)
         attn_mask = rows >= torch.arange(start, stop, device=query.device)
-    cut = tuple(a for a in site.axes if site.layouts[1].placements[a].is_shard(at))
+    cut = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
     if cut:
-        return _combined(site, cut, query, key, value, attn_mask, scale)
+        return _combined(ctx, cut, query, key, value, attn_mask, scale)
     empty = not (query.numel() and key.numel() and value.numel())
     # On nothing torch forgets that the gradient of a mask waits for this rank as well.
     compute = in_steps if empty and attn_mask is not None else F.scaled_dot_product_attention
     return compute(query, key, value, attn_mask, scale=scale)
 
 
-def _of_own_heads(site: Site, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
+def _of_own_heads(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
     """A head of the keys and of the values for every head of the queries here."""
-    of_queries, *others = site.layouts[:3]
+    of_queries, *others = ctx.layouts[:3]
     shared = [of_queries.shape[at] // layout.shape[at] for layout in others]
 
     def wanted(rank: int) -> list[tuple[int, Box]]:
@@ -87,8 +89,8 @@ def _of_own_heads(site: Site, key: Tensor, value: Tensor, at: int) -> list[Tenso
             boxes.append((i, layout.boxes(rank)[0].along(at, first, max(stop - first, 0))))
         return boxes
 
-    parts = site.fetch_parts([key, value], [site.boxes(1), site.boxes(2)], wanted)
-    box = of_queries.boxes(site.rank)[0]
+    parts = ctx.fetch_parts([key, value], [ctx.boxes(1), ctx.boxes(2)], wanted)
+    box = of_queries.boxes(ctx.rank)[0]
     heads = torch.arange(box.offsets[at], box.offsets[at] + box.sizes[at], device=key.device)
     return [
         part.index_select(at, heads // each - box.offsets[at] // each) for part, each in zip(parts, shared, strict=True)
@@ -96,7 +98,13 @@ def _of_own_heads(site: Site, key: Tensor, value: Tensor, at: int) -> list[Tenso
 
 
 def _combined(
-    site: Site, axes: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, mask: Maybe, scale: float | None
+    ctx: LocalContext,
+    axes: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Maybe,
+    scale: float | None,
 ) -> Tensor:
     """Each rank sends its weighted values, their weight, and the largest score that both are relative to."""
     kind = query.device.type
@@ -113,7 +121,7 @@ def _combined(
         out = weights @ value
         beside = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
         mine = torch.cat([out, *beside], -1)
-        values, sums, tops = site.stack(mine, site.ranks(axes)).split([out.shape[-1], 1, 1], -1)
+        values, sums, tops = ctx.stack(mine, ctx.ranks(axes)).split([out.shape[-1], 1, 1], -1)
         shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
         total = (sums * shares).sum(0)
         out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # nothing seen gives zeros
@@ -185,5 +193,5 @@ def as_written(function: Any) -> Any:
     return copy
 
 
-register(OpRule(multi_head, composed=as_written(F.multi_head_attention_forward)), F.multi_head_attention_forward)
-register(OpRule(attention, shape=_shape, composed=in_steps), F.scaled_dot_product_attention)
+register(OpRule(multi_head, decomposition=as_written(F.multi_head_attention_forward)), F.multi_head_attention_forward)
+register(OpRule(attention, shape=_shape, decomposition=in_steps), F.scaled_dot_product_attention)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Box, Layout, Shard
 from shardwise.rules.empty import filled
-from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, local_with, register
+from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, local_with, register
 from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ class Convolution:
             return TRANSPOSED[which](x, weight, bias, self.stride, self.padding, *rest)
         return FORWARD[which](x, weight, bias, self.stride, self.padding, self.dilation, groups)
 
-    def boundary(self, channels: int, b: int) -> int:
+    def map_index(self, channels: int, b: int) -> int:
         """Where a cut at `b` of a dim of `channels` falls in the output, in whole groups."""
         return (b * self.groups + channels // 2) // channels * (self.channels[1] // self.groups)
 
@@ -103,7 +103,7 @@ def _channel_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[
 def _group_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Row]:
     """Groups are convolutions beside each other: any operand may be cut between them; the others' parts are fetched."""
     why = "each rank computes its own groups of channels"
-    from_input, from_weight = (local_with(Convolution.boundary, conv, n) for n in (conv.channels[0], conv.rows))
+    from_input, from_weight = (local_with(Convolution.map_index, conv, n) for n in (conv.channels[0], conv.rows))
     yield Row((Shard(at), Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
     yield Row((REPLICATE, Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
     yield Row((Shard(at), REPLICATE, REPLICATE), Shard(at), why, local, False, 0, from_input)
@@ -126,21 +126,21 @@ def _parts(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank:
 
 
 def _convolve(
-    conv: Convolution, site: Site, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+    conv: Convolution, ctx: LocalContext, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    parts, rank = partial(_parts, conv, site.layouts, site.output), site.rank
+    parts, rank = partial(_parts, conv, ctx.layouts, ctx.output), ctx.rank
     groups, seen, *_rest = parts(rank)
-    x = site.fetch(input, 0, lambda rank: parts(rank)[1])
+    x = ctx.fetch(input, 0, lambda rank: parts(rank)[1])
     if conv.groups > 1:
-        weight = site.fetch(weight, 1, lambda rank: parts(rank)[2])
-        bias = None if bias is None else site.fetch(bias, 2, lambda rank: parts(rank)[3])
+        weight = ctx.fetch(weight, 1, lambda rank: parts(rank)[2])
+        bias = None if bias is None else ctx.fetch(bias, 2, lambda rank: parts(rank)[3])
     groups = max(groups, 1)
     weight = filled(weight, (1,) * weight.ndim)
     channels = (weight.shape[0], weight.shape[1] * groups)
     into, out_of = channels if conv.transposed else (channels[1], channels[0])
     x = filled(x, [into, *(window.least for window in conv.windows)])
     out = conv.run(x, weight, None if bias is None else filled(bias, [out_of]), groups)
-    return cropped(out, conv.windows, seen, site.output.boxes(rank)[0])
+    return cropped(out, conv.windows, seen, ctx.output.boxes(rank)[0])
 
 
 def forward(

@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.row import Site
+from shardwise.rules.row import LocalContext
 
 
 def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -19,7 +19,7 @@ def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
     )
 
 
-def never_empty(dims: tuple[int | tuple[int, ...], ...], site: Site, *args: Any, **kwargs: Any) -> Any:
+def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
     """The op itself on every rank, as a row's local function.
 
     Args:
@@ -33,10 +33,10 @@ def never_empty(dims: tuple[int | tuple[int, ...], ...], site: Site, *args: Any,
         return [fill(y) for y in x] if isinstance(x, list | tuple) else x
 
     given = [fill(x) for x in args]
-    out = site.call(*given, **{name: fill(x) for name, x in kwargs.items()})
+    out = ctx.call(*given, **{name: fill(x) for name, x in kwargs.items()})
     if isinstance(out, Tensor):
-        return emptied(out, site.output.local_shape(site.rank))
-    shapes = iter([layout.local_shape(site.rank) for layout in site.outputs])
+        return emptied(out, ctx.output.local_shape(ctx.rank))
+    shapes = iter([layout.local_shape(ctx.rank) for layout in ctx.outputs])
     return tuple(emptied(x, next(shapes)) if isinstance(x, Tensor) else x for x in out)
 
 

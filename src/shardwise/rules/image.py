@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.layout import PARTIAL, REPLICATE, Box, Shard
 from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.pool import in_windows, pool_rows, resized
-from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, register
+from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.window import Window, each, sliding
 
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
@@ -66,8 +66,8 @@ def _rearranged(x: Meta, up: int, down: int) -> list[Row]:
     local = local_with(never_empty, ((*(1,) * (x.ndim - 3), up * up, down, down),))
     rows = [Row((Shard(d),), Shard(d), "planes are on their own", local) for d in range(x.ndim - 3)]
     for d, more, less in ((x.ndim - 3, down**2, up**2), (x.ndim - 2, up, down), (x.ndim - 1, up, down)):
-        boundary = local_with(_scaled, more, less)
-        rows.append(Row((Shard(d),), Shard(d), "pixels stay together", local, boundary=boundary, granule=less))
+        map_index = local_with(_scaled, more, less)
+        rows.append(Row((Shard(d),), Shard(d), "pixels stay together", local, map_index=map_index, alignment=less))
     return rows
 
 
@@ -93,10 +93,10 @@ def affine_grid(theta: Meta, size: Any, align_corners: bool | None = None) -> li
     return [Row((Shard(0),), Shard(0), "each rank makes its own examples' places", _own_grid)]
 
 
-def _own_grid(site: Site, theta: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _own_grid(ctx: LocalContext, theta: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     count = theta.shape[0]
-    out: Tensor = site.call(filled(theta, (1, 1, 1)), [max(count, 1), *size[1:]], *args, **kwargs)
-    return emptied(out, site.output.local_shape(site.rank))
+    out: Tensor = ctx.call(filled(theta, (1, 1, 1)), [max(count, 1), *size[1:]], *args, **kwargs)
+    return emptied(out, ctx.output.local_shape(ctx.rank))
 
 
 # ---- patches ------------------------------------------------------------------------------------------------
@@ -110,26 +110,26 @@ def unfold(input: Meta, kernel_size: Any, dilation: Any = 1, padding: Any = 0, s
         return []  # torch says what is wrong
     channels, local = input.ndim - 3, local_with(_patches, high, wide.out)
     rows = [Row((Shard(d),), Shard(d), "each rank cuts its own images up", local) for d in range(channels)]
-    boundary, why = local_with(mul, prod(each(kernel_size, 2))), "each rank cuts its own channels up"
-    rows.append(Row((Shard(channels),), Shard(channels), why, local, boundary=boundary))
-    boundary, why = local_with(_rows_of_patches, high, wide.out), "edges are fetched from their neighbours"
-    return [*rows, Row((Shard(channels + 1),), Shard(channels + 1), why, local, boundary=boundary)]
+    map_index, why = local_with(mul, prod(each(kernel_size, 2))), "each rank cuts its own channels up"
+    rows.append(Row((Shard(channels),), Shard(channels), why, local, map_index=map_index))
+    map_index, why = local_with(_rows_of_patches, high, wide.out), "edges are fetched from their neighbours"
+    return [*rows, Row((Shard(channels + 1),), Shard(channels + 1), why, local, map_index=map_index)]
 
 
 def _rows_of_patches(high: Window, wide: int, b: int) -> int:
-    return high.boundary(b) * wide
+    return high.map_index(b) * wide
 
 
-def _patches(high: Window, wide: int, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _patches(high: Window, wide: int, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     def seen(rank: int) -> Box:
-        out = site.output.boxes(rank)[0]
+        out = ctx.output.boxes(rank)[0]
         low, stop = high.seen(out.offsets[-1] // wide, (out.offsets[-1] + out.sizes[-1]) // wide)
-        return site.layouts[0].boxes(rank)[0].along(input.ndim - 2, low, stop - low)
+        return ctx.layouts[0].boxes(rank)[0].along(input.ndim - 2, low, stop - low)
 
-    own = site.output.boxes(site.rank)[0]
-    piece = filled(site.fetch(input, 0, seen), (1, high.least, 1))
-    out: Tensor = site.call(piece, *args, **kwargs)
-    start = high.before(own.offsets[-1] // wide, seen(site.rank).offsets[-2]) * wide if own.sizes[-1] else 0
+    own = ctx.output.boxes(ctx.rank)[0]
+    piece = filled(ctx.fetch(input, 0, seen), (1, high.least, 1))
+    out: Tensor = ctx.call(piece, *args, **kwargs)
+    start = high.before(own.offsets[-1] // wide, seen(ctx.rank).offsets[-2]) * wide if own.sizes[-1] else 0
     return out.narrow(-1, start, own.sizes[-1]).narrow(-2, 0, own.sizes[-2])
 
 
@@ -138,19 +138,19 @@ def fold(input: Meta, output_size: Any, kernel_size: Any, *_: Any, **__: Any) ->
     size, channels = prod(each(kernel_size, 2)), input.ndim - 2
     local = local_with(_images, size)
     rows = [Row((Shard(d),), Shard(d), "each rank adds up its own images", local) for d in range(channels)]
-    boundary, why = local_with(_scaled, 1, size), "each rank adds up its own channels"
-    rows.append(Row((Shard(channels),), Shard(channels), why, local, boundary=boundary, granule=size))
+    map_index, why = local_with(_scaled, 1, size), "each rank adds up its own channels"
+    rows.append(Row((Shard(channels),), Shard(channels), why, local, map_index=map_index, alignment=size))
     rows.append(Row((Shard(channels + 1),), PARTIAL, "each rank adds up its own patches", local))
     return [*rows, Row((PARTIAL,), PARTIAL, "a sum of sums", local)]
 
 
-def _images(size: int, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    box, patches = site.layouts[0].boxes(site.rank)[0], site.layouts[0].shape[-1]
+def _images(size: int, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    box, patches = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[-1]
     before = box.offsets[-1]
     whole = F.pad(input, (before, patches - before - box.sizes[-1]))
     channels = input.shape[-2] // size
-    out: Tensor = site.call(whole if channels else F.pad(whole, (0, 0, 0, size)), *args, **kwargs)
-    return emptied(out, site.output.local_shape(site.rank))
+    out: Tensor = ctx.call(whole if channels else F.pad(whole, (0, 0, 0, size)), *args, **kwargs)
+    return emptied(out, ctx.output.local_shape(ctx.rank))
 
 
 def fractional_pool(dims: int, input: Meta, *_: Any, _random_samples: Meta | None = None, **__: Any) -> list[Row]:
@@ -176,4 +176,4 @@ for _rule in (unfold, fold, grid_sample, affine_grid, pixel_shuffle, pixel_unshu
 for _dims in (2, 3):
     for _name in (f"fractional_max_pool{_dims}d", f"fractional_max_pool{_dims}d_with_indices"):
         _op = getattr(F, _name)
-        register(OpRule(partial(fractional_pool, _dims), composed=partial(_with_samples, _op, _dims)), _op)
+        register(OpRule(partial(fractional_pool, _dims), decomposition=partial(_with_samples, _op, _dims)), _op)

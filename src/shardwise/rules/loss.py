@@ -13,11 +13,11 @@ from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.reductions.normalisation import INF, wide
 from shardwise.rules.row import (
+    LocalContext,
     LocalFunction,
     Meta,
     OpRule,
     Row,
-    Site,
     arguments,
     local_with,
     prepared,
@@ -86,9 +86,9 @@ def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Ro
     return [Row(row.inputs, PARTIAL, row.why, local) for row in rows]
 
 
-def _known_share(loss: Loss, reduction: str, count: int, site: Site) -> LocalFunction | None:
+def _known_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> LocalFunction | None:
     """Where this rank has something to score, and no weights that all ranks have to add up."""
-    shapes = [layout.local_shape(site.rank) for layout in site.layouts]
+    shapes = [layout.local_shape(ctx.rank) for layout in ctx.layouts]
     own = prod(torch.broadcast_shapes(*shapes) if loss in ELEMENTS else shapes[0][:-1])
     if not own or reduction == "batchmean" or (loss in (F.mse_loss, F.l1_loss) and len(shapes) > 2):
         return None
@@ -97,13 +97,13 @@ def _known_share(loss: Loss, reduction: str, count: int, site: Site) -> LocalFun
 
 
 @prepared(_known_share, python=True)
-def _share(loss: Loss, reduction: str, count: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
     """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
     named = arguments(loss, args, kwargs)
     tensors = [x for x in named.values() if isinstance(x, Tensor)]
     own = torch.broadcast_shapes(*(x.shape for x in tensors)) if loss in ELEMENTS else tensors[0].shape[:-1]
     if reduction == "mean" and named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss):
-        weights = site.stack(named["weight"].sum()).sum(0)
+        weights = ctx.stack(named["weight"].sum()).sum(0)
         return loss(**{**named, "reduction": "sum"}) / weights  # type: ignore[no-any-return]
     if reduction == "mean" and own.numel():
         return loss(**{**named, "reduction": "mean"}) * (own.numel() / count)  # type: ignore[no-any-return]
@@ -140,35 +140,35 @@ def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     return [*rows, Row(inputs, REPLICATE, "log-sum-exps of cut classes are combined", local)]
 
 
-def _classified(loss: Loss, whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+def _classified(loss: Loss, whole_batch: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
     named = arguments(loss, args, kwargs)
     scores, target, weight, reduction = (named[name] for name in ("input", "target", "weight", "reduction"))
     classes = min(1, scores.ndim - 1)
-    cut = [axis for axis in site.axes if site.layouts[0].placements[axis].is_shard(classes)]
-    rest = [axis for axis in site.axes if axis not in cut]
+    cut = [axis for axis in ctx.axes if ctx.layouts[0].placements[axis].is_shard(classes)]
+    rest = [axis for axis in ctx.axes if axis not in cut]
     probabilities = target.ndim == scores.ndim
     counts = None if probabilities else target != named["ignore_index"]
     if counts is not None:
-        foreign = counts & ((target < 0) | (target >= site.layouts[0].shape[classes]))
+        foreign = counts & ((target < 0) | (target >= ctx.layouts[0].shape[classes]))
         named["target"] = target.masked_fill(foreign, named["ignore_index"])
     if cut:
-        losses, weights = _of_cut_classes(site, cut, named, classes, counts)
+        losses, weights = _of_cut_classes(ctx, cut, named, classes, counts)
     else:
         losses = loss(**{**named, "reduction": "none"})
         weights = counts if counts is None or weight is None else weight[target.where(counts & ~foreign, 0)] * counts
     total = losses if reduction == "none" else wide(losses).sum()
     if weights is not None and counts is not None:
-        weights = _agreed_weight(site, rest if reduction == "mean" else [], weights, _first(target, foreign))
+        weights = _agreed_weight(ctx, rest if reduction == "mean" else [], weights, _first(target, foreign))
     if reduction == "mean":
         total = total / (whole_batch if weights is None else weights.to(total.dtype))
     return total.to(scores.dtype)
 
 
-def _agreed_weight(site: Site, axes: list[int], weights: Tensor, foreign: Tensor) -> Tensor:
+def _agreed_weight(ctx: LocalContext, axes: list[int], weights: Tensor, foreign: Tensor) -> Tensor:
     """The weight of the targets of all ranks; the same error on all of them if one has a target that is no class."""
     own = torch.cat([weights.detach().sum().double().view(1), foreign])
-    every = site.stack(own, site.ranks(axes)) if axes else own.unsqueeze(0)
-    _refuse_foreign(site, every)
+    every = ctx.stack(own, ctx.ranks(axes)) if axes else own.unsqueeze(0)
+    _refuse_foreign(ctx, every)
     return every[:, 0].sum()
 
 
@@ -180,22 +180,22 @@ def _first(target: Tensor, foreign: Tensor) -> Tensor:
 
 
 @leaf
-def _refuse_foreign(site: Site, every: Tensor) -> None:
+def _refuse_foreign(ctx: LocalContext, every: Tensor) -> None:
     """Raise for a target that is no class: of what each rank says, whether it has one, and which."""
     if bool(every[:, 1].any()):
-        which, shape = int(every[every[:, 1] > 0, 2][0]), site.layouts[0].shape
+        which, shape = int(every[every[:, 1] > 0, 2][0]), ctx.layouts[0].shape
         raise IndexError(f"Target {which} is out of bounds: there are {shape[min(1, len(shape) - 1)]} classes.")
 
 
 def _of_cut_classes(
-    site: Site, axes: list[int], named: Named, classes: int, counts: Tensor | None
+    ctx: LocalContext, axes: list[int], named: Named, classes: int, counts: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of every example, and the weight of its target where it has one.
 
     With q[c] the share of class c in an example's (smoothed) target times the weight of the class, the loss is
     sum q[c] (log-sum-exp of x - x[c]): sums over classes, and so over ranks.
     """
-    box, total = site.layouts[0].boxes(site.rank)[0], site.layouts[0].shape[classes]
+    box, total = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[classes]
     start, length = box.offsets[classes], box.sizes[classes]
     scores, target, weight = wide(named["input"]), named["target"], named["weight"]
     smoothing = named.get("label_smoothing", 0.0)
@@ -217,7 +217,7 @@ def _of_cut_classes(
             sent["all"] = by_class.sum().expand(own.shape)
     if "label_smoothing" in named:
         sent["lse"] = _log_sum_exp(scores, classes)
-    every = dict(zip(sent, site.stack(torch.stack(list(sent.values())), site.ranks(axes)).unbind(1), strict=True))
+    every = dict(zip(sent, ctx.stack(torch.stack(list(sent.values())), ctx.ranks(axes)).unbind(1), strict=True))
     lse = torch.logsumexp(every.pop("lse"), 0) if "lse" in every else 0
     summed = {name: parts.sum(0) for name, parts in every.items()}
     if counts is None:
@@ -246,9 +246,9 @@ def ctc(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     return [Row(inputs, output, "each rank scores its own examples", local_with(_ctc, tensors[0].shape[1]))]
 
 
-def _ctc(whole_batch: int, site: Site, /, *args: Any, **kwargs: Any) -> Tensor:
+def _ctc(whole_batch: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
     named = arguments(F.ctc_loss, args, kwargs)
-    box = site.layouts[0].boxes(site.rank)[0]
+    box = ctx.layouts[0].boxes(ctx.rank)[0]
     own = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
     for name in ("input_lengths", "target_lengths"):
         if not isinstance(named[name], Tensor):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial, Placement, Shard
-from shardwise.rules.row import RULES, Meta, OpRule, Row, local_with, made_of
+from shardwise.rules.row import RULES, Meta, OpRule, Row, decomposed, local_with
 
 aten = torch.ops.aten
 STRETCHED = "?"  # stands for the index of a dim of length 1 that is repeated
@@ -97,7 +97,7 @@ def register(indices: Callable[..., Product], *ops: Any, in_place: bool = False)
         return tuple(map(product.sizes().__getitem__, product.output))
 
     for op in ops:
-        RULES[op] = OpRule(rows, in_place, shape, sizeless=True)
+        RULES[op] = OpRule(rows, in_place, shape, shape_independent=True)
 
 
 # ---- the ops ------------------------------------------------------------------------------------------------
@@ -189,9 +189,9 @@ def kron(input: Meta, other: Meta) -> list[Row]:
     for d in range(ndim):
         own, others = d - (ndim - input.ndim), d - (ndim - other.ndim)
         if own >= 0:
-            boundary = local_with(mul, second[d])
+            map_index = local_with(mul, second[d])
             rows.append(
-                Row((Shard(own), REPLICATE), Shard(d), "a copy of the other factor an element", boundary=boundary)
+                Row((Shard(own), REPLICATE), Shard(d), "a copy of the other factor an element", map_index=map_index)
             )
         if others >= 0 and first[d] == 1:
             rows.append(Row((REPLICATE, Shard(others)), Shard(d), "one copy of the cut factor"))
@@ -204,7 +204,7 @@ register(
     Tensor.bmm, torch.mv, Tensor.mv, aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default,
 )  # fmt: skip
 register(dot, torch.dot, Tensor.dot, aten.dot.default, torch.vdot, Tensor.vdot, aten.vdot.default)
-RULES[torch.inner] = RULES[Tensor.inner] = made_of(_inner)
+RULES[torch.inner] = RULES[Tensor.inner] = decomposed(_inner)
 register(tensordot, torch.tensordot)
 register(einsum, torch.einsum)
 for _name, _letters in {
@@ -214,6 +214,6 @@ for _name, _letters in {
     register(added(*_letters), getattr(torch, _name), getattr(Tensor, _name), getattr(aten, _name).default)
     _in_place = getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default
     register(added(*_letters), *_in_place, in_place=True)
-RULES[F.bilinear] = made_of(_bilinear)
-RULES[Tensor.__rmatmul__] = made_of(lambda input, other: torch.matmul(other, input))
+RULES[F.bilinear] = decomposed(_bilinear)
+RULES[Tensor.__rmatmul__] = decomposed(lambda input, other: torch.matmul(other, input))
 RULES[torch.kron] = RULES[Tensor.kron] = OpRule(kron)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, Shard, contiguous_strides
 from shardwise.rules.empty import filled
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Site, local_with
+from shardwise.rules.row import RULES, LocalContext, Meta, OpRule, Row, local_with
 from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows
 
 aten = torch.ops.aten
@@ -85,35 +85,35 @@ def _shares(length: int, out: int) -> Window:
     return Window(length, out, size, 1, 0, max(size - 1, 0))
 
 
-def in_windows(windows: Windows, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def in_windows(windows: Windows, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The op on this rank's piece."""
-    return _on_piece(windows, site, input, lambda piece: site.call(piece, *args, **kwargs))
+    return _on_piece(windows, ctx, input, lambda piece: ctx.call(piece, *args, **kwargs))
 
 
-def resized(windows: Windows, name: str, site: Site, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def resized(windows: Windows, name: str, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The op on this rank's piece, where its first argument, or the one called `name`, is the size of the result."""
 
     def run(piece: Tensor) -> Any:
         lengths = zip(windows, piece.shape[-len(windows) :], strict=True)
         own = [n * window.scale // window.step if window.step else window.out for window, n in lengths]
         rest = {k: a for k, a in kwargs.items() if k != name}
-        return site.call(piece, own, *args[name not in kwargs :], **rest)
+        return ctx.call(piece, own, *args[name not in kwargs :], **rest)
 
-    return _on_piece(windows, site, input, run)
+    return _on_piece(windows, ctx, input, run)
 
 
-def _share_of_mean(whole: tuple[int, ...], site: Site, input: Tensor, output_size: Any) -> Any:
+def _share_of_mean(whole: tuple[int, ...], ctx: LocalContext, input: Tensor, output_size: Any) -> Any:
     own = input.shape[-len(whole) :]
-    pooled = site.call(filled(input, (1,) * (len(whole) + 1)), output_size) * (prod(own) / prod(whole))
+    pooled = ctx.call(filled(input, (1,) * (len(whole) + 1)), output_size) * (prod(own) / prod(whole))
     channels = input.shape[-len(whole) - 1]
     return pooled if channels else pooled.narrow(-len(whole) - 1, 0, 0)
 
 
-def _on_piece(windows: Windows, site: Site, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
+def _on_piece(windows: Windows, ctx: LocalContext, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
     """What `run` makes of the piece that this rank's outputs see, without the outputs of others."""
-    source, output = site.layouts[0], site.output
-    seen, own = seen_box(windows, source, output, site.rank), output.boxes(site.rank)[0]
-    piece = site.fetch(x, 0, lambda rank: seen_box(windows, source, output, rank))
+    source, output = ctx.layouts[0], ctx.output
+    seen, own = seen_box(windows, source, output, ctx.rank), output.boxes(ctx.rank)[0]
+    piece = ctx.fetch(x, 0, lambda rank: seen_box(windows, source, output, rank))
     piece = filled(piece, [1, *(window.least for window in windows)])
     out = run(piece)
     if isinstance(out, Tensor):

@@ -65,9 +65,9 @@ def _packed(second: Any) -> bool:
 
 
 for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    RULES[getattr(torch, _name)] = OpRule(layer, composed=partial(_in_steps, _name))
+    RULES[getattr(torch, _name)] = OpRule(layer, decomposition=partial(_in_steps, _name))
     RULES[getattr(torch, f"{_name}_cell")] = OpRule(cell)
     RULES[getattr(aten, _name).data] = OpRule(packed)
 for _name in ("_pack_padded_sequence", "_pad_packed_sequence"):
     RULES[getattr(aten, _name).default] = OpRule(packed)
-    RULES[getattr(torch, _name)] = OpRule(packed, composed=_with_plain_sizes(getattr(aten, _name).default))
+    RULES[getattr(torch, _name)] = OpRule(packed, decomposition=_with_plain_sizes(getattr(aten, _name).default))

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.layout import Box, Layout, Placement
 
 LocalFunction = Callable[..., Any]
-Boundary = Callable[[int], int]
-NOBODY = -1  # as `follow`: the result is cut as torch.chunk cuts
+IndexMap = Callable[[int], int]
+NO_OPERAND = -1  # as `follow`: the result is cut as torch.chunk cuts
 
 
 class Meta(NamedTuple):
@@ -36,7 +36,7 @@ class Row:
         inputs: a placement for every tensor operand, in the order of the arguments.
         output: the placement of the result; a tuple for several results.
         why: the reason in one line; also the name of the row in tests, errors and reports.
-        local: what each rank computes, called as `local(site, *args, **kwargs)` with local tensors; None is
+        local: what each rank computes, called as `local(ctx, *args, **kwargs)` with local tensors; None is
             the op itself. It must build the same autograd graph on every rank, empty shards included.
         aligned: all Shards of the row cut the same index range, so they must be cut alike. A tuple of operands says
             it of those only; the others stay cut as they are. Where no row speaks of any, each operand keeps also the
@@ -51,15 +51,15 @@ class Row:
     inputs: tuple[Placement, ...]
     output: Placement | tuple[Placement, ...]
     why: str
-    local: LocalFunction | None = None
+    local_impl: LocalFunction | None = None
     aligned: bool | tuple[int, ...] = True
-    follow: int | None = None
-    boundary: Boundary | tuple[Boundary, ...] | None = None
-    granule: int = 1
+    layout_from: int | None = None
+    map_index: IndexMap | tuple[IndexMap, ...] | None = None
+    alignment: int = 1
     copies: bool = False
 
 
-class Site(Protocol):
+class LocalContext(Protocol):
     """Where a row's local function runs, and the exchanges it may make itself (all differentiable)."""
 
     layouts: tuple[Layout, ...]  # of the tensor operands, as the row wants them
@@ -123,8 +123,8 @@ class Site(Protocol):
         """`x`, marked as a copy where users expect a view: changing it in place is refused."""
         ...
 
-    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "Site":
-        """This site with `operand` cut along dim 0 by the axes of operand `like`, into pieces as long as given."""
+    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
+        """This ctx with `operand` cut along dim 0 by the axes of operand `like`, into pieces as long as given."""
         ...
 
     def name_of(self, operand: int) -> str:
@@ -148,7 +148,7 @@ def prepared(
     """For a local function of which most can be known before it runs.
 
     Args:
-        prepare: called once for a rank and the layouts, with the first arguments that `local_with` gave and the site;
+        prepare: called once for a rank and the layouts, with the first arguments that `local_with` gave and the ctx;
             what it returns is called with the op's arguments instead of the local function. It may answer
             NotImplemented, and None may be returned in its place: then the local function runs.
         python: it looks at shapes, or calls Python code that does.
@@ -161,11 +161,11 @@ def prepared(
     return add
 
 
-def preparation(local: LocalFunction | None, site: Site) -> tuple[LocalFunction | None, bool]:
-    """What a local function comes to on the rank of `site`, and whether that is Python code; None for itself."""
+def preparation(local: LocalFunction | None, ctx: LocalContext) -> tuple[LocalFunction | None, bool]:
+    """What a local function comes to on the rank of `ctx`, and whether that is Python code; None for itself."""
     function, fixed = (local.func, local.args) if isinstance(local, partial) else (local, ())
     prepare, python = PREPARED.get(function, (None, False))  # type: ignore[arg-type]
-    return (None if prepare is None else prepare(*fixed, site)), python
+    return (None if prepare is None else prepare(*fixed, ctx)), python
 
 
 @lru_cache
@@ -209,14 +209,14 @@ class OpRule:
     rows: Rule
     in_place: bool = False
     shape: Callable[..., Shapes] | None = None
-    sizeless: bool = False
-    everywhere: LocalFunction | None = None
-    ragged: bool = False
+    shape_independent: bool = False
+    replicated_impl: LocalFunction | None = None
+    data_dependent_shape: bool = False
     random: bool = False
     typed: bool = False
     view: bool = False
-    composed: Callable[..., Any] | None = None
-    home: int | None = None
+    decomposition: Callable[..., Any] | None = None
+    mesh_operand: int | None = None
 
 
 RULES: dict[Any, OpRule] = {}
@@ -229,9 +229,9 @@ def register(rule: OpRule, *ops: Any) -> None:
         RULES[op] = rule
 
 
-def made_of(composed: Callable[..., Any]) -> OpRule:
+def decomposed(decomposition: Callable[..., Any]) -> OpRule:
     """The rule of an op that is always run as `composed` says."""
-    return OpRule(no_rows, composed=composed)
+    return OpRule(no_rows, decomposition=decomposition)
 
 
 def no_rows(*_: Any, **__: Any) -> list[Row]:
@@ -243,15 +243,26 @@ def op_rule(
     *ops: Any,
     in_place: bool = False,
     shape: Callable[..., Shapes] | None = None,
-    sizeless: bool = False,
-    everywhere: LocalFunction | None = None,
-    ragged: bool = False,
-    home: int | None = None,
+    shape_independent: bool = False,
+    replicated_impl: LocalFunction | None = None,
+    data_dependent_shape: bool = False,
+    mesh_operand: int | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register the function below as the rule of ops; the options are those of `OpRule`."""
 
     def add(rule: Rule) -> Rule:
-        register(OpRule(rule, in_place, shape, sizeless, everywhere, ragged, home=home), *ops)
+        register(
+            OpRule(
+                rule,
+                in_place,
+                shape,
+                shape_independent,
+                replicated_impl,
+                data_dependent_shape,
+                mesh_operand=mesh_operand,
+            ),
+            *ops,
+        )
         return rule
 
     return add

@@ -33,7 +33,7 @@ class Window(NamedTuple):
     last: int = 0
     extra: int = 0
 
-    def boundary(self, b: int) -> int:
+    def map_index(self, b: int) -> int:
         """Where a cut of the input at `b` falls in the output: before the windows whose middle is behind it."""
         if b in (0, self.length):
             return self.out if b else 0
@@ -79,8 +79,11 @@ def window_rows(x: Meta, windows: Sequence[Window], others: int, local: LocalFun
     rows = []
     for dim, window in enumerate(windows, x.ndim - len(windows)):
         if window.length and window.step:
-            boundary, why = local_with(Window.boundary, window), f"edges of dim {dim} are fetched from their neighbours"
-            rows.append(Row((Shard(dim), *(REPLICATE,) * others), Shard(dim), why, local, boundary=boundary))
+            map_index, why = (
+                local_with(Window.map_index, window),
+                f"edges of dim {dim} are fetched from their neighbours",
+            )
+            rows.append(Row((Shard(dim), *(REPLICATE,) * others), Shard(dim), why, local, map_index=map_index))
     return rows
 
 

@@ -9,31 +9,31 @@ from torch import Tensor
 from shardwise.rules.pointwise import broadcast, nonlinear
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.random import refuse, register, without_gradient
-from shardwise.rules.row import Site
+from shardwise.rules.row import LocalContext
 
 aten = torch.ops.aten
 
 
-def _poisson(site: Site, rate: Tensor, generator: Any = None) -> Tensor:
+def _poisson(ctx: LocalContext, rate: Tensor, generator: Any = None) -> Tensor:
     rates = rate.detach().double()
-    refuse(site, ~(rates >= 0) | rates.isinf(), "invalid Poisson rate, expected rate to be non-negative")
-    return without_gradient(_drawn(site, counter_rng.poisson, [rates], generator).to(rate.dtype), rate)
+    refuse(ctx, ~(rates >= 0) | rates.isinf(), "invalid Poisson rate, expected rate to be non-negative")
+    return without_gradient(_drawn(ctx, counter_rng.poisson, [rates], generator).to(rate.dtype), rate)
 
 
-def _binomial(site: Site, count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
+def _binomial(ctx: LocalContext, count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
     counts, chances = count.detach().double().floor(), prob.detach().double()
-    refuse(site, ~(counts >= 0) | counts.isinf(), "binomial expects finite counts that are not negative.")
-    refuse(site, ~((chances >= 0) & (chances <= 1)), "binomial expects probabilities from 0 to 1.")
-    return _drawn(site, counter_rng.binomial, [counts, chances], generator).to(count.dtype)
+    refuse(ctx, ~(counts >= 0) | counts.isinf(), "binomial expects finite counts that are not negative.")
+    refuse(ctx, ~((chances >= 0) & (chances <= 1)), "binomial expects probabilities from 0 to 1.")
+    return _drawn(ctx, counter_rng.binomial, [counts, chances], generator).to(count.dtype)
 
 
-def _drawn(site: Site, law: Callable[..., Tensor], parameters: list[Tensor], generator: Any) -> Tensor:
+def _drawn(ctx: LocalContext, law: Callable[..., Tensor], parameters: list[Tensor], generator: Any) -> Tensor:
     """One double an element of this rank's part of the result."""
-    shape = site.output.local_shape(site.rank)
+    shape = ctx.output.local_shape(ctx.rank)
     index = torch.empty(shape, dtype=torch.int64, device=parameters[0].device)
-    counter_rng.fill(index, site.output.boxes(site.rank), site.output.shape, 0, lambda places, *_: places)
+    counter_rng.fill(index, ctx.output.boxes(ctx.rank), ctx.output.shape, 0, lambda places, *_: places)
     flat = [x.expand(shape).reshape(-1) for x in parameters]
-    return law(*flat, index.reshape(-1), site.seed(generator)).view(shape)
+    return law(*flat, index.reshape(-1), ctx.seed(generator)).view(shape)
 
 
 register([torch.poisson, aten.poisson.default], nonlinear, _poisson, shape=broadcast)

@@ -15,7 +15,7 @@ from shardwise.layout import REPLICATE, Box, Partial
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.random import fill, register
-from shardwise.rules.row import Meta, Row, Site, local_with
+from shardwise.rules.row import LocalContext, Meta, Row, local_with
 
 aten = torch.ops.aten
 SELU_SCALE = 1.7580993408473766  # -alpha times scale of SELU (arXiv 1706.02515): where alpha dropout sends units
@@ -32,10 +32,10 @@ def _rows(linear: bool, results: int, x: Meta, p: float, train: bool | None = Tr
     return [replace(row, output=(row.output, mask)) for row, mask in zip(rows, kept, strict=True)]  # type: ignore[arg-type]
 
 
-def _dropout(alpha: bool, features: bool, site: Site, x: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(alpha: bool, features: bool, ctx: LocalContext, x: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0:
         return x
-    noise = _kept(site, x, p, features)
+    noise = _kept(ctx, x, p, features)
     if p == 1:
         return x * noise
     if not alpha:
@@ -45,13 +45,13 @@ def _dropout(alpha: bool, features: bool, site: Site, x: Tensor, p: float, train
     return x * noise.mul_(a) + shift
 
 
-def _kept(site: Site, x: Tensor, p: float, features: bool) -> Tensor:
+def _kept(ctx: LocalContext, x: Tensor, p: float, features: bool) -> Tensor:
     """1 where an element (a channel, the first two dims) stays, else 0; broadcasts to x."""
-    values, layout = partial(counter_rng.bernoulli, 1 - p), site.layouts[0]
-    boxes, shape = layout.boxes(site.rank), layout.shape
+    values, layout = partial(counter_rng.bernoulli, 1 - p), ctx.layouts[0]
+    boxes, shape = layout.boxes(ctx.rank), layout.shape
     if not features:
-        return fill(torch.empty_like(x.detach()), site, layout, values)
-    seed, pieces = site.seed(), []
+        return fill(torch.empty_like(x.detach()), ctx, layout, values)
+    seed, pieces = ctx.seed(), []
     for box in boxes:
         piece = x.new_empty(box.sizes[:2])
         counter_rng.fill(piece, [Box(box.offsets[:2], box.sizes[:2])], shape[:2], seed, values)
@@ -62,12 +62,12 @@ def _kept(site: Site, x: Tensor, p: float, features: bool) -> Tensor:
     return torch.cat(flat) if flat else torch.empty_like(x.detach())
 
 
-def _native_dropout(site: Site, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    if not prod(site.output.shape):
+def _native_dropout(ctx: LocalContext, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not prod(ctx.output.shape):
         return x.clone(), torch.empty_like(x)  # torch's mask of nothing is none of truth values
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    noise = _kept(site, x, p, False)
+    noise = _kept(ctx, x, p, False)
     mask = noise.bool()
     return x * (noise.div_(1 - p) if p < 1 else noise), mask
 

@@ -19,7 +19,7 @@ from shardwise.layout import Layout, OnRanks, Shard
 from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.counter_rng import Values
-from shardwise.rules.row import RULES, LocalFunction, Meta, OpRule, Row, Rule, Site, local_with
+from shardwise.rules.row import RULES, LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with
 from shardwise.trace.capture_hooks import leaf
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def _try(op: Any, args: Sequence[Any], kwargs: dict[str, Any], dtypes: dict[torc
 def _checked(op: Any, rows: Rule, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
     """The rows of a random op, whose numbers all come from its local function."""
     tried(op, *args, **kwargs)
-    return [replace(row, local=local) for row in rows(*args, **kwargs)]
+    return [replace(row, local_impl=local) for row in rows(*args, **kwargs)]
 
 
 def _refilled(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
@@ -92,16 +92,16 @@ def _multinomial_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 # ---- numbers of this rank -----------------------------------------------------------------------------------
 
 
-def fill(out: Tensor, site: Site, layout: Layout, values: Values, generator: Any = None) -> Tensor:
+def fill(out: Tensor, ctx: LocalContext, layout: Layout, values: Values, generator: Any = None) -> Tensor:
     """`out`, filled as this rank's part of a random tensor of this layout."""
-    counter_rng.fill(out, layout.boxes(site.rank), layout.shape, site.seed(generator), values)
+    counter_rng.fill(out, layout.boxes(ctx.rank), layout.shape, ctx.seed(generator), values)
     return out
 
 
-def _numbers(site: Site, values: Values, dtype: torch.dtype, device: torch.device, generator: Any) -> Tensor:
+def _numbers(ctx: LocalContext, values: Values, dtype: torch.dtype, device: torch.device, generator: Any) -> Tensor:
     """This rank's part of a random tensor laid out as the op's result."""
-    out = torch.empty(site.output.local_shape(site.rank), dtype=dtype, device=device)
-    return fill(out, site, site.output, values, generator)
+    out = torch.empty(ctx.output.local_shape(ctx.rank), dtype=dtype, device=device)
+    return fill(out, ctx, ctx.output, values, generator)
 
 
 def _law(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> Values:
@@ -127,13 +127,13 @@ def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> t
 
 
 @leaf
-def refuse(site: Site, bad: Tensor, message: str) -> None:
+def refuse(ctx: LocalContext, bad: Tensor, message: str) -> None:
     """Raise on every rank if a value is bad on any; asks the others only where they hold other values."""
-    mesh, found = site.layouts[0].mesh, bad.any().long().view(1)
-    cut = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in site.layouts)]
-    ranks = site.ranks(cut) if mesh.coordinate(site.rank) is not None else ()
+    mesh, found = ctx.layouts[0].mesh, bad.any().long().view(1)
+    cut = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in ctx.layouts)]
+    ranks = ctx.ranks(cut) if mesh.coordinate(ctx.rank) is not None else ()
     if len(ranks) > 1:
-        found = site.stack(found, ranks)
+        found = ctx.stack(found, ranks)
     if found.any():
         raise RuntimeError(message)
 
@@ -150,63 +150,68 @@ def without_gradient(values: Tensor, *sources: Any) -> Tensor:
 # ---- local functions ----------------------------------------------------------------------------------------
 
 
-def _refill(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    layout, generator = site.layouts[0], kwargs.get("generator")
+def _refill(name: str, ctx: LocalContext, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    layout, generator = ctx.layouts[0], kwargs.get("generator")
     # Autograd must see one op that changes x, not one a chunk.
     new = torch.empty_like(x) if x.requires_grad and torch.is_grad_enabled() else x
-    fill(new, site, layout, _law(name, x.dtype, args, kwargs), generator)
-    neutral = layout.neutral(site.rank)
+    fill(new, ctx, layout, _law(name, x.dtype, args, kwargs), generator)
+    neutral = layout.neutral(ctx.rank)
     if neutral is not None:
         new.fill_(neutral)
     return x if new is x else x.copy_(new)
 
 
-def _like(name: str, site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _like(name: str, ctx: LocalContext, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     out = torch.empty_like(x.detach(), **{k: v for k, v in kwargs.items() if k in OPTIONS})
-    fill(out, site, site.output, _law(name, out.dtype, args, kwargs), kwargs.get("generator"))
+    fill(out, ctx, ctx.output, _law(name, out.dtype, args, kwargs), kwargs.get("generator"))
     return out.requires_grad_(kwargs.get("requires_grad", False))
 
 
-def _bernoulli(site: Site, x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
+def _bernoulli(ctx: LocalContext, x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     if isinstance(p, float | int):
-        return without_gradient(_like("bernoulli", site, x, p, generator=generator), x)
+        return without_gradient(_like("bernoulli", ctx, x, p, generator=generator), x)
     chance = x.detach()
-    refuse(site, ~((chance >= 0) & (chance <= 1)), "bernoulli expects probabilities from 0 to 1.")
+    refuse(ctx, ~((chance >= 0) & (chance <= 1)), "bernoulli expects probabilities from 0 to 1.")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return without_gradient((_numbers(site, counter_rng.uniform, wide, x.device, generator) < chance).to(x.dtype), x)
+    return without_gradient((_numbers(ctx, counter_rng.uniform, wide, x.device, generator) < chance).to(x.dtype), x)
 
 
-def _normal(site: Site, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+def _normal(ctx: LocalContext, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     if isinstance(std, Tensor):
-        refuse(site, ~(std >= 0), "normal expects all elements of std >= 0.0")
+        refuse(ctx, ~(std >= 0), "normal expects all elements of std >= 0.0")
     like = mean if isinstance(mean, Tensor) else std
     scale, shift = (x.detach() if isinstance(x, Tensor) else x for x in (std, mean))
-    numbers = _numbers(site, counter_rng.normal, like.dtype, like.device, generator)
+    numbers = _numbers(ctx, counter_rng.normal, like.dtype, like.device, generator)
     return without_gradient((numbers * scale + shift).to(like.dtype), mean, std)
 
 
 def _rrelu(
-    site: Site, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+    ctx: LocalContext,
+    x: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
 ) -> Tensor:
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)
-    slopes = _numbers(site, partial(counter_rng.between, lower, upper), x.dtype, x.device, generator)
+    slopes = _numbers(ctx, partial(counter_rng.between, lower, upper), x.dtype, x.device, generator)
     return x * slopes.masked_fill_(~(x.detach() <= 0), 1)
 
 
 def _multinomial(
-    site: Site, x: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+    ctx: LocalContext, x: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
     p = x.detach().double()
-    refuse(site, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
-    here = bool(site.layouts[0].boxes(site.rank))  # nothing sums to nothing
-    refuse(site, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
+    refuse(ctx, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
+    here = bool(ctx.layouts[0].boxes(ctx.rank))  # nothing sums to nothing
+    refuse(ctx, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:  # the categories whose exponential clocks of rate p ring first
-        clocks = fill(torch.empty_like(p), site, site.layouts[0], partial(counter_rng.exponential, 1.0), generator)
+        clocks = fill(torch.empty_like(p), ctx, ctx.layouts[0], partial(counter_rng.exponential, 1.0), generator)
         return torch.sort(p / clocks, dim=-1, descending=True, stable=True)[1][..., :num_samples].contiguous()
     sums = p.cumsum(-1)
     total = sums[..., -1:]
-    at = _numbers(site, counter_rng.uniform, torch.float64, x.device, generator) * total
+    at = _numbers(ctx, counter_rng.uniform, torch.float64, x.device, generator) * total
     at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))  # rounded up it would be past the last
     return torch.searchsorted(sums, at, right=True)
 
@@ -218,7 +223,7 @@ MULTINOMIAL = (torch.multinomial, Tensor.multinomial, aten.multinomial.default)
 
 def register(ops: Sequence[Any], rows: Rule, local: LocalFunction, **kwargs: Any) -> None:
     for op in ops:
-        RULES[op] = OpRule(partial(_checked, op, rows, local), everywhere=local, random=True, **kwargs)
+        RULES[op] = OpRule(partial(_checked, op, rows, local), replicated_impl=local, random=True, **kwargs)
 
 
 def _overloads(name: str) -> list[Any]:

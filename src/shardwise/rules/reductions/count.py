@@ -10,7 +10,7 @@ from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Shard
 from shardwise.rules.pointwise import shard_rows
 from shardwise.rules.reductions.order import in_one
 from shardwise.rules.reductions.reduce import given, register, seat
-from shardwise.rules.row import Meta, Row, Site
+from shardwise.rules.row import LocalContext, Meta, Row
 
 WHY = "each rank counts its own elements"
 
@@ -20,8 +20,8 @@ def bincount(input: Meta, weights: Meta | None = None, minlength: int = 0) -> li
     return [Row((Shard(0),) * (1 if weights is None else 2), PARTIAL, WHY, _bincount)]
 
 
-def _bincount(site: Site, /, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    low, high = _range(site, input, (0, -1))
+def _bincount(ctx: LocalContext, /, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    low, high = _range(ctx, input, (0, -1))
     if low < 0 or minlength < 0:
         return torch.bincount(input.new_tensor([low]), None, minlength)  # torch's own error
     ids = input if input.numel() else input.new_zeros(1)  # torch would forget the dtype of the weights
@@ -30,10 +30,10 @@ def _bincount(site: Site, /, input: Tensor, weights: Tensor | None = None, minle
     return torch.bincount(ids, numbers, length)[:length] * min(input.numel(), 1)
 
 
-def _range(site: Site, x: Tensor, nothing: tuple[float, float]) -> tuple[float, float]:
+def _range(ctx: LocalContext, x: Tensor, nothing: tuple[float, float]) -> tuple[float, float]:
     """The smallest and the largest of all ranks' elements."""
     own = torch.stack(x.detach().reshape(-1).aminmax()) if x.numel() else x.new_tensor(nothing)
-    every = site.stack(torch.cat([own, own.new_tensor([x.numel() > 0])]))
+    every = ctx.stack(torch.cat([own, own.new_tensor([x.numel() > 0])]))
     full = every[every[:, 2] > 0]
     return (full[:, 0].min().item(), full[:, 1].max().item()) if len(full) else nothing
 
@@ -45,8 +45,8 @@ def histc(input: Meta, bins: int = 100, min: float = 0, max: float = 0) -> list[
     return [Row((cut,), PARTIAL, WHY, given(_histc, bins, min, max)) for cut in cuts]
 
 
-def _histc(site: Site, x: Tensor, bins: int, low: float, high: float) -> Tensor:
-    low, high = _range(site, x, (low, high)) if low == high else (low, high)
+def _histc(ctx: LocalContext, x: Tensor, bins: int, low: float, high: float) -> Tensor:
+    low, high = _range(ctx, x, (low, high)) if low == high else (low, high)
     return torch.histc(x, bins, *((low - 1, high + 1) if low == high else (low, high)))
 
 
@@ -65,9 +65,9 @@ def nonzero(input: Meta, *, as_tuple: bool = False) -> list[Row]:
     return [Row((Shard(0),), Shard(0), "each rank finds its own", given(_nonzero))] if input.ndim else []
 
 
-def _nonzero(site: Site, x: Tensor) -> Tensor:
+def _nonzero(ctx: LocalContext, x: Tensor) -> Tensor:
     found = x.nonzero()
-    found[:, 0] += site.boxes(0)[seat(site)].offsets[0]
+    found[:, 0] += ctx.boxes(0)[seat(ctx)].offsets[0]
     return found
 
 
@@ -91,16 +91,16 @@ def unique(
     return rows
 
 
-def _unique(site: Site, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) -> Any:
+def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) -> Any:
     lines, along = (x.reshape(-1), None) if dim is None else (x.movedim(dim, 0), 0)
     own, inverse, numbers = torch.unique(lines, return_inverse=True, return_counts=True, dim=along)
     wide = torch.float64 if x.is_floating_point() else torch.int64
-    lengths = site.stack(numbers.new_tensor(len(own))).tolist()
+    lengths = ctx.stack(numbers.new_tensor(len(own))).tolist()
     table = torch.cat([own.reshape(len(own), prod(lines.shape[1:])).to(wide), numbers.to(wide).unsqueeze(1)], 1)
-    table = in_one(site, table, lengths, range(len(lengths)))
+    table = in_one(ctx, table, lengths, range(len(lengths)))
     every = table[:, :-1].to(x.dtype).view(-1, *lines.shape[1:])
     values, places = torch.unique(every, return_inverse=True, dim=along)
-    start = sum(lengths[: seat(site)])
+    start = sum(lengths[: seat(ctx)])
     inverse = places[start : start + len(own)][inverse].view(x.shape if dim is None else -1)
     counts = places.new_zeros(len(values)).index_add(0, places, table[:, -1].long())
     results = (values if dim is None else values.movedim(0, dim), inverse, counts)
@@ -108,9 +108,9 @@ def _unique(site: Site, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) ->
     return found if len(found) > 1 else found[0]
 
 
-register(bincount, None, "bincount", ragged=True)
-register(histc, lambda input, bins=100, *_, **__: (bins,), "histc", sizeless=False)
+register(bincount, None, "bincount", data_dependent_shape=True)
+register(histc, lambda input, bins=100, *_, **__: (bins,), "histc", shape_independent=False)
 register(isin, lambda elements, *_, **__: getattr(elements, "shape", ()), "isin")
-register(nonzero, None, "nonzero argwhere", ragged=True)
-register(masked_select, None, "masked_select", ragged=True)
-register(unique, None, "", torch.unique, Tensor.unique, ragged=True)
+register(nonzero, None, "nonzero argwhere", data_dependent_shape=True)
+register(masked_select, None, "masked_select", data_dependent_shape=True)
+register(unique, None, "", torch.unique, Tensor.unique, data_dependent_shape=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Box, Boxes, Partial, Placement, Shard
 from shardwise.rules.pointwise import shape_of_first
-from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, made_of, register
+from shardwise.rules.row import LocalContext, Meta, OpRule, Row, decomposed, local_with, register
 
 aten = torch.ops.aten
 INF = float("inf")
@@ -53,13 +53,13 @@ def _kept(others: int, dims: list[int]) -> list[Row]:
     return [Row((Shard(d), *(REPLICATE,) * others), Shard(d), "each rank normalises its own") for d in dims]
 
 
-def _softmax_of_cut(kind: str, dim: int, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _softmax_of_cut(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
     scores = wide(x.to(dtype))
     known = scores.detach()
     top = known.amax(dim, keepdim=True) if known.shape[dim] else known.sum(dim, keepdim=True) - INF
     own = (scores - top.masked_fill(top == -INF, 0)).exp().sum(dim, keepdim=True)
-    tops, sums = site.stack(torch.stack([top, own])).unbind(1)
+    tops, sums = ctx.stack(torch.stack([top, own])).unbind(1)
     top = tops.detach().amax(0)
     nothing = (top == -INF) & (kind == "safe")
     top = top.masked_fill(nothing, 0)
@@ -72,10 +72,10 @@ def _softmax_of_cut(kind: str, dim: int, site: Site, x: Tensor, /, *args: Any, *
 
 
 def _pooled(
-    site: Site, ranks: tuple[int, ...], count: Tensor, mean: Tensor, spread: Tensor
+    ctx: LocalContext, ranks: tuple[int, ...], count: Tensor, mean: Tensor, spread: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moments of what `ranks` hold together, from those of what each holds; one exchange."""
-    counts, means, spreads = site.stack(torch.stack([count.expand_as(mean), mean, spread]), ranks).unbind(1)
+    counts, means, spreads = ctx.stack(torch.stack([count.expand_as(mean), mean, spread]), ranks).unbind(1)
     count = counts.sum(0)
     mean = (means * (counts / count.clamp(min=1))).sum(0)
     return count, mean, (spreads + counts * (means - mean).square()).sum(0)
@@ -113,19 +113,25 @@ def _normalized_shape(x: Meta, normalized_shape: Any, *args: Any, **kwargs: Any)
 
 
 def _layer_norm_of_cut(
-    site: Site, x: Tensor, normalized_shape: Any, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any
+    ctx: LocalContext,
+    x: Tensor,
+    normalized_shape: Any,
+    weight: Maybe = None,
+    bias: Maybe = None,
+    eps: float = 1e-5,
+    *_: Any,
 ) -> Tensor:
     full = wide(x)
     count, mean, spread = _own_moments(full, _last(normalized_shape))
-    total, mean, spread = _pooled(site, site.ranks(), mean.new_tensor(count), mean, spread)
+    total, mean, spread = _pooled(ctx, ctx.ranks(), mean.new_tensor(count), mean, spread)
     return _scaled(full - mean, spread / total, weight, bias, eps).to(x.dtype)
 
 
 def _rms_norm_of_cut(
-    site: Site, x: Tensor, normalized_shape: Any, weight: Maybe = None, eps: float | None = None
+    ctx: LocalContext, x: Tensor, normalized_shape: Any, weight: Maybe = None, eps: float | None = None
 ) -> Tensor:
     full = wide(x)
-    squares = site.stack(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
+    squares = ctx.stack(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
     eps = torch.finfo(full.dtype).eps if eps is None else eps
     return _scaled(full, squares / prod(normalized_shape), weight, None, eps).to(x.dtype)
 
@@ -211,26 +217,26 @@ def _placed(named: Named, dim: int | None) -> tuple[Placement, ...]:
     return tuple(place(name, x) for name, x in named.items() if isinstance(x, Meta))
 
 
-def _by_statistics(op: Any, site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def _by_statistics(op: Any, ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     named = _named(op, args, kwargs)
     x: Tensor = named["input"]
     if x.numel():
-        return site.call(*args, **kwargs)  # type: ignore[no-any-return]
+        return ctx.call(*args, **kwargs)  # type: ignore[no-any-return]
     return sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
 
 
-def _by_moments(op: Any, site: Site, *args: Any, **kwargs: Any) -> Tensor:
+def _by_moments(op: Any, ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     named = _named(op, args, kwargs)
     numbers = {name: i for i, name in enumerate(k for k, a in named.items() if isinstance(a, Tensor))}
-    x, whole = named["input"], site.layouts[0].shape
-    box = site.layouts[0].boxes(site.rank)[0]
+    x, whole = named["input"], ctx.layouts[0].shape
+    box = ctx.layouts[0].boxes(ctx.rank)[0]
     groups = named.get("num_groups", whole[1])
     size = max(whole[1] // max(groups, 1), 1)
     group = (torch.arange(box.sizes[1], device=x.device) + box.offsets[1]) // size
-    weight, bias = (_own_channels(site, named, numbers, name) for name in ("weight", "bias"))
+    weight, bias = (_own_channels(ctx, named, numbers, name) for name in ("weight", "bias"))
     kept = "running_mean" in numbers
-    ranks = site.ranks(None if kept or op in BATCH else _axes_not_cutting(site, 0))
-    shared = _shared(site, ranks, numbers, size)
+    ranks = ctx.ranks(None if kept or op in BATCH else _axes_not_cutting(ctx, 0))
+    shared = _shared(ctx, ranks, numbers, size)
     if x.numel() and not (kept or shared or op in BATCH):
         return torch.group_norm(x, box.sizes[1] // size, weight, bias, named["eps"])
     full = wide(x).reshape(*x.shape[:2], prod(x.shape[2:]))
@@ -240,18 +246,18 @@ def _by_moments(op: Any, site: Site, *args: Any, **kwargs: Any) -> Tensor:
         if kept and op in INSTANCE:  # what is kept is an average over the examples of all ranks
             before, after = box.offsets[0], whole[0] - box.offsets[0] - examples
             count, mean, spread = (F.pad(m, (0, 0, before, after)) for m in (count, mean, spread))
-        count, mean, spread = _pooled(site, ranks, count, mean, spread)
+        count, mean, spread = _pooled(ctx, ranks, count, mean, spread)
     variance = spread / count.clamp(min=1)
     if kept:
         members = prod(whole[2:]) * (whole[0] if op in BATCH else 1)
-        _update(site, named, numbers, mean, variance * (members / max(members - 1, 1)))
+        _update(ctx, named, numbers, mean, variance * (members / max(members - 1, 1)))
     mean, variance = (m[before : before + examples, group].unsqueeze(2) for m in (mean, variance))
     weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
     return _scaled(full - mean, variance, weight, bias, named["eps"]).view(x.shape).to(x.dtype)
 
 
-def _axes_not_cutting(site: Site, dim: int) -> list[int]:
-    return [axis for axis in site.axes if not site.layouts[0].placements[axis].is_shard(dim)]
+def _axes_not_cutting(ctx: LocalContext, dim: int) -> list[int]:
+    return [axis for axis in ctx.axes if not ctx.layouts[0].placements[axis].is_shard(dim)]
 
 
 def _of_groups(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,32 +270,32 @@ def _of_groups(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> 
     return count, center, nothing.index_add(1, group, spread + size * (mean - center[:, group]).square())
 
 
-def _shared(site: Site, ranks: tuple[int, ...], numbers: dict[str, int], size: int) -> bool:
+def _shared(ctx: LocalContext, ranks: tuple[int, ...], numbers: dict[str, int], size: int) -> bool:
     """Whether one of `ranks` needs moments of channels, or of parts of groups, that another one has."""
-    boxes = [site.layouts[0].boxes(rank)[0] for rank in ranks]
+    boxes = [ctx.layouts[0].boxes(rank)[0] for rank in ranks]
     if len({(box.offsets[:1] + box.offsets[2:], box.sizes[:1] + box.sizes[2:]) for box in boxes}) > 1:
         return True
     if any(box.offsets[1] % size or box.sizes[1] % size for box in boxes):
         return True
-    kept = [site.layouts[numbers[name]] for name in STATISTICS if name in numbers]
+    kept = [ctx.layouts[numbers[name]] for name in STATISTICS if name in numbers]
     here = [(rank, (box.offsets[1:2], box.sizes[1:2])) for rank, box in zip(ranks, boxes, strict=True)]
     return any((own.offsets, own.sizes) != at for x in kept for rank, at in here for own in x.boxes(rank))
 
 
 @torch.no_grad()
-def _update(site: Site, named: Named, numbers: dict[str, int], mean: Tensor, variance: Tensor) -> None:
+def _update(ctx: LocalContext, named: Named, numbers: dict[str, int], mean: Tensor, variance: Tensor) -> None:
     for name, new in zip(STATISTICS, (mean.mean(0), variance.mean(0)), strict=True):
-        for box in site.layouts[numbers[name]].boxes(site.rank):
+        for box in ctx.layouts[numbers[name]].boxes(ctx.rank):
             part = new[box.offsets[0] : box.offsets[0] + box.sizes[0]]
             named[name].mul_(1 - named["momentum"]).add_(part, alpha=named["momentum"])
 
 
-def _own_channels(site: Site, named: Named, numbers: dict[str, int], name: str) -> Maybe:
+def _own_channels(ctx: LocalContext, named: Named, numbers: dict[str, int], name: str) -> Maybe:
     """The part of weight or bias for the channels of the input that are here."""
     if name not in numbers:
         return None
-    wanted = {r: Box(box.offsets[1:2], box.sizes[1:2]) for r, box in zip(site.ranks(), site.boxes(0), strict=True)}
-    return site.fetch(named[name], numbers[name], wanted.__getitem__)
+    wanted = {r: Box(box.offsets[1:2], box.sizes[1:2]) for r, box in zip(ctx.ranks(), ctx.boxes(0), strict=True)}
+    return ctx.fetch(named[name], numbers[name], wanted.__getitem__)
 
 
 # ---- weight_norm --------------------------------------------------------------------------------------------
@@ -305,12 +311,12 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
     _homes = [getattr(home, _name) for home in (F, torch, Tensor, torch.special)]
-    _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, sizeless=True)
+    _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, shape_independent=True)
     register(_rule, *_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default)
-register(OpRule(partial(softmax, "safe"), shape=shape_of_first, sizeless=True), aten._safe_softmax.default)
+register(OpRule(partial(softmax, "safe"), shape=shape_of_first, shape_independent=True), aten._safe_softmax.default)
 for _name, _local in (("layer_norm", _layer_norm_of_cut), ("rms_norm", _rms_norm_of_cut)):
-    _rule = OpRule(partial(layer_norm, _local), shape=_normalized_shape, sizeless=True)
+    _rule = OpRule(partial(layer_norm, _local), shape=_normalized_shape, shape_independent=True)
     register(_rule, getattr(F, _name), getattr(torch, _name), getattr(aten, _name).default)
 for _op in NAMES:
     register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
-register(made_of(_weight_norm), torch._weight_norm, aten._weight_norm.default)
+register(decomposed(_weight_norm), torch._weight_norm, aten._weight_norm.default)

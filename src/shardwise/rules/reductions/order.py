@@ -13,7 +13,7 @@ from shardwise.layout import PARTIAL, REPLICATE, Shard
 from shardwise.rules.pointwise import nonlinear, shape_of_first
 from shardwise.rules.reductions import reduce
 from shardwise.rules.reductions.reduce import carried, counts, given, over, own_dim, own_part, register, seat
-from shardwise.rules.row import Meta, Row, Shapes, Site, local_with
+from shardwise.rules.row import LocalContext, Meta, Row, Shapes, local_with
 
 LAST = 1 << 62  # an index behind all others that is exact as a double
 SMALL = 1 << 13  # elements that may as well meet on every rank: they cost less than the latency of another exchange
@@ -39,21 +39,21 @@ def best(largest: bool, with_value: bool, input: Meta, dim: int | None = None, k
     return over(input, dims, keepdim, REPLICATE, given(_best, largest, with_value, dims))
 
 
-def _best(site: Site, x: Tensor, largest: bool, with_value: bool, dims: tuple[int, ...]) -> Any:
-    part, along = own_part(site, x, dims if len(dims) == 1 else None, reduce.worst(largest, x.dtype))
+def _best(ctx: LocalContext, x: Tensor, largest: bool, with_value: bool, dims: tuple[int, ...]) -> Any:
+    part, along = own_part(ctx, x, dims if len(dims) == 1 else None, reduce.worst(largest, x.dtype))
     values, at = part.max(*along) if largest else part.min(*along)
-    box, whole = site.boxes(0)[seat(site)], site.layouts[0].shape
-    if not counts(site, dims)[seat(site)]:
+    box, whole = ctx.boxes(0)[seat(ctx)], ctx.layouts[0].shape
+    if not counts(ctx, dims)[seat(ctx)]:
         at = torch.full_like(at, LAST)
     elif len(dims) == 1:
         at = at + box.offsets[dims[0]]
     else:
         where = torch.unravel_index(at, box.sizes)
         at = sum(((i + box.offsets[d]) * prod(whole[d + 1 :]) for d, i in enumerate(where)), torch.zeros_like(at))
-    every, places = _two(site.stack(carried(values, at)), 1)
+    every, places = _two(ctx.stack(carried(values, at)), 1)
     top = every.amax(0) if largest else every.amin(0)
     winner = torch.where((every == top) | every.isnan(), places, LAST).argmin(0, keepdim=True)
-    shape = site.output.local_shape(site.rank)
+    shape = ctx.output.local_shape(ctx.rank)
     value, index = every.gather(0, winner).to(x.dtype).view(shape), places.gather(0, winner).long().view(shape)
     pair = torch.return_types.max if largest else torch.return_types.min
     return pair((value, index)) if with_value else index
@@ -69,28 +69,28 @@ def _top_shape(input: Meta, k: int, dim: int = -1, *_: Any, **__: Any) -> Shapes
     return [tuple(k if d == own_dim(input, dim) else n for d, n in enumerate(input.shape))] * 2
 
 
-def _top(site: Site, x: Tensor, k: int, dim: int, largest: bool) -> Any:
-    boxes, whole = site.boxes(0), site.layouts[0].shape[dim]
-    box = boxes[seat(site)]
+def _top(ctx: LocalContext, x: Tensor, k: int, dim: int, largest: bool) -> Any:
+    boxes, whole = ctx.boxes(0), ctx.layouts[0].shape[dim]
+    box = boxes[seat(ctx)]
     values, at = x.topk(min(k, box.sizes[dim]) if k <= whole else k, dim, largest)
     pairs = carried(values, at + box.offsets[dim]).movedim(dim + 1, 0)
-    every, places = _two(in_one(site, pairs, [min(k, b.sizes[dim]) for b in boxes], piece_order(site, dim)), 1)
+    every, places = _two(in_one(ctx, pairs, [min(k, b.sizes[dim]) for b in boxes], piece_order(ctx, dim)), 1)
     found, order = every.to(x.dtype).sort(dim=0, descending=largest, stable=True)
     indices = places.gather(0, order)[:k].long()
     return torch.return_types.topk((found[:k].movedim(0, dim), indices.movedim(0, dim)))
 
 
-def in_one(site: Site, x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
+def in_one(ctx: LocalContext, x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
     """All ranks' `x`, `lengths` long, one after the other in this order of the ranks."""
-    ranks, width = site.ranks(), prod(x.shape[1:])
-    every = site.exchange(x.reshape(-1).repeat(len(ranks)), [x.numel()] * len(ranks), [n * width for n in lengths])
+    ranks, width = ctx.ranks(), prod(x.shape[1:])
+    every = ctx.exchange(x.reshape(-1).repeat(len(ranks)), [x.numel()] * len(ranks), [n * width for n in lengths])
     pieces = every.split([n * width for n in lengths])
     return torch.cat([pieces[i] for i in order]).view(sum(lengths), *x.shape[1:])
 
 
-def piece_order(site: Site, dim: int) -> list[int]:
+def piece_order(ctx: LocalContext, dim: int) -> list[int]:
     """The ranks, by their seats, in the order of their pieces of `dim`; empty ones before what starts where they do."""
-    boxes = site.boxes(0)
+    boxes = ctx.boxes(0)
     return sorted(range(len(boxes)), key=lambda i: (boxes[i].offsets[dim], boxes[i].sizes[dim]))
 
 
@@ -105,10 +105,10 @@ def along_line(x: Meta, dim: int, cut: Any) -> Any:
     return cut if all(n == 1 for d, n in enumerate(x.shape) if d != dim) else None
 
 
-def _sorted(site: Site, x: Tensor, result: str, dim: int, descending: bool) -> Any:
+def _sorted(ctx: LocalContext, x: Tensor, result: str, dim: int, descending: bool) -> Any:
     keys, order = sort_keys(x.reshape(-1), descending).sort(stable=True)
-    pairs = carried(x.reshape(-1)[order], order + site.boxes(0)[seat(site)].offsets[dim]).t()
-    pairs = _to_their_places(site, dim, keys, pairs)
+    pairs = carried(x.reshape(-1)[order], order + ctx.boxes(0)[seat(ctx)].offsets[dim]).t()
+    pairs = _to_their_places(ctx, dim, keys, pairs)
     values, indices = _two(pairs[sort_keys(pairs[:, 0], descending).argsort(stable=True)], 1)
     values, indices = values.to(x.dtype).view_as(x), indices.long().view_as(x)
     return {"sort": torch.return_types.sort((values, indices)), "argsort": indices, "msort": values}[result]
@@ -122,41 +122,41 @@ def sort_keys(x: Tensor, descending: bool = False) -> Tensor:
     return ~keys if descending else keys
 
 
-def _to_their_places(site: Site, dim: int, keys: Tensor, rows: Tensor) -> Tensor:
+def _to_their_places(ctx: LocalContext, dim: int, keys: Tensor, rows: Tensor) -> Tensor:
     """The rows that belong on this rank when all are in the order of their rising keys; each travels once."""
-    order = piece_order(site, dim)
-    sizes = [counts(site, None)[i] for i in order]
-    here, place = order.index(seat(site)), [order.index(i) for i in range(len(order))]
+    order = piece_order(ctx, dim)
+    sizes = [counts(ctx, None)[i] for i in order]
+    here, place = order.index(seat(ctx)), [order.index(i) for i in range(len(order))]
     starts = [0, *accumulate(sizes)][:-1]
-    first, equal = split(site, keys, starts, sizes, order)
+    first, equal = split(ctx, keys, starts, sizes, order)
     earlier = equal.cumsum(0) - equal  # equals that come first because their pieces do
     cuts = first + (first.new_tensor(starts) - first.sum(0) - earlier).clamp(min=0).minimum(equal)
     pieces = cuts.diff(dim=1, append=first.new_tensor(sizes).unsqueeze(1)).tolist()
     segments = rows.split(pieces[here])
     sends = [pieces[here][p] * rows.shape[1] for p in place]
     receives = [pieces[p][here] * rows.shape[1] for p in place]
-    received = site.exchange(torch.cat([segments[p] for p in place]).reshape(-1), sends, receives).split(receives)
+    received = ctx.exchange(torch.cat([segments[p] for p in place]).reshape(-1), sends, receives).split(receives)
     return torch.cat([received[i] for i in order]).view(-1, rows.shape[1])
 
 
-def split(site: Site, keys: Tensor, wanted: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> Any:
+def split(ctx: LocalContext, keys: Tensor, wanted: Sequence[int], sizes: Sequence[int], order: Sequence[int]) -> Any:
     """For each rank in `order`: how many of its rising keys are below each of those that have numbers `wanted` when the
     keys of all ranks (`sizes`, in that order) are in order, and how many equal it. Every exchange decides some bits:
     the ranks tell how many of their keys are below each of the marks that divide what is still possible."""
     target, upper = keys.new_tensor(wanted).unsqueeze(1), keys.new_tensor(sizes).unsqueeze(1).expand(-1, len(wanted))
     if sum(sizes) <= SMALL:
-        every = in_one(site, keys, [sizes[order.index(i)] for i in range(len(order))], order)
+        every = in_one(ctx, keys, [sizes[order.index(i)] for i in range(len(order))], order)
         found = torch.cat([every.sort().values, keys.new_tensor([ALL_BITS.max])])[target.squeeze(1)]
         lower = torch.stack([torch.searchsorted(piece, found) for piece in every.split(list(sizes))])
         upper = torch.stack([torch.searchsorted(piece, found, right=True) for piece in every.split(list(sizes))])
         return lower, upper - lower
-    ends = site.stack(keys[[0, -1]] if keys.numel() else keys.new_tensor([ALL_BITS.max, ALL_BITS.min]))
+    ends = ctx.stack(keys[[0, -1]] if keys.numel() else keys.new_tensor([ALL_BITS.max, ALL_BITS.min]))
     low, high = int(ends[:, 0].min()), int(ends[:, 1].max())
     base, shift = torch.full_like(target, low), max((high - low).bit_length() - DIGIT, 0)
     while True:
         marks = base + (torch.arange(1 << DIGIT, device=keys.device) << shift)
         below = torch.where(marks < base, keys.numel(), torch.searchsorted(keys, marks))  # marks beyond all numbers
-        every = site.stack(below)[list(order)]
+        every = ctx.stack(below)[list(order)]
         digit = (every.sum(0) <= target).sum(1, keepdim=True) - 1
         lower, above = (every.take_along_dim(at[None], 2).squeeze(2) for at in (digit, (digit + 1) % (1 << DIGIT)))
         upper = torch.where(digit.squeeze(1) + 1 < 1 << DIGIT, above, upper)
@@ -174,38 +174,38 @@ def order_statistic(name: str, input: Meta, dim: int | None = None, keepdim: boo
     return over(input, (dim,), keepdim, along_line(input, dim, REPLICATE), local)
 
 
-def _order_statistic(site: Site, x: Tensor, dims: reduce.Dims, keepdim: bool, name: str, *k: int) -> Any:
-    flat, total = x.reshape(-1), sum(counts(site, None))
-    shape = site.output.local_shape(site.rank)
-    if dims and total == 0 < prod(site.layouts[0].shape):  # the line is held by other ranks
+def _order_statistic(ctx: LocalContext, x: Tensor, dims: reduce.Dims, keepdim: bool, name: str, *k: int) -> Any:
+    flat, total = x.reshape(-1), sum(counts(ctx, None))
+    shape = ctx.output.local_shape(ctx.rank)
+    if dims and total == 0 < prod(ctx.layouts[0].shape):  # the line is held by other ranks
         return getattr(torch.return_types, name)((flat.view(shape), flat.detach().long().view(shape)))
     if total == 0 or (k and not 0 < k[0] <= total):
-        none = x.new_zeros([min(n, 1) for n in site.layouts[0].shape])
+        none = x.new_zeros([min(n, 1) for n in ctx.layouts[0].shape])
         return getattr(torch, name)(none, *k, *((*dims, keepdim) if dims else ()))  # torch's own answer, or error
-    real = total if k else int(site.stack(flat.isnan().logical_not().sum()).sum())
+    real = total if k else int(ctx.stack(flat.isnan().logical_not().sum()).sum())
     middle = total - 1 if real == 0 or (real < total and name == "median") else (real - 1) // 2
-    value, place = (found[0] for found in pick(site, flat, [k[0] - 1 if k else middle], dims))
+    value, place = (found[0] for found in pick(ctx, flat, [k[0] - 1 if k else middle], dims))
     if dims:
         return getattr(torch.return_types, name)((value.view(shape), place.view(shape)))
     largest = bool(value != -inf)  # all equals share the gradient
     same = (flat == value) | (flat.isnan() & value.isnan())
     equals = torch.where(same, flat, reduce.worst(largest, x.dtype))
-    return reduce.extremes(site, equals, None, False, (largest,))
+    return reduce.extremes(ctx, equals, None, False, (largest,))
 
 
-def pick(site: Site, x: Tensor, wanted: list[int], dims: reduce.Dims) -> tuple[Tensor, Tensor]:
+def pick(ctx: LocalContext, x: Tensor, wanted: list[int], dims: reduce.Dims) -> tuple[Tensor, Tensor]:
     """The elements that have numbers `wanted` when those of all ranks are in order, and where along dims they are."""
-    order = list(range(len(site.ranks()))) if dims is None else piece_order(site, dims[0])
+    order = list(range(len(ctx.ranks()))) if dims is None else piece_order(ctx, dims[0])
     keys, by_key = sort_keys(x).sort(stable=True)
-    first, same = split(site, keys, wanted, [counts(site, None)[i] for i in order], order)
+    first, same = split(ctx, keys, wanted, [counts(ctx, None)[i] for i in order], order)
     nth = first.new_tensor(wanted) - first.sum(0) - (same.cumsum(0) - same)
-    here = order.index(seat(site))
+    here = order.index(seat(ctx))
     mine = (nth[here] >= 0) & (nth[here] < same[here])
     own = by_key[(first + nth)[here][mine]]
-    start = site.boxes(0)[seat(site)].offsets[dims[0]] if dims else 0
+    start = ctx.boxes(0)[seat(ctx)].offsets[dims[0]] if dims else 0
     values = x.new_zeros(len(wanted)).masked_scatter(mine, x[own])
     pairs = carried(values, torch.zeros_like(nth[here]).masked_scatter(mine, own + start))
-    values, places = _two(site.stack(pairs).sum(0), 0)
+    values, places = _two(ctx.stack(pairs).sum(0), 0)
     return values.to(x.dtype), places.long()
 
 
@@ -221,22 +221,22 @@ def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bo
     return rows
 
 
-def _quantile(site: Site, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _quantile(ctx: LocalContext, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     some = input if input.numel() else input.new_zeros([max(n, 1) for n in input.shape]) + input.sum()
-    return site.call(some, *args, **kwargs)[tuple(map(slice, site.output.local_shape(site.rank)))].clone()
+    return ctx.call(some, *args, **kwargs)[tuple(map(slice, ctx.output.local_shape(ctx.rank)))].clone()
 
 
-def _quantile_of_line(name: str, site: Site, /, input: Tensor, q: Any, *_: Any, **named: Any) -> Any:
-    flat, total, between = input.reshape(-1), sum(counts(site, None)), named.get("interpolation", "linear")
+def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_: Any, **named: Any) -> Any:
+    flat, total, between = input.reshape(-1), sum(counts(ctx, None)), named.get("interpolation", "linear")
     getattr(torch, name)(flat.detach().new_zeros(min(total, 1)), q, interpolation=between)  # torch's own errors
-    real = int(site.stack(flat.isnan().logical_not().sum()).sum())
+    real = int(ctx.stack(flat.isnan().logical_not().sum()).sum())
     some = real == total or (real > 0 and name == "nanquantile")  # else nan, which is behind all others
     rank = torch.as_tensor(q, dtype=flat.dtype, device=flat.device).reshape(-1) * (real - 1)
     rounded = {"lower": rank.floor(), "higher": rank.ceil(), "nearest": rank.round()}.get(between, rank)
     numbers = [int(n) if some else total - 1 for n in torch.cat([rounded.floor(), rounded.ceil()]).tolist()]
-    below, above = pick(site, flat, numbers, None)[0].chunk(2)
+    below, above = pick(ctx, flat, numbers, None)[0].chunk(2)
     found = below if rounded is not rank else below.lerp(above, 0.5 if between == "midpoint" else rank.frac())
-    return torch.ops.aten._unsafe_view(found, site.output.local_shape(site.rank))  # the only name of a new tensor
+    return torch.ops.aten._unsafe_view(found, ctx.output.local_shape(ctx.rank))  # the only name of a new tensor
 
 
 def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: Any) -> list[Row]:

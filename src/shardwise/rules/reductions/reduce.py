@@ -14,15 +14,15 @@ from shardwise.rules import row
 from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, spellings
 from shardwise.rules.row import (
     RULES,
+    LocalContext,
     LocalFunction,
     Meta,
     OpRule,
     Row,
     Rule,
     Shapes,
-    Site,
+    decomposed,
     local_with,
-    made_of,
 )
 
 Dims = tuple[int, ...] | None  # None: all dims of whatever shape this rank holds
@@ -59,8 +59,8 @@ def given(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
     return local_with(_given, function, fixed)
 
 
-def _given(function: Any, fixed: tuple[Any, ...], site: Site, /, input: Tensor, *_: Any, **__: Any) -> Any:
-    return function(site, input, *fixed)
+def _given(function: Any, fixed: tuple[Any, ...], ctx: LocalContext, /, input: Tensor, *_: Any, **__: Any) -> Any:
+    return function(ctx, input, *fixed)
 
 
 def over(x: Meta, dims: tuple[int, ...], keepdim: bool, cut: Any, local: LocalFunction | None = None) -> list[Row]:
@@ -84,10 +84,12 @@ def over_all(x: Meta, dims: tuple[int, ...], keepdim: bool, cut: Any, function: 
     return over(x, dims, keepdim, cut, local) + own
 
 
-def own_part(site: Site, x: Tensor, dims: Dims, filler: Any, always: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+def own_part(
+    ctx: LocalContext, x: Tensor, dims: Dims, filler: Any, always: bool = False
+) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part and the dims to reduce; where it is empty, one `filler` along each: all ranks do the same then.
     Where no rank has anything (and not `always`) it stays empty, for torch to answer."""
-    whole = site.layouts[0].shape
+    whole = ctx.layouts[0].shape
     lengths = whole if dims is None else [whole[d] for d in dims]
     if dims is None:
         x, dims = x.reshape(-1), (0,)
@@ -97,15 +99,15 @@ def own_part(site: Site, x: Tensor, dims: Dims, filler: Any, always: bool = Fals
     return (fill + x.sum(dims, keepdim=True) if x.is_floating_point() or x.is_complex() else fill), dims
 
 
-def counts(site: Site, dims: Dims) -> list[int]:
+def counts(ctx: LocalContext, dims: Dims) -> list[int]:
     """How many elements of `dims` each of the ranks has to reduce."""
-    held = [site.layouts[0].boxes(rank) for rank in site.ranks()]
+    held = [ctx.layouts[0].boxes(rank) for rank in ctx.ranks()]
     return [sum(prod(box.sizes if dims is None else [box.sizes[d] for d in dims]) for box in boxes) for boxes in held]
 
 
-def seat(site: Site) -> int:
+def seat(ctx: LocalContext) -> int:
     """Which of `site.ranks()` this one is."""
-    return site.ranks().index(site.rank)
+    return ctx.ranks().index(ctx.rank)
 
 
 def worst(largest: bool, dtype: torch.dtype) -> Any:
@@ -139,12 +141,12 @@ def mean(input: Meta, *args: Any, dtype: torch.dtype | None = None, **kwargs: An
     return rows + [Row((p,), p, "a mean of sums") for p in SUMS]
 
 
-def _share_of_mean(site: Site, x: Tensor, dims: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    whole = site.layouts[0].shape
+def _share_of_mean(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    whole = ctx.layouts[0].shape
     count = prod(whole if dims is None else [whole[d] for d in dims])
-    part, along = own_part(site, x, dims, 0)
+    part, along = own_part(ctx, x, dims, 0)
     own: Tensor = part.mean(along, keepdim=keepdim, dtype=dtype)  # not the sum: it may not fit a short dtype
-    return own * (counts(site, dims)[seat(site)] / count) if count else own
+    return own * (counts(ctx, dims)[seat(ctx)] / count) if count else own
 
 
 def trace(input: Meta) -> list[Row]:
@@ -153,8 +155,8 @@ def trace(input: Meta) -> list[Row]:
     return rows + [Row((p,), p, "a sum of sums") for p in SUMS]
 
 
-def _own_diagonal(site: Site, x: Tensor) -> Tensor:
-    (box,) = site.layouts[0].boxes(site.rank)
+def _own_diagonal(ctx: LocalContext, x: Tensor) -> Tensor:
+    (box,) = ctx.layouts[0].boxes(ctx.rank)
     return x.diagonal(box.offsets[0] - box.offsets[1]).sum()
 
 
@@ -178,15 +180,17 @@ def _spread_shape(with_mean: bool, input: Meta, *args: Any, **kwargs: Any) -> Sh
     return [shape, shape] if with_mean else shape
 
 
-def _variance(site: Site, x: Tensor, dims: Dims, keepdim: bool, root: bool, with_mean: bool, correction: float) -> Any:
-    part, along = own_part(site, x, dims, 0)
+def _variance(
+    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, root: bool, with_mean: bool, correction: float
+) -> Any:
+    part, along = own_part(ctx, x, dims, 0)
     part = part.float() if x.dtype in (torch.float16, torch.bfloat16) else part
     part = torch.view_as_real(part) if x.is_complex() else part
     pivot = part.detach().mean(along, keepdim=True)  # near the mean, so that what is left of it has its small digits
     squares, rest = torch.var_mean(part - pivot, along, correction=0, keepdim=keepdim)
     means = rest.double() + (pivot if keepdim else pivot.squeeze(along))
-    sizes = counts(site, dims)
-    every = site.stack(torch.stack([means, squares.double()]))
+    sizes = counts(ctx, dims)
+    every = ctx.stack(torch.stack([means, squares.double()]))
     weights = (every.new_tensor(sizes) / sum(sizes)).view(-1, *[1] * means.ndim)
     mean = (every[:, 0] * weights).sum(0)
     spread = (weights * (every[:, 1] + (every[:, 0] - mean).square())).sum(0)
@@ -212,12 +216,12 @@ def _norm_shape(input: Meta, ord: Any = 2, *dims: Any, **named: Any) -> Shapes:
     return reduced_shape(input, *dims[:2], **named)
 
 
-def _norm_of_shards(site: Site, x: Tensor, dims: Dims, keepdim: bool, ord: float, dtype: Any = None) -> Tensor:
+def _norm_of_shards(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, ord: float, dtype: Any = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     if abs(ord) == inf:
-        return extremes(site, x.abs(), dims, keepdim, (ord > 0,))  # type: ignore[no-any-return]
-    part, along = own_part(site, x, dims, inf if ord < 0 else 0)
-    every = site.stack(torch.linalg.vector_norm(part, ord, along, keepdim))
+        return extremes(ctx, x.abs(), dims, keepdim, (ord > 0,))  # type: ignore[no-any-return]
+    part, along = own_part(ctx, x, dims, inf if ord < 0 else 0)
+    every = ctx.stack(torch.linalg.vector_norm(part, ord, along, keepdim))
     return every.sum(0) if ord == 0 else torch.linalg.vector_norm(every, ord, 0)  # torch knows its gradient at zero
 
 
@@ -239,9 +243,9 @@ def log_sum_exp(input: Meta, dim: Any, keepdim: bool = False) -> list[Row]:
     return over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _log_sum_exp)
 
 
-def _log_sum_exp(site: Site, x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
+def _log_sum_exp(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    return log_of_sum(site.stack(log_of_sum(*own_part(site, x, dims, -inf, True), keepdim)), (0,), False)
+    return log_of_sum(ctx.stack(log_of_sum(*own_part(ctx, x, dims, -inf, True), keepdim)), (0,), False)
 
 
 def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -261,22 +265,22 @@ def extreme(kinds: tuple[bool, ...], input: Meta, *args: Any, **kwargs: Any) -> 
     return [*rows, Row((p,), p, f"the {p.reduce_op} of {p.reduce_op}s")] if same else rows
 
 
-def extremes(site: Site, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...]) -> Any:
+def extremes(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...]) -> Any:
     """The largest (True), the smallest (False) of all ranks' elements; equal ones share the gradient wherever they are.
     They are exchanged at once, not left to be reduced: only here it is known how many elements are equal."""
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() else torch.int64)
     found, results = [], []
-    whole = site.layouts[0].shape
+    whole = ctx.layouts[0].shape
     if 0 in (whole if dims is None else [whole[d] for d in dims]):
         raise EmptyError(f"The largest or smallest of dims {dims} of {whole}: expected dims of non-zero size.")
     for largest in kinds:
-        part, along = own_part(site, x, dims, worst(largest, x.dtype))
+        part, along = own_part(ctx, x, dims, worst(largest, x.dtype))
         own = part.amax(along, keepdim=True) if largest else part.amin(along, keepdim=True)
         graded = x.requires_grad and torch.is_grad_enabled()
         ties = ((part == own) if graded else torch.ones_like(own)).sum(along, keepdim=True)
-        pair = torch.stack([own.to(wide), ties.to(wide) * min(counts(site, dims)[seat(site)], 1)])
+        pair = torch.stack([own.to(wide), ties.to(wide) * min(counts(ctx, dims)[seat(ctx)], 1)])
         found.append(pair if keepdim else pair.squeeze([d + 1 for d in along]))
-    for largest, (values, ties) in zip(kinds, site.stack(torch.stack(found)).movedim(0, 2), strict=True):
+    for largest, (values, ties) in zip(kinds, ctx.stack(torch.stack(found)).movedim(0, 2), strict=True):
         best = values.detach().amax(0) if largest else values.detach().amin(0)
         weights = torch.where(values == best, ties.detach(), 0)
         shared: Tensor = Shared.apply(values, best, weights / weights.sum(0))  # type: ignore[no-untyped-call]
@@ -306,25 +310,25 @@ def scan(name: str, input: Meta, dim: int, dtype: torch.dtype | None = None) -> 
     return rows + [Row((p,), p, "running sums of summands") for p in SUMS if exact]
 
 
-def _scanned(site: Site, x: Tensor, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
+def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     if name == "logcumsumexp":
-        total = log_of_sum(*own_part(site, x, (dim,), -inf, True), False)
+        total = log_of_sum(*own_part(ctx, x, (dim,), -inf, True), False)
         total = torch.where(total == inf, inf, total)  # what is finite beside it has no gradient, not nan
     else:
         total = x.sum(dim) if name == "cumsum" else x.prod(dim)
-    before = _before(site, dim, total).movedim(0, dim)
+    before = _before(ctx, dim, total).movedim(0, dim)
     scanned: Tensor = getattr(torch, name)(torch.cat([before, x], dim), dim)
     found: Tensor = scanned.narrow(dim, before.shape[dim], x.shape[dim]).to(dtype or scanned.dtype)
     return torch.ops.aten._unsafe_view(found, x.shape)  # type: ignore[no-any-return]
 
 
-def _before(site: Site, dim: int, own: Tensor) -> Tensor:
+def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:
     """What each piece before this rank's comes to, in the order of the pieces along a new first dim."""
-    boxes = site.boxes(0)
-    here = boxes[seat(site)].offsets[dim]
+    boxes = ctx.boxes(0)
+    here = boxes[seat(ctx)].offsets[dim]
     earlier = [i for i, box in enumerate(boxes) if box.offsets[dim] < here]
-    return site.stack(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
+    return ctx.stack(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
 
 
 def scan_of_extremes(largest: bool, input: Meta, dim: int) -> list[Row]:
@@ -333,11 +337,11 @@ def scan_of_extremes(largest: bool, input: Meta, dim: int) -> list[Row]:
     return over(input, (dim,), True, Shard(dim), given(_scanned_extremes, largest, dim))
 
 
-def _scanned_extremes(site: Site, x: Tensor, largest: bool, dim: int) -> Any:
-    part, _ = own_part(site, x, (dim,), worst(largest, x.dtype), True)
+def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> Any:
+    part, _ = own_part(ctx, x, (dim,), worst(largest, x.dtype), True)
     values, at = part.flip(dim).max(dim) if largest else part.flip(dim).min(dim)
-    length, start = x.shape[dim], site.boxes(0)[seat(site)].offsets[dim]
-    heads, places = _before(site, dim, carried(values, start + length - 1 - at)).movedim(0, dim + 1)
+    length, start = x.shape[dim], ctx.boxes(0)[seat(ctx)].offsets[dim]
+    heads, places = _before(ctx, dim, carried(values, start + length - 1 - at)).movedim(0, dim + 1)
     behind = torch.cat([heads.to(x.dtype), x], dim)
     scanned = behind.cummax(dim) if largest else behind.cummin(dim)
     own = torch.arange(start, start + length, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim))
@@ -346,12 +350,14 @@ def _scanned_extremes(site: Site, x: Tensor, largest: bool, dim: int) -> Any:
     return type(scanned)((values, table.gather(dim, at)))
 
 
-def register(rows: Rule, shape: Any, names: str, *ops: Any, sizeless: bool = True, **kind: Any) -> None:
+def register(rows: Rule, shape: Any, names: str, *ops: Any, shape_independent: bool = True, **kind: Any) -> None:
     """Register a rule for all spellings of `names`, and for `ops`."""
     found = [op for name in names.split() for op, in_place in spellings(name) if not in_place]
     for op in (*found, *ops):
         if not getattr(getattr(op, "_schema", None), "is_mutable", False):
-            RULES[op] = OpRule(_renamed(rows), shape=shape and _renamed(shape), sizeless=sizeless, **kind)
+            RULES[op] = OpRule(
+                _renamed(rows), shape=shape and _renamed(shape), shape_independent=shape_independent, **kind
+            )
 
 
 def _renamed(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,9 +375,9 @@ register(trace, lambda input: (), "trace")
 for _root, _name in ((False, "var"), (True, "std")):
     for _both in (False, True):
         _rule, _shape = partial(variance, _root, _both), partial(_spread_shape, _both)
-        register(_rule, _shape, _name + "_mean" * _both, sizeless=False)
-register(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, sizeless=False)
-row.register(made_of(_dist), *(op for op, _ in spellings("dist")))
+        register(_rule, _shape, _name + "_mean" * _both, shape_independent=False)
+register(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
+row.register(decomposed(_dist), *(op for op, _ in spellings("dist")))
 register(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register(log_sum_exp, reduced_shape, "logsumexp")
 register(partial(extreme, (True,)), reduced_shape, "amax")

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.errors import PlaceError
 from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, contiguous_strides
 from shardwise.rules.pointwise import PARTIALS, SUMS, cut_at, shape_of_first
-from shardwise.rules.row import Meta, OpRule, Row, Site, local_with, register
+from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.shapes.view import box_of, named
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ def rows(form: Form, mode: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]
             beside = tuple(range(1, 1 + len(cut.ids) + values))
             out = Shard(cut.read) if reads else p
             lead = 1 + first if reads else 0
-            found.append(Row((p, *cut.ids, *cut.values), out, TRAVEL, local, aligned=beside, follow=lead))
+            found.append(Row((p, *cut.ids, *cut.values), out, TRAVEL, local, aligned=beside, layout_from=lead))
     for cut in (cuts[b] for b in free if b in cuts):
         if reads:
             found.append(Row((REPLICATE, *cut.ids), Shard(cut.read), "each rank reads its own places"))
@@ -185,39 +185,39 @@ class Place(NamedTuple):
     bad: tuple[int, int]  # dim + 1 and value of the first index that is out of bounds; zeros for none
 
 
-def _read(form: Form, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _read(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     call = form.call(x, args, kwargs)
-    axes = _shared_axes(site, call)
+    axes = _shared_axes(ctx, call)
     if not axes:
-        return site.call(x, *args, **kwargs)  # type: ignore[no-any-return]
-    ranks = site.ranks(axes)
-    me = ranks.index(site.rank)
-    kept, place = _kept(site, call), _places(site, call, ranks)
-    if _cut_axes(site, call):
-        order, counts, asked, at = _sent(site, ranks, place)
+        return ctx.call(x, *args, **kwargs)  # type: ignore[no-any-return]
+    ranks = ctx.ranks(axes)
+    me = ranks.index(ctx.rank)
+    kept, place = _kept(ctx, call), _places(ctx, call, ranks)
+    if _cut_axes(ctx, call):
+        order, counts, asked, at = _sent(ctx, ranks, place)
         found = _taken(x, call, at).reshape(-1)
         sent = [n * prod(kept) for n in asked]
     else:  # everybody knows what everybody asks
-        refuse(site.layouts[0].shape, place.bad)
+        refuse(ctx.layouts[0].shape, place.bad)
         order, counts = place.owner.argsort(stable=True), place.owner.bincount(minlength=len(ranks)).tolist()
         found = _taken(x, call, place.at[place.owner == me]).reshape(-1).repeat(len(ranks))
         sent = [counts[me] * prod(kept)] * len(ranks)
-    got = site.exchange(found, sent, [n * prod(kept) for n in counts], ranks).view(sum(counts), *kept)
+    got = ctx.exchange(found, sent, [n * prod(kept) for n in counts], ranks).view(sum(counts), *kept)
     out: Tensor = got.index_select(0, order.argsort()).view((*call.added, *kept))
     return out.movedim(tuple(range(len(call.added))), tuple(range(call.start, call.start + len(call.added))))
 
 
-def _write(form: Form, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _write(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     call = form.call(x, args, kwargs)
-    if not _shared_axes(site, call):
-        return site.call(x, *args, **kwargs)
-    axes = _cut_axes(site, call)
-    ranks = site.ranks(axes)
-    place, values = _places(site, call, ranks), _values(call, _kept(site, call))
+    if not _shared_axes(ctx, call):
+        return ctx.call(x, *args, **kwargs)
+    axes = _cut_axes(ctx, call)
+    ranks = ctx.ranks(axes)
+    place, values = _places(ctx, call, ranks), _values(call, _kept(ctx, call))
     if axes:
-        order, counts, asked, at = _sent(site, ranks, place)
+        order, counts, asked, at = _sent(ctx, ranks, place)
     else:
-        refuse(site.layouts[0].shape, place.bad)
+        refuse(ctx.layouts[0].shape, place.bad)
         order = (place.owner == 0).nonzero().squeeze(1)
         at = place.at[order]
     if isinstance(values, Tensor) and values.ndim:
@@ -225,45 +225,45 @@ def _write(form: Form, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> A
         if axes:
             width, shape = prod(values.shape[1:]), values.shape[1:]
             sent, received = [n * width for n in counts], [n * width for n in asked]
-            values = site.exchange(values.reshape(-1), sent, received, ranks).view(sum(asked), *shape)
-    return _put(site, x, call, at, values)
+            values = ctx.exchange(values.reshape(-1), sent, received, ranks).view(sum(asked), *shape)
+    return _put(ctx, x, call, at, values)
 
 
-def _kept(site: Site, call: Call) -> list[int]:
-    """How long the kept dims are on those of `site.ranks()` that hold anything."""
-    boxes = [box_of(site.layouts[0], rank) for rank in site.ranks()]
+def _kept(ctx: LocalContext, call: Call) -> list[int]:
+    """How long the kept dims are on those of `ctx.ranks()` that hold anything."""
+    boxes = [box_of(ctx.layouts[0], rank) for rank in ctx.ranks()]
     return [max(box.sizes[d] for box in boxes) for d in call.kept]
 
 
-def _cut_axes(site: Site, call: Call) -> tuple[int, ...]:
+def _cut_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
     """The axes on which ranks have places of their own."""
-    ids = site.layouts[1 : 1 + len(call.ids)]
-    axes = _shared_axes(site, call)
+    ids = ctx.layouts[1 : 1 + len(call.ids)]
+    axes = _shared_axes(ctx, call)
     return tuple(axis for axis in axes if any(isinstance(i.placements[axis], Shard) for i in ids))
 
 
-def _shared_axes(site: Site, call: Call) -> tuple[int, ...]:
+def _shared_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
     """The axes on which a place of one rank may be another's."""
     if call.form.kind != "along":
-        return site.axes
-    x, index = site.layouts[:2]
-    pairs = [(box_of(x, rank), box_of(index, rank)) for rank in site.ranks() if x.boxes(rank)]
+        return ctx.axes
+    x, index = ctx.layouts[:2]
+    pairs = [(box_of(x, rank), box_of(index, rank)) for rank in ctx.ranks() if x.boxes(rank)]
     own = [
         d
         for d in range(len(x.shape))
         if d != call.dims[0] and all((a.offsets[d], a.sizes[d]) == (b.offsets[d], b.sizes[d]) for a, b in pairs)
     ]
-    return tuple(a for a in site.axes if not (isinstance(p := x.placements[a], Shard) and p.dim in own))
+    return tuple(a for a in ctx.axes if not (isinstance(p := x.placements[a], Shard) and p.dim in own))
 
 
-def _places(site: Site, call: Call, ranks: tuple[int, ...]) -> Place:
-    shape = site.layouts[0].shape
+def _places(ctx: LocalContext, call: Call, ranks: tuple[int, ...]) -> Place:
+    shape = ctx.layouts[0].shape
     where: list[Tensor] = []
     if call.form.kind == "flat":
         index, bad = checked(call, call.ids[0], prod(shape), len(shape))
         where = [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)]
     elif call.form.kind == "along":
-        (index,), box = call.ids, box_of(site.layouts[1], site.rank)
+        (index,), box = call.ids, box_of(ctx.layouts[1], ctx.rank)
         for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
             line = torch.arange(offset, offset + n, device=index.device)
             where.append(line.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
@@ -274,7 +274,7 @@ def _places(site: Site, call: Call, ranks: tuple[int, ...]) -> Place:
     owner = torch.full_like(where[0], -1)
     at = torch.zeros_like(owner)
     for position, rank in enumerate(ranks):
-        box = box_of(site.layouts[0], rank)
+        box = box_of(ctx.layouts[0], rank)
         sizes = [box.sizes[d] for d in call.touched]
         own = [i - box.offsets[d] for i, d in zip(where, call.touched, strict=True)]
         held = torch.stack([(i >= 0) & (i < n) for i, n in zip(own, sizes, strict=True)]).all(0)
@@ -301,17 +301,17 @@ def refuse(shape: tuple[int, ...], bad: tuple[int, int]) -> None:
         raise PlaceError(f"index {index} is out of bounds for dimension {dim} with size {shape[dim]}")
 
 
-def _sent(site: Site, ranks: tuple[int, ...], place: Place) -> tuple[Tensor, list[int], list[int], Tensor]:
+def _sent(ctx: LocalContext, ranks: tuple[int, ...], place: Place) -> tuple[Tensor, list[int], list[int], Tensor]:
     """Tell owners the places: own ones in the order they are sent, how many to and from each rank, those received."""
     order = place.owner.argsort(stable=True)
     order = order[place.owner[order] >= 0]
     counts = place.owner[order].bincount(minlength=len(ranks)).tolist()
     words = torch.tensor([(n, *place.bad) for n in counts], device=order.device)
     threes = [3] * len(ranks)
-    told = site.exchange(words.view(-1), threes, threes, ranks).view(-1, 3).tolist()
-    refuse(site.layouts[0].shape, next(((dim, index) for _, dim, index in told if dim), (0, 0)))
+    told = ctx.exchange(words.view(-1), threes, threes, ranks).view(-1, 3).tolist()
+    refuse(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in told if dim), (0, 0)))
     asked = [n for n, _, _ in told]
-    return order, counts, asked, site.exchange(place.at[order], counts, asked, ranks)
+    return order, counts, asked, ctx.exchange(place.at[order], counts, asked, ranks)
 
 
 def _taken(x: Tensor, call: Call, at: Tensor) -> Tensor:
@@ -333,24 +333,24 @@ def _values(call: Call, kept: Sequence[int]) -> Any:
     )
 
 
-def _put(site: Site, x: Tensor, call: Call, at: Tensor, values: Any) -> Any:
+def _put(ctx: LocalContext, x: Tensor, call: Call, at: Tensor, values: Any) -> Any:
     """The op itself, on this rank's part and places of it."""
     rows = isinstance(values, Tensor) and values.ndim > 0
     if rows and not at.numel():  # a rank that holds nothing has kept dims of other lengths
         values = values.reshape(-1)[:0].view(0, *(x.shape[d] for d in call.kept))
     if call.form.kind != "each":
         flat = x.reshape(-1)
-        out = site.call(flat, *((0,) if call.form.kind == "along" else ()), at, values, **call.rest)
+        out = ctx.call(flat, *((0,) if call.form.kind == "along" else ()), at, values, **call.rest)
         if not call.form.in_place:
             return torch.ops.aten._unsafe_view(out, x.shape)  # of a new tensor that has no other name
         return x if x.is_contiguous() else x.copy_(out.view(x.shape))
     if call.form.names[0] == "dim":
-        return site.call(x, call.dims[0], at, values.movedim(0, call.dims[0]) if rows else values, **call.rest)
+        return ctx.call(x, call.dims[0], at, values.movedim(0, call.dims[0]) if rows else values, **call.rest)
     sizes = [x.shape[d] for d in call.touched]
     indices: list[Tensor | None] = [None] * (call.touched[-1] + 1)
     for d, n, stride in zip(call.touched, sizes, contiguous_strides(sizes), strict=True):
         indices[d] = at // stride % max(n, 1)
-    return site.call(x, indices, values.movedim(0, call.start) if rows else values, **call.rest)
+    return ctx.call(x, indices, values.movedim(0, call.start) if rows else values, **call.rest)
 
 
 # ---- masks -------------------------------------------------------------------------------------------------------
@@ -379,15 +379,15 @@ def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
     return [Row((Shard(0), Shard(0), REPLICATE), Shard(0), "each rank counts the places before its own", _own_places)]
 
 
-def _own_places(site: Site, x: Tensor, mask: Tensor, source: Tensor) -> Any:
-    counts = site.stack(mask.sum().view(1)).view(-1).tolist()
-    here, boxes = box_of(site.layouts[0], site.rank).offsets[0], site.boxes(0)
+def _own_places(ctx: LocalContext, x: Tensor, mask: Tensor, source: Tensor) -> Any:
+    counts = ctx.stack(mask.sum().view(1)).view(-1).tolist()
+    here, boxes = box_of(ctx.layouts[0], ctx.rank).offsets[0], ctx.boxes(0)
     before = sum(n for n, box in zip(counts, boxes, strict=True) if box.sizes[0] and box.offsets[0] < here)
     if source.numel() < sum(counts):
         raise RuntimeError(
             f"masked_scatter: {sum(counts)} places are true, but the source has {source.numel()} elements."
         )
-    return site.call(x, mask, source.reshape(-1)[before:])
+    return ctx.call(x, mask, source.reshape(-1)[before:])
 
 
 # ---- which op is what --------------------------------------------------------------------------------------------
@@ -431,6 +431,6 @@ for _name, _mode, _names, _kind, _wraps in OPS:
         _form = Form(tuple(_names.split()), _kind, _in_place, _wraps)
         _shape: Callable[..., Any] = partial(_read_shape, _form) if _mode == "read" else shape_of_first
         register(OpRule(partial(rows, _form, _mode), _in_place, _shape), *_spelled(_name + "_" * _in_place))
-register(OpRule(masked_rows, ragged=True), masked)
+register(OpRule(masked_rows, data_dependent_shape=True), masked)
 register(OpRule(masked_scatter, shape=shape_of_first), *_spelled("masked_scatter"))
 register(OpRule(masked_scatter, True, shape_of_first), *_spelled("masked_scatter_"))

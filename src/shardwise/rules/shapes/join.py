@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
-from shardwise.rules.row import NOBODY, Meta, OpRule, Row, Site, local_with, register
+from shardwise.rules.row import NO_OPERAND, LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.shapes.view import OWNER, Along, box_of, named, nothing, position, uncut_rows
 
 aten = torch.ops.aten
@@ -57,18 +57,18 @@ def _box_of_run(run: Run, dim: int, held: Box) -> Box:
 
 
 def assembled(
-    dims: tuple[tuple[int, Runs], ...], value: float, site: Site, xs: Sequence[Tensor], layouts: Sequence[Layout]
+    dims: tuple[tuple[int, Runs], ...], value: float, ctx: LocalContext, xs: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> Tensor:
     """This rank's part of the result that along each of `dims` is made of runs of `xs`; FILLED runs are `value`.
 
     Args:
         layouts: of `xs`, which may have fewer dims than the result; new ones are in front.
     """
-    lead = len(site.output.shape) - len(layouts[0].shape)
+    lead = len(ctx.output.shape) - len(layouts[0].shape)
     xs = [x[(None,) * lead] for x in xs]
-    held = [{rank: _with_lead(box_of(layout, rank), lead) for rank in site.ranks()} for layout in layouts]
+    held = [{rank: _with_lead(box_of(layout, rank), lead) for rank in ctx.ranks()} for layout in layouts]
     for dim, runs in dims:
-        result = {rank: box_of(site.output, rank) for rank in held[0]}
+        result = {rank: box_of(ctx.output, rank) for rank in held[0]}
         parts = {r: _between(runs, box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for r, box in result.items()}
         boxes = {
             r: [(run.operand, _box_of_run(run, dim, held[run.operand][r])) for run in runs if run.operand != FILLED]
@@ -76,18 +76,18 @@ def assembled(
         }
         nothing = {r: [(0, box.along(dim, 0, 0))] for r, box in held[0].items()}
         wanted = {r: list(dict.fromkeys(boxes[r])) or nothing[r] for r in boxes}
-        found = site.fetch_parts(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
-        by_box, mine = dict(zip(wanted[site.rank], found, strict=True)), iter(boxes[site.rank])
+        found = ctx.fetch_parts(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
+        by_box, mine = dict(zip(wanted[ctx.rank], found, strict=True)), iter(boxes[ctx.rank])
         pieces = [
             _along(found[0] if run.operand == FILLED else by_box[next(mine)], dim, run, value)
-            for run in parts[site.rank]
+            for run in parts[ctx.rank]
         ]
         # Every operand belongs to the graph of every rank, whether it has a part in the result or not.
-        unused = [x for i, x in enumerate(xs) if all(run.operand != i for run in parts[site.rank])]
-        if site.output.boxes(site.rank):
+        unused = [x for i, x in enumerate(xs) if all(run.operand != i for run in parts[ctx.rank])]
+        if ctx.output.boxes(ctx.rank):
             xs = [torch.cat([*(pieces or found), *(x.narrow(dim, 0, 0) for x in unused)], dim)]
         else:
-            shape = site.output.local_shape(site.rank)
+            shape = ctx.output.local_shape(ctx.rank)
             xs = [torch.cat([x.reshape(-1)[:0] for x in (*found, *xs)]).view(shape)]
         held = [{r: box.along(dim, result[r].offsets[dim], result[r].sizes[dim]) for r, box in held[0].items()}]
     return xs[0]
@@ -140,20 +140,22 @@ def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[
     used = [i for i, skip in enumerate(skipped) if not skip]
     runs = tuple(Run(i, 0, tensors[j].shape[dim]) for i, j in enumerate(used))
     local = local_with(_local_cat, dim, runs, tuple(used))
-    rows.append(Row(inputs(Shard(dim)), Shard(dim), "pieces go where they belong", local, aligned=False, follow=NOBODY))
+    rows.append(
+        Row(inputs(Shard(dim)), Shard(dim), "pieces go where they belong", local, aligned=False, layout_from=NO_OPERAND)
+    )
     rows += [Row(inputs(p), p, "summands are joined one by one") for p in PARTIALS]
     owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
     return rows + [Row(inputs(p), p, OWNER) for p in owners[:1]]
 
 
 def _local_cat(
-    dim: int, runs: Runs, used: tuple[int, ...], site: Site, tensors: Any, /, *args: Any, **kw: Any
+    dim: int, runs: Runs, used: tuple[int, ...], ctx: LocalContext, tensors: Any, /, *args: Any, **kw: Any
 ) -> Tensor:
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors])
     own = [tensors[i].to(dtype) for i in used]
     if len(used) < len(tensors):  # they join nothing but the graph
         own[0] = torch.cat([own[0], *(x for i, x in enumerate(tensors) if i not in used)], dim)
-    return assembled(((dim, runs),), 0, site, own, [site.layouts[i] for i in used])
+    return assembled(((dim, runs),), 0, ctx, own, [ctx.layouts[i] for i in used])
 
 
 def _stack_shape(tensors: Sequence[Meta], dim: int = 0) -> tuple[int, ...]:
@@ -173,30 +175,30 @@ def stack(tensors: Sequence[Meta], dim: int = 0) -> list[Row]:
     return rows + [Row((p,) * count, p, OWNER, _stack_on_owner) for p in owners[:1]]
 
 
-def _stack_on_owner(site: Site, tensors: Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-    return site.call(tensors, *args, **kwargs) if site.output.boxes(site.rank) else nothing(site, torch.cat([*tensors]))
+def _stack_on_owner(ctx: LocalContext, tensors: Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+    return ctx.call(tensors, *args, **kwargs) if ctx.output.boxes(ctx.rank) else nothing(ctx, torch.cat([*tensors]))
 
 
 # ---- one operand -------------------------------------------------------------------------------------------------
 
-Boundary = Callable[[int], int] | None
+IndexMap = Callable[[int], int] | None
 
 
 def _rows(
-    x: Meta, dims: Mapping[int, tuple[Runs, Boundary]], lead: int = 0, value: float = 0, empty_too: bool = False
+    x: Meta, dims: Mapping[int, tuple[Runs, IndexMap]], lead: int = 0, value: float = 0, empty_too: bool = False
 ) -> list[Row]:
     """Rows of an op that makes each of `dims` of runs, and keeps the others; negative dims are new ones in front."""
     local = local_with(_local_runs, tuple((d + lead, runs) for d, (runs, _) in dims.items()), value)
     others = [d for d in range(x.ndim) if d not in dims]
     rows = [Row((Shard(d),), Shard(d + lead), "other dims stay cut", local if empty_too else None) for d in others]
     why = "indices go where they belong"
-    cut = {d: boundary for d, (_, boundary) in dims.items() if d >= 0}
-    rows += [Row((Shard(d),), Shard(d + lead), why, local, boundary=boundary) for d, boundary in cut.items()]
+    cut = {d: map_index for d, (_, map_index) in dims.items() if d >= 0}
+    rows += [Row((Shard(d),), Shard(d + lead), why, local, map_index=map_index) for d, map_index in cut.items()]
     return rows + uncut_rows(x, local, PARTIALS if value == 0 else (), "summands are treated one by one")
 
 
-def _local_runs(dims: Any, value: float, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    return assembled(dims, value, site, [x], site.layouts)
+def _local_runs(dims: Any, value: float, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    return assembled(dims, value, ctx, [x], ctx.layouts)
 
 
 def _numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -247,8 +249,8 @@ def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None
             raise NotImplementedError("negative padding is for constants")
         if left or right:
             n = x.shape[d]
-            boundary = local_with(_padded, left, n, n + left + right)
-            dims[d] = _padding(mode, n, left, right), boundary
+            map_index = local_with(_padded, left, n, n + left + right)
+            dims[d] = _padding(mode, n, left, right), map_index
     return _rows(x, dims, 0, value or 0, mode != "constant")  # torch pads no empty tensors in other modes
 
 
@@ -264,8 +266,8 @@ def _padding(mode: str, n: int, left: int, right: int) -> Runs:
     return Run(FILLED, 0, max(left, 0)), whole, Run(FILLED, 0, max(right, 0))
 
 
-def _padded(left: int, n: int, length: int, boundary: int) -> int:
-    return 0 if boundary == 0 else length if boundary == n else min(max(boundary + left, 0), length)
+def _padded(left: int, n: int, length: int, map_index: int) -> int:
+    return 0 if map_index == 0 else length if map_index == n else min(max(map_index + left, 0), length)
 
 
 def padded_as(mode: str, x: Meta, padding: Sequence[int], value: float = 0) -> list[Row]:
@@ -280,26 +282,26 @@ def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
         return []
     count = (x.shape[dim] - size) // step + 1
     local = local_with(_windows, dim, size, step)
-    boundary = local_with(position, Along(dim, 0, step, count))
+    map_index = local_with(position, Along(dim, 0, step, count))
     rows = [Row((Shard(d),), Shard(d), "other dims stay cut") for d in range(x.ndim) if d != dim]
     rows.append(
-        Row((Shard(dim),), Shard(dim), "the rest of a window is fetched", local, boundary=boundary, copies=True)
+        Row((Shard(dim),), Shard(dim), "the rest of a window is fetched", local, map_index=map_index, copies=True)
     )
     return rows + [Row((p,), p, "windows of summands are summands") for p in PARTIALS]
 
 
-def _windows(dim: int, size: int, step: int, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _windows(dim: int, size: int, step: int, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     def wanted(rank: int) -> Box:
-        own = box_of(site.output, rank)
+        own = box_of(ctx.output, rank)
         first, count = own.offsets[dim], own.sizes[dim]
-        return box_of(site.layouts[0], rank).along(dim, first * step, (count - 1) * step + size if count else 0)
+        return box_of(ctx.layouts[0], rank).along(dim, first * step, (count - 1) * step + size if count else 0)
 
-    own = site.fetch(x, 0, wanted)
+    own = ctx.fetch(x, 0, wanted)
     return own.unfold(dim, size, step) if own.shape[dim] else own.unsqueeze(-1).expand(*own.shape, size)
 
 
 register(OpRule(cat, shape=_cat_shape), *named("cat", "concat", "concatenate"), aten.cat.default)
-register(OpRule(stack, shape=_stack_shape, sizeless=True), torch.stack, aten.stack.default)
+register(OpRule(stack, shape=_stack_shape, shape_independent=True), torch.stack, aten.stack.default)
 register(OpRule(roll, shape=shape_of_first), *named("roll"), aten.roll.default)
 register(OpRule(flip, shape=shape_of_first), *named("flip"), aten.flip.default)
 register(OpRule(repeat), Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box, Boxes, Layout, Shard, contiguous_strides
-from shardwise.rules.row import NOBODY, LocalFunction, Meta, OpRule, Row, Site, local_with, prepared, register
+from shardwise.rules.row import (
+    NO_OPERAND,
+    LocalContext,
+    LocalFunction,
+    Meta,
+    OpRule,
+    Row,
+    local_with,
+    prepared,
+    register,
+)
 from shardwise.rules.shapes.view import box_of, named, uncut_rows
 
 aten = torch.ops.aten
@@ -34,10 +44,10 @@ def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list
             continue
         scale = Fraction(after[into], x.shape[longer[0]])
         why = "pieces stay in one piece"
-        boundary = local_with(_scaled, scale)
-        rows.append(Row((Shard(longer[0]),), Shard(into), why, local, boundary=boundary, granule=scale.denominator))
+        map_index = local_with(_scaled, scale)
+        rows.append(Row((Shard(longer[0]),), Shard(into), why, local, map_index=map_index, alignment=scale.denominator))
         why = "elements go to the ranks that hold them under other dims"
-        rows += [Row((Shard(d),), Shard(into), why, local, follow=NOBODY, copies=True) for d in longer[1:]]
+        rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the same dims", _unchanged)]
     return rows + uncut_rows(x, local)
@@ -47,12 +57,12 @@ def reshaped_to(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> t
     return tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
 
 
-def _unchanged(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _unchanged(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     return x.view_as(x)
 
 
-def _scaled(scale: Fraction, boundary: int) -> int:
-    return int(boundary * scale)
+def _scaled(scale: Fraction, map_index: int) -> int:
+    return int(map_index * scale)
 
 
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:
@@ -70,31 +80,31 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range
     return groups
 
 
-def _in_place_already(groups: Any, must_view: bool, site: Site) -> LocalFunction | None:
+def _in_place_already(groups: Any, must_view: bool, ctx: LocalContext) -> LocalFunction | None:
     """Where no element goes to another rank: this rank's part under its new dims."""
-    held = _held(site)
-    if any(_to_regroup(site, held, old) for old, _ in groups):
+    held = _held(ctx)
+    if any(_to_regroup(ctx, held, old) for old, _ in groups):
         return None
-    return partial(_viewed, site.output.local_shape(site.rank), None if must_view else site.layouts[0], site.copied)
+    return partial(_viewed, ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.copied)
 
 
 @prepared(_in_place_already)
-def _local_reshape(groups: Any, must_view: bool, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    held = _held(site)
+def _local_reshape(groups: Any, must_view: bool, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    held = _held(ctx)
     for old, new in reversed(groups):
-        if _to_regroup(site, held, old):
-            x, held = _regrouped(site, x, held, old, new)
+        if _to_regroup(ctx, held, old):
+            x, held = _regrouped(ctx, x, held, old, new)
             must_view = True  # a copy already
-    return _viewed(site.output.local_shape(site.rank), None if must_view else site.layouts[0], site.copied, x)
+    return _viewed(ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.copied, x)
 
 
-def _held(site: Site) -> dict[int, Box]:
-    return {rank: box_of(site.layouts[0], rank) for rank in site.ranks()}
+def _held(ctx: LocalContext) -> dict[int, Box]:
+    return {rank: box_of(ctx.layouts[0], rank) for rank in ctx.ranks()}
 
 
-def _to_regroup(site: Site, held: dict[int, Box], old: range) -> bool:
+def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
     """Whether some rank's elements of the run of dims `old` are not in one piece."""
-    layout = site.layouts[0]
+    layout = ctx.layouts[0]
     first = next((d for d in old if layout.shape[d] != 1), old.start)  # whose cut is the result's
     later = [d for d in old if d != first]
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
@@ -126,19 +136,21 @@ def _viewed(
         return copied(x.reshape(shape)) if of is None else x.reshape(shape)
 
 
-def _regrouped(site: Site, x: Tensor, held: dict[int, Box], old: range, new: range) -> tuple[Tensor, dict[int, Box]]:
+def _regrouped(
+    ctx: LocalContext, x: Tensor, held: dict[int, Box], old: range, new: range
+) -> tuple[Tensor, dict[int, Box]]:
     """Fetch the elements of the run of dims `old` that the result has under `new`, as one dim."""
-    shape, after = site.layouts[0].shape, site.output.shape
+    shape, after = ctx.layouts[0].shape, ctx.output.shape
     goals, parts = {}, {}
     for rank, box in held.items():
-        result = box_of(site.output, rank)
+        result = box_of(ctx.output, rank)
         lengths = [(result.offsets[d], result.sizes[d], prod(after[d + 1 : new.stop])) for d in new]
         low = sum(offset * inner for offset, _, inner in lengths)
         span = prod(n for _, n, _ in lengths)
         goals[rank] = _with_dims(box, old, Box((low,), (span,)))
         found = _flat_boxes(low, low + span, tuple(shape[d] for d in old)) or [Box((0,) * len(old), (0,) * len(old))]
         parts[rank] = [(0, _with_dims(box, old, part)) for part in found]
-    pieces = site.fetch_parts([x], [list(held.values())], parts.__getitem__)
+    pieces = ctx.fetch_parts([x], [list(held.values())], parts.__getitem__)
     return torch.cat([piece.flatten(old.start, old.stop - 1) for piece in pieces], old.start), goals
 
 
@@ -172,15 +184,15 @@ def other_dtype(x: Meta, dtype: torch.dtype) -> list[Row]:
     why = "each rank reads its own bits"
     rows = [Row((Shard(d),), Shard(d), why, _own_bits) for d in range(x.ndim - (ratio != 1))]
     if ratio != 1 and x.ndim:
-        boundary = local_with(_scaled, ratio)
+        map_index = local_with(_scaled, ratio)
         cut = Shard(x.ndim - 1)
-        rows.append(Row((cut,), cut, why, _own_bits, boundary=boundary, granule=ratio.denominator))
+        rows.append(Row((cut,), cut, why, _own_bits, map_index=map_index, alignment=ratio.denominator))
     return rows + uncut_rows(x, None, ())
 
 
-def _own_bits(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-    shape = site.output.local_shape(site.rank)  # the strides of nothing may not allow numbers of another length
-    return site.call(x if x.numel() else x.new_empty(0), *args, **kwargs).view(shape)
+def _own_bits(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    shape = ctx.output.local_shape(ctx.rank)  # the strides of nothing may not allow numbers of another length
+    return ctx.call(x if x.numel() else x.new_empty(0), *args, **kwargs).view(shape)
 
 
 def viewed(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:

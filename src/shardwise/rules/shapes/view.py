@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, SUMS, homogeneous, shape_of_first
-from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, Site, local_with, prepared, register
+from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, local_with, prepared, register
 
 aten = torch.ops.aten
 SUMMAND = "a view of summands is a summand of the view"
@@ -119,33 +119,33 @@ def uncut_rows(
     return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
 
 
-def on_owner(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-    return site.call(x, *args, **kwargs) if site.layouts[0].boxes(site.rank) else nothing(site, x)
+def on_owner(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    return ctx.call(x, *args, **kwargs) if ctx.layouts[0].boxes(ctx.rank) else nothing(ctx, x)
 
 
-def nothing(site: Site, x: Tensor) -> Tensor:
+def nothing(ctx: LocalContext, x: Tensor) -> Tensor:
     """The result on a rank that holds nothing: empty, and connected to `x`."""
-    return x.reshape(-1)[:0].view(site.output.local_shape(site.rank))
+    return x.reshape(-1)[:0].view(ctx.output.local_shape(ctx.rank))
 
 
-def _of_known_shape(method: str, site: Site) -> LocalFunction | None:
+def _of_known_shape(method: str, ctx: LocalContext) -> LocalFunction | None:
     """`x.method(shape)` with the shape of the result on this rank; None where it holds nothing."""
-    if not site.layouts[0].boxes(site.rank):
+    if not ctx.layouts[0].boxes(ctx.rank):
         return None
-    shape, call = site.output.local_shape(site.rank), getattr(Tensor, method)
+    shape, call = ctx.output.local_shape(ctx.rank), getattr(Tensor, method)
     return lambda x, *_, **__: call(x, shape)
 
 
 @prepared(partial(_of_known_shape, "reshape"))
-def _as_result(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    return x.reshape(site.output.local_shape(site.rank))  # a piece of length 1 of a longer dim is not squeezed
+def _as_result(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    return x.reshape(ctx.output.local_shape(ctx.rank))  # a piece of length 1 of a longer dim is not squeezed
 
 
 @prepared(partial(_of_known_shape, "expand"))
-def _local_expand(site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    if not site.layouts[0].boxes(site.rank):
-        return nothing(site, x)
-    return x.expand(site.output.local_shape(site.rank))
+def _local_expand(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    if not ctx.layouts[0].boxes(ctx.rank):
+        return nothing(ctx, x)
+    return x.expand(ctx.output.local_shape(ctx.rank))
 
 
 # ---- slices ----------------------------------------------------------------------------------------------------
@@ -176,7 +176,9 @@ def sliced(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[R
             whole = _untouched(call, d, [at for at, _ in pairs])
             why = "a dim that stays whole stays cut" if whole else "slices of a cut dim stay where they are"
             output: Placement | tuple[Placement, ...] = cuts if several else cuts[0]
-            rows.append(Row((Shard(d),), output, why, None if whole else local, boundary=None if whole else boundaries))
+            rows.append(
+                Row((Shard(d),), output, why, None if whole else local, map_index=None if whole else boundaries)
+            )
         elif not several:
             rows.append(Row((Shard(d),), REPLICATE, "one index of a cut dim goes to every rank", local, copies=True))
     return rows + uncut_rows(x, local)
@@ -213,15 +215,15 @@ def _known_views(
     return views_of(op, Meta(shape, dtype, REPLICATE), args, dict(kwargs))
 
 
-def _local_slices(call: Any, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _local_slices(call: Any, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     views, several = _known_views(*call)
-    outs = [_local_slice(view, i, site, x) for i, view in enumerate(views)]
+    outs = [_local_slice(view, i, ctx, x) for i, view in enumerate(views)]
     return tuple(outs) if several else outs[0]
 
 
-def _local_slice(view: View, number: int, site: Site, x: Tensor) -> Tensor:
-    layout = site.layouts[0]
-    held = {rank: box_of(layout, rank) for rank in site.ranks()}
+def _local_slice(view: View, number: int, ctx: LocalContext, x: Tensor) -> Tensor:
+    layout = ctx.layouts[0]
+    held = {rank: box_of(layout, rank) for rank in ctx.ranks()}
     holders = [rank for rank in held if layout.boxes(rank)]
 
     def wanted(rank: int) -> Box:
@@ -230,11 +232,11 @@ def _local_slice(view: View, number: int, site: Site, x: Tensor) -> Tensor:
             box = box.along(d, at, 1)
         return box
 
-    own = held[site.rank]
+    own = held[ctx.rank]
     if any(held[rank].sizes[d] != layout.shape[d] for d in view.fixed for rank in holders):
-        x, own = site.fetch(x, 0, wanted), wanted(site.rank)
-    if site.rank not in holders:
-        return x.reshape(-1)[:0].view(site.outputs[number].local_shape(site.rank))
+        x, own = ctx.fetch(x, 0, wanted), wanted(ctx.rank)
+    if ctx.rank not in holders:
+        return x.reshape(-1)[:0].view(ctx.outputs[number].local_shape(ctx.rank))
     return x[index_in(view, own)]
 
 
@@ -276,15 +278,15 @@ def diagonal(x: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row
     rows = [Row((Shard(d),), Shard(i), "a dim that stays whole stays cut", local) for i, d in enumerate(others)]
     why = "each rank has a part of the diagonal"
     for d, start in ((a, max(-offset, 0)), (b, max(offset, 0))):
-        boundary = local_with(position, Along(d, start, 1, length))
-        rows.append(Row((Shard(d),), Shard(len(others)), why, local, boundary=boundary))
+        map_index = local_with(position, Along(d, start, 1, length))
+        rows.append(Row((Shard(d),), Shard(len(others)), why, local, map_index=map_index))
     return rows + uncut_rows(x, local)
 
 
-def _local_diagonal(offset: int, a: int, b: int, site: Site, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    if not site.layouts[0].boxes(site.rank):
-        return nothing(site, x)
-    (box,) = site.layouts[0].boxes(site.rank)
+def _local_diagonal(offset: int, a: int, b: int, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    if not ctx.layouts[0].boxes(ctx.rank):
+        return nothing(ctx, x)
+    (box,) = ctx.layouts[0].boxes(ctx.rank)
     return x.diagonal(offset + box.offsets[a] - box.offsets[b], a, b)
 
 
@@ -294,9 +296,9 @@ def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
     return rows + uncut_rows(x, None, SUMS, "summands are cut one by one")
 
 
-def _local_triangle(site: Site, x: Tensor, diagonal: int = 0) -> Any:
-    boxes = site.layouts[0].boxes(site.rank)
-    return site.call(x, diagonal + (boxes[0].offsets[-2] - boxes[0].offsets[-1] if boxes else 0))
+def _local_triangle(ctx: LocalContext, x: Tensor, diagonal: int = 0) -> Any:
+    boxes = ctx.layouts[0].boxes(ctx.rank)
+    return ctx.call(x, diagonal + (boxes[0].offsets[-2] - boxes[0].offsets[-1] if boxes else 0))
 
 
 def filled_diagonal(x: Meta, fill_value: float, wrap: bool = False) -> list[Row]:
@@ -306,8 +308,8 @@ def filled_diagonal(x: Meta, fill_value: float, wrap: bool = False) -> list[Row]
     return [Row((Shard(d),), Shard(d), "each rank has a part of the diagonal", _fill_own) for d in (0, 1)]
 
 
-def _fill_own(site: Site, x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
-    (box,) = site.layouts[0].boxes(site.rank)
+def _fill_own(ctx: LocalContext, x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    (box,) = ctx.layouts[0].boxes(ctx.rank)
     x.diagonal(box.offsets[0] - box.offsets[1]).fill_(fill_value)
     return x
 
@@ -341,7 +343,10 @@ SLICED = [
 for _ops, _local in ((MOVED, None), (SQUEEZED, _as_result), (EXPANDED, _local_expand)):
     for _op in _ops:
         register(
-            OpRule(partial(rearranged_dims, _op, _local), shape=partial(_shapes, _op), sizeless=True, view=True), _op
+            OpRule(
+                partial(rearranged_dims, _op, _local), shape=partial(_shapes, _op), shape_independent=True, view=True
+            ),
+            _op,
         )
 for _op in SLICED:
     register(OpRule(partial(sliced, _op), shape=partial(_shapes, _op), view=True), _op)
@@ -351,4 +356,4 @@ _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
 register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
 register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
 _parts = torch.real, torch.imag, _getter("real"), _getter("imag")
-register(OpRule(homogeneous, shape=shape_of_first, sizeless=True, view=True), *_parts)
+register(OpRule(homogeneous, shape=shape_of_first, shape_independent=True, view=True), *_parts)

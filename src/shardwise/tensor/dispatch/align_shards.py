@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from shardwise.layout import Cut, Layout, Mesh, Placement, Shard
-from shardwise.rules.row import NOBODY, Boundary, Row
+from shardwise.rules.row import NO_OPERAND, IndexMap, Row
 
 
 def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[Layout]:
@@ -14,7 +14,7 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
     if (
         all(layout.kind[1] == layout.placements for layout in layouts)
         and all(x.placements[axis] == row.inputs[i] for axis, row in enumerate(chosen) for i, x in enumerate(layouts))
-        and all(row.granule == 1 for row in chosen)
+        and all(row.alignment == 1 for row in chosen)
         and (len({layout.shard_order for layout in layouts}) == 1 or _free(chosen))
     ):
         return list(layouts)
@@ -72,15 +72,15 @@ def _own_cut(layout: Layout, kinds: Sequence[Placement], row: Row, axis: int, or
     if not isinstance(wanted, Shard):
         return None
     if _keeps(layout, kinds, axis, order):
-        if row.granule == 1:
+        if row.alignment == 1:
             placement = layout.placements[axis]
             assert isinstance(placement, Shard)
             return placement.sizes
-        return _at(layout.cut(axis), lambda b, n: n if b == n else round(b / row.granule) * row.granule)
-    if row.granule == 1:
+        return _at(layout.cut(axis), lambda b, n: n if b == n else round(b / row.alignment) * row.alignment)
+    if row.alignment == 1:
         return None
-    units = [n // row.granule if d == wanted.dim else n for d, n in enumerate(layout.shape)]
-    return _at(Layout(layout.mesh, kinds, units, order).cut(axis), lambda b, n: b * row.granule)
+    units = [n // row.alignment if d == wanted.dim else n for d, n in enumerate(layout.shape)]
+    return _at(Layout(layout.mesh, kinds, units, order).cut(axis), lambda b, n: b * row.alignment)
 
 
 def _keeps(layout: Layout, kinds: Sequence[Placement], axis: int, order: tuple[int, ...]) -> bool:
@@ -137,26 +137,26 @@ def _place_in_order(layouts: Sequence[Layout], row: Row, axis: int, output: Plac
     """What to sort the axes of a result by, so that those that cut one dim do so in the order of what they follow."""
     if not isinstance(output, Shard):
         return -1, axis
-    follow = _followed(row)
-    return output.dim, axis if follow is None else layouts[follow].shard_order.index(axis)
+    layout_from = _followed(row)
+    return output.dim, axis if layout_from is None else layouts[layout_from].shard_order.index(axis)
 
 
 def _followed(row: Row) -> int | None:
     """The operand whose cut a cut result of the row has."""
     cut_ones = [i for i, placement in enumerate(row.inputs) if isinstance(placement, Shard)]
-    if not cut_ones or row.follow == NOBODY:
+    if not cut_ones or row.layout_from == NO_OPERAND:
         return None
-    return cut_ones[0] if row.follow is None else row.follow
+    return cut_ones[0] if row.layout_from is None else row.layout_from
 
 
 def _output_cut(layouts: Sequence[Layout], row: Row, axis: int, index: int | None) -> Cut | None:
-    follow = _followed(row)
-    if follow is None:
+    layout_from = _followed(row)
+    if layout_from is None:
         return None
-    layout = layouts[follow]
-    boundary = row.boundary[index or 0] if isinstance(row.boundary, tuple) else row.boundary
-    if boundary is not None:
-        return _at(layout.cut(axis), lambda b, n, f=boundary: f(b))
+    layout = layouts[layout_from]
+    map_index = row.map_index[index or 0] if isinstance(row.map_index, tuple) else row.map_index
+    if map_index is not None:
+        return _at(layout.cut(axis), lambda b, n, f=map_index: f(b))
     placement = layout.placements[axis]
     assert isinstance(placement, Shard)
     return placement.sizes
@@ -177,7 +177,7 @@ def measured_cut(mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], length
     return found
 
 
-def _at(cut: Cut | None, move: Callable[[int, int], int] | Boundary) -> Cut | None:
+def _at(cut: Cut | None, move: Callable[[int, int], int] | IndexMap) -> Cut | None:
     """A cut whose boundaries b, of a dim of length n, moved to `move(b, n)`."""
     if not cut:
         return cut

@@ -26,7 +26,7 @@ from shardwise.rules.shapes.view import basic
 from shardwise.tensor.dispatch import meshes, resolve, spec_ops
 from shardwise.tensor.dispatch.consistent_errors import guarded
 from shardwise.tensor.dispatch.fallback import run_on_whole, through_the_dispatcher
-from shardwise.tensor.dispatch.local_context import LocalSite
+from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted, into_plain, promoted
 from shardwise.tensor.dispatch.results import labelled, measured
@@ -89,7 +89,7 @@ NATIVE: dict[Any, Callable[..., Any]] = {
 
 
 # Python functions that only compare sizes: they may see DTensors, if all operands are, which saves unwrapping those.
-SIZELESS = frozenset(
+SHAPE_INDEPENDENT = frozenset(
     (basic, F.silu, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
      F.binary_cross_entropy_with_logits)
 )  # fmt: skip
@@ -139,7 +139,7 @@ def _taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` by its rule: at once where these very arguments ran before and no operand had to be moved."""
     key = [func, _dtypes(args, kwargs)] if rule.typed or rule.random else [func]
-    floats = rule.sizeless  # then numbers of a kind are alike
+    floats = rule.shape_independent  # then numbers of a kind are alike
     for a in args:
         kind = type(a)
         if kind is DTensor:
@@ -215,7 +215,7 @@ def _run(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any],
     except resolve.NoRowError as error:
         return _without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
-        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.home))
+        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.mesh_operand))
     recipe, op, unwrap = found
     mesh = recipe.layouts[0].mesh
     everywhere = mesh.size() == collectives.world_size()  # what ran at once is known to all simulated ranks
@@ -244,7 +244,7 @@ def _remember(key: tuple[Any, ...], call: Callable[..., Any], recipe: resolve.Re
 
 
 def _callable(recipe: resolve.Recipe, op: Callable[..., Any], unwrap: bool) -> Callable[..., Any]:
-    call = OnLocals(recipe, op) if unwrap and (op not in SIZELESS or recipe.local is not None) else op
+    call = OnLocals(recipe, op) if unwrap and (op not in SHAPE_INDEPENDENT or recipe.local_impl is not None) else op
     return Copying(call) if recipe.copied else call
 
 
@@ -260,8 +260,8 @@ def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[st
 
 def _without_row(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuleError) -> Any:
     """Taken apart as the rule says, by hand or into aten ops; an aten op without a row either runs on whole copies."""
-    if rule.composed is not None:
-        return rule.composed(*args, **kwargs)
+    if rule.decomposition is not None:
+        return rule.decomposition(*args, **kwargs)
     special = DTensor._specials.get(func)
     if special is not None:
         return special(func, args, kwargs)
@@ -292,7 +292,7 @@ def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def prepared(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[resolve.Recipe, LocalSite, list[Any], dict[str, Any]]:
+) -> tuple[resolve.Recipe, RankContext, list[Any], dict[str, Any]]:
     """The first half of running an op that has a local function: the recipe, the site, and local arguments."""
     rule = RULES[func]
     key, mixed = _key(func, rule, args, kwargs)
@@ -322,7 +322,7 @@ def _key(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any])
         kind = type(a)
         if kind is DTensor:
             key.append(a._layout)
-        elif kind is float and rule.sizeless and a and a - a == 0:
+        elif kind is float and rule.shape_independent and a and a - a == 0:
             key.append(float)
         elif kind is bool:
             key.append((bool, a))  # not the 0 or 1 that it equals: var(False) is of all elements, var(0) along a dim
@@ -367,18 +367,18 @@ class _LaidOut(Looks):
         self.found = found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recipe, site, locals_, named = _laid_out(self.func, self.found, args, kwargs)
-        out = site.op(*locals_, **named) if recipe.local is None else recipe.local(site, *locals_, **named)
+        recipe, ctx, locals_, named = _laid_out(self.func, self.found, args, kwargs)
+        out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
         if recipe.copied:
             out = copied(out, first(args, kwargs))
         if recipe.rows:
-            return labelled(out, measured(recipe, site, out))
+            return labelled(out, measured(recipe, ctx, out))
         return args[0] if recipe.output is None else labelled(out, recipe.output)
 
 
 def _laid_out(
     func: Any, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[resolve.Recipe, LocalSite, list[Any], dict[str, Any]]:
+) -> tuple[resolve.Recipe, RankContext, list[Any], dict[str, Any]]:
     """The operands as the recipe wants them, as local tensors."""
     recipe, op, unwrap = found
     moves = dict(recipe.moves)
@@ -400,8 +400,8 @@ def _laid_out(
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
-    site = LocalSite(op, recipe.layouts, known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
-    return recipe, site, locals_, named
+    ctx = RankContext(op, recipe.layouts, known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
+    return recipe, ctx, locals_, named
 
 
 def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -430,7 +430,7 @@ def _resolved(func: Any, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, 
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    return recipe, op, recipe.local is not None or bool(recipe.rows) or _runs_python(func, op)
+    return recipe, op, recipe.local_impl is not None or bool(recipe.rows) or _runs_python(func, op)
 
 
 def _runs_python(func: Any, op: Any) -> bool:
@@ -449,7 +449,7 @@ def _chosen(
     named: dict[str, Any],
 ) -> tuple[Row, ...]:
     """Rows for these operands; one choice serves all sizes where the rule asks for none."""
-    if not rule.sizeless:
+    if not rule.shape_independent:
         return resolve.choose(name, rule, operands, slotted, named)
     kinds = tuple((o.layout.kind, o.dtype, tuple([n == 1 for n in o.layout.shape])) for o in operands)
     key = (func, kinds, *(_key_part(a) for a in slotted), *((k, _key_part(a)) for k, a in named.items()))

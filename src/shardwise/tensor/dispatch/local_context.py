@@ -17,8 +17,8 @@ from shardwise.tensor.handlers.copies import marked
 from shardwise.trace.comm_trace import Cause
 
 
-class LocalSite:
-    """The `Site` that rules are promised."""
+class RankContext:
+    """The `LocalContext` that rules are promised."""
 
     __slots__ = ("axes", "cause", "layouts", "op", "operands", "outputs")
 
@@ -94,13 +94,13 @@ class LocalSite:
     def copied(self, x: Tensor) -> Tensor:
         return marked(x)
 
-    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalSite":
+    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
         layouts, model = list(self.layouts), self.layouts[like]
         axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
         cut = measured_cut(model.mesh, axes, model.shard_order, lengths)
         placements = [Shard(0, cut[axis]) if axis in cut else p for axis, p in enumerate(model.placements)]
         layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
-        return LocalSite(self.op, tuple(layouts), self.outputs, self.axes, self.operands, self.cause)
+        return RankContext(self.op, tuple(layouts), self.outputs, self.axes, self.operands, self.cause)
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"

@@ -31,7 +31,7 @@ class Recipe:
 
     moves: tuple[tuple[int, Layout], ...]  # operands that must move, and to where
     layouts: tuple[Layout, ...]  # of all operands after the moves
-    local: Callable[..., Any] | None
+    local_impl: Callable[..., Any] | None
     local_axes: tuple[int, ...]
     output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
     rows: tuple[Row, ...] = ()  # where only running the op tells how long its results are: the rows to lay them out by
@@ -66,17 +66,17 @@ def choose(
     for other in layouts:
         if other.mesh != mesh:
             raise SeveralMeshesError(f"{name}: operands live on different meshes, {mesh} and {other.mesh}.")
-    whole = _replicated(len(layouts), rule.everywhere)
+    whole = _replicated(len(layouts), rule.replicated_impl)
     chosen = [_choose(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim)]
     local = _local_of(chosen, rule)
     return tuple(  # one local function a call: an axis that wanted another one has everything everywhere instead
-        row if row.local in (None, local, rule.everywhere) else whole for row in chosen
+        row if row.local_impl in (None, local, rule.replicated_impl) else whole for row in chosen
     )
 
 
 def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
-    own = (row.local for row in chosen if row.local not in (None, rule.everywhere))
-    return next(own, next((row.local for row in chosen if row.local is not None), None))
+    own = (row.local_impl for row in chosen if row.local_impl not in (None, rule.replicated_impl))
+    return next(own, next((row.local_impl for row in chosen if row.local_impl is not None), None))
 
 
 def recipe(
@@ -87,10 +87,10 @@ def recipe(
     output_shape: Callable[[], Shapes],
 ) -> Recipe:
     """Lay the operands and the result out for the chosen rows."""
-    whole = _replicated(len(layouts), rule.everywhere)
+    whole = _replicated(len(layouts), rule.replicated_impl)
     try:
         wanted = operand_layouts(layouts, chosen)
-        output = None if rule.in_place or rule.ragged else output_layouts(wanted, chosen, output_shape())
+        output = None if rule.in_place or rule.data_dependent_shape else output_layouts(wanted, chosen, output_shape())
     except LayoutError:  # rows that are right one by one may ask together for a sum of maxima
         if all(row == whole for row in chosen):
             raise
@@ -104,10 +104,12 @@ def recipe(
             f"Fix: redistribute the operand first, or use the out-of-place op."
         )
     local = _local_of(chosen, rule)
-    axes = tuple(axis for axis, row in enumerate(chosen) if row.local is local) if local is not None else ()
+    axes = tuple(axis for axis, row in enumerate(chosen) if row.local_impl is local) if local is not None else ()
     cause = Cause("inside", name, "", _why(chosen))
     copied = rule.view and (bool(moves) or any(row.copies for row in chosen))
-    return Recipe(moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.ragged else (), cause, copied)
+    return Recipe(
+        moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.data_dependent_shape else (), cause, copied
+    )
 
 
 def _why(chosen: Sequence[Row]) -> str:
@@ -164,7 +166,7 @@ def _choose(
     except NotImplementedError as error:
         raise NoRowError(f"{name}: {error}.") from error
     kinds = tuple(kind(p) for p in current)
-    every = (*rows, _replicated(len(current), rule.everywhere))
+    every = (*rows, _replicated(len(current), rule.replicated_impl))
     rows = [row for row in every if _possible(row, kinds, rule.in_place)]
     for row in rows:
         if row.inputs == kinds:
@@ -182,10 +184,12 @@ def _choose(
 
 def _alone(row: Row, every: Sequence[Row]) -> Row:
     """On an axis of one rank nothing is cut: that rank computes what it would of whole operands."""
-    if row.local is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are not in the order of the whole
+    if row.local_impl is None or any(
+        isinstance(p, Boxes) for p in row.inputs
+    ):  # boxes are not in the order of the whole
         return row
     whole = next(r for r in every if all(p == REPLICATE for p in r.inputs))
-    return replace(row, local=whole.local, copies=False)
+    return replace(row, local_impl=whole.local_impl, copies=False)
 
 
 def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:

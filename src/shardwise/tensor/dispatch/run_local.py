@@ -10,7 +10,7 @@ from shardwise import collectives
 from shardwise.layout import Layout
 from shardwise.rules.row import preparation
 from shardwise.tensor.dispatch import resolve
-from shardwise.tensor.dispatch.local_context import LocalSite
+from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dtensor import DTensor, _as_subclass
 from shardwise.tensor.handlers.copies import copied
 from shardwise.trace.capture_hooks import unrecorded
@@ -38,13 +38,13 @@ class OnLocals(Looks):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recipe = self.recipe
-        if recipe.local is None:
+        if recipe.local_impl is None:
             locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
             return self.op(*locals_, **{k: a if type(a) in PLAIN_VALUES else _local(a) for k, a in kwargs.items()})
         rank = collectives.rank()
         if rank not in self.ready:
             with unrecorded():
-                self.ready[rank] = preparation(recipe.local, self._site([]))
+                self.ready[rank] = preparation(recipe.local_impl, self._site([]))
         ready, python = self.ready[rank]
         if ready is not None and not python:
             out = ready(*args, **kwargs)
@@ -57,11 +57,11 @@ class OnLocals(Looks):
             out = ready(*locals_, **named)
             if out is not NotImplemented:
                 return out
-        return recipe.local(self._site(operands), *locals_, **named)
+        return recipe.local_impl(self._site(operands), *locals_, **named)
 
-    def _site(self, operands: list[DTensor]) -> LocalSite:
+    def _site(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
-        return LocalSite(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
+        return RankContext(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
 
 
 class Copying(Looks):

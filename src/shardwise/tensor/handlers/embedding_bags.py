@@ -53,15 +53,15 @@ def embedding_bags(
         with DisableTorchFunctionSubclass():
             prepared = _prepared(ids, weight, start, kwargs)
             if prepared is not None:
-                recipe, site, args, named = prepared
-                assert recipe.local is not None
-                alone = partial(recipe.local, site, *args, **named)
-                axes = requests.travelling_axes(site)
-                if axes and recipe.local is lookup.embedding_bag:
-                    members = shared.setdefault((site.ranks(axes), weight.dtype), [])
-                    members.append((index, lookup.bag_call(site, args, named), alone))
+                recipe, ctx, args, named = prepared
+                assert recipe.local_impl is not None
+                alone = partial(recipe.local_impl, ctx, *args, **named)
+                axes = requests.travelling_axes(ctx)
+                if axes and recipe.local_impl is lookup.embedding_bag:
+                    members = shared.setdefault((ctx.ranks(axes), weight.dtype), [])
+                    members.append((index, lookup.bag_call(ctx, args, named), alone))
                 else:
-                    results[index] = tag(alone(), site.output)
+                    results[index] = tag(alone(), ctx.output)
         if prepared is None:
             results[index] = F.embedding_bag(ids, weight, start, **kwargs)  # type: ignore[arg-type]
     with DisableTorchFunctionSubclass():

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
-from shardwise.rules.row import Boundary, local_with
+from shardwise.rules.row import IndexMap, local_with
 from shardwise.rules.shapes.index import masked
 from shardwise.rules.shapes.view import View, basic, box_of, index_in, position, views_of
 from shardwise.tensor.conversion import wrap
@@ -298,7 +298,7 @@ def _own_part(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout
 
 def _row(layout: Layout, view: View, axis: int) -> Row:
     placement = layout.placements[axis]
-    boundary: Boundary | None = None
+    boundary: IndexMap | None = None
     output: Placement = placement
     if isinstance(placement, Shard):
         at = view.place_of(placement.dim)
@@ -306,7 +306,7 @@ def _row(layout: Layout, view: View, axis: int) -> Row:
             output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
             output, boundary = Shard(at), local_with(position, view.dims[at])
-    return Row((align_shards.kind(placement),), output, "", boundary=boundary)
+    return Row((align_shards.kind(placement),), output, "", map_index=boundary)
 
 
 def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
