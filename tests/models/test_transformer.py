@@ -21,7 +21,7 @@ from shardwise.testing import world
 from tests.parallel.alone import whole
 
 STEPS = 5
-near = partial(assert_close, atol=1e-5, rtol=1e-5)
+near = partial(assert_close, atol=1e-9, rtol=1e-9)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Training:
 def train(switches: Switches, mesh: Mesh | None) -> Training:
     """Five steps of Adam on five batches; without a mesh no DTensor is anywhere."""
     torch.manual_seed(0)
-    model: nn.Module = Transformer(switches.args)
+    model: nn.Module = Transformer(switches.args).double()  # Adam amplifies rounding where a gradient is nearly zero
     data = torch.randint(0, 8, (STEPS, 2, 3, 7))
     if mesh is not None:
         Transformer.parallelize(model, mesh, switches.sequence)  # type: ignore[arg-type]
