@@ -63,7 +63,9 @@ def train(switches: Switches, mesh: Mesh | None) -> Training:
     if mesh is not None:
         Transformer.parallelize(model, mesh, switches.sequence)  # type: ignore[arg-type]
         assert all(isinstance(p, DTensor) for p in model.parameters())
-    optimizer = torch.optim.Adam(model.parameters(), 0.01, foreach=not switches.fused, fused=switches.fused)
+    # With torch's eps the rounding of a gradient that is nearly zero decides the direction of a full step.
+    kinds = {"foreach": not switches.fused, "fused": switches.fused}
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-4, **kinds)
     found = Training()
     for batch in data:
         optimizer.zero_grad()
