@@ -12,7 +12,7 @@ import torch
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = sysconfig.get_path("purelib") + os.sep  # lies inside _STDLIB and may hold the user's code
-_MACHINERY = tuple(str(folder) + os.sep for folder in (Path(__file__).parent, Path(torch.__file__).parent))
+_MACHINERY = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True)

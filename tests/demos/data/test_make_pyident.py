@@ -91,7 +91,7 @@ def test_the_vocabulary_is_ordered_by_training_frequency(lib: Path, tmp_path: Pa
 
 
 def test_the_command_writes_the_same_file_each_time(lib: Path, tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "scripts" / "make_pyident.py"
+    script = Path(__file__).parents[3] / "scripts" / "make_pyident.py"
     outputs = [tmp_path / "one.bin", tmp_path / "two.bin"]
     said = [
         subprocess.run(
