@@ -23,7 +23,7 @@ def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
     assert (first.returncode, first.stderr) == (0, "")
     said = first.stdout.splitlines()
     assert said[0] == repr(load_pyident())
-    assert said[1] == "Plan row for 2 ranks: every table is cut by rows."
+    assert said[1] == "Plan row for 2 ranks: every table is row-wise."
     table = said[2:7]
     assert table[0].split() == ["parameter", "shape", "placement", "rank", "0", "rank", "1"]
     assert table[1].split() == ["context.weight", "3,530", "x", "16", "Shard(0)", *["110", "KiB"] * 2]

@@ -22,13 +22,15 @@ def test_a_run_tells_of_its_text_its_mesh_and_what_came_of_it(tmp_path: Path) ->
     assert (first.returncode, first.stderr) == (0, "")
     data, said = load_pydoc_topics(), first.stdout.splitlines()
     assert said[0] == repr(data)
-    assert said[1] == "Mesh(tp=2): the batch is whole; the model is cut by 2, between its layers along the sequence."
+    assert (
+        said[1] == "Mesh(tp=2): the batch is replicated; the model is sharded by 2, its activations along the sequence."
+    )
     assert said[2].startswith("19,632 parameters, 76.7 KiB; a rank holds 54.6 KiB.")
     steps = [line.split("  ")[:2] for line in said if line.startswith("step")]
     assert steps == [["step 2/4", "pass 1"], ["step 4/4", "pass 1"]]
     assert f"lzma, on its own                     {lzma_bits(data.test):.3f}" in said
     assert [line.split()[:2] for line in said if line.startswith("this")] == [["this", "model"]]
-    assert said[said.index("What it makes up (temperature 0.8):") + 2].startswith('  The "')
+    assert said[said.index("Generated text (temperature 0.8):") + 2].startswith('  The "')
     assert any(line.startswith("Communication of a step: ") for line in said)
     assert "Checkpoint: runs/lm/step-00000004" in said
     assert said[-1].startswith("Next: shardwise train lm --resume --set dim=16")

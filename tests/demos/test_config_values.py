@@ -25,7 +25,7 @@ class Optimizer:
 @dataclass(frozen=True)
 class Table:
     rows: int = 10
-    cut: Literal["row", "column", 2] = "row"
+    sharding: Literal["row", "column", 2] = "row"
     sizes: tuple[int, ...] = (1, 2)
     optimizer: Optimizer = Optimizer(lr=3.0)
 
@@ -94,8 +94,8 @@ def test_a_later_source_wins_and_leaves_the_rest_alone(tmp_path: Path) -> None:
         ("name=1\nseed = 2", "name", "1\nseed = 2"),
         ("label=none", "label", None),
         ('label="none"', "label", "none"),
-        ("table.cut=column", "table.cut", "column"),
-        ("table.cut=2", "table.cut", 2),
+        ("table.sharding=column", "table.sharding", "column"),
+        ("table.sharding=2", "table.sharding", 2),
         ("table.sizes=[3, 4]", "table.sizes", (3, 4)),
         ("table.sizes=[]", "table.sizes", ()),
         ('tags=["a", "b"]', "tags", ("a", "b")),
@@ -134,8 +134,8 @@ def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
         ('optimizer.lr = "1"', 'optimizer.lr: expected a number, got "1"'),
         ("optimizer.warmup = 1979-05-27", "optimizer.warmup: expected an integer or none, got 1979-05-27"),
         ("name = 1", "name: expected a string, got 1"),
-        ("table.cut = 'rwo'", 'table.cut: expected "row" or "column" or 2, got "rwo"'),
-        ("table.cut = 2.0", 'table.cut: expected "row" or "column" or 2, got 2.0'),
+        ("table.sharding = 'rwo'", 'table.sharding: expected "row" or "column" or 2, got "rwo"'),
+        ("table.sharding = 2.0", 'table.sharding: expected "row" or "column" or 2, got 2.0'),
         ("table.sizes = [1, true]", "table.sizes: expected a list, each item an integer, got [1, true]"),
         ("table.sizes = 1", "table.sizes: expected a list, each item an integer, got 1"),
         ("optimizer = 1", "optimizer: is a table; set its keys: optimizer.lr, optimizer.warmup"),
@@ -160,7 +160,7 @@ def test_a_wrong_file_is_refused_in_clear_words(tmp_path: Path, line: str, probl
         ("table.row=1", "--set table.row: unknown key; did you mean table.rows?"),
         ("optimizer=1", "--set optimizer: is a table; set its keys: optimizer.lr, optimizer.warmup"),
         ("seed.x=1", "--set seed: expected an integer, got a table"),
-        ("table.cut=diagonal", '--set table.cut: expected "row" or "column" or 2, got "diagonal"'),
+        ("table.sharding=diagonal", '--set table.sharding: expected "row" or "column" or 2, got "diagonal"'),
         ("optimizer.lr=-1", "optimizer: lr must be at least 0, got -1.0"),
     ],
 )
@@ -169,16 +169,16 @@ def test_a_wrong_set_is_refused_in_clear_words(override: str, problem: str) -> N
 
 
 def test_a_key_that_resembles_nothing_is_answered_with_all_keys() -> None:
-    keys = "path, table.rows, table.cut, table.sizes, table.optimizer.lr, table.optimizer.warmup"
+    keys = "path, table.rows, table.sharding, table.sizes, table.optimizer.lr, table.optimizer.warmup"
     assert problems(NeedsPath, None, "qqq=1", "path=x") == [f"--set qqq: unknown key; the keys are {keys}"]
 
 
 def test_all_problems_come_at_once_in_the_order_of_their_sources(tmp_path: Path) -> None:
     file = write(tmp_path, "pth = 1\n[table]\nrows = 'many'\n[table.optimizer]\nlr = -1\n")
-    assert problems(NeedsPath, file, "table.cut=no", "oops") == [
+    assert problems(NeedsPath, file, "table.sharding=no", "oops") == [
         "pth: unknown key; did you mean path?",
         'table.rows: expected an integer, got "many"',
-        '--set table.cut: expected "row" or "column" or 2, got "no"',
+        '--set table.sharding: expected "row" or "column" or 2, got "no"',
         "--set oops: expected key=value",
         "path: is missing and has no default",
         "table.optimizer: lr must be at least 0, got -1.0",
@@ -193,7 +193,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_dump_is_toml_a_person_would_write() -> None:
-    config = Run(name='say "hi"', resume=True, tags=("a", "b"), table=Table(cut=2, sizes=()))
+    config = Run(name='say "hi"', resume=True, tags=("a", "b"), table=Table(sharding=2, sizes=()))
     assert dump_toml(config) == (
         'seed = 0\nname = "say \\"hi\\""\n# label = none\nresume = true\ntags = ["a", "b"]\n\n'
         "[table]\nrows = 10\ncut = 2\nsizes = []\n\n"
@@ -206,7 +206,7 @@ optimizers = st.builds(Optimizer, lr=st.floats(min_value=0, allow_nan=False), wa
 tables = st.builds(
     Table,
     rows=st.integers(),
-    cut=st.sampled_from(["row", "column", 2]),
+    sharding=st.sampled_from(["row", "column", 2]),
     sizes=st.lists(st.integers()).map(tuple),
     optimizer=optimizers,
 )

@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         "show",
         help="draw which ranks hold which part of a tensor",
         description="Draw a layout, such as: shardwise show --mesh 2,2 --shape 10,4 'Shard(0), Shard(1)'. Or draw "
-        "every tensor of a plan in TOML, below what each rank holds; docs/pictures.md tells what stands in one.",
+        "every tensor of a plan in TOML, below a table of what each rank holds; docs/pictures.md describes the file.",
     )
     parser.add_argument(
         "what",
@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--mesh", metavar="SIZES", help="positions of each axis, such as 2,2 or dp=2,tp=2")
     parser.add_argument("--shape", metavar="SIZES", help="of the tensor, such as 10,4; '' is a tensor without dims")
     parser.add_argument("--ranks", metavar="RANKS", help="of the mesh in row-major order (default: 0,1,2,…)")
-    parser.add_argument("--shard-order", metavar="AXES", help="which axis cuts first (default: 0,1,2,…)")
-    parser.add_argument("--dtype", metavar="DTYPE", help="tells bytes; such as float32")
+    parser.add_argument("--shard-order", metavar="AXES", help="which axis divides first (default: 0,1,2,…)")
+    parser.add_argument("--dtype", metavar="DTYPE", help="adds bytes; such as float32")
     parser.add_argument("--header", metavar="TEXT", help="a line above the picture")
     parser.add_argument("--html", metavar="FILE", help="write a page instead, which loads nothing")
     parser.add_argument("--svg", metavar="FILE", help="write a drawing instead")
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         rows, pictures = _read(args)
     except (LayoutError, MeshError, PlanError) as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(told if "Fix:" in told else f"{told} Fix: see shardwise show --help.") from error
+        text = " ".join(str(error).split())
+        raise ConfigError(text if "Fix:" in text else f"{text} Fix: see shardwise show --help.") from error
     if args.html is None and args.svg is None:
         _print(rows, pictures)
         return Exit.OK

@@ -13,7 +13,7 @@ class RunConfig:
     SAME_RUN: ClassVar[tuple[str, ...]] = ("batch_size", "learning_rate", "seed")
     """Where these differ, a run is another run and not the continuation of one."""
     POSITIVE: ClassVar[tuple[str, ...]] = ("batch_size", "save_every", "keep", "log_every")
-    """Whole numbers of 1 or more; a field of them that may be none may be that too."""
+    """Integers of at least 1; a field that may be none may also be none."""
 
     batch_size: int
     """Examples of a step, over all ranks."""

@@ -3,7 +3,7 @@
     @dataclass(frozen=True)
     class Table:
         rows: int = 1000
-        cut: Literal["row", "column"] = "row"
+        sharding: Literal["row", "column"] = "row"
 
     @dataclass(frozen=True)
     class Run:
@@ -79,7 +79,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Place:
-    """The table `prefix` of one source; `cls` describes it, `root` the whole configuration."""
+    """The table `prefix` of one source; `cls` describes it, `root` the full configuration."""
 
     root: type
     cls: type
@@ -94,7 +94,7 @@ class _Place:
         self.problems.append(f"{self.source}{self.prefix}{key}: {what}")
 
 
-_WRONG = object()  # stands for a value that was complained about
+_WRONG = object()  # in place of a value with a reported problem
 
 
 def _sources(
@@ -202,7 +202,7 @@ def _keys(cls: type, prefix: str) -> Iterator[str]:
 
 
 def _default(field: Field[Any], owner: Any) -> Any:
-    """What `field` is in `owner`, the default of the whole table, or else by itself."""
+    """What `field` is in `owner`, the default of the full table, or else by itself."""
     if owner is not MISSING:
         return getattr(owner, field.name)
     return field.default_factory() if callable(field.default_factory) else field.default

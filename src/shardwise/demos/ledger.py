@@ -1,4 +1,4 @@
-"""What a run notes down: loss, time and communication."""
+"""What a run records: loss, time and communication."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from shardwise.demos.errors import DivergedError
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands."""
+    """Progress of training at one step."""
 
     step: int
     last_step: int
@@ -40,7 +40,7 @@ class Communication:
 
 
 class Ledger:
-    """The notes of one rank. The clock runs from the beginning, except while `stopped`."""
+    """The records of one rank. The clock runs from construction, except inside `stopped`."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_examples = 0
@@ -69,12 +69,12 @@ class Ledger:
         self._start += perf_counter() - before
 
     def progress(self, step: int, last_step: int, epoch: int) -> Progress:
-        """Since the last report; all ranks call it.
+        """The progress since the last report. All ranks call it.
 
         Raises:
             DivergedError: the loss is not finite.
         """
-        # Added up before it is read: what is a sum over ranks is then reduced once.
+        # Added before it is read: losses that are Partial then need one all-reduce.
         total = reduce(add, (loss * count for loss, count in self._losses))
         loss = total.item() / sum(count for _, count in self._losses)
         self._losses.clear()
@@ -83,7 +83,7 @@ class Ledger:
         return Progress(step, last_step, epoch, loss, self.num_examples / self.seconds)
 
     def communication(self) -> Communication:
-        """Of the mean step, from all ranks."""
+        """Averages per step. All ranks call it."""
         steps = max(1, self.num_steps)
         sent = collectives.gather_json(self._sent_bytes / steps, tuple(range(collectives.world_size())))
         return Communication({kind: count / steps for kind, count in sorted(self._calls.items())}, tuple(sent))

@@ -49,8 +49,8 @@ def assert_same(got: Batch, expected: Batch) -> None:
 def joined(parts: list[Batch]) -> Batch:
     """The inverse of cutting by rows, from the documented meaning of offsets."""
     lengths = torch.cat([part.offsets.diff() for part in parts])
-    whole = {name: torch.cat([fields(part)[name] for part in parts]) for name in fields(parts[0])}
-    return Batch(**{**whole, "offsets": torch.cat([torch.tensor([0]), lengths.cumsum(0)])})
+    joined = {name: torch.cat([fields(part)[name] for part in parts]) for name in fields(parts[0])}
+    return Batch(**{**joined, "offsets": torch.cat([torch.tensor([0]), lengths.cumsum(0)])})
 
 
 def test_training_hides_each_identifier_of_each_training_function_once() -> None:
@@ -87,7 +87,7 @@ def test_a_shuffled_pass_hides_every_training_interaction_once(pyident: PyIdent)
     assert len(train) == 99_099
     hidden = Counter[tuple[int, int]]()
     for batch in train.batches(1000, seed=3, epoch=2):
-        # A module's function cannot be told from the batch; its identifiers' counts can.
+        # A module's function cannot be derived from the batch; its identifiers' counts can.
         hidden.update(zip(batch.module.tolist(), batch.target.tolist(), strict=True))
     values, offsets = pyident.bags
     module = pyident.module_of.repeat_interleave(offsets.diff())
@@ -149,8 +149,8 @@ def test_the_last_batch_holds_the_remainder(size: int, lengths: list[int]) -> No
     parts = list(train.batches(size, seed=1))
     assert [len(part) for part in parts] == lengths
     assert_same(joined(parts), next(train.batches(5, seed=1)))
-    whole = [part for part in parts if len(part) == size]
-    for got, expected in zip(train.batches(size, seed=1, drop_last=True), whole, strict=True):
+    full_size = [part for part in parts if len(part) == size]
+    for got, expected in zip(train.batches(size, seed=1, drop_last=True), full_size, strict=True):
         assert_same(got, expected)
 
 
@@ -176,11 +176,11 @@ def test_a_split_without_examples_has_no_batches(data: PyIdent) -> None:
     assert len(examples(data, "test")) == 0
 
 
-@pytest.mark.parametrize("cuts", [[0, 7], [0, 3, 7], [0, 1, 4, 4, 7], [0, 0, 2, 5, 7, 7], [*range(8)]])
-def test_rows_cut_over_ranks_join_to_the_batch(pyident: PyIdent, cuts: list[int]) -> None:
+@pytest.mark.parametrize("bounds", [[0, 7], [0, 3, 7], [0, 1, 4, 4, 7], [0, 0, 2, 5, 7, 7], [*range(8)]])
+def test_rows_split_over_ranks_join_to_the_batch(pyident: PyIdent, bounds: list[int]) -> None:
     batch = next(examples(pyident, "train").batches(7, seed=0))
-    parts = [batch.rows(start, stop) for start, stop in pairwise(cuts)]
-    assert [len(part) for part in parts] == [b - a for a, b in pairwise(cuts)]
+    parts = [batch.rows(start, stop) for start, stop in pairwise(bounds)]
+    assert [len(part) for part in parts] == [b - a for a, b in pairwise(bounds)]
     assert [int(part.offsets[0]) for part in parts] == [0] * len(parts)
     assert [len(part.context_ids) for part in parts] == [int(part.offsets[-1]) for part in parts]
     assert_same(joined(parts), batch)

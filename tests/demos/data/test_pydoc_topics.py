@@ -28,7 +28,7 @@ def runs(text: bytes, length: int) -> set[tuple[str, ...]]:
 
 
 def test_no_run_of_twenty_words_of_the_held_out_text_is_in_the_other_texts(topics: PydocTopics) -> None:
-    """Cut by topics alone, one in six would be."""
+    """Split topic by topic, one in six would be."""
     held_out = runs(topics.test, 20)
     assert len(held_out) > 4000
     assert not held_out & (runs(topics.train, 20) | runs(topics.validation, 20))

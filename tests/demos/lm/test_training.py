@@ -17,7 +17,7 @@ from shardwise.demos.lm.batches import drawn, numbers
 from shardwise.demos.lm.config import LanguageModelConfig
 from shardwise.demos.lm.evaluation import bits_per_byte
 from shardwise.demos.lm.generation import continued
-from shardwise.demos.lm.model import build, cut
+from shardwise.demos.lm.model import build, shard
 from shardwise.demos.lm.training import Outcome, Training, learning_rate, train
 from shardwise.demos.loop import resumable_step
 from shardwise.errors import CheckpointError, ConfigError
@@ -119,7 +119,7 @@ def test_a_text_longer_than_the_context_goes_on_and_0_takes_the_likeliest(tiny: 
 
         def body(temperature: float = temperature, prompt: bytes = prompt) -> bytes:
             config = tiny(seed=2, mesh="tp=2")
-            mine = cut(build(config), config.mesh_of(2), False)
+            mine = shard(build(config), config.mesh_of(2), False)
             return continued(mine, prompt, 20, mesh=config.mesh_of(2), temperature=temperature, seed=1)
 
         text = world(2).run(body)
@@ -147,10 +147,10 @@ def test_the_tensor_axis_cuts_matrices_and_their_state_and_no_rank_gathers_the_s
         run = Training(config, topics)
         with collectives.count_comms() as meter:
             take(run, 1)
-        whole = sum(p.nbytes for p in build(config).parameters() if p.ndim == 2)
+        total = sum(p.nbytes for p in build(config).parameters() if p.ndim == 2)
         held = {name: p.to_local() for name, p in run.model.named_parameters() if isinstance(p, DTensor)}
         assert len(held) == len(list(run.model.parameters()))
-        assert sum(p.nbytes for p in held.values() if p.ndim == 2) < 0.45 * whole
+        assert sum(p.nbytes for p in held.values() if p.ndim == 2) < 0.45 * total
         for p in run.model.parameters():
             assert run.optimizer.state[p]["exp_avg"].placements == p.placements  # type: ignore[attr-defined]
         scores = 40 * config.context * 256 * 4
@@ -257,7 +257,7 @@ def test_a_text_without_a_window_is_refused_on_every_rank(tiny: Tiny, topics: Py
     world(2).run(body)
 
 
-# ---- a whole run ----------------------------------------------------------------------------------------------
+# ---- a full run ----------------------------------------------------------------------------------------------
 
 
 def test_a_run_reports_saves_evaluates_and_writes(tiny: Tiny, topics: PydocTopics, tmp_path: Path) -> None:

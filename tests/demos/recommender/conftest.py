@@ -25,7 +25,7 @@ def tiny() -> PyIdent:
         bags=Bags(values, torch.tensor([0, *lengths]).cumsum(0)),
         module_of=torch.arange(NUM_FUNCTIONS),
         package_of=torch.zeros(NUM_FUNCTIONS, dtype=torch.int64),
-        num_args=torch.arange(NUM_FUNCTIONS) % 20,  # more than the model tells apart
+        num_args=torch.arange(NUM_FUNCTIONS) % 20,  # more than the model distinguishes
         is_test=is_test,
         train_counts=values[kept].bincount(minlength=NUM_IDS),
         python="3.11.7",

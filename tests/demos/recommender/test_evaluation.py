@@ -6,7 +6,7 @@ import torch
 from shardwise import collectives
 from shardwise.demos.data import PyIdent, Quality, examples, popularity_baseline
 from shardwise.demos.data import places as places_in_one_process
-from shardwise.demos.recommender.batches import Inputs, shared_out, whole
+from shardwise.demos.recommender.batches import Inputs, plain_inputs, shard_batch
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.evaluation import evaluate, neighbours, places
 from shardwise.demos.recommender.training import Training, build
@@ -27,7 +27,7 @@ def test_places_equal_one_process(plan: dict[str, Placement], num_rows: int, tin
         model.items.weight[3] = torch.nan  # counts as ahead of everything
         model.items.weight[8] = model.items.weight[7]  # with equal popularity, so does what ties
         model.log_popularity[8] = model.log_popularity[7]
-        x = whole(batch)
+        x = plain_inputs(batch)
         expected = places_in_one_process(model(x.context_ids, x.offsets, x.num_args), batch)
 
     def body() -> None:
@@ -45,7 +45,7 @@ def test_the_shares_of_a_batch_make_the_batch_and_cost_nothing(num_rows: int, ti
 
     def body() -> Inputs:
         with collectives.count_comms() as meter:
-            shared = shared_out(batch, Mesh((3,)))
+            shared = shard_batch(batch, Mesh((3,)))
         assert meter.total_calls == 0
         joined = {}
         for name, x in vars(shared).items():
@@ -59,7 +59,7 @@ def test_the_shares_of_a_batch_make_the_batch_and_cost_nothing(num_rows: int, ti
         return Inputs(**joined)
 
     for shared in world(3).run(body):
-        torch.testing.assert_close(vars(shared), vars(whole(batch)), rtol=0, atol=0)
+        torch.testing.assert_close(vars(shared), vars(plain_inputs(batch)), rtol=0, atol=0)
 
 
 def test_initial_values_depend_on_the_seed_only(tiny: PyIdent) -> None:

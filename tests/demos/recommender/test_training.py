@@ -20,7 +20,7 @@ from shardwise.demos.data import (
 from shardwise.demos.errors import DivergedError
 from shardwise.demos.ledger import Progress
 from shardwise.demos.loop import resumable_step
-from shardwise.demos.recommender.batches import whole
+from shardwise.demos.recommender.batches import plain_inputs
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.evaluation import evaluate, neighbours
 from shardwise.demos.recommender.model import Recommender
@@ -51,7 +51,7 @@ def plain_run(config: TrainConfig, data: PyIdent, num_steps: int) -> tuple[list[
         for batch in examples(data, "train").batches(config.batch_size, seed=config.seed, epoch=epoch):
             if len(losses) == num_steps:
                 return losses, model
-            x = whole(batch)
+            x = plain_inputs(batch)
             loss = F.cross_entropy(model(x.context_ids, x.offsets, x.num_args), x.target)
             optimizer.zero_grad()
             loss.backward()
@@ -77,7 +77,7 @@ def test_fifty_losses_and_the_quality_equal_one_process(
     losses, model = plain_tiny
     with torch.no_grad():
         (batch,) = examples(tiny, "test").batches(100)
-        x = whole(batch)
+        x = plain_inputs(batch)
         expected = quality(places(model(x.context_ids, x.offsets, x.num_args), batch))
 
     def body() -> None:
@@ -196,7 +196,7 @@ def test_what_is_no_continuation_is_refused(tiny: PyIdent, pyident: PyIdent, tmp
         resumable_step(config, pyident.fingerprint)
 
 
-# ---- a whole run ----------------------------------------------------------------------------------------------
+# ---- a full run ----------------------------------------------------------------------------------------------
 
 
 def test_a_run_reports_saves_and_evaluates(tiny: PyIdent, tmp_path: Path) -> None:

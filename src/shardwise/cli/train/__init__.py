@@ -21,15 +21,15 @@ def add_parser(subparsers: Any) -> None:
         usage="%(prog)s [recommender | lm] [options]",
         help="train a recommender or a language model that lives on several ranks",
         description="recommender: learn which identifier is missing from a function of the Python library, from the "
-        "functions of nine files in ten; then find those of the others. lm: learn to expect the next byte of Python's "
-        "help pages; then make up another. Starts its ranks itself, or runs under torchrun.",
+        "functions of nine files in ten; then find those of the others. lm: learn to predict the next byte of Python's "
+        "help pages; then generate another. Starts its ranks itself, or runs under torchrun.",
     )
     parser.add_argument("job", nargs="?", choices=JOBS, default=DEFAULT, help=f"what to train (default: {DEFAULT})")
     parser.add_argument("--nproc", metavar="N", help="ranks to start (default: 2)")
-    parser.add_argument("--steps", metavar="N", help="stop after this many steps; of lm, the length of the whole run")
+    parser.add_argument("--steps", metavar="N", help="stop after this many steps; of lm, the length of the run")
     parser.add_argument("--checkpoint", metavar="DIR", help="where to save (default: runs/pyident or runs/lm)")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the latest checkpoint, on any number of ranks"
+        "--resume", action="store_true", help="continue from the latest checkpoint, on any number of ranks"
     )
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the values that --print-config shows")
     parser.add_argument(
@@ -48,19 +48,21 @@ def add_parser(subparsers: Any) -> None:
     own.add_argument("--epochs", metavar="N", help="passes over the training data (default: 3)")
     own = parser.add_argument_group("options of lm")
     own.add_argument(
-        "--mesh", metavar="AXES", help="such as dp=2,tp=2: tp cuts the model, every other axis the batch (default: dp)"
+        "--mesh",
+        metavar="AXES",
+        help="such as dp=2,tp=2: tp shards the model, the others the batch (default: dp)",
     )
     own.add_argument(
         "--sequence-parallel",
         action="store_const",
         const=True,
-        help="cut what stands between cut layers along the sequence; needs an axis tp",
+        help="shard the activations between layers along the sequence dim; needs an axis tp",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train what was asked for.
+    """Train the chosen job.
 
     Raises:
         ConfigError: an option is of another job.

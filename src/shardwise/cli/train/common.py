@@ -1,4 +1,4 @@
-"""What the commands of all jobs do: read the configuration, start ranks, show how it goes."""
+"""Shared by the commands of all jobs: read the configuration, start ranks, show progress."""
 
 import argparse
 import os
@@ -46,7 +46,7 @@ def ranks_of_torchrun() -> int | None:
 
 
 def speaks() -> bool:
-    """Whether this process prints: one of those that torchrun started does."""
+    """Whether this process prints: under torchrun, only rank 0 does."""
     return ranks_of_torchrun() is None or os.environ["RANK"] == "0"
 
 
@@ -66,7 +66,7 @@ def launched(folder: str, fn: Callable[[*Args], T], *args: *Args, nproc: int) ->
 
 @contextmanager
 def reporting(line: "Callable[[Progress], str]") -> "Iterator[Callable[[Progress], None]]":
-    """On a rank: something to call with progress, which the first rank shows as `line` makes it."""
+    """On a rank: a function to call with progress; rank 0 shows it as `line` formats it."""
     from shardwise import collectives
     from shardwise.cli.train import view
 
@@ -78,7 +78,7 @@ def reporting(line: "Callable[[Progress], str]") -> "Iterator[Callable[[Progress
 
 
 def next_command(args: argparse.Namespace, words: Sequence[str], options: Sequence[str]) -> str:
-    """The command that goes on: `words`, then what was given this time in files, `--set` values and `options`."""
+    """The command that continues a run: `words`, then the files, `--set` values and `options` given this time."""
     command = ["shardwise", "train", *words]
     if args.config:
         command += ["--config", args.config]

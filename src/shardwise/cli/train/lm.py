@@ -14,7 +14,7 @@ OPTIONS = ("mesh", "sequence_parallel")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show how the model lies on the mesh, train, show what came of it."""
+    """Show the mesh, train, show the results."""
     from shardwise.demos.lm.config import LanguageModelConfig
 
     config = common.configuration(LanguageModelConfig, args, (*OPTIONS, *common.SHARED))
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def on_rank(config: "LanguageModelConfig", resume: bool) -> "Outcome":
-    """What every rank does; the first one tells how it goes."""
+    """The body of each rank; rank 0 shows progress."""
     from shardwise import collectives
     from shardwise.cli.train import lm_view as view
     from shardwise.demos.data import load_pydoc_topics

@@ -20,12 +20,12 @@ def show_start(config: LanguageModelConfig, data: PydocTopics, mesh: Mesh, resum
     print(data)
     axes = dict(zip(mesh.names or (), mesh.shape, strict=True))
     copies = math.prod(size for name, size in axes.items() if name != TENSOR_AXIS)
-    cuts = [
-        f"the {what} is cut by {size}" if size > 1 else f"the {what} is whole"
+    axes_text = [
+        f"the {what} is sharded by {size}" if size > 1 else f"the {what} is replicated"
         for what, size in (("batch", copies), ("model", axes.get(TENSOR_AXIS, 1)))
     ]
-    along = ", between its layers along the sequence" if config.sequence_parallel else ""
-    print(f"{mesh}: {'; '.join(cuts)}{along}.")
+    along = ", its activations along the sequence" if config.sequence_parallel else ""
+    print(f"{mesh}: {'; '.join(axes_text)}{along}.")
     view.show_beginning(config.checkpoint, resumed_step)
 
 
@@ -43,7 +43,7 @@ def show_model(model: nn.Module) -> None:
 
 
 def line(progress: Progress) -> str:
-    """Where training stands."""
+    """One line of progress."""
     return (
         f"step {progress.step:,}/{progress.last_step:,}  pass {progress.epoch}  "
         f"{progress.loss / math.log(2):.3f} bits/byte  {progress.examples_per_second:,.0f} bytes/s"
@@ -51,13 +51,13 @@ def line(progress: Progress) -> str:
 
 
 def show_outcome(outcome: Outcome, data: PydocTopics, config: LanguageModelConfig) -> None:
-    """Bits per byte beside what needs no model, a text that was made up, communication, the checkpoint."""
+    """Bits per byte beside what needs no model, a generated text, communication, the checkpoint."""
     view.show_pace(outcome.taken)
     print(f"\nOf {len(data.test):,} bytes in topics never seen, a byte costs:\n")
     rows = [("", "bits"), *((name, f"{bits:.3f}") for name, bits in _figures(outcome, data))]
     view.print_table(rows, left=1)
     if outcome.sample:
-        print(f"\nWhat it makes up (temperature {config.temperature:g}):\n")
+        print(f"\nGenerated text (temperature {config.temperature:g}):\n")
         text = printable(config.prompt + outcome.sample.decode(errors="replace"))
         print("\n".join(f"  {row}".rstrip() for row in text.splitlines()))
     view.show_communication(outcome.taken.communication)
@@ -68,6 +68,6 @@ def _figures(outcome: Outcome, data: PydocTopics) -> list[tuple[str, float]]:
     return [
         ("statistics of order 2 (Witten-Bell)", order2_bits(data.test, given=data.train)),
         ("lzma, on its own", lzma_bits(data.test)),
-        ("lzma, after the text to learn from", lzma_bits(data.test, given=data.train)),
+        ("lzma, after the training text", lzma_bits(data.test, given=data.train)),
         ("this model", outcome.bits_per_byte),
     ]

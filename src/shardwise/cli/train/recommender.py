@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def on_rank(config: "TrainConfig", plan: "dict[str, Placement]", resume: bool) -> "Outcome":
-    """What every rank does; the first one tells how it goes."""
+    """The body of each rank; rank 0 shows progress."""
     from shardwise.cli.train import recommender_view as view
     from shardwise.demos.data import load_pyident
     from shardwise.demos.recommender.training import Training, train

@@ -24,7 +24,7 @@ def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], res
 
 
 def line(progress: Progress) -> str:
-    """Where training stands."""
+    """One line of progress."""
     return (
         f"step {progress.step:,}/{progress.last_step:,}  epoch {progress.epoch}  loss {progress.loss:.3f}  "
         f"{progress.examples_per_second:,.0f} examples/s"

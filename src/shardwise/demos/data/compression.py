@@ -1,6 +1,6 @@
 """What a byte of a text costs without a neural network: the figures that a language model has to beat.
 
-All are bits per byte of the whole text. A model that gives the bytes of a text the probabilities p costs
+All are bits per byte of the full text. A model that gives the bytes of a text the probabilities p costs
 -log2 p bits each, which is also what an arithmetic coder would write.
 """
 

@@ -25,8 +25,8 @@ GOLDEN = 0x9E3779B97F4A7C15  # Fibonacci hashing; Knuth, TAOCP 3, section 6.4
 class Batch:
     """Some examples, int64. The context of row `i` is `context_ids[offsets[i]:offsets[i + 1]]`.
 
-    There is no padding: feed it to `nn.EmbeddingBag(..., include_last_offset=True)`, or cut it by rows with
-    `rows`.
+    There is no padding: feed it to `nn.EmbeddingBag(..., include_last_offset=True)`, or take some rows
+    with `rows`.
     """
 
     context_ids: Tensor
@@ -48,19 +48,19 @@ class Batch:
     def rows(self, start: int, stop: int) -> "Batch":
         """Rows `start` to `stop`, clipped as a slice is: one rank's share, maybe empty. Shares the memory.
 
-        Joining the rows of consecutive ranges gives the whole batch again.
+        Joining the rows of consecutive ranges gives the batch again.
         """
         start, stop, _ = slice(start, stop).indices(len(self))
         stop = max(start, stop)
         first, last = int(self.offsets[start]), int(self.offsets[stop])
-        cut = slice(start, stop)
+        kept = slice(start, stop)
         return Batch(
             context_ids=self.context_ids[first:last],
             offsets=self.offsets[start : stop + 1] - first,
-            target=self.target[cut],
-            module=self.module[cut],
-            package=self.package[cut],
-            num_args=self.num_args[cut],
+            target=self.target[kept],
+            module=self.module[kept],
+            package=self.package[kept],
+            num_args=self.num_args[kept],
         )
 
 
@@ -83,13 +83,13 @@ class Examples:
         function, hidden = self.function[which], self.hidden[which]
         start = offsets[function]
         length = offsets[function + 1] - start - 1  # without the hidden one
-        cuts = F.pad(length.cumsum(0), (1, 0))
+        bounds = F.pad(length.cumsum(0), (1, 0))
         row = torch.arange(len(length)).repeat_interleave(length)
-        position = torch.arange(len(row)) + (start - cuts[:-1])[row]
+        position = torch.arange(len(row)) + (start - bounds[:-1])[row]
         position += position >= hidden[row]  # step over the hidden one
         return Batch(
             context_ids=values[position],
-            offsets=cuts,
+            offsets=bounds,
             target=values[hidden],
             module=self.data.module_of[function],
             package=self.data.package_of[function],

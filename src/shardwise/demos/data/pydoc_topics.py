@@ -1,13 +1,13 @@
-"""PydocTopics: what `help("TOPIC")` shows, the text of a part of the Python manual, cut for a language model.
+"""PydocTopics: what `help("TOPIC")` shows, the text of a part of the Python manual, for a language model.
 
 It comes from the standard library of the running interpreter (`pydoc_data.topics`), so nothing is bundled or
-downloaded, and another version of Python is another data set: `fingerprint` tells them apart. Of CPython 3.11 it
+downloaded, and another version of Python is another data set: `fingerprint` distinguishes them. Of CPython 3.11 it
 is 375 KB of English with some code.
 
 Topics repeat each other: the manual's page on compound statements is one topic, and each statement is another.
-So topics that share a paragraph of `TELLING` characters or more are one family, and a family is whole in one
-part: the MD5 of the name of its longest topic decides which. Cut topic by topic, one in six of the held-out runs of
-20 words would be in the training text. Within a family, a paragraph that a longer topic has already is left out.
+Topics that share a paragraph of `MIN_SHARED` characters or more are one family, and a family is in one split: the
+MD5 of the name of its longest topic decides which. If topics were split one by one, one in six of the held-out runs
+of 20 words would be in the training text. Within a family, a paragraph that a longer topic has already is left out.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from importlib import import_module
 
 from shardwise.demos.data.errors import DataError
 
-TELLING = 100  # characters of a paragraph, without repeated spaces; "See also:" says nothing about its topic
+MIN_SHARED = 100  # characters of a paragraph, without repeated spaces; "See also:" says nothing about its topic
 ONE_IN = 8  # families that are for testing; as many are for choosing hyperparameters
 
 
 @dataclass(frozen=True, eq=False)
 class PydocTopics:
-    """Three texts as UTF-8: learn from one, choose with the next, and report on the last.
+    """Three texts as UTF-8: for training, validation and test.
 
     Each is topics one after the other, an empty line between paragraphs, families in the order of their names.
     """
@@ -70,7 +70,7 @@ def load_pydoc_topics(topics: Mapping[str, str] | None = None) -> PydocTopics:
 
 
 def part_of(name: str) -> str:
-    """Where the family goes whose longest topic is `name`: "train", "validation" or "test"."""
+    """The split of the family whose longest topic is `name`: "train", "validation" or "test"."""
     number = int(hashlib.md5(name.encode(), usedforsecurity=False).hexdigest(), 16) % ONE_IN
     return ("test", "validation")[number] if number < 2 else "train"
 
@@ -82,7 +82,7 @@ def families(topics: Mapping[str, str]) -> list[list[str]]:
     for name, text in topics.items():
         for paragraph in map(_words, _paragraphs(text)):
             mine, other = family_of[name], family_of[first.setdefault(paragraph, name)]
-            if len(paragraph) >= TELLING and mine is not other:
+            if len(paragraph) >= MIN_SHARED and mine is not other:
                 mine += other
                 family_of.update(dict.fromkeys(other, mine))
     different = {id(family): family for family in family_of.values()}
@@ -115,6 +115,6 @@ def _of_this_interpreter() -> Mapping[str, str]:
     except ImportError as error:
         raise DataError(
             f"this Python {platform.python_version()} comes without pydoc_data, the text of its help pages. "
-            f"Fix: install the whole standard library; some distributions have it in a package of its own."
+            f"Fix: install the full standard library; some distributions have it in a package of its own."
         ) from error
     return topics

@@ -14,21 +14,21 @@ from shardwise.parallel import loss_parallel
 from shardwise.tensor import DTensor, distribute_tensor
 
 NUM_BYTES = 256
-SKIPPED = -100  # in place of a target that is not to count
-START = b"\n"  # stands before the first byte of a text, so that it is expected by something too
+SKIPPED = -100  # a target that adds no loss
+START = b"\n"  # prepended to a text, so that its first byte is predicted too
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Some windows of a text, int64 (windows, bytes): the plain batch that every rank knows."""
+    """Some windows of a text, int64 (windows, bytes): the plain batch, the same on every rank."""
 
     bytes: Tensor
     targets: Tensor
-    """The byte that follows each."""
+    """The next byte of each."""
 
     @property
     def num_bytes(self) -> int:
-        """How many are to be expected."""
+        """Number of targets."""
         return self.targets.numel()
 
 
@@ -44,32 +44,32 @@ def at(text: Tensor, starts: Tensor, length: int) -> Windows:
 
 
 def drawn(text: Tensor, count: int, length: int, *, seed: int, step: int) -> Windows:
-    """The windows of a step, at places that depend on nothing but the seed and the step."""
+    """The windows of a step, at random positions that depend only on the seed and the step."""
     generator = torch.Generator().manual_seed(seed_of(seed, step))
     return at(text, torch.randint(len(text) - length, (count,), generator=generator), length)
 
 
 def seed_of(seed: int, step: int) -> int:
-    """What a generator takes for one step of a run: 32 bits, for it looks at no more."""
+    """The 32-bit seed of one step: torch's CPU generator ignores higher bits."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest())
 
 
-def shared_out(x: Tensor, mesh: Mesh) -> DTensor:
-    """What every rank knows, cut by rows over the data axes. Nothing is sent."""
+def shard_batch(x: Tensor, mesh: Mesh) -> DTensor:
+    """A tensor that is equal on every rank, sharded by rows over the data axes. Sends nothing."""
     return distribute_tensor(x, mesh, batch_placements(mesh), src_data_rank=None)
 
 
 def total_loss(model: nn.Module, windows: Windows, mesh: Mesh) -> Tensor:
-    """What all targets of the windows cost, in nats; targets of `SKIPPED` cost nothing.
+    """The sum of the cross-entropy of all targets, in nats; targets of `SKIPPED` add nothing.
 
-    Where the model is cut, the scores stay cut by bytes: no rank sees those of all.
+    On a mesh with the axis tp the logits stay sharded along the class dim.
     """
-    scores = model(shared_out(windows.bytes, mesh)).flatten(0, 1)
-    targets = shared_out(windows.targets, mesh).flatten()
+    scores = model(shard_batch(windows.bytes, mesh)).flatten(0, 1)
+    targets = shard_batch(windows.targets, mesh).flatten()
     with loss_parallel() if TENSOR_AXIS in (mesh.names or ()) else nullcontext():
         return F.cross_entropy(scores, targets, reduction="sum", ignore_index=SKIPPED)
 
 
 def batch_placements(mesh: Mesh) -> list[Placement]:
-    """Of a batch: rows are cut on every axis but the tensor axis."""
+    """Placements of a batch: Shard(0) on every axis but tp."""
     return [REPLICATE if name == TENSOR_AXIS else Shard(0) for name in mesh.names or ()]

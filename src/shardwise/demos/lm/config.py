@@ -8,12 +8,12 @@ from shardwise.demos.config import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.layout import Mesh, parse_mesh
 
-TENSOR_AXIS = "tp"  # cuts the model; every other axis of the mesh cuts the batch
+TENSOR_AXIS = "tp"  # shards the model; every other axis of the mesh shards the batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig(RunConfig):
-    """The defaults were chosen on the validation text, in short runs, for some minutes on two cores."""
+    """The defaults were tuned on the validation text in runs of a few minutes on two cores."""
 
     SAME_RUN: ClassVar[tuple[str, ...]] = (
         "batch_size", "context", "layers", "dim", "heads", "dropout", "learning_rate", "warmup_steps", "weight_decay",
@@ -24,15 +24,15 @@ class LanguageModelConfig(RunConfig):
     )  # fmt: skip
 
     mesh: str | None = None
-    """Axes such as dp=2,tp=2: tp cuts the model, all others the batch. None is dp with all ranks."""
+    """Axes such as dp=2,tp=2: tp shards the model, all others the batch. None: one axis dp of all ranks."""
     sequence_parallel: bool = False
-    """Cut what stands between the cut layers along the sequence; needs an axis tp."""
+    """Shard the activations between layers along the sequence dim; needs an axis tp."""
     nproc: int | None = None
     """Ranks to start; none is as many as the mesh has, or 2. Under torchrun it decides."""
     steps: int = 3000
-    """Of the whole run: the learning rate falls until the last one."""
+    """Steps of the run; the learning rate falls until the last one."""
     stop_after: int | None = None
-    """End after this step, counted from the very first, as if interrupted there; --resume goes on."""
+    """Stop after this step of the run, as if interrupted; --resume continues."""
     batch_size: int = 8
     """Windows of a step, over all ranks."""
     context: int = 128
@@ -49,17 +49,17 @@ class LanguageModelConfig(RunConfig):
     weight_decay: float = 0.1
     """Of matrices; vectors have none."""
     clip_norm: float = 1.0
-    """Longest gradient, all parameters together."""
+    """Largest norm of the gradient of all parameters."""
     log_every: int = 100
-    """Steps between two looks at the loss."""
+    """Steps between two reports of the loss."""
     checkpoint: str = "runs/lm"
     """Folder of the checkpoints; relative ones to where the command runs."""
     sample_bytes: int = 300
-    """Length of the text that is made up in the end."""
+    """Length of the text generated at the end."""
     temperature: float = 0.8
-    """Of that text: 0 takes the likeliest byte each time, 1 draws as the model expects."""
+    """Of that text: 0 takes the likeliest byte each time, 1 samples from the model."""
     prompt: str = 'The "'
-    """What it begins with."""
+    """Its first characters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""The transformer of a configuration, with its initial values, and how a mesh cuts it."""
+"""The transformer of a configuration, its initial values, and its sharding over a mesh."""
 
 import math
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from shardwise.layout import Mesh
 from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel.shard_module import shard_module
 
-# Of both tables. With a tenth of it attention needs several times as many steps to find the byte before.
+# Of both tables. With a tenth of it, attention needs several times as many steps to learn to look one byte back.
 TABLE_STD = 0.5
-OUTPUT_STD = 0.02  # so that at first every byte is about as likely
+OUTPUT_STD = 0.02  # all bytes start about equally likely
 
 
 def build(config: LanguageModelConfig) -> Transformer:
@@ -37,13 +37,13 @@ def _std(name: str, config: LanguageModelConfig) -> float:
     if name == "output.weight":
         return OUTPUT_STD
     std = 1 / math.sqrt(config.dim)
-    if name.endswith(("wo.weight", "w2.weight")):  # what they add to adds up: GPT-2 (Radford et al., 2019), 2.3
+    if name.endswith(("wo.weight", "w2.weight")):  # residual layers: GPT-2 (Radford et al., 2019), 2.3
         std /= math.sqrt(2 * config.layers)
     return std
 
 
 def outline(config: LanguageModelConfig) -> Transformer:
-    """The model, on the device of the moment, with whatever values."""
+    """The model on the current default device, with torch's initial values."""
     return Transformer(
         ModelArgs(
             n_layers=config.layers,
@@ -57,8 +57,8 @@ def outline(config: LanguageModelConfig) -> Transformer:
     )
 
 
-def cut(model: Transformer, mesh: Mesh, sequence_parallel: bool) -> Transformer:
-    """`model` over the mesh, in place: by the tensor axis if there is one, and alike on all others."""
+def shard(model: Transformer, mesh: Mesh, sequence_parallel: bool) -> Transformer:
+    """Shard `model` in place: tensor-parallel on the axis `tp` if there is one, replicated on all other axes."""
     if TENSOR_AXIS in (mesh.names or ()):
         Transformer.parallelize(model, mesh, sequence_parallel, gather_output=False)
     else:
@@ -67,6 +67,6 @@ def cut(model: Transformer, mesh: Mesh, sequence_parallel: bool) -> Transformer:
 
 
 def groups(model: nn.Module, weight_decay: float) -> Iterator[dict[str, Any]]:
-    """Of the optimizer: matrices decay and vectors do not."""
+    """Parameter groups of the optimizer: weight decay on matrices, none on vectors."""
     for decay, ndims in ((weight_decay, (2,)), (0.0, (0, 1))):
         yield {"params": [p for p in model.parameters() if p.ndim in ndims], "weight_decay": decay}

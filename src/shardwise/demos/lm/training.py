@@ -15,7 +15,7 @@ from shardwise.demos.lm.batches import Windows
 from shardwise.demos.lm.config import LanguageModelConfig
 from shardwise.demos.lm.evaluation import bits_per_byte
 from shardwise.demos.lm.generation import continued
-from shardwise.demos.lm.model import build, cut, groups
+from shardwise.demos.lm.model import build, groups, shard
 from shardwise.demos.loop import Job, Taken
 from shardwise.errors import ConfigError
 
@@ -54,7 +54,7 @@ class Training(Job[Windows]):
         self.config, self.data = config, data
         self.mesh = config.mesh_of(collectives.world_size())
         self.text = batches.numbers(data.train)
-        self.model = cut(build(config), self.mesh, config.sequence_parallel)
+        self.model = shard(build(config), self.mesh, config.sequence_parallel)
         self.optimizer = torch.optim.AdamW(
             list(groups(self.model, config.weight_decay)), lr=config.learning_rate, betas=(0.9, 0.99), fused=True
         )

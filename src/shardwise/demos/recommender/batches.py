@@ -1,4 +1,4 @@
-"""A batch that every rank knows, laid out so that each rank works on its own rows."""
+"""A batch, the same on every rank, sharded so that each rank works on its own rows."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,30 +22,30 @@ class Inputs:
     target: Tensor
 
 
-def whole(batch: Batch) -> Inputs:
+def plain_inputs(batch: Batch) -> Inputs:
     """The batch for one process."""
     return Inputs(batch.context_ids, batch.offsets[:-1], batch.num_args.clamp(max=MAX_ARGS), batch.target)
 
 
-def shared_out(batch: Batch, mesh: Mesh) -> Inputs:
-    """The batch over a mesh of one axis: rows are cut, as `torch.chunk` cuts them, and ids with their rows.
+def shard_batch(batch: Batch, mesh: Mesh) -> Inputs:
+    """The batch sharded over a mesh of one axis: rows as `torch.chunk` divides them, ids with their rows.
 
-    Nothing is sent, because every rank makes the same batch. Offsets count from the first id of the whole
-    batch. Targets are replicated: scores may arrive cut by rows or by classes, and both find theirs here.
+    Sends nothing, because every rank makes the same batch. Offsets are global. Targets are replicated, because
+    the scores may be sharded by rows or by classes.
     """
-    everything = whole(batch)
+    plain = plain_inputs(batch)
     rows = chunk(len(batch), mesh.size())
     ids = batch.offsets[[0, *accumulate(rows)]].diff().tolist()
     return Inputs(
-        context_ids=_part(everything.context_ids, mesh, Shard(0, ids)),
-        offsets=_part(everything.offsets, mesh, Shard(0, rows)),
-        num_args=_part(everything.num_args, mesh, Shard(0, rows)),
-        target=_part(everything.target, mesh, REPLICATE),
+        context_ids=_shard(plain.context_ids, mesh, Shard(0, ids)),
+        offsets=_shard(plain.offsets, mesh, Shard(0, rows)),
+        num_args=_shard(plain.num_args, mesh, Shard(0, rows)),
+        target=_shard(plain.target, mesh, REPLICATE),
     )
 
 
-def _part(x: Tensor, mesh: Mesh, placement: Placement) -> DTensor:
-    """A vector that this rank knows, of which it keeps what `placement` gives it."""
+def _shard(x: Tensor, mesh: Mesh, placement: Placement) -> DTensor:
+    """The DTensor of a vector that is equal on every rank."""
     local = x
     if isinstance(placement, Shard):
         local = x.split(list(placement.sizes))[mesh.ranks.index(collectives.rank())]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How good a distributed model is, without gathering its tables or its scores."""
+"""The quality of a distributed model, without gathering its tables or its scores."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.demos.data import Batch, PyIdent, Quality, examples, quality
-from shardwise.demos.recommender.batches import shared_out
+from shardwise.demos.recommender.batches import shard_batch
 from shardwise.demos.recommender.model import Recommender
 from shardwise.layout import PARTIAL, REPLICATE, Box, Mesh, Shard
 from shardwise.tensor import DTensor
@@ -27,11 +27,11 @@ def evaluate(model: Recommender, data: PyIdent, mesh: Mesh) -> Quality:
 def places(model: Recommender, batch: Batch, mesh: Mesh) -> Tensor:
     """The place of each target among the identifiers outside its context, as `shardwise.demos.data.places` counts it.
 
-    Every rank compares the scores that it holds, whether cut by rows or by identifiers, with the target's.
-    Two sums of one number an example are all that is sent.
+    Each rank compares its local scores, sharded by rows or by identifiers, with the target's score. Two
+    all-reduces of one number per example are all that is sent.
     """
-    inputs = shared_out(batch, mesh)
-    scores = cut(model(inputs.context_ids, inputs.offsets, inputs.num_args))
+    inputs = shard_batch(batch, mesh)
+    scores = sharded(model(inputs.context_ids, inputs.offsets, inputs.num_args))
     (box,) = scores._layout.boxes(collectives.rank())
     own = scores.to_local()
     mine = _inside(box, torch.arange(len(batch)), batch.target)
@@ -48,8 +48,8 @@ def places(model: Recommender, batch: Batch, mesh: Mesh) -> Tensor:
     return _sum(count, mesh)
 
 
-def cut(scores: Tensor) -> DTensor:
-    """`scores` with every number on one rank: sums are reduced, and copies dropped, by rows."""
+def sharded(scores: Tensor) -> DTensor:
+    """`scores` with every element on one rank: Partial and replicated ones become Shard(0)."""
     assert isinstance(scores, DTensor)
     return scores if isinstance(scores.placements[0], Shard) else scores.redistribute(placements=[Shard(0)])
 
@@ -70,12 +70,12 @@ def _sum(own: Tensor, mesh: Mesh) -> Tensor:
 
 @torch.no_grad()
 def neighbours(model: Recommender, data: PyIdent, words: tuple[str, ...], count: int) -> dict[str, tuple[str, ...]]:
-    """What the model expects beside each of `words`, popularity left aside; words it does not know are left out."""
+    """The best-scored identifiers for each of `words`, ignoring popularity; unknown words are left out."""
     known = [word for word in words if word in data.vocab]
     ids = torch.tensor([data.vocab.index(word) for word in known], dtype=torch.int64)
     mesh = model.items.weight._layout.mesh  # type: ignore[attr-defined]
-    asked = DTensor.from_local(ids, mesh, [REPLICATE], run_check=False, shape=ids.shape)
-    scores = F.linear(F.embedding(asked, model.context.weight), model.items.weight).full_tensor()  # type: ignore[attr-defined]
+    queries = DTensor.from_local(ids, mesh, [REPLICATE], run_check=False, shape=ids.shape)
+    scores = F.linear(F.embedding(queries, model.context.weight), model.items.weight).full_tensor()  # type: ignore[attr-defined]
     scores[torch.arange(len(ids)), ids] = -torch.inf
     best = scores.topk(min(count, scores.shape[1] - 1)).indices.tolist()
     return {word: tuple(data.vocab[i] for i in row) for word, row in zip(known, best, strict=True)}

@@ -24,11 +24,11 @@ from shardwise.pictures import Placed
 SMALL_BYTES = 64 << 10  # gloo takes as long for one message of this size as for the latency of any
 
 NAMED = {
-    "row": "every table is cut by rows",
-    "column": "every table is cut by columns",
-    "table": "every table is on one rank, the largest first to the rank that has least",
-    "replicate": "every rank has every table; gradients are summed",
-    "auto-simple": f"tables up to {SMALL_BYTES >> 10} KiB are replicated, larger ones are cut by rows",
+    "row": "every table is row-wise",
+    "column": "every table is column-wise",
+    "table": "table-wise: each table on one rank, the largest first to the rank with the least",
+    "replicate": "every table is replicated; gradients are all-reduced",
+    "auto-simple": f"tables up to {SMALL_BYTES >> 10} KiB are replicated, larger ones are row-wise",
 }
 
 
@@ -128,5 +128,5 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _of_a_table(placement: Placement) -> Placement:
     if isinstance(placement, Partial):
-        raise PlanError(f"{placement} is no place for a table: its summands are not rows. Fix: use Replicate().")
+        raise PlanError(f"{placement} cannot hold a table: it is a pending sum, not rows. Fix: use Replicate().")
     return placement

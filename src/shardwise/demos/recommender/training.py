@@ -1,4 +1,4 @@
-"""A run of the recommender: its model, cut by a plan, and its batches."""
+"""A run of the recommender: its model, sharded by a plan, and its batches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from shardwise import collectives
 from shardwise.demos.data import Batch, PyIdent, Quality, examples
 from shardwise.demos.ledger import Progress
 from shardwise.demos.loop import Job, Taken
-from shardwise.demos.recommender.batches import shared_out
+from shardwise.demos.recommender.batches import shard_batch
 from shardwise.demos.recommender.config import TrainConfig
-from shardwise.demos.recommender.evaluation import cut, evaluate, neighbours
+from shardwise.demos.recommender.evaluation import evaluate, neighbours, sharded
 from shardwise.demos.recommender.model import Recommender
 from shardwise.layout import Mesh, Placement
 from shardwise.parallel.shard_module import shard_module
@@ -83,8 +83,8 @@ class Training(Job[Batch]):
         return len(batch)
 
     def loss(self, batch: Batch) -> Tensor:
-        inputs = shared_out(batch, self.mesh)
-        scores = cut(self.model(inputs.context_ids, inputs.offsets, inputs.num_args))
+        inputs = shard_batch(batch, self.mesh)
+        scores = sharded(self.model(inputs.context_ids, inputs.offsets, inputs.num_args))
         # A sum divided by what every rank knows: a mean would make the ranks ask each other.
         return F.cross_entropy(scores, inputs.target, reduction="sum") / len(batch)
 
