@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import launch
+from shardwise.layout.layout import set_renderer
 
 if TYPE_CHECKING:
     from shardwise import debug, parallel
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
     from shardwise.parallel import parallelize_module
     from shardwise.parallel.shard_module import distribute_module, shard_module
-    from shardwise.pictures import picture, sharding_table
+    from shardwise.pictures import Picture, picture, sharding_table
     from shardwise.sharded_tensor import LocalShardsWrapper
     from shardwise.tensor import DTensor, distribute_tensor, strict
     from shardwise.tensor.autograd.buckets import gradient_buckets
@@ -52,13 +53,21 @@ __all__ = [
 ]  # fmt: skip
 
 
+def _draw(layout: "Layout", header: str, itemsize: int | None) -> "Picture":
+    from shardwise.pictures import Picture
+
+    return Picture(layout, header, itemsize)
+
+
+set_renderer(_draw)
+
+
 def __getattr__(name: str) -> Any:
     if name in ("debug", "parallel"):  # a package, not a name in one
         return import_module(f"shardwise.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    import_module("shardwise.pictures")  # layouts know how to show themselves; costs no torch
     value = getattr(import_module(home), name)
     if home.startswith("shardwise.tensor"):
         import_module("shardwise.sharded_tensor")  # DTensors answer as sharded tensors, too

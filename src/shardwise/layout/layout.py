@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
 from operator import index
-from typing import ClassVar, Self
+from typing import Protocol, Self
 from weakref import WeakValueDictionary
 
 from shardwise.errors import LayoutError
@@ -52,8 +52,6 @@ class Layout:
     shard_order: tuple[int, ...]
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # whose positions hold contributions to the value
-    show: ClassVar[Callable[..., None]]  # prints a picture; set, like the next, by `shardwise.pictures`
-    _repr_html_: ClassVar[Callable[..., str]]
 
     def __new__(
         cls,
@@ -234,6 +232,13 @@ class Layout:
         """All answers of `contribution`, in order; a single empty one without Partial."""
         return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
 
+    def show(self, header: str = "", itemsize: int | None = None) -> None:
+        """Print which rank holds which part; `shardwise.picture` gives it as text, SVG or HTML."""
+        _draw(self, header, itemsize).show()
+
+    def _repr_html_(self) -> str:
+        return _draw(self, "", None)._repr_html_()
+
 
 _known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
 
@@ -358,6 +363,26 @@ def _check_boxes(
         )
     labelled = [(f"position {i}", box) for i, row in enumerate(placement.boxes) for box in row]
     check_cover(labelled, shape)
+
+
+class Drawing(Protocol):
+    """What a renderer makes of a layout."""
+
+    def show(self) -> None: ...
+
+    def _repr_html_(self) -> str: ...
+
+
+Renderer = Callable[[Layout, str, int | None], Drawing]  # of a layout, a header, and bytes of an element
+
+
+_draw: Renderer
+
+
+def set_renderer(renderer: Renderer) -> None:
+    """What `Layout.show` and notebooks draw with. `shardwise/__init__.py` sets it: pictures are of a higher layer."""
+    global _draw  # noqa: PLW0603
+    _draw = renderer
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.pictures.labels import fitting
 from shardwise.pictures.page import fragment_html, page_html
+from shardwise.pictures.scene import Subject
 from shardwise.pictures.svg import draw_svg
 from shardwise.pictures.text import draw_text
 
@@ -17,18 +18,8 @@ WIDTH = 100  # characters of text that nobody asked for a width of
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Picture:
-    """Which ranks hold which part of a tensor. `str()` is the text; notebooks show the drawing.
-
-    Args:
-        layout: of the tensor.
-        header: words above the picture; shown as they are, whatever they contain.
-        itemsize: bytes of an element; None leaves bytes out.
-    """
-
-    layout: Layout
-    header: str = ""
-    itemsize: int | None = None
+class Picture(Subject):
+    """Which rank holds which shard of a tensor. `str()` is the text; notebooks show the drawing."""
 
     def text(self, width: int = WIDTH, colour: bool = False) -> str:
         """Box drawing; the tensor's first dim runs downwards, the second to the right.
@@ -37,7 +28,7 @@ class Picture:
             width: characters of a line. What does not fit is summarised: `12 shards` are so many cells.
             colour: ANSI colours, one a rank; of cells with several ranks that of the first.
         """
-        return draw_text(self.layout, self.header, self.itemsize, width, colour)
+        return draw_text(self, width, colour)
 
     def svg(self) -> str:
         """A drawing that stands alone. What lies under the pointer is told in full."""
@@ -91,12 +82,3 @@ def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
             f"sharding_table() for a module."
         )
     return Picture(layout, header, x.element_size())
-
-
-def _show(layout: Layout, header: str = "", itemsize: int | None = None) -> None:
-    """Print the picture; `shardwise.picture` says more."""
-    Picture(layout, header, itemsize).show()
-
-
-Layout.show = _show
-Layout._repr_html_ = lambda layout: Picture(layout, "", None)._repr_html_()

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shardwise.layout import Layout
 from shardwise.pictures.labels import bytes_text, count_text, title
+from shardwise.pictures.scene import Subject
 from shardwise.pictures.svg import colour_of, draw_svg, safe
-
-if TYPE_CHECKING:
-    from shardwise.pictures.drawing import Picture
 
 # The page is inert by itself; a browser is told so as well, in case something slipped through.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -25,7 +22,7 @@ STYLE = (
 )
 
 
-def page_html(pictures: Sequence["Picture"], table: Sequence[Sequence[str]] = ()) -> str:
+def page_html(pictures: Sequence[Subject], table: Sequence[Sequence[str]] = ()) -> str:
     """A whole page: the rows of `table`, if any, then every picture with what each rank holds.
 
     Args:
@@ -45,7 +42,7 @@ def page_html(pictures: Sequence["Picture"], table: Sequence[Sequence[str]] = ()
     )
 
 
-def fragment_html(picture: "Picture") -> str:
+def fragment_html(picture: Subject) -> str:
     """The drawing and the table of ranks, to stand in somebody else's page."""
     return f"<div>{draw_svg([picture])}{_ranks(picture.layout, picture.itemsize)}</div>"
 

@@ -15,6 +15,21 @@ from shardwise.layout import Box, Layout, Partial
 from shardwise.pictures.labels import ranks_text
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Subject:
+    """What is drawn.
+
+    Args:
+        layout: of the tensor.
+        header: text above the picture, printed verbatim.
+        itemsize: bytes of an element; None leaves bytes out.
+    """
+
+    layout: Layout
+    header: str = ""
+    itemsize: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """A part of the tensor that the same ranks hold.

@@ -4,14 +4,10 @@ import colorsys
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from shardwise.errors import printable
 from shardwise.pictures.labels import count_text, holdings, ranks_text, title
-from shardwise.pictures.scene import Cell, Panel, cells_of, panels, spread
-
-if TYPE_CHECKING:
-    from shardwise.pictures.drawing import Picture
+from shardwise.pictures.scene import Cell, Panel, Subject, cells_of, panels, spread
 
 LIMITS = (64, 64, 8)  # pieces drawn of rows, columns and each further dim
 SIDE = 320  # units that the longer side of a panel is drawn at, if its pieces need no more
@@ -36,7 +32,7 @@ def colour_of(rank: int) -> str:
     return "#" + "".join(f"{round(255 * c):02x}" for c in channels)
 
 
-def draw_svg(pictures: Sequence["Picture"]) -> str:
+def draw_svg(pictures: Sequence[Subject]) -> str:
     """One drawing of all `pictures`, one below the other."""
     parts, top, full = [], 0.0, 0.0
     for picture in pictures:
@@ -55,7 +51,7 @@ def draw_svg(pictures: Sequence["Picture"]) -> str:
 Drawing = tuple[str, float, float]  # what is drawn, its width and its height
 
 
-def _picture(picture: "Picture") -> Drawing:
+def _picture(picture: Subject) -> Drawing:
     layout = picture.layout
     above = [*([picture.header] if picture.header else []), title(layout)]
     body, width, height = _slices(picture)
@@ -72,7 +68,7 @@ def _picture(picture: "Picture") -> Drawing:
     return "".join(lines) + inner, wide, start + height + LINE * (len(below) + 1)
 
 
-def _slices(picture: "Picture") -> Drawing:
+def _slices(picture: Subject) -> Drawing:
     """All panels, as many in a row as there is room for."""
     found = panels(picture.layout, cells_of(picture.layout), LIMITS)
     if not found:

@@ -7,7 +7,7 @@ from textwrap import wrap
 from shardwise.errors import printable
 from shardwise.layout import Box, Layout
 from shardwise.pictures.labels import holdings, title
-from shardwise.pictures.scene import Cell, Panel, Pieces, cells_of, panels, spread
+from shardwise.pictures.scene import Cell, Panel, Pieces, Subject, cells_of, panels, spread
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
 JOINS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # at the sum of the directions that lines leave in
@@ -21,15 +21,16 @@ LABEL_WIDTH = 26  # beyond which the names of ranks go on in the next line
 LABEL_LINES = 3  # beyond which they go below the picture
 
 
-def draw_text(layout: Layout, header: str, itemsize: int | None, width: int, colour: bool) -> str:
-    """The picture of `layout` in lines of at most `width` characters, if its narrowest form needs no more."""
+def draw_text(subject: Subject, width: int, colour: bool) -> str:
+    """The picture of `subject` in lines of at most `width` characters, if its narrowest form needs no more."""
+    layout = subject.layout
     cells = cells_of(layout)
     notes: list[str] = []
     blocks = _blocks(layout, cells, width, notes, colour)
-    lines = [*printable(header).splitlines(), title(layout), *_side_by_side(blocks, width)]
+    lines = [*printable(subject.header).splitlines(), title(layout), *_side_by_side(blocks, width)]
     if not blocks:
         lines.append("(no element)")
-    return "\n".join([*lines, *notes, *_legend(cells), *holdings(layout, itemsize)])
+    return "\n".join([*lines, *notes, *_legend(cells), *holdings(layout, subject.itemsize)])
 
 
 def _legend(cells: Sequence[Cell]) -> Iterator[str]:
