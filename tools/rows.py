@@ -42,20 +42,20 @@ def prepare(wanted: str, deep: bool, notes: Path) -> None:
     """Collect samples and plan; the same in every worker, which notes in a file of its own what it is at."""
     import torch
 
-    from shardwise.rules import RULES
+    from shardwise.rules.row import ops_with_rules, rule_of
     from tools import samples, table_survey
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     recorder = samples.Recorder()
     for sample in written():
-        if sample.op in RULES:
+        if rule_of(sample.op) is not None:
             recorder.add(sample)
         samples.record([partial(_call, sample)], recorder)
     samples.record(samples.torchs_own_calls(), recorder)
     found = recorder.samples
     samples.derive(found)
-    rules = {key: rule for key, rule in RULES.items() if re.search(wanted, samples.name_of_key(key))}
+    rules = {key: rule for key, rule in ops_with_rules().items() if re.search(wanted, samples.name_of_key(key))}
     PLANS.append(table_survey.plan(found, rules, deep))
     NOTES.append(notes / str(os.getpid()))
 
@@ -121,10 +121,10 @@ def survey(
 
 def names(wanted: str) -> list[str]:
     """The keys that match."""
-    from shardwise.rules import RULES
+    from shardwise.rules.row import ops_with_rules
     from tools.samples import name_of_key
 
-    return [name for name in map(name_of_key, RULES) if re.search(wanted, name)]
+    return [name for name in map(name_of_key, ops_with_rules()) if re.search(wanted, name)]
 
 
 def exceptions(wanted: str = "") -> dict[str, str]:

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.rules import RULES, OpRule
+from shardwise.rules import OpRule
+from shardwise.rules.row import ops_with_rules
 from shardwise.testing.opcheck import SEED
 from shardwise.testing.truth import Sample, one_process, results_of
 from tools import opinfo
@@ -73,8 +74,8 @@ def bare_name(key: Key) -> str:
 class Recorder:
     """Samples of the keys of a table of rules, found while other calls run."""
 
-    def __init__(self, rules: Mapping[Key, OpRule] = RULES) -> None:
-        self.rules = rules
+    def __init__(self, rules: Mapping[Key, OpRule] | None = None) -> None:
+        self.rules = ops_with_rules() if rules is None else rules
         self._found: dict[Key, dict[frozenset[object], Sample]] = {}
 
     @property
@@ -232,8 +233,9 @@ def function_of(rule: OpRule) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def derive(samples: Samples, rules: Mapping[Key, OpRule] = RULES, count: int = 3) -> None:
+def derive(samples: Samples, rules: Mapping[Key, OpRule] | None = None, count: int = 3) -> None:
     """Give keys without a sample some of their siblings' ones."""
+    rules = ops_with_rules() if rules is None else rules
     names: dict[object, dict[object, Sample]] = {}
     functions: dict[object, dict[object, Sample]] = {}
     for key, found in samples.items():

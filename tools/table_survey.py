@@ -17,7 +17,8 @@ from typing import Any
 
 import shardwise.rules
 from shardwise.layout import Mesh
-from shardwise.rules import RULES, OpRule, Row
+from shardwise.rules import OpRule, Row
+from shardwise.rules.row import ops_with_rules
 from shardwise.testing.truth import MESHES, Sample, assert_equals_one_process, placements_of
 from tools.samples import Samples, bare_name, chosen, features_of, function_of, name_of_key, settle
 
@@ -77,13 +78,14 @@ def reason_of(row_or_why: Row | str) -> Reason:
 # ---- planning ----------------------------------------------------------------------------------------------------
 
 
-def plan(samples: Samples, rules: Mapping[Any, OpRule] = RULES, everything: bool = False) -> Plan:
+def plan(samples: Samples, rules: Mapping[Any, OpRule] | None = None, everything: bool = False) -> Plan:
     """What to check of each key: samples that represent it, and those that show rows that nothing shows before.
 
     Args:
         samples: of each key, as many as there are.
         everything: all samples of each key, on all worlds.
     """
+    rules = ops_with_rules() if rules is None else rules
     checks: list[Check] = []
     unsampled: list[str] = []
     shown: set[tuple[object, str, Reason]] = set()

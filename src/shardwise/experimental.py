@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REPLICATE, Placement, Shard
-from shardwise.rules import RULES, Meta, OpRule, Row
+from shardwise.rules import Meta, OpRule, Row
+from shardwise.rules.row import override
 from shardwise.tensor import DTensor, strict
 from shardwise.tensor.dispatch.entry import forget
 
@@ -53,8 +54,7 @@ def register_sharding(
             return [_as_row(found, args, kwargs) for found in rule(*args, **kwargs)]
 
         for each in ops:
-            for name in _names_of(each):
-                RULES[name] = OpRule(rows, in_place, shape, data_dependent_shape=data_dependent_shape)
+            override(OpRule(rows, in_place, shape, data_dependent_shape=data_dependent_shape), *_names_of(each))
         forget()
         return rule
 

@@ -94,7 +94,7 @@ def with_wrong_rules() -> Iterator[None]:
     for op in (doubled, added_in_place, halves, bump_):
         del RULES[op]
     entry.forget()
-    assert DTensor._enter is entry.enter
+    assert DTensor._dispatch is entry.enter
 
 
 def matrix(placement: Any = UNEVEN, dtype: torch.dtype = torch.float64) -> DTensor:
@@ -404,7 +404,7 @@ def test_inner_shadows_compare_what_outer_ones_do_not() -> None:
 
 def test_the_doors_are_as_before_after_an_error() -> None:
     error_on_all_ranks(lambda: doubled(matrix()))
-    assert DTensor._enter is entry.enter
+    assert DTensor._dispatch is entry.enter
 
 
 def test_real_ranks_compare_as_simulated_ones() -> None:

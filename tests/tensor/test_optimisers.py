@@ -42,8 +42,7 @@ def asked(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return enter(func, args, kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "enter", noting)
-        patch.setattr(DTensor, "_enter", staticmethod(noting))
+        patch.setattr(DTensor, "_dispatch", staticmethod(noting))
         run()
     return [name for name in seen if name.endswith("_") and not name.startswith("__")]
 

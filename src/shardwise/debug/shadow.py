@@ -15,7 +15,7 @@ from shardwise.debug.compare import Difference, Tolerance, largest_difference, p
 from shardwise.debug.dispatch_hooks import Args, Kwargs, Proceed, is_op, watched_by
 from shardwise.errors import RuleError, ShadowError
 from shardwise.layout import REPLICATE, Layout, Mesh
-from shardwise.rules import RULES
+from shardwise.rules.row import ops_with_rules
 from shardwise.tensor import DTensor, moved, plain
 from shardwise.tensor.dispatch import entry
 from shardwise.tensor.dispatch.names import name_of
@@ -229,4 +229,4 @@ def _is_known(name: str) -> bool:
     packet, _, overload = name.removeprefix("aten.").partition(".")
     if hasattr(torch.ops.aten, packet) and (not overload or hasattr(getattr(torch.ops.aten, packet), overload)):
         return True
-    return any(name in _names(func) for func in RULES)
+    return any(name in _names(func) for func in ops_with_rules())

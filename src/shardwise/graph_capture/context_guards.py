@@ -16,7 +16,7 @@ from shardwise import collectives
 from shardwise.errors import CaptureError
 from shardwise.graph_capture.reachable_guards import PLAIN, Held, Reached, hooks_of
 from shardwise.graph_capture.tracer import strides
-from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch.hooks import are_installed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace import capture_hooks, comm_trace
 
@@ -31,7 +31,7 @@ def looked_on() -> bool:
     return (
         capture_hooks.here.recorder is not None
         or comm_trace.listening()
-        or DTensor._enter is not entry.enter
+        or are_installed()
         or _dispatch_modes() > 0
         or _saved_hooks(False) is not None
         or torch._C._current_graph_task_id() != -1

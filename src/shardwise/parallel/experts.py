@@ -1,8 +1,7 @@
 """Expert parallelism: a token is sent only to ranks that hold experts it chose, and what they make of it returns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,7 @@ from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.parallel.styles import After, Before, ParallelStyle, Placed, Where, first
 from shardwise.rules import Meta, OpRule, Row
-from shardwise.rules.row import LocalContext
-from shardwise.tensor import DTensor
-from shardwise.tensor.dispatch import entry
+from shardwise.rules.row import LocalContext, register
 
 Span = tuple[int, int]
 BY_TOKENS = Shard(0)
@@ -185,14 +182,7 @@ def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta)
     return tokens.shape
 
 
-RULE = OpRule(_rows, shape=_tokens_shape, replicated_impl=_on_locals)
-
-
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return entry.run(func, RULE, args, kwargs)
-
-
-DTensor._specials[mix_experts] = _run
+register(OpRule(_rows, shape=_tokens_shape, replicated_impl=_on_locals), mix_experts)
 
 
 # ---- in a plan ----------------------------------------------------------------------------------------------

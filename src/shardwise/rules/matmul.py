@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial, Placement, Shard
-from shardwise.rules.row import RULES, Meta, OpRule, Row, decomposed, local_with
+from shardwise.rules.row import Meta, OpRule, Row, decomposed, local_with, register
 
 aten = torch.ops.aten
 STRETCHED = "?"  # stands for the index of a dim of length 1 that is repeated
@@ -83,7 +83,7 @@ def _at(letter: str, letters: str) -> Placement:
     return Shard(letters.index(letter)) if letter in letters else REPLICATE
 
 
-def register(indices: Callable[..., Product], *ops: Any, in_place: bool = False) -> None:
+def register_product(indices: Callable[..., Product], *ops: Any, in_place: bool = False) -> None:
     """Give ops the rows that `indices`, a function of their arguments, implies."""
 
     def rows(*args: Any, **kwargs: Any) -> list[Row]:
@@ -96,8 +96,7 @@ def register(indices: Callable[..., Product], *ops: Any, in_place: bool = False)
         product = indices(*args, **kwargs)
         return tuple(map(product.sizes().__getitem__, product.output))
 
-    for op in ops:
-        RULES[op] = OpRule(rows, in_place, shape, shape_independent=True)
+    register(OpRule(rows, in_place, shape, shape_independent=True), *ops)
 
 
 # ---- the ops ------------------------------------------------------------------------------------------------
@@ -198,22 +197,22 @@ def kron(input: Meta, other: Meta) -> list[Row]:
     return rows
 
 
-register(linear, F.linear, aten.linear.default)
-register(
+register_product(linear, F.linear, aten.linear.default)
+register_product(
     matmul, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.mm, Tensor.mm, torch.bmm,
     Tensor.bmm, torch.mv, Tensor.mv, aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default,
 )  # fmt: skip
-register(dot, torch.dot, Tensor.dot, aten.dot.default, torch.vdot, Tensor.vdot, aten.vdot.default)
-RULES[torch.inner] = RULES[Tensor.inner] = decomposed(_inner)
-register(tensordot, torch.tensordot)
-register(einsum, torch.einsum)
+register_product(dot, torch.dot, Tensor.dot, aten.dot.default, torch.vdot, Tensor.vdot, aten.vdot.default)
+register(decomposed(_inner), torch.inner, Tensor.inner)
+register_product(tensordot, torch.tensordot)
+register_product(einsum, torch.einsum)
 for _name, _letters in {
     "addmm": ("mn", "mk", "kn", "mn"), "addmv": ("m", "mk", "k", "m"), "addr": ("mn", "m", "n", "mn"),
     "addbmm": ("mn", "bmk", "bkn", "mn"), "baddbmm": ("bmn", "bmk", "bkn", "bmn"),
 }.items():  # fmt: skip
-    register(added(*_letters), getattr(torch, _name), getattr(Tensor, _name), getattr(aten, _name).default)
+    register_product(added(*_letters), getattr(torch, _name), getattr(Tensor, _name), getattr(aten, _name).default)
     _in_place = getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default
-    register(added(*_letters), *_in_place, in_place=True)
-RULES[F.bilinear] = decomposed(_bilinear)
-RULES[Tensor.__rmatmul__] = decomposed(lambda input, other: torch.matmul(other, input))
-RULES[torch.kron] = RULES[Tensor.kron] = OpRule(kron)
+    register_product(added(*_letters), *_in_place, in_place=True)
+register(decomposed(_bilinear), F.bilinear)
+register(decomposed(lambda input, other: torch.matmul(other, input)), Tensor.__rmatmul__)
+register(OpRule(kron), torch.kron, Tensor.kron)

@@ -201,7 +201,7 @@ def _register(names: Sequence[str], rows: Rule, shape: Callable[..., tuple[int, 
     for name in names:
         for function, in_place in spellings(name):
             if function not in RULES:
-                RULES[function] = OpRule(rows, in_place, shape, shape_independent=True)
+                register(OpRule(rows, in_place, shape, shape_independent=True), function)
 
 
 register(OpRule(nonlinear, shape=broadcast), Tensor.__rdiv__)  # the operand is the denominator

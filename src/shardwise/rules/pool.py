@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, Shard, contiguous_strides
 from shardwise.rules.empty import filled
-from shardwise.rules.row import RULES, LocalContext, Meta, OpRule, Row, local_with
+from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows
 
 aten = torch.ops.aten
@@ -141,7 +141,8 @@ NAMES = (
     (adaptive_avg_pool, "adaptive_avg_pool{}d _adaptive_avg_pool{}d"),
 )
 for _dims, (_rule, _names) in product((1, 2, 3), NAMES):
-    for _home, _name in product((F, torch, aten), _names.format(_dims, _dims).split()):
-        _op = getattr(_home, _name, None)
-        if _op is not None:
-            RULES[getattr(_op, "default", _op)] = OpRule(partial(_rule, _dims), typed=_rule is avg_pool)
+    _found = [
+        getattr(_home, _name, None) for _home in (F, torch, aten) for _name in _names.format(_dims, _dims).split()
+    ]
+    _ops = [getattr(_op, "default", _op) for _op in _found if _op is not None]
+    register(OpRule(partial(_rule, _dims), typed=_rule is avg_pool), *_ops)

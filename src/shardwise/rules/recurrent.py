@@ -8,7 +8,7 @@ import torch
 
 from shardwise.layout import REPLICATE, Shard
 from shardwise.rules.empty import never_empty
-from shardwise.rules.row import RULES, Meta, OpRule, Row, local_with
+from shardwise.rules.row import Meta, OpRule, Row, local_with, register
 
 aten = torch.ops.aten
 
@@ -65,9 +65,9 @@ def _packed(second: Any) -> bool:
 
 
 for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    RULES[getattr(torch, _name)] = OpRule(layer, decomposition=partial(_in_steps, _name))
-    RULES[getattr(torch, f"{_name}_cell")] = OpRule(cell)
-    RULES[getattr(aten, _name).data] = OpRule(packed)
+    register(OpRule(layer, decomposition=partial(_in_steps, _name)), getattr(torch, _name))
+    register(OpRule(cell), getattr(torch, f"{_name}_cell"))
+    register(OpRule(packed), getattr(aten, _name).data)
 for _name in ("_pack_padded_sequence", "_pad_packed_sequence"):
-    RULES[getattr(aten, _name).default] = OpRule(packed)
-    RULES[getattr(torch, _name)] = OpRule(packed, decomposition=_with_plain_sizes(getattr(aten, _name).default))
+    register(OpRule(packed), getattr(aten, _name).default)
+    register(OpRule(packed, decomposition=_with_plain_sizes(getattr(aten, _name).default)), getattr(torch, _name))

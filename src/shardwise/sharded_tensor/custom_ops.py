@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.errors import PlanError
 from shardwise.sharded_tensor.specs import ShardingSpec
-from shardwise.tensor.dispatch.spec_ops import OPS
+from shardwise.tensor.dispatch.spec_ops import implement_for_spec
 from shardwise.tensor.dtensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,7 +45,7 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
                 f"{implementation.__qualname__} is called with (types, args, kwargs, process_group), "
                 f"but takes {count} argument{'s' * (count != 1)}."
             )
-        OPS.setdefault(func, {})[sharding_spec_class] = implementation
+        implement_for_spec(func, sharding_spec_class, implementation)
         return implementation
 
     return register

@@ -14,7 +14,7 @@ from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetada
 from shardwise.sharded_tensor.specs import ShardingSpec, layout_of_shards, shards_of, spec_of, words_of
 from shardwise.tensor import factories
 from shardwise.tensor.conversion import sent_by
-from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
+from shardwise.tensor.dtensor import DTensor, moved, plain, register_method, remembering, tag
 
 ShardedTensor = DTensor
 
@@ -346,9 +346,9 @@ empty, zeros, ones, full, rand, randn = map(
 )
 
 ShardingSpec._shard = staticmethod(shard_by)
-DTensor.local_shards = local_shards
-DTensor.local_tensor = local_tensor
-DTensor.metadata = metadata
-DTensor.sharding_spec = sharding_spec
-DTensor.gather = gather  # type: ignore[assignment, method-assign]
-DTensor.reshard = reshard
+register_method("local_shards", local_shards)
+register_method("local_tensor", local_tensor)
+register_method("metadata", metadata)
+register_method("sharding_spec", sharding_spec)
+register_method("gather", gather)
+register_method("reshard", reshard)

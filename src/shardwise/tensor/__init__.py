@@ -1,25 +1,42 @@
-"""The distributed tensor: one class, dispatch, conversions, gradients, factories."""
+"""The distributed tensor: one class, dispatch, conversions, gradients, factories.
+
+This file is where the class `DTensor` is completed, and where the modules that register ops are imported.
+"""
 
 import shardwise.embedding  # noqa: F401  (registers the rules of lookups)
-from shardwise.tensor import factories
-from shardwise.tensor.autograd import functions
+from shardwise.tensor import conversion, factories
+from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
-from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch import entry, native
 from shardwise.tensor.dispatch.promotion import strict
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, implement, moved, plain, tag
 from shardwise.tensor.handlers import (
     arriving,
+    attributes,
     checkpointable,
     compositions,
     fused,
     indexing,
     inplace_views,
+    lists,
     optimisers,
     random_functions,
     sparse,
 )
 
 __all__ = [
-    "DTensor", "arriving", "checkpointable", "compositions", "distribute_tensor", "entry", "factories", "functions",
-    "fused", "indexing", "inplace_views", "moved", "optimisers", "plain", "random_functions", "sparse", "strict", "tag",
+    "DTensor", "arriving", "attributes", "checkpointable", "compositions", "distribute_tensor", "entry", "factories",
+    "functions", "fused", "indexing", "inplace_views", "lists", "moved", "native", "optimisers", "plain",
+    "random_functions", "sparse", "strict", "tag",
 ]  # fmt: skip
+
+implement(
+    dispatch=entry.enter,
+    from_local=conversion.from_local,
+    to_local=conversion.to_local,
+    redistributed=arriving.redistributed,
+    backward=gradients.backward,
+    read_grad=gradients.read,
+    write_grad=gradients.write,
+    set_=attributes.set_,
+)

@@ -335,6 +335,3 @@ def sent_by(source: int, tensor: Tensor, layout: Layout) -> Tensor:
         tensor = tensor.new_empty(whole.local_shape(rank), device=layout.mesh.device_type)
     local = move(tensor, whole, layout)
     return local.clone() if local is tensor else local
-
-
-DTensor._from_local, DTensor._to_local = staticmethod(from_local), staticmethod(to_local)

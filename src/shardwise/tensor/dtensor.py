@@ -7,7 +7,7 @@ aten ops, and each of those finds its rule (door 2, `shardwise.tensor.dispatch.f
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,12 +17,25 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Mesh, Placement, contiguous_strides
 from shardwise.redistribute.run import move
+from shardwise.rules.row import Handler
 from shardwise.trace.comm_trace import ASKED, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 _detach: Any = torch._C.TensorBase.detach
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Registered:
+    """A method of `DTensor` that a higher module gives with `register_method`."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, x: Any, owner: type | None = None) -> Any:
+        raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
 
 
 class DTensor(torch.Tensor):
@@ -38,27 +51,28 @@ class DTensor(torch.Tensor):
     _spec: Any = None  # the sharding spec that it was made by, whose words its shards are told in
     _tiling: Any = None  # where its part was given as several shards: those
 
-    # Set by the modules that know them; the class itself imports nothing from above.
-    _enter: Handler
-    _specials: ClassVar[dict[Any, Handler]] = {}
+    # Passed by `shardwise.tensor` to `implement`: their modules import this one.
+    _dispatch: Handler
     _from_local: Callable[..., "DTensor"]
     _to_local: Callable[["DTensor", Sequence[Placement] | None], Tensor]
     _backward: Callable[..., None]
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
     _set: Callable[..., "DTensor"]
-    _travelled: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
-    local_shards: Callable[..., list[Any]]  # these, and gather, are in `shardwise.sharded_tensor.sharded_tensor`
-    local_tensor: Callable[..., Tensor]
-    metadata: Callable[..., Any]
-    sharding_spec: Callable[..., Any]
-    reshard: Callable[..., "DTensor"]
+    _redistributed: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
+
+    # Registered by `shardwise.sharded_tensor`, as is `gather`.
+    local_shards = Registered("shardwise.sharded_tensor")
+    local_tensor = Registered("shardwise.sharded_tensor")
+    metadata = Registered("shardwise.sharded_tensor")
+    sharding_spec = Registered("shardwise.sharded_tensor")
+    reshard = Registered("shardwise.sharded_tensor")
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return cls._enter(func, args, kwargs or {})
+        return cls._dispatch(func, args, kwargs or {})
 
     # ---- made from and returned to local tensors ---------------------------------------------------------
 
@@ -142,7 +156,7 @@ class DTensor(torch.Tensor):
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
         if backward_dtype is None and not async_op:
             return moved(x, target)
-        return self._travelled(x, target, self.dtype if backward_dtype is None else backward_dtype, async_op)
+        return self._redistributed(x, target, self.dtype if backward_dtype is None else backward_dtype, async_op)
 
     # ---- what it is -----------------------------------------------------------------------------------------
 
@@ -315,6 +329,48 @@ class DTensor(torch.Tensor):
             "A DTensor cannot be pickled: one rank holds only its part. Fix: save it with shardwise.checkpoint, or "
             "pickle full_tensor() (the whole) or to_local() (this rank's part)."
         )
+
+
+def implement(
+    *,
+    dispatch: Handler,
+    from_local: Callable[..., DTensor],
+    to_local: Callable[[DTensor, Sequence[Placement] | None], Tensor],
+    redistributed: Callable[[DTensor, Layout, torch.dtype, bool], DTensor],
+    backward: Callable[..., None],
+    read_grad: Callable[[DTensor], DTensor | None],
+    write_grad: Callable[[DTensor, Tensor | None], None],
+    set_: Callable[..., DTensor],
+) -> None:
+    """Complete the class with what is implemented in terms of it; called once, by `shardwise.tensor`."""
+    set_dispatcher(dispatch)
+    DTensor._from_local, DTensor._to_local = staticmethod(from_local), staticmethod(to_local)
+    DTensor._redistributed, DTensor._backward = staticmethod(redistributed), staticmethod(backward)
+    DTensor._read_grad, DTensor._write_grad = staticmethod(read_grad), staticmethod(write_grad)
+    DTensor._set = staticmethod(set_)
+    own: Any = vars(DTensor)["grad"]
+    DTensor.grad = property(read_grad, write_grad, own.fdel, own.__doc__)  # type: ignore[assignment, method-assign]  # one frame fewer
+
+
+def set_dispatcher(dispatch: Handler) -> None:
+    """Let `dispatch` answer every torch function called with a DTensor."""
+    DTensor._dispatch = staticmethod(dispatch)
+
+
+def register_method(name: str, function: Callable[..., Any]) -> None:
+    """Give `DTensor` a method, or a method that it has from `torch.Tensor` another implementation.
+
+    Raises:
+        RuleError: the class has one of this name already.
+    """
+    if not isinstance(vars(DTensor).get(name, Registered("")), Registered):
+        raise RuleError(f"DTensor.{name} is registered already.")
+    setattr(DTensor, name, function)
+
+
+def call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `func` as if torch did with a DTensor among the arguments: also what is no torch function, and aten ops."""
+    return DTensor._dispatch(func, args, kwargs)
 
 
 def _local_only(what: str) -> str:

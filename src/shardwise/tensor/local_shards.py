@@ -13,7 +13,8 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Box, check_cover
-from shardwise.rules import RULES, pointwise
+from shardwise.rules import pointwise
+from shardwise.rules.row import rule_of
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
 
@@ -366,7 +367,7 @@ def _lying_together(shards: Sequence[Tensor], tiling: Tiling) -> Tensor | None:
 
 
 def _stays_in_place(func: Any) -> bool:
-    rule = RULES.get(func)
+    rule = rule_of(func)
     return (rule is not None and rule.rows in ELEMENTWISE) or getattr(func, "__name__", "") in IN_ORDER
 
 

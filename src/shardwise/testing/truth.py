@@ -23,6 +23,7 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.rules import RULES, Meta, Row
+from shardwise.rules.row import rule_of
 from shardwise.tensor import DTensor, tag
 from shardwise.tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
 from shardwise.testing.pieces import contribution, contributions, local_of
@@ -60,7 +61,7 @@ class Sample:
 
     @property
     def in_place(self) -> bool:
-        rule = RULES.get(self.op)
+        rule = rule_of(self.op)
         return rule is not None and rule.in_place
 
     def tensors(self) -> list[Tensor]:
@@ -80,7 +81,7 @@ class Sample:
 
     def rows(self, choices: Sequence[Sequence[Placement]]) -> list[Row]:
         """All rows of the op's rule, whatever the operands' placements are, that some operands can be laid out for."""
-        rule = RULES.get(self.op)
+        rule = rule_of(self.op)
         tensors = self.tensors()
         found: dict[Row, None] = {}
         if rule is None:
@@ -377,7 +378,7 @@ def rows_taken(sample: Sample, layouts: Sequence[Layout]) -> list[str]:
 
 
 def _chosen(sample: Sample, layouts: Sequence[Layout]) -> tuple[Row, ...]:
-    rule = RULES.get(sample.op)
+    rule = rule_of(sample.op)
     if rule is None:
         return ()
     operands = [Operand(layout, x.dtype) for layout, x in zip(layouts, sample.tensors(), strict=True)]
@@ -429,7 +430,7 @@ def check_rows(
         AssertionError: a difference, or a row that was never taken; names the layouts, the rank and the rows.
     """
     sample = Sample(op, tuple(args), kwargs or {}, gradients, tuple(constant), tolerance)
-    assert op in RULES, f"{sample}: the op has no rule. Fix: register one with register_sharding."
+    assert rule_of(op) is not None, f"{sample}: the op has no rule. Fix: register one with register_sharding."
     tally = assert_equals_one_process([sample], meshes, limit)
     line = next((mesh for mesh in meshes if mesh.ndim == 1 and mesh.size() > 1), None)
     if line is not None:

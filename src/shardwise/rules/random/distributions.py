@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.rules.pointwise import broadcast, nonlinear
 from shardwise.rules.random import counter_rng
-from shardwise.rules.random.random import refuse, register, without_gradient
+from shardwise.rules.random.random import refuse, register_random, without_gradient
 from shardwise.rules.row import LocalContext
 
 aten = torch.ops.aten
@@ -36,5 +36,5 @@ def _drawn(ctx: LocalContext, law: Callable[..., Tensor], parameters: list[Tenso
     return law(*flat, index.reshape(-1), ctx.seed(generator)).view(shape)
 
 
-register([torch.poisson, aten.poisson.default], nonlinear, _poisson, shape=broadcast)
-register([torch.binomial, aten.binomial.default], nonlinear, _binomial, shape=broadcast)
+register_random([torch.poisson, aten.poisson.default], nonlinear, _poisson, shape=broadcast)
+register_random([torch.binomial, aten.binomial.default], nonlinear, _binomial, shape=broadcast)

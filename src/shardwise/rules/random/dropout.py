@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.layout import REPLICATE, Box, Partial
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
-from shardwise.rules.random.random import fill, register
+from shardwise.rules.random.random import fill, register_random
 from shardwise.rules.row import LocalContext, Meta, Row, local_with
 
 aten = torch.ops.aten
@@ -77,6 +77,6 @@ for _op, _alpha, _features in (
     (torch.alpha_dropout, True, False), (torch.feature_alpha_dropout, True, True),
 ):  # fmt: skip
     _local = local_with(_dropout, _alpha, _features)
-    register([_op], partial(_rows, not _alpha, 1), _local, shape=shape_of_first)
+    register_random([_op], partial(_rows, not _alpha, 1), _local, shape=shape_of_first)
 _natives = torch.native_dropout, aten.native_dropout.default
-register(_natives, partial(_rows, True, 2), _native_dropout, shape=lambda x, *_: [x.shape] * 2)
+register_random(_natives, partial(_rows, True, 2), _native_dropout, shape=lambda x, *_: [x.shape] * 2)

@@ -19,7 +19,7 @@ from shardwise.layout import Layout, OnRanks, Shard
 from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.counter_rng import Values
-from shardwise.rules.row import RULES, LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with
+from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with, register
 from shardwise.trace.capture_hooks import leaf
 
 aten = torch.ops.aten
@@ -221,9 +221,9 @@ def _multinomial(
 MULTINOMIAL = (torch.multinomial, Tensor.multinomial, aten.multinomial.default)
 
 
-def register(ops: Sequence[Any], rows: Rule, local: LocalFunction, **kwargs: Any) -> None:
+def register_random(ops: Sequence[Any], rows: Rule, local: LocalFunction, **kwargs: Any) -> None:
     for op in ops:
-        RULES[op] = OpRule(partial(_checked, op, rows, local), replicated_impl=local, random=True, **kwargs)
+        register(OpRule(partial(_checked, op, rows, local), replicated_impl=local, random=True, **kwargs), op)
 
 
 def _overloads(name: str) -> list[Any]:
@@ -231,20 +231,20 @@ def _overloads(name: str) -> list[Any]:
     return [getattr(packet, o) for o in packet.overloads() if "out" not in o] if packet is not None else []
 
 
-register([aten.bernoulli_.float], _refilled, local_with(_refill, "bernoulli"), in_place=True)
+register_random([aten.bernoulli_.float], _refilled, local_with(_refill, "bernoulli"), in_place=True)
 for _name in ("uniform", "normal", "log_normal", "cauchy", "exponential", "geometric", "random"):
     _in_place = [getattr(Tensor, _name + "_"), *_overloads(_name + "_")]
-    register(_in_place, _refilled, local_with(_refill, _name), in_place=True)
+    register_random(_in_place, _refilled, local_with(_refill, _name), in_place=True)
 for _name in ("uniform", "log_normal", "cauchy", "exponential", "geometric", "random"):
-    register(_overloads(_name), filled_like, local_with(_like, _name), shape=shape_of_first)
+    register_random(_overloads(_name), filled_like, local_with(_like, _name), shape=shape_of_first)
 for _name in ("rand_like", "randn_like", "randint_like"):
     _ops = [getattr(torch, _name), *(o for o in _overloads(_name) if "Tensor" not in str(o))]
-    register(_ops, filled_like, local_with(_like, _name), shape=shape_of_first)
+    register_random(_ops, filled_like, local_with(_like, _name), shape=shape_of_first)
 _bernoullis = [torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default, aten.bernoulli.p]
-register(_bernoullis, _bernoulli_rows, _bernoulli, shape=shape_of_first)
+register_random(_bernoullis, _bernoulli_rows, _bernoulli, shape=shape_of_first)
 _normals = [torch.normal, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor]
-register(_normals, nonlinear, _normal, shape=broadcast)
-register([torch.rrelu], nonlinear, _rrelu, shape=shape_of_first)
-register(
+register_random(_normals, nonlinear, _normal, shape=broadcast)
+register_random([torch.rrelu], nonlinear, _rrelu, shape=shape_of_first)
+register_random(
     MULTINOMIAL, _multinomial_rows, _multinomial, shape=lambda x, num_samples, *_, **__: (*x.shape[:-1], num_samples)
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Shard
 from shardwise.rules.pointwise import shard_rows
 from shardwise.rules.reductions.order import in_one
-from shardwise.rules.reductions.reduce import given, register, seat
+from shardwise.rules.reductions.reduce import given, register_reduction, seat
 from shardwise.rules.row import LocalContext, Meta, Row
 
 WHY = "each rank counts its own elements"
@@ -108,9 +108,9 @@ def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, .
     return found if len(found) > 1 else found[0]
 
 
-register(bincount, None, "bincount", data_dependent_shape=True)
-register(histc, lambda input, bins=100, *_, **__: (bins,), "histc", shape_independent=False)
-register(isin, lambda elements, *_, **__: getattr(elements, "shape", ()), "isin")
-register(nonzero, None, "nonzero argwhere", data_dependent_shape=True)
-register(masked_select, None, "masked_select", data_dependent_shape=True)
-register(unique, None, "", torch.unique, Tensor.unique, data_dependent_shape=True)
+register_reduction(bincount, None, "bincount", data_dependent_shape=True)
+register_reduction(histc, lambda input, bins=100, *_, **__: (bins,), "histc", shape_independent=False)
+register_reduction(isin, lambda elements, *_, **__: getattr(elements, "shape", ()), "isin")
+register_reduction(nonzero, None, "nonzero argwhere", data_dependent_shape=True)
+register_reduction(masked_select, None, "masked_select", data_dependent_shape=True)
+register_reduction(unique, None, "", torch.unique, Tensor.unique, data_dependent_shape=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.layout import PARTIAL, REPLICATE, Shard
 from shardwise.rules.pointwise import nonlinear, shape_of_first
 from shardwise.rules.reductions import reduce
-from shardwise.rules.reductions.reduce import carried, counts, given, over, own_dim, own_part, register, seat
+from shardwise.rules.reductions.reduce import carried, counts, given, over, own_dim, own_part, register_reduction, seat
 from shardwise.rules.row import LocalContext, Meta, Row, Shapes, local_with
 
 LAST = 1 << 62  # an index behind all others that is exact as a double
@@ -259,16 +259,20 @@ def bucketize(input: Any, boundaries: Meta, **_: Any) -> list[Row]:
 
 
 for _largest, _name in ((True, "max"), (False, "min")):
-    register(partial(extreme_or_maximum, _largest), None, _name)
-    register(partial(best, _largest, False), reduce.reduced_shape, f"arg{_name}")
-register(top, _top_shape, "topk")
-register(partial(sort, "sort"), lambda input, *_, **__: [input.shape] * 2, "sort")
+    register_reduction(partial(extreme_or_maximum, _largest), None, _name)
+    register_reduction(partial(best, _largest, False), reduce.reduced_shape, f"arg{_name}")
+register_reduction(top, _top_shape, "topk")
+register_reduction(partial(sort, "sort"), lambda input, *_, **__: [input.shape] * 2, "sort")
 for _name in ("argsort", "msort"):
-    register(partial(sort, _name), shape_of_first, _name)
-register(lambda input, k, dim=-1, keepdim=False: order_statistic("kthvalue", input, dim, keepdim, k), None, "kthvalue")
+    register_reduction(partial(sort, _name), shape_of_first, _name)
+register_reduction(
+    lambda input, k, dim=-1, keepdim=False: order_statistic("kthvalue", input, dim, keepdim, k), None, "kthvalue"
+)
 for _rule, _names in ((order_statistic, ("median", "nanmedian")), (quantile, ("quantile", "nanquantile"))):
     for _name in _names:
-        register(partial(_rule, _name), None, _name)
-register(lambda input, dim=-1, keepdim=False: over(input, (own_dim(input, dim),), keepdim, None), None, "mode")
-register(searchsorted, lambda sorted_sequence, input, **_: getattr(input, "shape", ()), "searchsorted")
-register(bucketize, lambda input, boundaries, **_: getattr(input, "shape", ()), "bucketize")
+        register_reduction(partial(_rule, _name), None, _name)
+register_reduction(
+    lambda input, dim=-1, keepdim=False: over(input, (own_dim(input, dim),), keepdim, None), None, "mode"
+)
+register_reduction(searchsorted, lambda sorted_sequence, input, **_: getattr(input, "shape", ()), "searchsorted")
+register_reduction(bucketize, lambda input, boundaries, **_: getattr(input, "shape", ()), "bucketize")

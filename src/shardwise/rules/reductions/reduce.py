@@ -10,10 +10,8 @@ from torch import Tensor
 
 from shardwise.errors import EmptyError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules import row
 from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, spellings
 from shardwise.rules.row import (
-    RULES,
     LocalContext,
     LocalFunction,
     Meta,
@@ -23,6 +21,7 @@ from shardwise.rules.row import (
     Shapes,
     decomposed,
     local_with,
+    register,
 )
 
 Dims = tuple[int, ...] | None  # None: all dims of whatever shape this rank holds
@@ -350,14 +349,13 @@ def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> 
     return type(scanned)((values, table.gather(dim, at)))
 
 
-def register(rows: Rule, shape: Any, names: str, *ops: Any, shape_independent: bool = True, **kind: Any) -> None:
+def register_reduction(
+    rows: Rule, shape: Any, names: str, *ops: Any, shape_independent: bool = True, **kind: Any
+) -> None:
     """Register a rule for all spellings of `names`, and for `ops`."""
     found = [op for name in names.split() for op, in_place in spellings(name) if not in_place]
-    for op in (*found, *ops):
-        if not getattr(getattr(op, "_schema", None), "is_mutable", False):
-            RULES[op] = OpRule(
-                _renamed(rows), shape=shape and _renamed(shape), shape_independent=shape_independent, **kind
-            )
+    rule = OpRule(_renamed(rows), shape=shape and _renamed(shape), shape_independent=shape_independent, **kind)
+    register(rule, *(op for op in (*found, *ops) if not getattr(getattr(op, "_schema", None), "is_mutable", False)))
 
 
 def _renamed(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,21 +367,23 @@ for _reduce_op, _linear, _names in (
     ("sum", SUMS, "sum"), ("sum", (), "nansum count_nonzero"), ("product", (Partial("product"),), "prod"),
     ("min", (), "all"), ("max", (), "any"),
 ):  # fmt: skip
-    register(partial(joined, _reduce_op, _linear), reduced_shape, _names)
-register(mean, reduced_shape, "mean")
-register(trace, lambda input: (), "trace")
+    register_reduction(partial(joined, _reduce_op, _linear), reduced_shape, _names)
+register_reduction(mean, reduced_shape, "mean")
+register_reduction(trace, lambda input: (), "trace")
 for _root, _name in ((False, "var"), (True, "std")):
     for _both in (False, True):
         _rule, _shape = partial(variance, _root, _both), partial(_spread_shape, _both)
-        register(_rule, _shape, _name + "_mean" * _both, shape_independent=False)
-register(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
-row.register(decomposed(_dist), *(op for op, _ in spellings("dist")))
-register(cdist, None, "cdist _cdist_forward _euclidean_dist")
-register(log_sum_exp, reduced_shape, "logsumexp")
-register(partial(extreme, (True,)), reduced_shape, "amax")
-register(partial(extreme, (False,)), reduced_shape, "amin")
-register(partial(extreme, (False, True)), lambda input, **named: [reduced_shape(input, **named)] * 2, "aminmax")
+        register_reduction(_rule, _shape, _name + "_mean" * _both, shape_independent=False)
+register_reduction(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
+register(decomposed(_dist), *(op for op, _ in spellings("dist")))
+register_reduction(cdist, None, "cdist _cdist_forward _euclidean_dist")
+register_reduction(log_sum_exp, reduced_shape, "logsumexp")
+register_reduction(partial(extreme, (True,)), reduced_shape, "amax")
+register_reduction(partial(extreme, (False,)), reduced_shape, "amin")
+register_reduction(
+    partial(extreme, (False, True)), lambda input, **named: [reduced_shape(input, **named)] * 2, "aminmax"
+)
 for _name in ("cumsum", "cumprod", "logcumsumexp"):
-    register(partial(scan, _name), shape_of_first, _name, typed=True)
+    register_reduction(partial(scan, _name), shape_of_first, _name, typed=True)
 for _largest, _name in ((True, "cummax"), (False, "cummin")):
-    register(partial(scan_of_extremes, _largest), lambda input, dim: [input.shape] * 2, _name)
+    register_reduction(partial(scan_of_extremes, _largest), lambda input, dim: [input.shape] * 2, _name)

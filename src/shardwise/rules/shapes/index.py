@@ -430,7 +430,9 @@ for _name, _mode, _names, _kind, _wraps in OPS:
     for _in_place in (False,) if _mode == "read" else (False, True):
         _form = Form(tuple(_names.split()), _kind, _in_place, _wraps)
         _shape: Callable[..., Any] = partial(_read_shape, _form) if _mode == "read" else shape_of_first
-        register(OpRule(partial(rows, _form, _mode), _in_place, _shape), *_spelled(_name + "_" * _in_place))
+        register(
+            OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form), *_spelled(_name + "_" * _in_place)
+        )
 register(OpRule(masked_rows, data_dependent_shape=True), masked)
 register(OpRule(masked_scatter, shape=shape_of_first), *_spelled("masked_scatter"))
 register(OpRule(masked_scatter, True, shape_of_first), *_spelled("masked_scatter_"))

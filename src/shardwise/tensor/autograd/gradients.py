@@ -18,6 +18,7 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise.redistribute.run import move
+from shardwise.rules.row import handler
 from shardwise.tensor.autograd.buckets import (
     axes_to_reduce,
     joined,
@@ -178,10 +179,12 @@ def _edges(inputs: Iterable[Any]) -> list[Any]:
         return [get_gradient_edge(x) if type(x) is DTensor else x for x in inputs]
 
 
+@handler(torch.autograd.backward)
 def _backward_of_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     backward(*args, **kwargs)
 
 
+@handler(torch.autograd.grad)
 def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """`torch.autograd.grad` with DTensors: gradients come back in the layouts of their inputs."""
     outputs_arg, inputs_arg, *rest = args
@@ -242,9 +245,3 @@ def given(gradient: Tensor, border: Layout) -> Tensor:
     if torch.is_grad_enabled() and gradient.requires_grad:
         return ToPlain.apply(gradient, border, border.reduced())  # type: ignore[no-any-return, no-untyped-call]
     return gradient
-
-
-DTensor.grad = property(read, write, DTensor.grad.fdel, DTensor.grad.__doc__)  # type: ignore[assignment, attr-defined]
-DTensor._write_grad = staticmethod(write)
-DTensor._backward = staticmethod(backward)
-DTensor._specials |= {torch.autograd.backward: _backward_of_torch, torch.autograd.grad: grad}

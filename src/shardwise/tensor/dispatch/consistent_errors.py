@@ -6,7 +6,6 @@ op on one element. And where the others keep an operand for backward, it keeps i
 """
 
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,37 +13,28 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import collectives
-from shardwise.rules import RULES
+from shardwise.rules import RULES, OpRule
 from shardwise.rules.pointwise import spellings
+from shardwise.rules.row import amend
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import Form
 from shardwise.tensor.dispatch.resolve import Recipe
 from shardwise.tensor.dispatch.run_local import Looks, watched
 from shardwise.tensor.dtensor import DTensor, tag
 
-FORMS: dict[Any, Form] = {
-    op: rule.rows.args[0]
-    for op, rule in RULES.items()
-    if isinstance(rule.rows, partial) and rule.rows.func is index.rows
-}
-ROUNDED = frozenset(
-    op
-    for name in ("floor_divide", "floordiv", "fmod", "remainder", "mod", "div", "divide", "true_divide")
-    for op, _ in spellings(name)
-)
+amend(F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss, torch.batch_norm, torch.instance_norm,
+      torch.layer_norm, torch.group_norm, saves_operands=True)  # fmt: skip
+for _name in ("floor_divide", "floordiv", "fmod", "remainder", "mod", "div", "divide", "true_divide"):
+    amend(*(op for op, _ in spellings(_name) if op in RULES), value_errors=True)
 
 
-KEEPING = frozenset(
-    (F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss,
-     torch.batch_norm, torch.instance_norm, torch.layer_norm, torch.group_norm)
-)  # fmt: skip
-
-
-def guarded(func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
     """What runs `func` on this rank, with errors that are those of all ranks."""
-    if func in KEEPING and (recipe.moves or _some_have_none(recipe)):
+    if rule.saves_operands and (recipe.moves or _some_have_none(recipe)):
         return _Keeping(call)
-    return _Guarded(func, recipe, call) if func in FORMS or (func in ROUNDED and _some_have_none(recipe)) else call
+    if rule.index_form is not None or (rule.value_errors and _some_have_none(recipe)):
+        return _Guarded(func, rule.index_form, recipe, call)
+    return call
 
 
 def _some_have_none(recipe: Recipe) -> bool:
@@ -53,10 +43,11 @@ def _some_have_none(recipe: Recipe) -> bool:
 
 
 class _Guarded(Looks):
-    __slots__ = ("call", "func", "recipe")
+    __slots__ = ("call", "form", "func", "recipe")
 
-    def __init__(self, func: Any, recipe: Recipe, call: Callable[..., Any]) -> None:
+    def __init__(self, func: Any, form: Form | None, recipe: Recipe, call: Callable[..., Any]) -> None:
         self.func = func
+        self.form = form
         self.recipe = recipe
         self.call = call
 
@@ -71,8 +62,8 @@ class _Guarded(Looks):
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise what every rank does, if this one can know."""
-        if self.func in FORMS:
-            _refuse_indices(FORMS[self.func], args, kwargs)
+        if self.form is not None:
+            _refuse_indices(self.form, args, kwargs)
         else:
             self.func(*map(_one, args), **{k: _one(a) for k, a in kwargs.items()})
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, contiguous_strides
 from shardwise.redistribute.run import move
-from shardwise.rules import RULES
+from shardwise.rules.row import rule_of
 from shardwise.tensor.dispatch import meshes, seeds
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.handlers.copies import before_change, copied, outdate
@@ -62,8 +62,8 @@ def _inner(x: Any) -> Any:
 
 
 def _run_aten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in RULES:
-        return DTensor._enter(func, args, kwargs)
+    if rule_of(func) is not None:
+        return DTensor._dispatch(func, args, kwargs)
     if func.name() == "aten::is_same_size":
         return args[0]._layout.shape == args[1]._layout.shape
     return run_on_whole(func, args, kwargs, "it has no rule")

@@ -51,6 +51,14 @@ def all_promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
 
 
+def has_plain_tensors(args: Any) -> bool:
+    """Whether there are plain tensors among arguments, or in lists and tuples among them."""
+    return any(
+        has_plain_tensors(a) if isinstance(a, list | tuple) else isinstance(a, Tensor) and type(a) is not DTensor
+        for a in args
+    )
+
+
 def into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor changes in place, on every rank alike, by whole copies of the DTensor operands."""
 

@@ -10,12 +10,11 @@ from shardwise import collectives
 from shardwise.layout import Layout
 from shardwise.rules.row import preparation
 from shardwise.tensor.dispatch import resolve
+from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dtensor import DTensor, _as_subclass
 from shardwise.tensor.handlers.copies import copied
 from shardwise.trace.capture_hooks import unrecorded
-
-PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 
 
 class Looks:

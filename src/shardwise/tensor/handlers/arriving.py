@@ -34,7 +34,7 @@ class _Arriving(DTensor):
         for x in pytree.tree_leaves((args, kwargs)):
             if type(x) is _Arriving:
                 arrived(x)
-        return DTensor._enter(func, args, kwargs or {})
+        return DTensor._dispatch(func, args, kwargs or {})
 
 
 def arrived(x: _Arriving) -> DTensor:
@@ -68,7 +68,7 @@ class Travel(torch.autograd.Function):
         return back.to(grads[0].dtype), None, None, None, None
 
 
-def travelled(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
+def redistributed(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
     """`x` in another layout; its gradient is converted to `backward_dtype` before it moves back."""
     later: list[Finish] | None = [] if async_op else None
     with DisableTorchFunctionSubclass():
@@ -78,6 +78,3 @@ def travelled(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op:
         out.__class__ = _Arriving
         out._due, (out._finish,) = target, later
         return out  # type: ignore[no-any-return]
-
-
-DTensor._travelled = staticmethod(travelled)

@@ -9,6 +9,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._guards import TracingContext
 
 from shardwise.errors import CaptureError, RuleError
+from shardwise.rules.row import handler, handler_of_family
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.dispatch.fallback import through_the_dispatcher
 from shardwise.tensor.dispatch.names import name_of
@@ -29,12 +30,20 @@ SAME = frozenset(
 )
 
 
+def _attribute(func: Any) -> str:
+    """The name of the attribute that `func` reads or sets, or of the method that it is."""
+    name = getattr(func, "__name__", "")
+    return str(func.__self__.__name__ if name in ("__get__", "__set__") else name)
+
+
+@handler_of_family(lambda func: _attribute(func) in SAME)
 def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` says of the local tensor holds for the whole one."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
+@handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = same(func, args, kwargs)
     if type(args[0]) is DTensor:
@@ -42,6 +51,7 @@ def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return out
 
 
+@handler(Tensor.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return same(func, (args[0], _as_user_code(*args[1:], **kwargs)), {})
 
@@ -56,6 +66,7 @@ def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run_hook
 
 
+@handler(Tensor.register_hook)
 def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hook sees the gradient as a DTensor, and may return another one of any placements."""
     return _hooked(*args, **kwargs)
@@ -78,6 +89,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
         return x.register_hook(on_local)  # type: ignore[no-untyped-call]
 
 
+@handler_of_family(lambda func: getattr(func, "__name__", "") in ("__get__", "__set__"))
 def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` reads or sets an attribute that may differ between the local tensor and the whole."""
     x, attribute = args[0], func.__self__.__name__
@@ -107,7 +119,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
     return moved(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
 
 
-def _set(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """`x.set_(y)` of two DTensors: x gets the storage of y, as modules do when a parametrization is registered."""
     if len(args) != 1 or kwargs or type(args[0]) is not DTensor:
         refuse(Tensor.set_, (x, *args), kwargs)
@@ -116,10 +128,12 @@ def _set(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         return Tensor.set_(x, value)  # type: ignore[call-overload, no-any-return]
 
 
+@handler(Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn)
 def _refuse_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise RuleError(f"{name_of(func)}(): a DTensor has no sparse form. Fix: call it on full_tensor() or to_local().")
 
 
+@handler(Tensor.view_as)
 def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of itself it is an alias with a node of its own, by which torch finds the leaf that gradients go to."""
     x, other = args
@@ -129,6 +143,8 @@ def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tag(func(x, x), x._layout)
 
 
+@handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith("torch.distributed."), is_op=True)
+@handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if TracingContext.try_get() is not None:  # the first thing that torch.compile asks of a tensor
         raise CaptureError(
@@ -139,27 +155,3 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"{name_of(func)}() would reach this rank's part of a DTensor as if it were the whole. "
         f"Fix: call it on to_local() or full_tensor(), or inside shardwise.experimental.local_map."
     )
-
-
-DTensor._set = staticmethod(_set)
-DTensor._specials |= {
-    Tensor.view_as: _view_as,
-    Tensor.requires_grad_: _requires_grad,
-    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
-    Tensor.register_hook: _register_hook,
-    Tensor.register_post_accumulate_grad_hook: _register_post_accumulate_grad_hook,
-}
-DTensor._specials |= dict.fromkeys(
-    (
-        Tensor.share_memory_,
-        Tensor.storage,
-        Tensor.untyped_storage,
-        Tensor.resize_,
-        Tensor.resize_as_,
-    ),
-    refuse,
-)
-DTensor._specials |= dict.fromkeys(
-    (Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn),
-    _refuse_sparse,
-)

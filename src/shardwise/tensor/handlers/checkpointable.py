@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.errors import LayoutError
 from shardwise.layout import Box
-from shardwise.tensor.dtensor import DTensor, plain
+from shardwise.tensor.dtensor import DTensor, plain, register_method
 from shardwise.tensor.local_shards import shard_at
 
 
@@ -43,6 +43,6 @@ def get_tensor_shard(x: DTensor, index: Any) -> Tensor:
     return shard_at(index, [box for box, _ in held], [part for _, part in held])
 
 
-DTensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
-DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[attr-defined]
-DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[attr-defined]
+register_method("__create_write_items__", create_write_items)
+register_method("__create_chunk_list__", create_chunk_list)
+register_method("__get_tensor_shard__", get_tensor_shard)

@@ -6,17 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.rules.row import fallback, handler
 from shardwise.tensor.dispatch.fallback import through_the_dispatcher
 from shardwise.tensor.dispatch.promotion import promoted
-from shardwise.tensor.dtensor import DTensor
 
 
+@fallback(torch.roll, Tensor.roll)
 def _roll(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
     return x.reshape(-1).roll(shifts, 0).view(x.shape)
 
 
+@handler(torch.rot90, Tensor.rot90)
 def _rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def turned(x: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
         a, b = dims
@@ -32,6 +34,7 @@ def _rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return turned(*args, **kwargs)
 
 
+@handler(torch.functional.block_diag)
 def _block_diag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in args]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
@@ -41,12 +44,14 @@ def _block_diag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return torch.cat(rows)
 
 
+@fallback(torch.tensor_split, Tensor.tensor_split)
 def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where the indices are a tensor, its numbers are what counts."""
     args = tuple(a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args))
     return func(*args, **{k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()})
 
 
+@handler(F.one_hot)
 def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch looks for bad classes in a way that a tensor without memory of its own does not see."""
 
@@ -58,15 +63,3 @@ def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return through_the_dispatcher(func, (x, num_classes), {}, promoted)
 
     return coded(*args, **{"x" if k in ("tensor", "input", "self") else k: a for k, a in kwargs.items()})
-
-
-DTensor._specials |= {
-    F.one_hot: _one_hot,
-    torch.roll: _roll,
-    Tensor.roll: _roll,
-    torch.rot90: _rot90,
-    Tensor.rot90: _rot90,
-    torch.functional.block_diag: _block_diag,
-    torch.tensor_split: _tensor_split,
-    Tensor.tensor_split: _tensor_split,
-}

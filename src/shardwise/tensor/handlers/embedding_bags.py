@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise.embedding import lookup, requests
 from shardwise.embedding.bad_ids import StraddlingError
 from shardwise.errors import LayoutError
-from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch import run
 from shardwise.tensor.dispatch.resolve import NoRowError, SeveralMeshesError
 from shardwise.tensor.dtensor import DTensor, tag
 
@@ -80,6 +80,6 @@ def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: dict[st
     if type(weight) is not DTensor and type(ids) is not DTensor:
         return None
     try:
-        return entry.prepared(F.embedding_bag, (ids, weight, start), kwargs)
+        return run.prepared(F.embedding_bag, (ids, weight, start), kwargs)
     except (NoRowError, SeveralMeshesError):
         return None

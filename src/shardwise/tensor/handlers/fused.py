@@ -4,9 +4,10 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from shardwise.tensor.dtensor import DTensor
+from shardwise.rules.row import handler
 
 
+@handler(F.linear_cross_entropy)
 def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The options are about working in chunks, whose gradients torch computes ahead for operands that ask for them."""
     named = {k: v for k, v in kwargs.items() if k not in ("linear_bias", "options")}
@@ -18,6 +19,3 @@ def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         named["ignore_index"] = -100
     logits = F.linear(x, linear_weight, bias)
     return F.cross_entropy(logits.unflatten(-1, (classes, *rest)) if rest else logits, target, **named)
-
-
-DTensor._specials[F.linear_cross_entropy] = _linear_cross_entropy

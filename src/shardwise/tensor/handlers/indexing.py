@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
-from shardwise.rules.row import IndexMap, local_with
+from shardwise.rules.row import IndexMap, fallback, handler, local_with
 from shardwise.rules.shapes.index import masked
 from shardwise.rules.shapes.view import View, basic, box_of, index_in, position, views_of
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, meshes
 from shardwise.tensor.dispatch.fallback import run_on_whole, through_the_dispatcher
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
-from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.tensor.dtensor import DTensor, call, moved, tag
 from shardwise.tensor.handlers.copies import before_change
 from shardwise.tensor.handlers.items import write_number
 from shardwise.trace.comm_trace import Cause
@@ -61,6 +61,7 @@ def _on_one_mesh(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
+@handler(Tensor.__getitem__)
 def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, brackets = args
     if type(x) is not DTensor:
@@ -68,19 +69,20 @@ def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = promoted(x, lead._layout.mesh, "x[…]")
     items = _plain_items(x, brackets)
     if items is not None:
-        return DTensor._enter(basic, (x, *items), {})
+        return call(basic, x, *items)
     x, brackets = _on_one_mesh(func, (x, brackets))
     index = _parsed(x, brackets)
     if index.is_basic or index.has_items:
-        x = DTensor._enter(basic, (x, *index.items), {})
+        x = call(basic, x, *index.items)
     if index.is_basic:
         return x
     mask = _only_mask(index)
     if mask is not None:
-        return DTensor._enter(masked, (x, *mask), {})
-    return DTensor._enter(aten.index.Tensor, (x, _as_list(index)), {})
+        return call(masked, x, *mask)
+    return call(aten.index.Tensor, x, _as_list(index))
 
 
+@handler(Tensor.__setitem__)
 def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if type(args[0]) is not DTensor:
         into_plain(func, args, kwargs)
@@ -119,7 +121,7 @@ def _write(x: DTensor, brackets: Any, value: Any) -> None:
         return
     if not isinstance(value, Tensor):
         value = _own(torch.tensor(value, dtype=view.dtype, device=view.device), view)
-    DTensor._enter(aten.index_put_.default, (view, _as_list(index), value), {})
+    call(aten.index_put_.default, view, _as_list(index), value)
 
 
 def _assign(view: DTensor, value: Any) -> None:
@@ -322,6 +324,7 @@ def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
 # ---- other ways to say it ------------------------------------------------------------------------------------------
 
 
+@handler(torch.select_scatter, Tensor.select_scatter, aten.select_scatter.default)
 def _select_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def written(x: Any, src: Any, dim: int, index: int) -> Any:
         return _with(x, (*(slice(None),) * (dim % x.ndim), index), src)
@@ -329,6 +332,7 @@ def _select_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return written(*args, **kwargs)
 
 
+@handler(torch.slice_scatter, Tensor.slice_scatter, aten.slice_scatter.default)
 def _slice_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def written(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
         return _with(x, (*(slice(None),) * (dim % x.ndim), slice(start, end, step)), src)
@@ -347,15 +351,22 @@ def _with(x: Any, brackets: Any, src: Any) -> Any:
     return out
 
 
+@handler(Tensor.__contains__)
 def _contains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     x, element = args
     return bool((x == element).any())
 
 
+@handler(Tensor.__reversed__)
 def _reversed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].flip(0) if args[0].ndim else args[0]
 
 
+@handler(aten._index_put_impl_.default)
+@fallback(
+    torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,
+    aten.index_put_.default,
+)  # fmt: skip
 def _with_places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """index, index_put: masks become the indices of their places."""
     named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | kwargs
@@ -373,24 +384,3 @@ def _by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(func, torch._ops.OpOverload):
         return run_on_whole(func, args, kwargs, "no row fits its operands")
     return through_the_dispatcher(func, args, kwargs, promoted)
-
-
-DTensor._specials |= {
-    Tensor.__getitem__: _get_item,
-    Tensor.__setitem__: _set_item,
-    Tensor.__contains__: _contains,
-    Tensor.__reversed__: _reversed,
-    torch.select_scatter: _select_scatter,
-    Tensor.select_scatter: _select_scatter,
-    aten.select_scatter.default: _select_scatter,
-    torch.slice_scatter: _slice_scatter,
-    Tensor.slice_scatter: _slice_scatter,
-    aten.slice_scatter.default: _slice_scatter,
-}
-DTensor._specials |= dict.fromkeys(
-    (
-        torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor,
-        aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
-    ),
-    _with_places,
-)  # fmt: skip

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
+from shardwise.rules.row import Handler, handler
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dtensor import DTensor, Handler, plain
+from shardwise.tensor.dtensor import plain
 
 
 def _root(x: Tensor) -> Any:
@@ -16,7 +17,7 @@ def _root(x: Tensor) -> Any:
 
 
 def _becomes(view: Any) -> Handler:
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
         out = view(*args, **kwargs)
         with DisableTorchFunctionSubclass():
@@ -34,14 +35,8 @@ def _becomes(view: Any) -> Handler:
             x._spec = x._tiling = None  # they speak of the old shape
         return x
 
-    return handler
+    return run
 
 
-DTensor._specials |= {
-    Tensor.t_: _becomes(Tensor.t),
-    Tensor.transpose_: _becomes(Tensor.transpose),
-    Tensor.swapaxes_: _becomes(Tensor.swapaxes),
-    Tensor.swapdims_: _becomes(Tensor.swapdims),
-    Tensor.squeeze_: _becomes(Tensor.squeeze),
-    Tensor.unsqueeze_: _becomes(Tensor.unsqueeze),
-}
+for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
+    handler(getattr(Tensor, f"{_name}_"))(_becomes(getattr(Tensor, _name)))

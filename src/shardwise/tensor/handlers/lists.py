@@ -16,6 +16,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
 from shardwise.redistribute.run import move
+from shardwise.rules.row import handler_of_family
 from shardwise.tensor.dispatch.meshes import outside
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.handlers.copies import before_changes, outdate
@@ -34,6 +35,9 @@ for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_suppo
     _types.append(DTensor)
 
 
+@handler_of_family(
+    lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
+)
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a list op. The tensors at one position of the lists are brought to the layout of the first list's."""
     name: str = func.__name__

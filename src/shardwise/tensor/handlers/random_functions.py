@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.rules.row import Handler, handler
 from shardwise.tensor.dispatch.promotion import promoted
-from shardwise.tensor.dtensor import DTensor, Handler
+from shardwise.tensor.dtensor import DTensor, call
 
 
 def _handler(function: Callable[..., Any]) -> Handler:
@@ -85,7 +86,7 @@ def _bernoulli_in_place(input: Tensor, p: float | Tensor = 0.5, *, generator: to
         beside = input if isinstance(input, DTensor) else p
         chances = p if isinstance(p, DTensor) else promoted(p, beside._layout.mesh, "bernoulli_")  # type: ignore[attr-defined]
         return input.copy_(torch.bernoulli(chances.expand(input.shape), generator=generator))
-    return DTensor._enter(torch.ops.aten.bernoulli_.float, (input, p), {"generator": generator})  # type: ignore[no-any-return]
+    return call(torch.ops.aten.bernoulli_.float, input, p, generator=generator)  # type: ignore[no-any-return]
 
 
 # ---- initialisation -----------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def _kaiming_uniform(
     return _uniform(tensor, -bound, bound, generator)
 
 
-DTensor._specials |= {
+for _op, _answer in {
     F.dropout: _dropout(F.dropout, torch.dropout, True, None, False),
     F.alpha_dropout: _dropout(F.alpha_dropout, torch.alpha_dropout, False, None, False),
     F.feature_alpha_dropout: _dropout(F.feature_alpha_dropout, torch.feature_alpha_dropout, False, None, False),
@@ -139,4 +140,5 @@ DTensor._specials |= {
     nn.init.normal_: _handler(_normal),
     nn.init.constant_: _handler(_constant),
     nn.init.kaiming_uniform_: _handler(_kaiming_uniform),
-}
+}.items():
+    handler(_op)(_answer)

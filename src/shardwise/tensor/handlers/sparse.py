@@ -13,15 +13,18 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
+from shardwise.rules.row import handler
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
 
+@handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values)
 def part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`_indices()` and `_values()`: this rank's, plain."""
     with DisableTorchFunctionSubclass():
         return func(args[0]).detach()  # type: ignore[no-any-return]
 
 
+@handler(Tensor.coalesce)
 def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Duplicate rows are summed on the rank that holds them; rows of different ranks never coincide."""
     x = args[0]
@@ -35,6 +38,7 @@ def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
         return tag(func(local), x._layout)
 
 
+@handler(Tensor.sparse_mask)
 def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """The rows of a dense DTensor that a sparse one has."""
     dense, mask = args[:2]
@@ -44,6 +48,7 @@ def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTe
         return tag(func(plain(dense), plain(mask)), dense._layout)
 
 
+@handler(Tensor.new)
 def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """`grad.new(indices, values, size)`, as sparse optimisers spell a constructor."""
     like, *rest = args
@@ -52,14 +57,3 @@ def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     if not sparse_parts:
         raise RuleError("DTensor.new() makes only sparse parts. Fix: use torch.empty_like or shardwise.empty.")
     return tag(torch.sparse_coo_tensor(*rest, check_invariants=False), like._layout)
-
-
-DTensor._specials |= {
-    Tensor._indices: part,
-    Tensor._values: part,
-    Tensor.indices: part,
-    Tensor.values: part,
-    Tensor.coalesce: coalesce,
-    Tensor.sparse_mask: sparse_mask,
-    Tensor.new: new,
-}

@@ -1,0 +1,52 @@
+"""Hooks on every call of a torch function with a DTensor, for tools.
+
+While no hook is installed, calls go to `entry.enter` directly.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from shardwise import collectives
+from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dtensor import set_dispatcher
+
+Proceed = Callable[[], Any]
+Hook = Callable[[Proceed, Any, Args, Kwargs], Any]  # (proceed, func, args, kwargs); proceed() runs the call
+
+_hooks: "WeakKeyDictionary[Any, list[Hook]]" = WeakKeyDictionary()  # by transport: simulated ranks have one each
+
+
+@contextmanager
+def hook_calls(hook: Hook) -> Iterator[None]:
+    """Inside, `hook` gets every function that this rank calls with a DTensor, and the aten ops it is decomposed into.
+
+    The hook that was installed last is called first.
+    """
+    mine = _hooks.setdefault(collectives.transport(), [])
+    mine.append(hook)
+    set_dispatcher(_enter)
+    try:
+        yield
+    finally:
+        mine[:] = [other for other in mine if other is not hook]
+        if not any(_hooks.values()):
+            set_dispatcher(entry.enter)
+
+
+def are_installed() -> bool:
+    """Whether any rank of this process has a hook installed."""
+    return any(_hooks.values())
+
+
+def _enter(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    proceed: Proceed = lambda: entry.enter(func, args, kwargs)  # noqa: E731
+    for hook in _hooks.get(collectives.transport(), ()):
+        proceed = _bound(hook, proceed, func, args, kwargs)
+    return proceed()
+
+
+def _bound(hook: Hook, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs) -> Proceed:
+    return lambda: hook(proceed, func, args, kwargs)

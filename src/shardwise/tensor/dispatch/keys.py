@@ -1,0 +1,79 @@
+"""The key under which the answer to a call is cached."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise.rules import OpRule
+from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor.dtensor import DTensor
+
+PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
+TORCH_VALUES = frozenset((torch.Size, torch.dtype, torch.device, torch.memory_format))
+NO_KEY = object()  # in a key: an argument that cannot be part of one, so the answer is not cached
+
+
+def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """What the answer to a call depends on: layouts for DTensors, other arguments themselves.
+
+    If the rule is `shape_independent`, all floats are alike except 0, inf and nan. It contains `NO_KEY` if an argument
+    cannot be hashed or is a plain tensor, which has to be promoted first.
+    """
+    key = [func, _dtypes(args, kwargs)] if rule.typed or rule.random else [func]
+    floats_alike = rule.shape_independent
+    if kwargs:
+        key.append(tuple(kwargs))
+        args = (*args, *kwargs.values())
+    for a in args:
+        kind = type(a)
+        if kind is DTensor:
+            key.append(a._layout)
+        elif kind is bool:
+            key.append((bool, a))  # not the 0 or 1 that it equals: var(False) is of all elements, var(0) along a dim
+        elif kind in PLAIN_VALUES:
+            key.append(float if floats_alike and kind is float and a and a - a == 0 else a)
+        else:
+            key.append(_part(a, floats_alike))
+    return tuple(key)
+
+
+def _part(a: Any, floats_alike: bool) -> Any:
+    """What any argument adds to a key."""
+    kind = type(a)
+    if kind is list or kind is tuple:
+        parts = []
+        for x in a:
+            kind = type(x)
+            if kind is DTensor:
+                parts.append(x._layout)
+            elif kind is int:
+                parts.append(x)
+            else:
+                part = _part(x, floats_alike)
+                if part is NO_KEY:
+                    return NO_KEY
+                parts.append(part)
+        return tuple(parts)
+    if kind is DTensor:
+        return a._layout
+    if kind in TORCH_VALUES:
+        return a
+    if kind in PLAIN_VALUES:
+        alike = floats_alike and kind is float and a and a - a == 0
+        return (bool, a) if kind is bool else float if alike else a
+    if kind is torch.Generator:  # whose state changes no answer
+        return torch.Generator
+    if isinstance(a, Tensor):
+        return NO_KEY
+    try:
+        hash(a)
+    except TypeError:
+        return NO_KEY
+    return kind, a
+
+
+def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
+    with DisableTorchFunctionSubclass():
+        return tuple([a.dtype for a in (*args, *kwargs.values()) if type(a) is DTensor])

@@ -1,0 +1,51 @@
+"""C functions that run in place of Python ones, which would look at shapes on their way."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.rules.row import amend
+from shardwise.rules.shapes.reshape import row_major
+from shardwise.rules.shapes.view import basic
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.handlers.copies import marked
+
+
+def _view_or_copy(x: Tensor, size: Any) -> Tensor:
+    """C++ asks for a view where the strides of the global tensor allow one; those of the local tensor may not."""
+    try:
+        return x.view(size)
+    except RuntimeError:
+        return marked(x.reshape(size))
+
+
+def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """A local tensor that is contiguous only because it is small is copied, as the global one would be."""
+    sharded = type(x) is DTensor and not x._layout.is_replicated
+    if sharded and memory_format is torch.contiguous_format and not row_major(x, x._layout.shape):  # type: ignore[attr-defined]
+        return x.clone(memory_format=memory_format)
+    return x.contiguous(memory_format=memory_format)
+
+
+for _op, _native in {
+    Tensor.contiguous: _contiguous,
+    F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
+    F.sigmoid: torch.sigmoid,
+    F.tanh: torch.tanh,
+    F.softmax: lambda input, dim=None, _stacklevel=3, dtype=None: torch.softmax(input, dim, dtype),
+    F.log_softmax: lambda input, dim=None, _stacklevel=3, dtype=None: torch.log_softmax(input, dim, dtype),
+    F.layer_norm: torch.layer_norm,
+    F.rms_norm: torch.rms_norm,
+    torch.ops.aten.view.default: _view_or_copy,
+    Tensor.__rpow__: lambda x, other: torch.pow(other, x),
+    Tensor.__rsub__: torch.rsub,
+    Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
+}.items():
+    amend(_op, native=_native)
+
+amend(
+    basic, F.silu, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
+    F.binary_cross_entropy_with_logits, takes_dtensors=True,
+)  # fmt: skip

@@ -1,0 +1,120 @@
+"""The recipe of a call, from a cache or worked out from the layouts of its operands."""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise.layout import REPLICATE
+from shardwise.rules import RULES, Meta, OpRule, Row
+from shardwise.rules.row import Args, Kwargs, Shapes, arguments, no_rows
+from shardwise.tensor.dispatch import resolve
+from shardwise.tensor.dispatch.keys import NO_KEY, call_key
+from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dtensor import DTensor
+from shardwise.trace.capture_hooks import unrecorded
+
+CACHE_LIMIT = 1 << 16
+
+
+class Found(NamedTuple):
+    """How to run a call."""
+
+    recipe: resolve.Recipe
+    op: Callable[..., Any]  # what each rank runs, unless the recipe has a local implementation
+    needs_plain: bool  # whether that needs plain local tensors, not DTensors with torch functions switched off
+
+
+_found: dict[Any, Found] = {}
+_chosen: dict[Any, tuple[Row, ...]] = {}
+
+
+def forget() -> None:
+    _found.clear()
+    _chosen.clear()
+
+
+def find(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Found:
+    """The recipe of a call, whose `call_key` is `key`.
+
+    Raises:
+        NoRowError: no row fits.
+        SeveralMeshesError: the operands are on different meshes.
+    """
+    if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
+        raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
+    found = _found.get(key)
+    if found is None:
+        with DisableTorchFunctionSubclass(), unrecorded():  # reading the dtype of a DTensor is not an op
+            found = _resolved(func, rule, args, kwargs)
+        if NO_KEY not in key:
+            _remember(_found, key, found)
+    return found
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= CACHE_LIMIT:
+        cache.clear()
+    cache[key] = value
+
+
+def _resolved(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Found:
+    operands: list[resolve.Operand] = []
+
+    def slot(x: Any) -> Any:
+        if type(x) is DTensor:
+            operands.append(resolve.Operand(x._layout, x.dtype))
+            return resolve.Slot(len(operands) - 1)
+        return type(x)(slot(y) for y in x) if isinstance(x, list | tuple) and type(x) is not torch.Size else x
+
+    slotted = tuple(slot(a) for a in args)
+    named = {k: slot(a) for k, a in kwargs.items()}
+    op, name = rule.native or func, name_of(func)
+    python = rule.native is None and _is_python(func)
+    if getattr(func, "__module__", "") == F.__name__ and arguments(func, args, kwargs).get("inplace"):
+        rule = _in_place_rule(rule, name)
+    chosen = _choice(func, name, rule, operands, slotted, named)
+
+    def shape() -> Shapes:
+        if rule.shape is None:
+            return resolve.meta_shape(func, slotted, named, operands)
+        metas = [Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
+        filled = [resolve.with_metas(a, metas) for a in slotted]
+        return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
+
+    recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
+    return Found(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
+
+
+def _is_python(func: Any) -> bool:
+    """Whether Python code would get a DTensor, forward or backward, and take its global shape for the local one."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return not str(func).startswith("aten.")
+    return isinstance(func, FunctionType)
+
+
+def _in_place_rule(rule: OpRule, name: str) -> OpRule:
+    in_place = RULES.get(getattr(Tensor, f"{name}_", None))
+    if in_place is None or rule.native is None:
+        raise resolve.NoRowError(f"{name}(inplace=True) has no rule of its own")
+    return in_place
+
+
+def _choice(
+    func: Any, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
+) -> tuple[Row, ...]:
+    """Rows for these operands; a choice of a shape-independent rule is cached without sizes."""
+    if not rule.shape_independent:
+        return resolve.choose(name, rule, operands, slotted, named)
+    kinds = tuple((o.layout.kind, o.dtype, tuple([n == 1 for n in o.layout.shape])) for o in operands)
+    key = kinds, call_key(func, rule, slotted, named)
+    chosen = _chosen.get(key)
+    if chosen is None:
+        chosen = resolve.choose(name, rule, operands, slotted, named)
+        if NO_KEY not in key[1]:
+            _remember(_chosen, key, chosen)
+    return chosen
