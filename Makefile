@@ -1,27 +1,39 @@
-# Two commands:
-#   make train   train the recommender demo        (make train ARGS="--nproc 4"; of bytes: make train ARGS=lm)
-#   make test    format check, lint, types, tests  (make test ARGS="-k layering")
+# make train   train the recommender demo        (make train ARGS="--nproc 4"; a language model: make train ARGS=lm)
+# make check   format check, lint, types
+# make quick   the tests on simulated ranks
+# make test    check, and all tests              (make test ARGS="-k layering")
 # Each prepares .venv when pyproject.toml or constraints.txt changed; otherwise it starts at once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
-ALL_TESTS := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 BIN := .venv/bin
 RUN_READY := .venv/.ready-to-run
 DEV_READY := .venv/.ready-to-test
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: train test
+.PHONY: train check quick test
 
 train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
 
-test: $(DEV_READY)
+check: $(DEV_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(or $(ARGS),$(ALL_TESTS))
+
+quick: $(DEV_READY)
+	$(BIN)/pytest -m "not processes and not survey" $(or $(ARGS),$(PARALLEL))
+
+# Surveys of the op table keep all cores busy by themselves, so they run apart from the other tests.
+test: check
+ifdef ARGS
+	$(BIN)/pytest $(ARGS)
+else
+	$(BIN)/pytest -m "not survey" $(PARALLEL)
+	$(BIN)/pytest -m survey $(PARALLEL)
+endif
 
 $(RUN_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -11,22 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-LAYERS = """
-    cli
-    demos
-    debug
-    pictures | models
-    parallel
-    checkpoint | experimental | graph_capture | launch
-    sharded_tensor
-    tensor
-    redistribute
-    embedding
-    rules | collectives
-    trace
-    layout
-    errors
-"""
+from tools.structure import LAYERS, layers, room_list
+
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "collectives"  # the one unit that sees torch.distributed
 FENCED = ("torch.distributed", "torch._C._distributed_c10d")
@@ -35,9 +21,7 @@ PACKAGE = "shardwise"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
 # Higher number, higher layer.
-LEVEL = {
-    unit.strip(): level for level, line in enumerate(reversed(LAYERS.strip().splitlines())) for unit in line.split("|")
-}
+LEVEL = {room: level for level, line in enumerate(reversed(layers())) for room in line}
 
 
 class Import(NamedTuple):
@@ -205,3 +189,8 @@ def test_a_unit_without_a_layer_is_named_with_the_fix(tmp_path: Path) -> None:
 def test_layers_are_ordered_and_name_each_unit_once() -> None:
     assert LEVEL["cli"] > LEVEL["demos"] > LEVEL["pictures"] > LEVEL["tensor"] > LEVEL["errors"]
     assert len(LEVEL) == len(LAYERS.replace("|", " ").split())
+
+
+def test_contributing_lists_the_rooms() -> None:
+    page = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert room_list() in page, "CONTRIBUTING.md: replace the list by the output of `python -m tools.structure --rooms`"

@@ -1,8 +1,8 @@
-"""What the code looks like from outside: `python -m tools.structure [PACKAGE]`.
+"""What the code looks like from outside: `python -m tools.structure [PACKAGE | --rooms]`.
 
 Prints files and lines of each room, loose modules, import cycles, assignments into other modules, uses of `Any` and
 `type: ignore`, and how often words occur that docs/glossary.md replaces. PACKAGE is the package's folder; default:
-src/shardwise. tests/test_structure.py holds the limits.
+src/shardwise. `--rooms` prints the rooms as CONTRIBUTING.md lists them. tests/test_structure.py holds the limits.
 """
 
 import ast
@@ -12,6 +12,24 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+# From the top down: a room may import the rooms of the lines below its own; `testing` may import all of them.
+LAYERS = """
+    cli
+    demos
+    debug
+    pictures | models
+    parallel
+    checkpoint | experimental | graph_capture | launch
+    sharded_tensor
+    tensor
+    redistribute
+    embedding
+    rules | collectives
+    trace
+    layout
+    errors
+"""
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
 PACKAGE = "shardwise"
@@ -41,8 +59,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                local = alias.asname or alias.name.split(".")[0]
-                yield local, alias.name if alias.asname else local
+                yield alias.asname or alias.name.split(".")[0], alias.name
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
@@ -137,6 +154,23 @@ def rooms(root: Path) -> dict[str, tuple[int, int]]:
     return {name: (files, lines) for name, (files, lines) in counts.items()}
 
 
+def layers() -> list[list[str]]:
+    """The rooms of each line of `LAYERS`, the top line first."""
+    return [[room.strip() for room in line.split("|")] for line in LAYERS.strip().splitlines()]
+
+
+def room_list(root: Path = SOURCE) -> str:
+    """Every room with the first line of its docstring, in the order of the layers; CONTRIBUTING.md shows it."""
+    lines = []
+    for rooms_of_line in [*layers(), ["testing"]]:
+        for room in rooms_of_line:
+            path = root / room / "__init__.py" if (root / room).is_dir() else root / f"{room}.py"
+            summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+            name = f"{room}/" if path.name == "__init__.py" else f"{room}.py"
+            lines.append(f"{'| ' if room != rooms_of_line[0] else '  '}{name:18} {summary}".rstrip())
+    return "\n".join(lines)
+
+
 def loose_modules(root: Path) -> list[str]:
     return sorted(file.name for file in root.glob("*.py") if file.name != "__init__.py")
 
@@ -150,6 +184,9 @@ def words(texts: list[str]) -> Counter[str]:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--rooms"]:
+        print(room_list())
+        return
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE
     sizes = rooms(root)
     for name, (files, lines) in sorted(sizes.items(), key=lambda item: -item[1][1]):

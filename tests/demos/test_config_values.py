@@ -196,7 +196,7 @@ def test_the_dump_is_toml_a_person_would_write() -> None:
     config = Run(name='say "hi"', resume=True, tags=("a", "b"), table=Table(sharding=2, sizes=()))
     assert dump_toml(config) == (
         'seed = 0\nname = "say \\"hi\\""\n# label = none\nresume = true\ntags = ["a", "b"]\n\n'
-        "[table]\nrows = 10\ncut = 2\nsizes = []\n\n"
+        "[table]\nrows = 10\nsharding = 2\nsizes = []\n\n"
         "[table.optimizer]\nlr = 3.0\n# warmup = none\n\n"
         "[optimizer]\nlr = 1e-05\n# warmup = none\n"
     )
