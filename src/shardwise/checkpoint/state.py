@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError
-from shardwise.layout import REPLICATE, Box, Layout, Mesh
+from shardwise.layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
 from shardwise.tensor import DTensor, plain
 
 
@@ -107,8 +107,8 @@ def part_of(name: str, x: Tensor) -> Part:
     if reason is not None:
         raise CheckpointError(f"tensor {name!r}: {reason}")
     boxes = layout.boxes(collectives.rank())
-    views = (local,) if len(boxes) == 1 else _split(local, boxes)
-    return Part(layout, x.dtype, tuple((b, v) for b, v in zip(boxes, views, strict=True) if b.numel))
+    views = zip(boxes, split_by_boxes(local, boxes), strict=True)
+    return Part(layout, x.dtype, tuple((box, view) for box, view in views if box.numel))
 
 
 def _not_storable(local: Tensor, layout: Layout) -> str | None:
@@ -124,11 +124,6 @@ def _not_storable(local: Tensor, layout: Layout) -> str | None:
     if local.dtype not in DTYPES:
         return f"{local.dtype} has no place in a safetensors file. Fix: convert it, or store a view of it"
     return None
-
-
-def _split(local: Tensor, boxes: tuple[Box, ...]) -> list[Tensor]:
-    pieces = local.split([box.numel for box in boxes]) if boxes else ()
-    return [piece.view(box.sizes) for piece, box in zip(pieces, boxes, strict=True)]
 
 
 @lru_cache(maxsize=1024)

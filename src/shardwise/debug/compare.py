@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.layout import Box
+from shardwise.layout import Box, split_by_boxes
 from shardwise.tensor import DTensor, moved, plain
 
 
@@ -106,12 +106,10 @@ def _kind(x: Any) -> str:
 def _of_parts(what: str, got: DTensor, want: Tensor, tolerance: Tolerance) -> Difference | None:
     """What this rank holds beside the same boxes of the whole, so that replicas are checked one by one."""
     boxes = got._layout.boxes(collectives.rank())
-    local = plain(got)
-    pieces = [local] if len(boxes) == 1 else local.reshape(-1).split([box.numel for box in boxes]) if boxes else []
     whole = Box((0,) * want.ndim, tuple(want.shape))
     seen = [
-        _of_piece(what, piece.reshape(box.sizes), want[box.relative_to(whole)], box.offsets, tolerance)
-        for box, piece in zip(boxes, pieces, strict=True)
+        _of_piece(what, view, want[box.relative_to(whole)], box.offsets, tolerance)
+        for box, view in zip(boxes, split_by_boxes(plain(got), boxes), strict=True)
     ]
     return max((d for d in seen if d is not None), key=lambda d: d.size, default=None)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.embedding.bad_ids import FINE, first_bad, raise_bad_ids, worst
 from shardwise.embedding.ids import Bags, Distinct, Grouped, distinct, grouped, number_of_different
 from shardwise.errors import RuleError
-from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard
+from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard, split_by_boxes
 from shardwise.rules.row import LocalContext
 
 # int64 words before the ids: how many words there are for this owner, how many of them are lengths of runs, whether
@@ -110,8 +110,7 @@ def parts(ctx: LocalContext, weight: Tensor, sparse: bool = False) -> list[tuple
             f"Fix: sparse=False, or one box a rank."
         )
     own += (Box((0, 0), (0, ctx.layouts[1].shape[1])),) * (count - len(own))
-    pieces = weight.reshape(-1).split([box.numel for box in own])
-    return [(box, piece.view(box.sizes)) for box, piece in zip(own, pieces, strict=True)]
+    return list(zip(own, split_by_boxes(weight, own), strict=True))
 
 
 def requests_of(

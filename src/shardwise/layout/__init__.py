@@ -1,6 +1,6 @@
 """Which box of a global tensor each rank holds: meshes, placements, layouts. Pure integers; no torch, no processes."""
 
-from shardwise.layout.boxes import Box, check_cover
+from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.layout import Cut, Layout, contiguous_strides
 from shardwise.layout.mesh import Mesh, ring_elements
 from shardwise.layout.parse import (
@@ -28,5 +28,5 @@ from shardwise.layout.placement import (
 __all__ = [
     "ITEMSIZES", "PARTIAL", "REDUCE_OPS", "REPLICATE", "Box", "Boxes", "Cut", "Layout", "Mesh", "OnRanks", "Partial",
     "Placement", "Replicate", "Shard", "check_cover", "chunk", "contiguous_strides", "dual", "parse_integers",
-    "parse_itemsize", "parse_mesh", "parse_placement", "parse_placements", "ring_elements",
+    "parse_itemsize", "parse_mesh", "parse_placement", "parse_placements", "ring_elements", "split_by_boxes",
 ]  # fmt: skip

@@ -3,9 +3,12 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Box(NamedTuple):
@@ -47,6 +50,18 @@ class Box(NamedTuple):
         if len(self.offsets) != len(self.sizes):
             return f"offsets {self.offsets}, sizes {self.sizes}"
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True)) + "]"
+
+
+def split_by_boxes(local: "Tensor", boxes: Sequence[Box]) -> "list[Tensor]":
+    """A view of a rank's local tensor for each of its boxes, in the box's shape; see `Layout.local_shape`."""
+    if len(boxes) == 1:
+        (box,) = boxes
+        return [local if local.shape == box.sizes else local.view(box.sizes)]
+    flat, views, start = local.reshape(-1), [], 0
+    for box in boxes:  # slices, because autograd refuses in-place ops on the views that `split` returns
+        views.append(flat[start : start + box.numel].view(box.sizes))
+        start += box.numel
+    return views
 
 
 Labelled = tuple[str, Box]  # where the box lives, in words, and the box

@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.errors import RuleError
-from shardwise.layout import Box, Layout, Partial
+from shardwise.layout import Box, Layout, Partial, split_by_boxes
 from shardwise.redistribute.plan import (
     AllReduce,
     Exchange,
@@ -299,7 +299,7 @@ def _counts(program: _Program) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
 
 
 def _packed(local: Tensor, step: Exchange, program: _Program) -> Tensor:
-    parts = _views(local, step.src, collectives.rank())
+    parts = split_by_boxes(local, step.src.boxes(collectives.rank()))
     pieces = [parts[p.box][p.region].reshape(-1) for p in program.sends]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else local.new_empty(0)
 
@@ -312,7 +312,7 @@ def _arrived(received: Tensor, local: Tensor, step: Exchange, program: _Program)
 
 
 def _run_locally(local: Tensor, step: Exchange, program: _Program, rank: int) -> Tensor:
-    parts = _views(local, step.src, rank)
+    parts = split_by_boxes(local, step.src.boxes(rank))
     pieces = [parts[p.box][p.region] for p in program.sends]
     if len(pieces) == 1 and pieces[0].shape == program.shape:
         return pieces[0].clone(memory_format=torch.contiguous_format)
@@ -330,7 +330,7 @@ def _unpack(pieces: Sequence[Tensor], program: _Program, step: Exchange, local: 
         out = local.new_empty(program.shape)
     else:
         out = local.new_full(program.shape, identity(program.fill, local.dtype))
-    targets = _views(out, step.dst, rank)
+    targets = split_by_boxes(out, step.dst.boxes(rank))
     for index in program.order:
         piece, recipe = pieces[index], program.recvs[index]
         target = targets[recipe.box][recipe.region]
@@ -341,16 +341,6 @@ def _unpack(pieces: Sequence[Tensor], program: _Program, step: Exchange, local: 
         else:
             target.add_(piece.view(recipe.sizes))
     return out
-
-
-def _views(local: Tensor, layout: Layout, rank: int) -> list[Tensor]:
-    """One view of the local tensor a box, in the box's own shape."""
-    boxes = layout.boxes(rank)
-    if len(boxes) == 1:
-        return [local]
-    flat = local.reshape(-1)
-    pieces = flat.split([box.numel for box in boxes]) if boxes else ()
-    return [piece.view(box.sizes) for piece, box in zip(pieces, boxes, strict=True)]
 
 
 def identity(reduce_op: str, dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box, Layout
+from shardwise.layout import Box, Layout, split_by_boxes
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.specs import ShardingSpec, layout_of_shards, shards_of, spec_of, words_of
 from shardwise.tensor import factories
@@ -55,14 +55,8 @@ def local_shards(x: DTensor) -> list[LocalShard]:
     """The shards that this rank holds, none or several; they share the memory of `x`, outside of autograd."""
     rank = collectives.rank()
     mine = [shard for shard in metadata(x) if shard.placement is not None and shard.rank == rank]
-    flat, start, found = plain(x.detach()), 0, []
-    if len(mine) == 1 and tuple(flat.shape) == mine[0].shard_sizes:
-        return [LocalShard(flat, mine[0])]
-    for shard in mine:
-        piece = flat.reshape(-1)[start : start + shard.box.numel].view(shard.shard_sizes)
-        found.append(LocalShard(piece, shard))
-        start += shard.box.numel
-    return found
+    views = split_by_boxes(plain(x.detach()), [shard.box for shard in mine])
+    return [LocalShard(view, shard) for view, shard in zip(views, mine, strict=True)]
 
 
 def local_tensor(x: DTensor) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.layout import Box, contiguous_strides
+from shardwise.layout import Box, contiguous_strides, split_by_boxes
 from shardwise.trace.capture_hooks import leaf
 
 Values = Callable[[Tensor, int, torch.dtype], Tensor]
@@ -38,12 +38,8 @@ def fill(local: Tensor, boxes: Sequence[Box], shape: Sequence[int], seed: int, v
     Args:
         local: one box in its own shape; or several, their elements one after the other in one dim; or nothing.
     """
-    if len(boxes) == 1:
-        _fill_box(local, boxes[0], shape, seed, values)
-        return
-    pieces = local.view(-1).split([box.numel for box in boxes]) if boxes else ()
-    for box, piece in zip(boxes, pieces, strict=True):
-        _fill_box(piece.view(box.sizes), box, shape, seed, values)
+    for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
+        _fill_box(view, box, shape, seed, values)
 
 
 def _fill_box(out: Tensor, box: Box, shape: Sequence[int], seed: int, values: Values) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.errors import LayoutError
-from shardwise.layout import Box
+from shardwise.layout import Box, split_by_boxes
 from shardwise.tensor.dtensor import DTensor, plain, register_method
 from shardwise.tensor.local_shards import shard_at
 
@@ -24,8 +24,7 @@ def pieces(x: DTensor) -> list[tuple[Box, Tensor]]:
         found = list(zip(x._tiling.boxes, x._tiling.shards(local), strict=True))
     else:
         boxes = x._layout.boxes(collectives.rank())
-        flat = [local] if len(boxes) == 1 else local.split([box.numel for box in boxes]) if boxes else []
-        found = [(box, part.view(box.sizes)) for box, part in zip(boxes, flat, strict=True)]
+        found = list(zip(boxes, split_by_boxes(local, boxes), strict=True))
     return [(box, part) for box, part in found if box.numel]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
-from shardwise.layout import Box
+from shardwise.layout import Box, split_by_boxes
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.tensor.handlers.copies import before_change, outdate
 
@@ -54,10 +54,7 @@ def _is_place(part: Any) -> bool:
 
 
 def _write(local: Tensor, boxes: Sequence[Box], places: Sequence[Tensor], value: float) -> None:
-    start = 0
-    for box in boxes:
-        piece = local if len(boxes) == 1 else local[start : start + box.numel].view(box.sizes)
-        start += box.numel
+    for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
         own = [at - offset for at, offset in zip(places, box.offsets, strict=True)]
         here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
-        piece[tuple(at[here] for at in own)] = value
+        view[tuple(at[here] for at in own)] = value
