@@ -51,7 +51,7 @@ def _join_local(ctx: LocalContext, x: Tensor, y: Tensor) -> Tensor:
         of_x = Box((max(start - length, 0), 0), (stop - split, width))
         return [(1, Box((start, 0), (split - start, width))), (0, of_x)]
 
-    return torch.cat(ctx.fetch_parts([x, y], [ctx.boxes(0), ctx.boxes(1)], wanted))
+    return torch.cat(ctx.fetch_boxes([x, y], [ctx.boxes(0), ctx.boxes(1)], wanted))
 
 
 def _rows_of_halves(x: Meta) -> list[Row]:

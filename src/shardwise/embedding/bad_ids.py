@@ -60,7 +60,7 @@ def _verdict_everywhere(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> Ve
         return position, bad, ctx.rank
     ranks = ctx.ranks(axes)
     own = torch.tensor([position, bad], dtype=torch.int64, device=ids.device)
-    return worst(ctx.stack(own, ranks).tolist(), ranks)
+    return worst(ctx.all_gather(own, ranks).tolist(), ranks)
 
 
 def asked_axes(ctx: LocalContext) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ def _with_whole_bags(
     named = arguments(F.embedding_bag, tuple(args), kwargs)
     offsets, ranks = named["offsets"], ctx.ranks(bad_ids.asked_axes(ctx))
     own = (*offsets[:1].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, 0)
-    told = ctx.stack(torch.tensor(own, device=offsets.device), ranks).tolist()
+    told = ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
     end = ctx.layouts[0].shape[0]
     by_place = sorted((ctx.layouts[2].boxes(rank)[0].offsets, told[i], rank) for i, rank in enumerate(ranks))
     starts, lengths = [first for _, (first, _), _ in by_place if first >= 0], {}
@@ -146,7 +146,7 @@ def _with_whole_bags(
         bad_ids.raise_bad_ids(ctx, (bad_ids.BAD_BAGS, 0, ranks[0]))
     for _, (first, _), rank in reversed(by_place):
         lengths[rank], end = (0, end) if first < 0 else (end - first, first)
-    cut = ctx.recut(0, 2, lengths)
+    cut = ctx.reshard_like(0, 2, lengths)
     named["input"] = ctx.fetch(named["input"], 0, lambda rank: cut.layouts[0].boxes(rank)[0])
     return cut, named
 
@@ -227,7 +227,7 @@ def _exchange_answers(
     expected = [[_expected(request, owner) for request in requests] for owner in range(len(ranks))]
     flat = torch.cat([answer[o].reshape(-1) for o in range(len(ranks)) for answer in answers])
     send_counts = [sum(answer[o].numel() for answer in answers) for o in range(len(ranks))]
-    received = ctx.exchange(flat, send_counts, [sum(r * c for r, c in row) for row in expected], ranks)
+    received = ctx.all_to_all(flat, send_counts, [sum(r * c for r, c in row) for row in expected], ranks)
     pieces = iter(received.split([r * c for row in expected for r, c in row]))
     blocks = [[next(pieces).view(shape) for shape in row] for row in expected]
     return [[row[index] for row in blocks] for index in range(len(requests))]

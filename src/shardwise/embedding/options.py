@@ -99,7 +99,7 @@ def every_id(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
     if len(ranks) == 1:
         return ids.reshape(-1)
     own = ids.reshape(-1).repeat(len(ranks))
-    return ctx.exchange(own, [ids.numel()] * len(ranks), [layout.local_numel(rank) for rank in ranks], ranks)
+    return ctx.all_to_all(own, [ids.numel()] * len(ranks), [layout.local_numel(rank) for rank in ranks], ranks)
 
 
 def by_frequency(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
@@ -139,7 +139,7 @@ def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float,
         of_rows = torch.linalg.vector_norm(part[rows], norm_type, 1) if part.numel() else part.new_zeros(rows.shape)
         norms.append(part.new_zeros(ids.shape).masked_scatter_(here, of_rows))
         own.append((part, here, rows))
-    every = ctx.stack(torch.stack(norms), ctx.ranks(axes)).flatten(0, 1)
+    every = ctx.all_gather(torch.stack(norms), ctx.ranks(axes)).flatten(0, 1)
     norm = torch.linalg.vector_norm(every, norm_type, 0).double()
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # the little more is torch's
     for part, here, rows in own:

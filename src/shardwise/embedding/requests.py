@@ -205,7 +205,7 @@ def exchange_ids(ctx: LocalContext, ranks: tuple[int, ...], requests: Sequence[R
         for i, room in enumerate(row)
         for piece in (heads[o, i], F.pad(words[i][o][:room], (0, max(0, room - words[i][o].numel()))))
     ]
-    received = ctx.exchange(
+    received = ctx.all_to_all(
         torch.cat(first),
         [sum(row) + head_size * len(row) for row in room_out],
         [sum(row) + head_size * len(row) for row in room_in],
@@ -235,7 +235,7 @@ def _add_rest(
 ) -> None:
     """Send the ids that the first messages had no room for, and append those that come."""
     flat = torch.cat([x for row in rest for x in row])
-    received = ctx.exchange(flat, [sum(x.numel() for x in row) for row in rest], [sum(row) for row in missing], ranks)
+    received = ctx.all_to_all(flat, [sum(x.numel() for x in row) for row in rest], [sum(row) for row in missing], ranks)
     pieces = iter(received.long().split([n for row in missing for n in row]))
     for sender in range(len(ranks)):
         for of_request in asked:

@@ -156,12 +156,12 @@ def _travelled(
     bits = torch.cat(numbers).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
     message = torch.cat([tokens[there], weights[there].to(tokens.dtype), bits], 1)
     width = dim + 2 * k
-    arrived = ctx.exchange(message.reshape(-1), [n * width for n in sent], [n * width for n in received], ranks).view(
+    arrived = ctx.all_to_all(message.reshape(-1), [n * width for n in sent], [n * width for n in received], ranks).view(
         -1, width
     )
     numbers_here = arrived[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
     made = _mixed(numbers_here, w1, w2, arrived[:, :dim], arrived[:, dim : dim + k])
-    back = ctx.exchange(made.reshape(-1), [n * dim for n in received], [n * dim for n in sent], ranks)
+    back = ctx.all_to_all(made.reshape(-1), [n * dim for n in received], [n * dim for n in sent], ranks)
     return tokens.new_zeros(num, dim).index_add(0, there, back.view(-1, dim))
 
 
@@ -172,7 +172,7 @@ def _counts(ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, sent: Seq
     counts = dict(zip(ranks, sent, strict=True))
     own = torch.tensor([(counts.get(rank, 0), *verdict) for rank in everyone], device=chosen.device)
     three = [3] * len(everyone)
-    heads = ctx.exchange(own.reshape(-1), three, three, everyone).view(-1, 3).tolist()
+    heads = ctx.all_to_all(own.reshape(-1), three, three, everyone).view(-1, 3).tolist()
     raise_bad_ids(ctx, worst(heads, everyone))
     told = dict(zip(everyone, heads, strict=True))
     return [told[rank][0] for rank in ranks]

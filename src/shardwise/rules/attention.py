@@ -89,7 +89,7 @@ def _of_own_heads(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> lis
             boxes.append((i, layout.boxes(rank)[0].along(at, first, max(stop - first, 0))))
         return boxes
 
-    parts = ctx.fetch_parts([key, value], [ctx.boxes(1), ctx.boxes(2)], wanted)
+    parts = ctx.fetch_boxes([key, value], [ctx.boxes(1), ctx.boxes(2)], wanted)
     box = of_queries.boxes(ctx.rank)[0]
     heads = torch.arange(box.offsets[at], box.offsets[at] + box.sizes[at], device=key.device)
     return [
@@ -121,7 +121,7 @@ def _combined(
         out = weights @ value
         beside = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
         mine = torch.cat([out, *beside], -1)
-        values, sums, tops = ctx.stack(mine, ctx.ranks(axes)).split([out.shape[-1], 1, 1], -1)
+        values, sums, tops = ctx.all_gather(mine, ctx.ranks(axes)).split([out.shape[-1], 1, 1], -1)
         shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
         total = (sums * shares).sum(0)
         out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # nothing seen gives zeros

@@ -103,7 +103,7 @@ def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: 
     tensors = [x for x in named.values() if isinstance(x, Tensor)]
     own = torch.broadcast_shapes(*(x.shape for x in tensors)) if loss in ELEMENTS else tensors[0].shape[:-1]
     if reduction == "mean" and named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss):
-        weights = ctx.stack(named["weight"].sum()).sum(0)
+        weights = ctx.all_gather(named["weight"].sum()).sum(0)
         return loss(**{**named, "reduction": "sum"}) / weights  # type: ignore[no-any-return]
     if reduction == "mean" and own.numel():
         return loss(**{**named, "reduction": "mean"}) * (own.numel() / count)  # type: ignore[no-any-return]
@@ -167,7 +167,7 @@ def _classified(loss: Loss, whole_batch: int, ctx: LocalContext, /, *args: Any, 
 def _agreed_weight(ctx: LocalContext, axes: list[int], weights: Tensor, foreign: Tensor) -> Tensor:
     """The weight of the targets of all ranks; the same error on all of them if one has a target that is no class."""
     own = torch.cat([weights.detach().sum().double().view(1), foreign])
-    every = ctx.stack(own, ctx.ranks(axes)) if axes else own.unsqueeze(0)
+    every = ctx.all_gather(own, ctx.ranks(axes)) if axes else own.unsqueeze(0)
     _refuse_foreign(ctx, every)
     return every[:, 0].sum()
 
@@ -217,7 +217,7 @@ def _of_cut_classes(
             sent["all"] = by_class.sum().expand(own.shape)
     if "label_smoothing" in named:
         sent["lse"] = _log_sum_exp(scores, classes)
-    every = dict(zip(sent, ctx.stack(torch.stack(list(sent.values())), ctx.ranks(axes)).unbind(1), strict=True))
+    every = dict(zip(sent, ctx.all_gather(torch.stack(list(sent.values())), ctx.ranks(axes)).unbind(1), strict=True))
     lse = torch.logsumexp(every.pop("lse"), 0) if "lse" in every else 0
     summed = {name: parts.sum(0) for name, parts in every.items()}
     if counts is None:

@@ -86,13 +86,13 @@ class LocalContext(Protocol):
         """The ranks that differ from this one on `axes` (None: the row's own) only, in rising order."""
         ...
 
-    def exchange(
+    def all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
     ) -> Tensor:
         """All-to-all among `ranks` (None: `ranks()`) of a 1-D tensor; gradients travel the way back."""
         ...
 
-    def stack(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+    def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         """The `x` of each of `ranks` (None: `ranks()`), all of one shape, along a new first dim; differentiable."""
         ...
 
@@ -108,7 +108,7 @@ class LocalContext(Protocol):
         """
         ...
 
-    def fetch_parts(
+    def fetch_boxes(
         self, xs: Sequence[Tensor], held: Sequence[Sequence[Box]], wanted: Callable[[int], Sequence[tuple[int, Box]]]
     ) -> list[Tensor]:
         """The same for several boxes, of several tensors of one dtype, in one exchange.
@@ -119,15 +119,15 @@ class LocalContext(Protocol):
         """
         ...
 
-    def seed(self, generator: torch.Generator | None = None) -> int:
+    def draw_seed(self, generator: torch.Generator | None = None) -> int:
         """What the random numbers of this op come from: the same on all ranks of the mesh. Ask once an op."""
         ...
 
-    def copied(self, x: Tensor) -> Tensor:
+    def mark_copy(self, x: Tensor) -> Tensor:
         """`x`, marked as a copy where users expect a view: changing it in place is refused."""
         ...
 
-    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
+    def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
         """This ctx with `operand` cut along dim 0 by the axes of operand `like`, into pieces as long as given."""
         ...
 

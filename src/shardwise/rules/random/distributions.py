@@ -33,7 +33,7 @@ def _drawn(ctx: LocalContext, law: Callable[..., Tensor], parameters: list[Tenso
     index = torch.empty(shape, dtype=torch.int64, device=parameters[0].device)
     counter_rng.fill(index, ctx.output.boxes(ctx.rank), ctx.output.shape, 0, lambda places, *_: places)
     flat = [x.expand(shape).reshape(-1) for x in parameters]
-    return law(*flat, index.reshape(-1), ctx.seed(generator)).view(shape)
+    return law(*flat, index.reshape(-1), ctx.draw_seed(generator)).view(shape)
 
 
 register_random([torch.poisson, aten.poisson.default], nonlinear, _poisson, shape=broadcast)

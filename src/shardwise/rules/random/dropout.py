@@ -51,7 +51,7 @@ def _kept(ctx: LocalContext, x: Tensor, p: float, features: bool) -> Tensor:
     boxes, shape = layout.boxes(ctx.rank), layout.shape
     if not features:
         return fill(torch.empty_like(x.detach()), ctx, layout, values)
-    seed, pieces = ctx.seed(), []
+    seed, pieces = ctx.draw_seed(), []
     for box in boxes:
         piece = x.new_empty(box.sizes[:2])
         counter_rng.fill(piece, [Box(box.offsets[:2], box.sizes[:2])], shape[:2], seed, values)

@@ -94,7 +94,7 @@ def _multinomial_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 
 def fill(out: Tensor, ctx: LocalContext, layout: Layout, values: Values, generator: Any = None) -> Tensor:
     """`out`, filled as this rank's part of a random tensor of this layout."""
-    counter_rng.fill(out, layout.boxes(ctx.rank), layout.shape, ctx.seed(generator), values)
+    counter_rng.fill(out, layout.boxes(ctx.rank), layout.shape, ctx.draw_seed(generator), values)
     return out
 
 
@@ -133,7 +133,7 @@ def refuse(ctx: LocalContext, bad: Tensor, message: str) -> None:
     cut = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in ctx.layouts)]
     ranks = ctx.ranks(cut) if mesh.coordinate(ctx.rank) is not None else ()
     if len(ranks) > 1:
-        found = ctx.stack(found, ranks)
+        found = ctx.all_gather(found, ranks)
     if found.any():
         raise RuntimeError(message)
 

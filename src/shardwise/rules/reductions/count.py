@@ -33,7 +33,7 @@ def _bincount(ctx: LocalContext, /, input: Tensor, weights: Tensor | None = None
 def _range(ctx: LocalContext, x: Tensor, nothing: tuple[float, float]) -> tuple[float, float]:
     """The smallest and the largest of all ranks' elements."""
     own = torch.stack(x.detach().reshape(-1).aminmax()) if x.numel() else x.new_tensor(nothing)
-    every = ctx.stack(torch.cat([own, own.new_tensor([x.numel() > 0])]))
+    every = ctx.all_gather(torch.cat([own, own.new_tensor([x.numel() > 0])]))
     full = every[every[:, 2] > 0]
     return (full[:, 0].min().item(), full[:, 1].max().item()) if len(full) else nothing
 
@@ -95,7 +95,7 @@ def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, .
     lines, along = (x.reshape(-1), None) if dim is None else (x.movedim(dim, 0), 0)
     own, inverse, numbers = torch.unique(lines, return_inverse=True, return_counts=True, dim=along)
     wide = torch.float64 if x.is_floating_point() else torch.int64
-    lengths = ctx.stack(numbers.new_tensor(len(own))).tolist()
+    lengths = ctx.all_gather(numbers.new_tensor(len(own))).tolist()
     table = torch.cat([own.reshape(len(own), prod(lines.shape[1:])).to(wide), numbers.to(wide).unsqueeze(1)], 1)
     table = in_one(ctx, table, lengths, range(len(lengths)))
     every = table[:, :-1].to(x.dtype).view(-1, *lines.shape[1:])

@@ -59,7 +59,7 @@ def _softmax_of_cut(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args:
     known = scores.detach()
     top = known.amax(dim, keepdim=True) if known.shape[dim] else known.sum(dim, keepdim=True) - INF
     own = (scores - top.masked_fill(top == -INF, 0)).exp().sum(dim, keepdim=True)
-    tops, sums = ctx.stack(torch.stack([top, own])).unbind(1)
+    tops, sums = ctx.all_gather(torch.stack([top, own])).unbind(1)
     top = tops.detach().amax(0)
     nothing = (top == -INF) & (kind == "safe")
     top = top.masked_fill(nothing, 0)
@@ -75,7 +75,7 @@ def _pooled(
     ctx: LocalContext, ranks: tuple[int, ...], count: Tensor, mean: Tensor, spread: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moments of what `ranks` hold together, from those of what each holds; one exchange."""
-    counts, means, spreads = ctx.stack(torch.stack([count.expand_as(mean), mean, spread]), ranks).unbind(1)
+    counts, means, spreads = ctx.all_gather(torch.stack([count.expand_as(mean), mean, spread]), ranks).unbind(1)
     count = counts.sum(0)
     mean = (means * (counts / count.clamp(min=1))).sum(0)
     return count, mean, (spreads + counts * (means - mean).square()).sum(0)
@@ -131,7 +131,7 @@ def _rms_norm_of_cut(
     ctx: LocalContext, x: Tensor, normalized_shape: Any, weight: Maybe = None, eps: float | None = None
 ) -> Tensor:
     full = wide(x)
-    squares = ctx.stack(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
+    squares = ctx.all_gather(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
     eps = torch.finfo(full.dtype).eps if eps is None else eps
     return _scaled(full, squares / prod(normalized_shape), weight, None, eps).to(x.dtype)
 

@@ -50,7 +50,7 @@ def _best(ctx: LocalContext, x: Tensor, largest: bool, with_value: bool, dims: t
     else:
         where = torch.unravel_index(at, box.sizes)
         at = sum(((i + box.offsets[d]) * prod(whole[d + 1 :]) for d, i in enumerate(where)), torch.zeros_like(at))
-    every, places = _two(ctx.stack(carried(values, at)), 1)
+    every, places = _two(ctx.all_gather(carried(values, at)), 1)
     top = every.amax(0) if largest else every.amin(0)
     winner = torch.where((every == top) | every.isnan(), places, LAST).argmin(0, keepdim=True)
     shape = ctx.output.local_shape(ctx.rank)
@@ -83,7 +83,7 @@ def _top(ctx: LocalContext, x: Tensor, k: int, dim: int, largest: bool) -> Any:
 def in_one(ctx: LocalContext, x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
     """All ranks' `x`, `lengths` long, one after the other in this order of the ranks."""
     ranks, width = ctx.ranks(), prod(x.shape[1:])
-    every = ctx.exchange(x.reshape(-1).repeat(len(ranks)), [x.numel()] * len(ranks), [n * width for n in lengths])
+    every = ctx.all_to_all(x.reshape(-1).repeat(len(ranks)), [x.numel()] * len(ranks), [n * width for n in lengths])
     pieces = every.split([n * width for n in lengths])
     return torch.cat([pieces[i] for i in order]).view(sum(lengths), *x.shape[1:])
 
@@ -135,7 +135,7 @@ def _to_their_places(ctx: LocalContext, dim: int, keys: Tensor, rows: Tensor) ->
     segments = rows.split(pieces[here])
     sends = [pieces[here][p] * rows.shape[1] for p in place]
     receives = [pieces[p][here] * rows.shape[1] for p in place]
-    received = ctx.exchange(torch.cat([segments[p] for p in place]).reshape(-1), sends, receives).split(receives)
+    received = ctx.all_to_all(torch.cat([segments[p] for p in place]).reshape(-1), sends, receives).split(receives)
     return torch.cat([received[i] for i in order]).view(-1, rows.shape[1])
 
 
@@ -150,13 +150,13 @@ def split(ctx: LocalContext, keys: Tensor, wanted: Sequence[int], sizes: Sequenc
         lower = torch.stack([torch.searchsorted(piece, found) for piece in every.split(list(sizes))])
         upper = torch.stack([torch.searchsorted(piece, found, right=True) for piece in every.split(list(sizes))])
         return lower, upper - lower
-    ends = ctx.stack(keys[[0, -1]] if keys.numel() else keys.new_tensor([ALL_BITS.max, ALL_BITS.min]))
+    ends = ctx.all_gather(keys[[0, -1]] if keys.numel() else keys.new_tensor([ALL_BITS.max, ALL_BITS.min]))
     low, high = int(ends[:, 0].min()), int(ends[:, 1].max())
     base, shift = torch.full_like(target, low), max((high - low).bit_length() - DIGIT, 0)
     while True:
         marks = base + (torch.arange(1 << DIGIT, device=keys.device) << shift)
         below = torch.where(marks < base, keys.numel(), torch.searchsorted(keys, marks))  # marks beyond all numbers
-        every = ctx.stack(below)[list(order)]
+        every = ctx.all_gather(below)[list(order)]
         digit = (every.sum(0) <= target).sum(1, keepdim=True) - 1
         lower, above = (every.take_along_dim(at[None], 2).squeeze(2) for at in (digit, (digit + 1) % (1 << DIGIT)))
         upper = torch.where(digit.squeeze(1) + 1 < 1 << DIGIT, above, upper)
@@ -182,7 +182,7 @@ def _order_statistic(ctx: LocalContext, x: Tensor, dims: reduce.Dims, keepdim: b
     if total == 0 or (k and not 0 < k[0] <= total):
         none = x.new_zeros([min(n, 1) for n in ctx.layouts[0].shape])
         return getattr(torch, name)(none, *k, *((*dims, keepdim) if dims else ()))  # torch's own answer, or error
-    real = total if k else int(ctx.stack(flat.isnan().logical_not().sum()).sum())
+    real = total if k else int(ctx.all_gather(flat.isnan().logical_not().sum()).sum())
     middle = total - 1 if real == 0 or (real < total and name == "median") else (real - 1) // 2
     value, place = (found[0] for found in pick(ctx, flat, [k[0] - 1 if k else middle], dims))
     if dims:
@@ -205,7 +205,7 @@ def pick(ctx: LocalContext, x: Tensor, wanted: list[int], dims: reduce.Dims) -> 
     start = ctx.boxes(0)[seat(ctx)].offsets[dims[0]] if dims else 0
     values = x.new_zeros(len(wanted)).masked_scatter(mine, x[own])
     pairs = carried(values, torch.zeros_like(nth[here]).masked_scatter(mine, own + start))
-    values, places = _two(ctx.stack(pairs).sum(0), 0)
+    values, places = _two(ctx.all_gather(pairs).sum(0), 0)
     return values.to(x.dtype), places.long()
 
 
@@ -229,7 +229,7 @@ def _quantile(ctx: LocalContext, /, input: Tensor, *args: Any, **kwargs: Any) ->
 def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_: Any, **named: Any) -> Any:
     flat, total, between = input.reshape(-1), sum(counts(ctx, None)), named.get("interpolation", "linear")
     getattr(torch, name)(flat.detach().new_zeros(min(total, 1)), q, interpolation=between)  # torch's own errors
-    real = int(ctx.stack(flat.isnan().logical_not().sum()).sum())
+    real = int(ctx.all_gather(flat.isnan().logical_not().sum()).sum())
     some = real == total or (real > 0 and name == "nanquantile")  # else nan, which is behind all others
     rank = torch.as_tensor(q, dtype=flat.dtype, device=flat.device).reshape(-1) * (real - 1)
     rounded = {"lower": rank.floor(), "higher": rank.ceil(), "nearest": rank.round()}.get(between, rank)

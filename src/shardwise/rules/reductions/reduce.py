@@ -189,7 +189,7 @@ def _variance(
     squares, rest = torch.var_mean(part - pivot, along, correction=0, keepdim=keepdim)
     means = rest.double() + (pivot if keepdim else pivot.squeeze(along))
     sizes = counts(ctx, dims)
-    every = ctx.stack(torch.stack([means, squares.double()]))
+    every = ctx.all_gather(torch.stack([means, squares.double()]))
     weights = (every.new_tensor(sizes) / sum(sizes)).view(-1, *[1] * means.ndim)
     mean = (every[:, 0] * weights).sum(0)
     spread = (weights * (every[:, 1] + (every[:, 0] - mean).square())).sum(0)
@@ -220,7 +220,7 @@ def _norm_of_shards(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, ord
     if abs(ord) == inf:
         return extremes(ctx, x.abs(), dims, keepdim, (ord > 0,))  # type: ignore[no-any-return]
     part, along = own_part(ctx, x, dims, inf if ord < 0 else 0)
-    every = ctx.stack(torch.linalg.vector_norm(part, ord, along, keepdim))
+    every = ctx.all_gather(torch.linalg.vector_norm(part, ord, along, keepdim))
     return every.sum(0) if ord == 0 else torch.linalg.vector_norm(every, ord, 0)  # torch knows its gradient at zero
 
 
@@ -244,7 +244,7 @@ def log_sum_exp(input: Meta, dim: Any, keepdim: bool = False) -> list[Row]:
 
 def _log_sum_exp(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    return log_of_sum(ctx.stack(log_of_sum(*own_part(ctx, x, dims, -inf, True), keepdim)), (0,), False)
+    return log_of_sum(ctx.all_gather(log_of_sum(*own_part(ctx, x, dims, -inf, True), keepdim)), (0,), False)
 
 
 def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -279,7 +279,7 @@ def extremes(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tup
         ties = ((part == own) if graded else torch.ones_like(own)).sum(along, keepdim=True)
         pair = torch.stack([own.to(wide), ties.to(wide) * min(counts(ctx, dims)[seat(ctx)], 1)])
         found.append(pair if keepdim else pair.squeeze([d + 1 for d in along]))
-    for largest, (values, ties) in zip(kinds, ctx.stack(torch.stack(found)).movedim(0, 2), strict=True):
+    for largest, (values, ties) in zip(kinds, ctx.all_gather(torch.stack(found)).movedim(0, 2), strict=True):
         best = values.detach().amax(0) if largest else values.detach().amin(0)
         weights = torch.where(values == best, ties.detach(), 0)
         shared: Tensor = Shared.apply(values, best, weights / weights.sum(0))  # type: ignore[no-untyped-call]
@@ -327,7 +327,7 @@ def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:
     boxes = ctx.boxes(0)
     here = boxes[seat(ctx)].offsets[dim]
     earlier = [i for i, box in enumerate(boxes) if box.offsets[dim] < here]
-    return ctx.stack(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
+    return ctx.all_gather(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
 
 
 def scan_of_extremes(largest: bool, input: Meta, dim: int) -> list[Row]:

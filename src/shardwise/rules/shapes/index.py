@@ -202,7 +202,7 @@ def _read(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any
         order, counts = place.owner.argsort(stable=True), place.owner.bincount(minlength=len(ranks)).tolist()
         found = _taken(x, call, place.at[place.owner == me]).reshape(-1).repeat(len(ranks))
         sent = [counts[me] * prod(kept)] * len(ranks)
-    got = ctx.exchange(found, sent, [n * prod(kept) for n in counts], ranks).view(sum(counts), *kept)
+    got = ctx.all_to_all(found, sent, [n * prod(kept) for n in counts], ranks).view(sum(counts), *kept)
     out: Tensor = got.index_select(0, order.argsort()).view((*call.added, *kept))
     return out.movedim(tuple(range(len(call.added))), tuple(range(call.start, call.start + len(call.added))))
 
@@ -225,7 +225,7 @@ def _write(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: An
         if axes:
             width, shape = prod(values.shape[1:]), values.shape[1:]
             sent, received = [n * width for n in counts], [n * width for n in asked]
-            values = ctx.exchange(values.reshape(-1), sent, received, ranks).view(sum(asked), *shape)
+            values = ctx.all_to_all(values.reshape(-1), sent, received, ranks).view(sum(asked), *shape)
     return _put(ctx, x, call, at, values)
 
 
@@ -308,10 +308,10 @@ def _sent(ctx: LocalContext, ranks: tuple[int, ...], place: Place) -> tuple[Tens
     counts = place.owner[order].bincount(minlength=len(ranks)).tolist()
     words = torch.tensor([(n, *place.bad) for n in counts], device=order.device)
     threes = [3] * len(ranks)
-    told = ctx.exchange(words.view(-1), threes, threes, ranks).view(-1, 3).tolist()
+    told = ctx.all_to_all(words.view(-1), threes, threes, ranks).view(-1, 3).tolist()
     refuse(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in told if dim), (0, 0)))
     asked = [n for n, _, _ in told]
-    return order, counts, asked, ctx.exchange(place.at[order], counts, asked, ranks)
+    return order, counts, asked, ctx.all_to_all(place.at[order], counts, asked, ranks)
 
 
 def _taken(x: Tensor, call: Call, at: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
 
 
 def _own_places(ctx: LocalContext, x: Tensor, mask: Tensor, source: Tensor) -> Any:
-    counts = ctx.stack(mask.sum().view(1)).view(-1).tolist()
+    counts = ctx.all_gather(mask.sum().view(1)).view(-1).tolist()
     here, boxes = box_of(ctx.layouts[0], ctx.rank).offsets[0], ctx.boxes(0)
     before = sum(n for n, box in zip(counts, boxes, strict=True) if box.sizes[0] and box.offsets[0] < here)
     if source.numel() < sum(counts):

@@ -76,7 +76,7 @@ def assembled(
         }
         nothing = {r: [(0, box.along(dim, 0, 0))] for r, box in held[0].items()}
         wanted = {r: list(dict.fromkeys(boxes[r])) or nothing[r] for r in boxes}
-        found = ctx.fetch_parts(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
+        found = ctx.fetch_boxes(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
         by_box, mine = dict(zip(wanted[ctx.rank], found, strict=True)), iter(boxes[ctx.rank])
         pieces = [
             _along(found[0] if run.operand == FILLED else by_box[next(mine)], dim, run, value)

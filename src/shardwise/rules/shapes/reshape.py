@@ -85,7 +85,7 @@ def _in_place_already(groups: Any, must_view: bool, ctx: LocalContext) -> LocalF
     held = _held(ctx)
     if any(_to_regroup(ctx, held, old) for old, _ in groups):
         return None
-    return partial(_viewed, ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.copied)
+    return partial(_viewed, ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.mark_copy)
 
 
 @prepared(_in_place_already)
@@ -95,7 +95,7 @@ def _local_reshape(groups: Any, must_view: bool, ctx: LocalContext, x: Tensor, /
         if _to_regroup(ctx, held, old):
             x, held = _regrouped(ctx, x, held, old, new)
             must_view = True  # a copy already
-    return _viewed(ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.copied, x)
+    return _viewed(ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.mark_copy, x)
 
 
 def _held(ctx: LocalContext) -> dict[int, Box]:
@@ -150,7 +150,7 @@ def _regrouped(
         goals[rank] = _with_dims(box, old, Box((low,), (span,)))
         found = _flat_boxes(low, low + span, tuple(shape[d] for d in old)) or [Box((0,) * len(old), (0,) * len(old))]
         parts[rank] = [(0, _with_dims(box, old, part)) for part in found]
-    pieces = ctx.fetch_parts([x], [list(held.values())], parts.__getitem__)
+    pieces = ctx.fetch_boxes([x], [list(held.values())], parts.__getitem__)
     return torch.cat([piece.flatten(old.start, old.stop - 1) for piece in pieces], old.start), goals
 
 

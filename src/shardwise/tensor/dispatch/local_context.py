@@ -52,7 +52,7 @@ class RankContext:
     def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
         return _neighbours(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
 
-    def exchange(
+    def all_to_all(
         self,
         send: Tensor,
         send_counts: Sequence[int],
@@ -62,12 +62,12 @@ class RankContext:
         ranks = self.ranks() if ranks is None else ranks
         return run.exchange(send, send_counts, recv_counts, ranks, self.cause)
 
-    def stack(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+    def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         ranks = self.ranks() if ranks is None else ranks
         if len(ranks) == 1:
             return x.unsqueeze(0)
         counts = [x.numel()] * len(ranks)
-        return self.exchange(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
+        return self.all_to_all(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
 
     def boxes(self, operand: int) -> list[Box]:
         layout = self.layouts[operand]
@@ -75,10 +75,10 @@ class RankContext:
         return [(layout.boxes(rank) or (nothing,))[0] for rank in self.ranks()]
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
-        (found,) = self.fetch_parts([x], [self.boxes(operand)], lambda rank: [(0, wanted(rank))])
+        (found,) = self.fetch_boxes([x], [self.boxes(operand)], lambda rank: [(0, wanted(rank))])
         return found
 
-    def fetch_parts(
+    def fetch_boxes(
         self,
         xs: Sequence[Tensor],
         held: Sequence[Sequence[Box]],
@@ -88,13 +88,13 @@ class RankContext:
         goals = tuple([tuple(wanted(rank)) for rank in ranks])
         return fetch(xs, ranks, self.rank, tuple(map(tuple, held)), goals, self.cause)
 
-    def seed(self, generator: torch.Generator | None = None) -> int:
+    def draw_seed(self, generator: torch.Generator | None = None) -> int:
         return seeds.draw_seed(self.layouts[0].mesh, generator)
 
-    def copied(self, x: Tensor) -> Tensor:
+    def mark_copy(self, x: Tensor) -> Tensor:
         return marked(x)
 
-    def recut(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
+    def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
         layouts, model = list(self.layouts), self.layouts[like]
         axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
         cut = measured_cut(model.mesh, axes, model.shard_order, lengths)
