@@ -44,7 +44,7 @@ class Sender:
 
 
 class Copy(torch.autograd.Function):
-    """Whole in, whole out; the gradients of the ranks are added."""
+    """Replicated in, replicated out; backward all-reduces the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sender: Sender) -> Tensor:
@@ -57,7 +57,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """Summands in, their sum out; its gradient is that of every summand."""
+    """All-reduce of partial sums; the gradient of each is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sender: Sender) -> Tensor:
@@ -82,7 +82,7 @@ class Gather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Summands of the whole sequence in, parts of their sum out."""
+    """Reduce-scatter of partial sums along the sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sender: Sender) -> Tensor:
@@ -110,7 +110,7 @@ class ByHand(nn.Module):
     """The parts of a `Transformer` that one rank computes. Sizes must divide evenly, and dropout must be off.
 
     Args:
-        model: cut in place.
+        model: sharded in place.
         sequence: between layers, each rank has a part of the sequence.
     """
 
@@ -124,21 +124,21 @@ class ByHand(nn.Module):
         model.output.weight = table if tied else self._part(model.output.weight, 0)
         model.tok_embeddings.weight = table
         self.first_row = self.rank * table.shape[0]
-        cut = {id(table), id(model.output.weight)}
+        sharded = {id(table), id(model.output.weight)}
         for block in model.layers:
             a, f = block.attention, block.feed_forward
             for linear, dim in ((a.wq, 0), (a.wk, 0), (a.wv, 0), (a.wo, 1), (f.w1, 0), (f.w2, 1)):
                 linear.weight = self._part(linear.weight, dim)
-                cut.add(id(linear.weight))
+                sharded.add(id(linear.weight))
             f.w1.bias = self._part(f.w1.bias, 0)
-            cut.add(id(f.w1.bias))
-        self.replicated = [p for p in model.parameters() if id(p) not in cut]
+            sharded.add(id(f.w1.bias))
+        self.replicated = [p for p in model.parameters() if id(p) not in sharded]
 
     def _part(self, parameter: Tensor, dim: int) -> nn.Parameter:
         return nn.Parameter(parameter.detach().chunk(self.ranks, dim)[self.rank].clone())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next token, whole on every rank."""
+        """Logits of the next token, replicated."""
         model, sender = self.model, self.sender
         enter, leave = (Gather, ReduceScatter) if self.sequence else (Copy, Reduce)
         ids = tokens - self.first_row
@@ -153,8 +153,8 @@ class ByHand(nn.Module):
             x = x + leave.apply(block.attention(inner), sender)  # type: ignore[no-untyped-call]
             f = block.feed_forward
             inner = enter.apply(block.ffn_norm(x), sender)  # type: ignore[no-untyped-call]
-            summand = F.linear(f.gelu(f.w1(inner)), f.w2.weight)
-            x = x + (leave.apply(summand, sender) + f.w2.bias)  # type: ignore[no-untyped-call]
+            partial = F.linear(f.gelu(f.w1(inner)), f.w2.weight)
+            x = x + (leave.apply(partial, sender) + f.w2.bias)  # type: ignore[no-untyped-call]
         x = enter.apply(model.norm(x), sender)  # type: ignore[no-untyped-call]
         return GatherScores.apply(model.output(x), sender)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -163,5 +163,5 @@ class ByHand(nn.Module):
         if self.sequence:
             grads = [p.grad for p in self.replicated if p.grad is not None]
             total = self.sender.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
-            for g, piece in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-                g.copy_(piece.view_as(g))
+            for g, chunk in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+                g.copy_(chunk.view_as(g))

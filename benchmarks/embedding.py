@@ -1,7 +1,7 @@
 """Training steps of sharded embedding bags: shardwise beside torch.distributed.tensor and torch's legacy _shard.
 
-Every rank has its own batch of bags and wants their sums; the tables are cut by rows, by columns, or live
-whole on one rank each. One step is forward, backward and optimiser. All systems live in the same processes,
+Every rank has its own batch of bags and wants their sums; the tables are row-wise, column-wise or
+table-wise. One step is forward, backward and optimiser. All systems live in the same processes,
 start from the same tables, see the same ids, and take turns.
 
     python benchmarks/embedding.py [--quick]
@@ -76,13 +76,13 @@ def first_values(sizes: Sizes, table: int) -> Tensor:
 
 
 class System:
-    """Tables under one system and one way to cut them. `sums` is the forward: this rank's sums, plain tensors."""
+    """Tables of one system in one sharding. `sums` is the forward: this rank's sums, plain tensors."""
 
     library = ""
     trains = True  # False: only the forward works
 
-    def __init__(self, sizes: Sizes, cut: str) -> None:
-        self.sizes, self.cut = sizes, cut
+    def __init__(self, sizes: Sizes, sharding: str) -> None:
+        self.sizes, self.sharding = sizes, sharding
         self.params: list[Any] = []
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -115,8 +115,8 @@ class Ours(System):
 
     library = "shardwise"
 
-    def __init__(self, sizes: Sizes, cut: str, sparse: bool) -> None:
-        super().__init__(sizes, cut)
+    def __init__(self, sizes: Sizes, sharding: str, sparse: bool) -> None:
+        super().__init__(sizes, sharding)
         self.sparse = sparse
         self.mesh = init_device_mesh("cpu", (sizes.ranks,))
         for table in range(sizes.tables):
@@ -125,13 +125,14 @@ class Ours(System):
         self.optimize(self.params)
 
     def placement(self, table: int) -> Placement:
-        return {"rows": Shard(0), "columns": Shard(1), "tables": OnRanks(table % self.sizes.ranks)}[self.cut]
+        on_one = OnRanks(table % self.sizes.ranks)
+        return {"row-wise": Shard(0), "column-wise": Shard(1), "table-wise": on_one}[self.sharding]
 
     def sums(self, ids: Batch) -> list[Tensor]:
         found = []
         for own, table in zip(ids, self.params, strict=True):
-            whole = ours.DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
-            sums: Any = F.embedding_bag(whole, table, mode="sum", sparse=self.sparse)
+            ids_of_all = ours.DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
+            sums: Any = F.embedding_bag(ids_of_all, table, mode="sum", sparse=self.sparse)
             found.append(sums.to_local())
         return found
 
@@ -150,10 +151,10 @@ class Peer(System):
 
     library = "torch.distributed.tensor"
 
-    def __init__(self, sizes: Sizes, cut: str) -> None:
-        super().__init__(sizes, cut)
+    def __init__(self, sizes: Sizes, sharding: str) -> None:
+        super().__init__(sizes, sharding)
         self.mesh = init_device_mesh("cpu", (sizes.ranks,))
-        placement = peer.Shard({"rows": 0, "columns": 1}[cut])
+        placement = peer.Shard({"row-wise": 0, "column-wise": 1}[sharding])
         for table in range(sizes.tables):
             value = peer.distribute_tensor(first_values(sizes, table), self.mesh, [placement])
             self.params.append(nn.Parameter(value))
@@ -162,8 +163,8 @@ class Peer(System):
     def sums(self, ids: Batch) -> list[Tensor]:
         found = []
         for own, table in zip(ids, self.params, strict=True):
-            whole = peer.DTensor.from_local(own, self.mesh, [peer.Shard(0)], run_check=False)
-            rows: Any = F.embedding(whole, table).sum(1)
+            ids_of_all = peer.DTensor.from_local(own, self.mesh, [peer.Shard(0)], run_check=False)
+            rows: Any = F.embedding(ids_of_all, table).sum(1)
             found.append(rows.redistribute(placements=[peer.Shard(0)]).to_local())
         return found
 
@@ -173,13 +174,15 @@ class Legacy(System):
 
     library = "torch.distributed._shard"
 
-    def __init__(self, sizes: Sizes, cut: str, trains: bool) -> None:
-        super().__init__(sizes, cut)
+    def __init__(self, sizes: Sizes, sharding: str, trains: bool) -> None:
+        super().__init__(sizes, sharding)
         self.trains = trains
         from torch.distributed._shard.api import shard_parameter
         from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
-        spec = ChunkShardingSpec({"rows": 0, "columns": 1}[cut], [f"rank:{r}/cpu" for r in range(sizes.ranks)])
+        spec = ChunkShardingSpec(
+            {"row-wise": 0, "column-wise": 1}[sharding], [f"rank:{r}/cpu" for r in range(sizes.ranks)]
+        )
         self.bags = []
         for table in range(sizes.tables):
             bag = nn.EmbeddingBag(sizes.rows, sizes.dim, mode="sum", _weight=first_values(sizes, table))
@@ -198,21 +201,21 @@ class Legacy(System):
 
 Make = Callable[[Sizes], System]
 CANDIDATES: dict[str, Make] = {
-    "rows: shardwise": lambda s: Ours(s, "rows", sparse=False),
-    "rows: shardwise, sparse gradients": lambda s: Ours(s, "rows", sparse=True),
-    "rows: shardwise, sparse, grouped": lambda s: OursGrouped(s, "rows", sparse=True),
-    "rows: torch.distributed.tensor": lambda s: Peer(s, "rows"),
-    "rows: legacy _shard": lambda s: Legacy(s, "rows", trains=True),
-    "rows: legacy _shard, forward alone": lambda s: Legacy(s, "rows", trains=False),
-    "columns: shardwise": lambda s: Ours(s, "columns", sparse=False),
-    "columns: shardwise, sparse gradients": lambda s: Ours(s, "columns", sparse=True),
-    "columns: shardwise, sparse, grouped": lambda s: OursGrouped(s, "columns", sparse=True),
-    "columns: torch.distributed.tensor": lambda s: Peer(s, "columns"),
-    "columns: legacy _shard": lambda s: Legacy(s, "columns", trains=True),
-    "columns: legacy _shard, forward alone": lambda s: Legacy(s, "columns", trains=False),
-    "tables: shardwise": lambda s: Ours(s, "tables", sparse=False),
-    "tables: shardwise, sparse gradients": lambda s: Ours(s, "tables", sparse=True),
-    "tables: shardwise, sparse, grouped": lambda s: OursGrouped(s, "tables", sparse=True),
+    "row-wise: shardwise": lambda s: Ours(s, "row-wise", sparse=False),
+    "row-wise: shardwise, sparse gradients": lambda s: Ours(s, "row-wise", sparse=True),
+    "row-wise: shardwise, sparse, grouped": lambda s: OursGrouped(s, "row-wise", sparse=True),
+    "row-wise: torch.distributed.tensor": lambda s: Peer(s, "row-wise"),
+    "row-wise: legacy _shard": lambda s: Legacy(s, "row-wise", trains=True),
+    "row-wise: legacy _shard, forward alone": lambda s: Legacy(s, "row-wise", trains=False),
+    "column-wise: shardwise": lambda s: Ours(s, "column-wise", sparse=False),
+    "column-wise: shardwise, sparse gradients": lambda s: Ours(s, "column-wise", sparse=True),
+    "column-wise: shardwise, sparse, grouped": lambda s: OursGrouped(s, "column-wise", sparse=True),
+    "column-wise: torch.distributed.tensor": lambda s: Peer(s, "column-wise"),
+    "column-wise: legacy _shard": lambda s: Legacy(s, "column-wise", trains=True),
+    "column-wise: legacy _shard, forward alone": lambda s: Legacy(s, "column-wise", trains=False),
+    "table-wise: shardwise": lambda s: Ours(s, "table-wise", sparse=False),
+    "table-wise: shardwise, sparse gradients": lambda s: Ours(s, "table-wise", sparse=True),
+    "table-wise: shardwise, sparse, grouped": lambda s: OursGrouped(s, "table-wise", sparse=True),
 }
 
 
@@ -374,7 +377,7 @@ def report(sizes: Sizes, everyone: list[dict[str, Result]], differences: dict[st
         f"A training step of {sizes.tables} tables of {sizes.rows:,} x {sizes.dim}, {sizes.ranks} gloo ranks, "
         f"{sizes.batch} bags of {sizes.bag} ids a rank (power law {sizes.skew}), mode sum, {sizes.optimizer}",
         [
-            "cut and system",
+            "sharding and system",
             "ms (median)",
             "ms (best)",
             "beside the first",
@@ -394,7 +397,7 @@ def report(sizes: Sizes, everyone: list[dict[str, Result]], differences: dict[st
             memory.append([name, *(f"{n / 1e6:.1f}" for n in worst)])
     print_table(
         "Memory of a step, MB on the rank that needs most: resident above before the step; exact bytes of the rest",
-        ["cut and system", "peak of the step", "gradients", "optimiser state", "tables on it"],
+        ["sharding and system", "peak of the step", "gradients", "optimiser state", "tables on it"],
         memory,
     )
 

@@ -1,4 +1,4 @@
-"""A data-parallel step with gradients in one buffer, in buckets, and in buckets that travel while backward runs.
+"""A data-parallel step with gradients in one buffer, in buckets, and in buckets sent during backward.
 
     python benchmarks/gradient_buckets.py
 

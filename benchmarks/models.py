@@ -19,7 +19,7 @@ PATTERNS = {
 
 
 def model(system: System, layers: list[str], relu: bool) -> nn.Sequential:
-    """Linear layers, each with a ReLU behind it if asked, whose parameters belong to `system`."""
+    """Linear layers, each with an optional ReLU behind it, whose parameters belong to `system`."""
     torch.manual_seed(0)
     parts: list[nn.Module] = []
     for i in range(DEPTH):
@@ -108,9 +108,9 @@ def transformer(system: System, split: bool) -> nn.Module:
     net = Transformer()
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
-        cut = "0" if name in BY_COLUMNS else "1" if name in BY_ROWS else "R"
+        letter_of_weight = "0" if name in BY_COLUMNS else "1" if name in BY_ROWS else "R"
         for key, parameter in list(module.named_parameters(recurse=False)):
-            letter = "R" if not split or (cut == "1" and key == "bias") else cut
+            letter = "R" if not split or (letter_of_weight == "1" and key == "bias") else letter_of_weight
             setattr(module, key, nn.Parameter(system.make(parameter.detach(), letter)))
     return net
 
@@ -133,7 +133,7 @@ def transformer_step(system: System, split: bool) -> Callable[[], None]:
 
 
 def transformers(rounds: int, calls: int) -> None:
-    """The whole table."""
+    """The full table."""
     rows = []
     for name, split in (("replicated weights, batch Shard(0)", False), ("tensor parallel", True)):
         steps = {s.name: transformer_step(s, split) for s in systems()}

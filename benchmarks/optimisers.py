@@ -23,7 +23,7 @@ KINDS: dict[str, Make] = {
 
 
 def parameters(system: System) -> list[nn.Parameter]:
-    """Each with a gradient, cut along dim 0."""
+    """Each with a gradient, sharded along dim 0."""
     torch.manual_seed(0)
     found = []
     for _ in range(COUNT):
@@ -38,7 +38,7 @@ def clip(params: list[nn.Parameter]) -> Callable[[], Tensor]:
 
 
 def optimisers(rounds: int, calls: int) -> None:
-    """The whole table."""
+    """The full table."""
     rows: list[list[Any]] = []
     runs: dict[str, Callable[[System], Callable[[], object]]] = {
         name: lambda s, make=make: make(parameters(s)).step  # type: ignore[misc]

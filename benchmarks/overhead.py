@@ -27,7 +27,7 @@ Op = Callable[..., Any]
 # name: (op, shapes of its operands, their placements, whether they require grad)
 OPS: dict[str, tuple[Op, list[tuple[int, ...]], str, bool]] = {
     "add": (torch.add, [(BATCH, WIDTH)] * 2, "00", False),
-    "x + y, recorded": (lambda x, y: x + y, [(BATCH, WIDTH)] * 2, "00", True),
+    "x + y, with grad": (lambda x, y: x + y, [(BATCH, WIDTH)] * 2, "00", True),
     "x * 2.0": (lambda x: x * 2.0, [(BATCH, WIDTH)], "0", False),
     "mul": (torch.mul, [(BATCH, WIDTH)] * 2, "00", False),
     "add_": (lambda x, y: x.add_(y), [(BATCH, WIDTH)] * 2, "00", False),
@@ -46,7 +46,7 @@ OPS: dict[str, tuple[Op, list[tuple[int, ...]], str, bool]] = {
     "mse_loss": (F.mse_loss, [(BATCH, WIDTH)] * 2, "00", False),
     "matmul": (torch.matmul, [(BATCH, WIDTH), (WIDTH, WIDTH)], "0R", False),
     "linear": (F.linear, [(BATCH, WIDTH), (WIDTH, WIDTH), (WIDTH,)], "0RR", False),
-    "linear, recorded": (F.linear, [(BATCH, WIDTH), (WIDTH, WIDTH), (WIDTH,)], "0RR", True),
+    "linear, with grad": (F.linear, [(BATCH, WIDTH), (WIDTH, WIDTH), (WIDTH,)], "0RR", True),
     "embedding, ids replicated": (F.embedding, [(BATCH,), (64, WIDTH)], "R0", False),
     "embedding, ids Shard(0)": (F.embedding, [(BATCH,), (64, WIDTH)], "00", False),
     "x.shape": (lambda x: x.shape, [(BATCH, WIDTH)], "0", False),
@@ -55,12 +55,12 @@ OPS: dict[str, tuple[Op, list[tuple[int, ...]], str, bool]] = {
 
 
 def operands(system: System, name: str) -> list[Tensor]:
-    _, shapes, letters, recorded = OPS[name]
+    _, shapes, letters, with_grad = OPS[name]
     torch.manual_seed(0)
     values = [torch.randn(shape) for shape in shapes]
     if name.startswith("embedding"):
         values[0] = torch.randint(64, shapes[0])
-    return [system.make(v, letter).requires_grad_(recorded) for v, letter in zip(values, letters, strict=True)]
+    return [system.make(v, letter).requires_grad_(with_grad) for v, letter in zip(values, letters, strict=True)]
 
 
 def single_ops(rounds: int, calls: int) -> None:

@@ -41,16 +41,16 @@ def placements() -> list[str]:
 class _Forward:
     """One table under both systems."""
 
-    def __init__(self, rank: int, rows: int, dim: int, bags: int, bag: int, cut: int) -> None:
+    def __init__(self, rank: int, rows: int, dim: int, bags: int, bag: int, sharding_dim: int) -> None:
         table = torch.randn(rows, dim, generator=torch.Generator().manual_seed(0))
         generator = torch.Generator().manual_seed(1 + rank)
         self.ids = torch.randint(rows, (bags, bag), generator=generator)
         self.mesh = Mesh((RANKS,))
         self.mine, self.legacy = (nn.EmbeddingBag(rows, dim, mode="sum", _weight=table.clone()) for _ in range(2))
-        shard_parameter(self.mine, "weight", ChunkShardingSpec(cut, placements()))
+        shard_parameter(self.mine, "weight", ChunkShardingSpec(sharding_dim, placements()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            legacy_shard_parameter(self.legacy, "weight", LegacyChunkShardingSpec(cut, placements()))
+            legacy_shard_parameter(self.legacy, "weight", LegacyChunkShardingSpec(sharding_dim, placements()))
         self.want = F.embedding_bag(self.ids, table, mode="sum")
 
     @torch.no_grad()
@@ -89,8 +89,8 @@ def counted_legacy() -> Iterator[list[int]]:
         return originals["_all_gather_base"](output, input, *args, **kwargs)
 
     def reduce_scatter(output: Tensor, inputs: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        for piece in inputs:
-            out(piece, others)
+        for ids in inputs:
+            out(ids, others)
         return originals["reduce_scatter"](output, inputs, *args, **kwargs)
 
     dist.all_to_all_single, dist._all_gather_base, dist.reduce_scatter = (
@@ -136,12 +136,12 @@ def forget_peak() -> int:
 
 
 def memory_of_cutting(rank: int) -> list[float]:
-    """MB a rank held at most while a 1 GB table was cut, beyond what it held before and beyond its shard."""
+    """MB a rank held at most while a 1 GB table was sharded, beyond what it held before and beyond its shard."""
     table = torch.ones(TABLE_ROWS, 128) if rank == 0 else torch.empty(TABLE_ROWS, 128, device="meta")
     dist.barrier()
     before = forget_peak()
-    cut = ChunkShardingSpec(0, placements()).shard(table)
-    over = (peak_kb() - before) / 1024 - cut.to_local().nbytes / 2**20
+    sharded = ChunkShardingSpec(0, placements()).shard(table)
+    over = (peak_kb() - before) / 1024 - sharded.to_local().nbytes / 2**20
     found = [torch.zeros((), dtype=torch.float64) for _ in range(RANKS)]
     dist.all_gather(found, torch.tensor(over, dtype=torch.float64))
     return [float(x) for x in found]
@@ -152,8 +152,8 @@ def on_rank(rank: int, store: str, quick: bool) -> None:
     init_processes(rank, RANKS, store, timeout_seconds=120)
     rows = []
     for size in SIZES[:1] if quick else SIZES:
-        for cut, name in ((0, "rows"), (1, "columns")):
-            forward = _Forward(rank, *size, cut)
+        for sharding_dim, name in ((0, "row-wise"), (1, "column-wise")):
+            forward = _Forward(rank, *size, sharding_dim)
             forward.check()
             with count_comms() as meter:
                 forward.ours()
@@ -170,7 +170,16 @@ def on_rank(rank: int, store: str, quick: bool) -> None:
     if rank == 0:
         print_table(
             f"F.embedding_bag forward on {RANKS} ranks; median ms, kB that leave a rank",
-            ["table, bags a rank", "cut by", "ours ms", "legacy ms", "legacy / ours", "ours kB", "legacy kB", "calls"],
+            [
+                "table, bags a rank",
+                "sharding",
+                "ours ms",
+                "legacy ms",
+                "legacy / ours",
+                "ours kB",
+                "legacy kB",
+                "calls",
+            ],
             rows,
         )
         print_table(

@@ -1,4 +1,4 @@
-"""A Transformer cut for tensor parallelism: plain torch, a step by hand, shardwise, torch.distributed.tensor.parallel.
+"""A tensor-parallel Transformer: plain torch, a step by hand, shardwise, torch.distributed.tensor.parallel.
 
 On one rank: what each adds to the plain module. On several: training steps beside one written by hand, which sends the
 least there is to send, and the collectives of one step, counted. All systems live in the same processes, start from the
@@ -148,7 +148,7 @@ class Ours(System):
 
 
 class Captured(Ours):
-    """shardwise, replaying the step that it recorded: forward and backward without its Python work."""
+    """shardwise, replaying a captured step: forward and backward without its Python work."""
 
     def __init__(self, model: Transformer, sizes: Sizes) -> None:
         super().__init__(model, sizes)
@@ -184,22 +184,22 @@ class Peer(System):
 
 def peer_plan(sizes: Sizes) -> dict[str, tp.ParallelStyle]:
     """That of `torch.testing._internal.distributed._tensor.common_dtensor`."""
-    whole, places = peer.Replicate(), peer.Shard(1)
-    between = places if sizes.sequence else whole
+    replicated, places = peer.Replicate(), peer.Shard(1)
+    between = places if sizes.sequence else replicated
     plan: dict[str, tp.ParallelStyle] = {
-        "tok_embeddings": tp.RowwiseParallel(input_layouts=whole, output_layouts=between),
+        "tok_embeddings": tp.RowwiseParallel(input_layouts=replicated, output_layouts=between),
         "pos_embeddings": tp.RowwiseParallel(
-            input_layouts=whole, output_layouts=peer.Shard(0) if sizes.sequence else whole
+            input_layouts=replicated, output_layouts=peer.Shard(0) if sizes.sequence else replicated
         ),
         "layers.*.attention.w[qkv]": tp.ColwiseParallel(),
         "layers.*.attention.wo": tp.RowwiseParallel(output_layouts=between),
         "layers.*.feed_forward.w1": tp.ColwiseParallel(input_layouts=between),
         "layers.*.feed_forward.w2": tp.RowwiseParallel(output_layouts=between),
-        "output": tp.ColwiseParallel(input_layouts=between, output_layouts=whole),
+        "output": tp.ColwiseParallel(input_layouts=between, output_layouts=replicated),
     }
     if sizes.sequence:
         plan |= dict.fromkeys(("norm", "layers.*.attention_norm", "layers.*.ffn_norm"), tp.SequenceParallel())
-        plan["layers.*.attention"] = tp.PrepareModuleInput(input_layouts=(places,), desired_input_layouts=(whole,))
+        plan["layers.*.attention"] = tp.PrepareModuleInput(input_layouts=(places,), desired_input_layouts=(replicated,))
     return plan
 
 

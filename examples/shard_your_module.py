@@ -20,7 +20,7 @@ class Scorer(nn.Module):
 
 
 def train() -> list[float]:
-    """Five steps; every rank brings its own 32 examples."""
+    """Five steps; each rank has its own 32 examples."""
     torch.manual_seed(0)
     model = sw.shard_module(Scorer(), {"items.weight": sw.Shard(0)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)

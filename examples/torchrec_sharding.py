@@ -33,14 +33,14 @@ def row_wise_even() -> None:
 
 
 def row_wise_uneven() -> None:
-    """One row or three. The ranks tell each other how many; `shape` is compared with what the shards add up to."""
+    """One row or three per rank. The ranks exchange their sizes; `shape` is compared with the sum."""
     counts = [1, 3, 1, 3]
     shards, offsets = [torch.randn(counts[sw.rank()], COLUMNS)], [(sum(counts[: sw.rank()]), 0)]
     there_and_back("Row-wise, uneven:", shards, offsets, line(), [sw.Shard(0)], shape=SHAPE, stride=(COLUMNS, 1))
 
 
 def table_wise() -> None:
-    """Four tables, a whole one on each rank: a mesh of that rank alone, and nothing on the others."""
+    """Table-wise: four tables, one per rank, each on a mesh of that rank alone."""
     for owner in range(RANKS):
         shards, offsets = ([torch.randn(SHAPE)], [(0, 0)]) if sw.rank() == owner else ([], [])
         here = sw.Mesh((1,), (owner,))
@@ -94,9 +94,9 @@ def there_and_back(
         assert torch.equal(shard, value)
         assert shard.data_ptr() == given.data_ptr()  # nothing was copied on the way
 
-    whole = table.full_tensor()
+    full = table.full_tensor()
     for (row, column), value in zip(offsets, values, strict=True):
-        assert torch.equal(whole[row : row + value.shape[0], column : column + value.shape[1]], value)
+        assert torch.equal(full[row : row + value.shape[0], column : column + value.shape[1]], value)
 
 
 EXAMPLES: dict[str, Callable[[], None]] = {

@@ -57,7 +57,7 @@ def unpicklable() -> object:
 
 
 def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())  # in one piece, so that ranks do not cut each other's lines
+    os.write(1, f"{line}\n".encode())  # in one write, so that lines of ranks do not mix
 
 
 def say_who() -> int:

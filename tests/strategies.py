@@ -14,7 +14,7 @@ from shardwise.layout import REDUCE_OPS, Box, Boxes, Layout, Mesh, OnRanks, Part
 # The same cases in every run: a failure in continuous integration is a failure at the desk.
 laws = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
-Divide = Callable[[int, int], Sequence[int]]  # (length, positions) -> how long each position's piece is
+Divide = Callable[[int, int], Sequence[int]]  # (length, positions) -> the length of each position's shard
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ Kind = Placement | Uneven
 
 
 def write(mesh: Mesh, kinds: Sequence[Kind], shape: tuple[int, ...], order: Sequence[int], divide: Divide) -> Written:
-    """Give every `Uneven` the sizes that `divide` says, one row per piece that the axes before it made."""
+    """Give every `Uneven` the sizes that `divide` says, one row per shard of the axes before it."""
     placements = list(kinds)
-    pieces = {dim: [size] for dim, size in enumerate(shape)}
+    lengths = {dim: [size] for dim, size in enumerate(shape)}
     for axis in order:
         kind, positions = kinds[axis], mesh.shape[axis]
         if isinstance(kind, Uneven):
-            rows = tuple(tuple(divide(length, positions)) for length in pieces[kind.dim])
+            rows = tuple(tuple(divide(length, positions)) for length in lengths[kind.dim])
             placements[axis] = Shard(kind.dim, rows if len(rows) > 1 else rows[0])
-            pieces[kind.dim] = [size for row in rows for size in row]
+            lengths[kind.dim] = [size for row in rows for size in row]
         elif isinstance(kind, Shard):
             dim = kind.dim % len(shape)
-            pieces[dim] = [size for length in pieces[dim] for size in chunk(length, positions)]
+            lengths[dim] = [size for length in lengths[dim] for size in chunk(length, positions)]
     return Written(mesh, tuple(p for p in placements if isinstance(p, Placement)), shape, tuple(order))
 
 
@@ -72,12 +72,12 @@ def lopsided(length: int, positions: int) -> list[int]:
 
 
 def small_kinds(ndim: int, positions: int) -> list[Kind]:
-    cuts = [kind for dim in range(ndim) for kind in (Shard(dim), Uneven(dim))]
-    return [Replicate(), Partial(), OnRanks(positions - 1), *cuts]
+    shards = [kind for dim in range(ndim) for kind in (Shard(dim), Uneven(dim))]
+    return [Replicate(), Partial(), OnRanks(positions - 1), *shards]
 
 
 def small_layouts(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Written]:
-    """Every combination of placements on the axes of `mesh`, cut from the first axis to the last and back."""
+    """Every combination of placements on the axes of `mesh`, in both rank orders."""
     natural = tuple(range(mesh.ndim))
     for kinds in cartesian(*(small_kinds(len(shape), size) for size in mesh.shape)):
         for order in {natural, natural[::-1]}:
@@ -153,12 +153,12 @@ def layouts(draw: st.DrawFn, mesh: Mesh | None = None, shape: tuple[int, ...] | 
 
 
 def _kinds(reduction: Partial, positions: int, ndim: int) -> st.SearchStrategy[Kind]:
-    whole: list[st.SearchStrategy[Kind]] = [
+    unsharded: list[st.SearchStrategy[Kind]] = [
         st.sampled_from([Replicate(), reduction]),
         st.integers(0, positions - 1).map(OnRanks),
     ]
     if not ndim:
-        return st.one_of(whole)
-    # Three times as likely as the others, so that axes often cut the same dim.
-    cut = st.one_of(st.integers(-ndim, ndim - 1).map(Shard), st.integers(0, ndim - 1).map(Uneven))
-    return st.one_of(cut, cut, cut, *whole)
+        return st.one_of(unsharded)
+    # Three times as likely as the others, so that axes often shard the same dim.
+    sharded = st.one_of(st.integers(-ndim, ndim - 1).map(Shard), st.integers(0, ndim - 1).map(Uneven))
+    return st.one_of(sharded, sharded, sharded, *unsharded)

@@ -52,9 +52,9 @@ def test_a_crash_is_one_case_and_the_next_cases_are_tried() -> None:
 
 
 RESULTS = [
-    Result("a", "function", 0, "float32[3]", "all whole", "right", implicit=2),
+    Result("a", "function", 0, "float32[3]", "all replicated", "right", implicit=2),
     Result("a", "method", 0, "float32[3]", "all Shard(0)", "clear error", "RuleError: add_ has no row for (x, (y)) 3"),
-    Result("b", "function", 0, "float32[3]", "all whole", "right"),
+    Result("b", "function", 0, "float32[3]", "all replicated", "right"),
 ]
 
 
