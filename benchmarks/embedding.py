@@ -285,10 +285,10 @@ def first_steps(name: str, sizes: Sizes, ids: Batch) -> tuple[System | None, int
 
 def inspect(system: System, ids: Batch, result: Result) -> None:
     """Collectives and bytes of one step, its peak memory, and what it leaves behind."""
-    with count_comms() as meter:
+    with count_comms() as comms:
         system.step(ids)
     if isinstance(system, Ours):
-        result.collectives, result.sent_bytes = meter.total_calls, meter.total_bytes
+        result.collectives, result.sent_bytes = comms.total_calls, comms.total_bytes
     gc.collect()
     before = reset_peak()
     system.step(ids)

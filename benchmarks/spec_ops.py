@@ -155,13 +155,13 @@ def on_rank(rank: int, store: str, quick: bool) -> None:
         for sharding_dim, name in ((0, "row-wise"), (1, "column-wise")):
             forward = _Forward(rank, *size, sharding_dim)
             forward.check()
-            with count_comms() as meter:
+            with count_comms() as comms:
                 forward.ours()
             with counted_legacy() as sent:
                 forward.theirs()
             ours, theirs = in_turns([forward.ours, forward.theirs], 7 if quick else 20)
-            bytes_ours, bytes_theirs = mean_of_ranks(meter.total_bytes), mean_of_ranks(sent[0])
-            calls = sum(meter.calls.values())
+            bytes_ours, bytes_theirs = mean_of_ranks(comms.total_bytes), mean_of_ranks(sent[0])
+            calls = sum(comms.calls.values())
             rows.append(
                 [f"{size[0]:,} x {size[1]}, {size[2]} x {size[3]}", name, f"{ours:.1f}", f"{theirs:.1f}",
                  f"{theirs / ours:.1f}x", f"{bytes_ours / 1e3:,.0f}", f"{bytes_theirs / 1e3:,.0f}", str(calls)]

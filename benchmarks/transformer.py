@@ -142,9 +142,9 @@ class Ours(System):
         super().__init__(Transformer.parallelize(model, mesh, sizes.sequence), sizes)
 
     def collectives(self, tokens: Tensor, targets: Tensor) -> dict[str, int]:
-        with count_comms() as meter:
+        with count_comms() as comms:
             self.step(tokens, targets)
-        return dict(meter.calls)
+        return dict(comms.calls)
 
 
 class Captured(Ours):

@@ -254,12 +254,12 @@ def compared(plain: Any, make: Callable[[Any, int], Any], ids: Tensor, ranks: in
 
     def body() -> tuple[float, bool, int, int]:
         model = make(copy.deepcopy(plain), ranks)
-        with torch.no_grad(), sw.count_comms() as meter:
+        with torch.no_grad(), sw.count_comms() as comms:
             logits = model(ids).logits
         difference = (whole(logits) - expected).abs().max().item()
         got = whole(model.generate(ids, max_new_tokens=8, do_sample=False))
         own = sum(p.to_local().numel() if isinstance(p, sw.DTensor) else p.numel() for p in model.parameters())
-        return difference, torch.equal(got, tokens), meter.total_calls, own
+        return difference, torch.equal(got, tokens), comms.total_calls, own
 
     results = world(ranks).run(body)
     close = all(difference < 1e-5 for difference, *_ in results)
@@ -275,9 +275,9 @@ def cost_of_fused(layout: str, ranks: int) -> str:
     def body() -> tuple[int, int, int]:
         layer = with_fused_weight(copy.deepcopy(plain), layout, ranks).transformer.h[0].attn
         inputs = sw.distribute_tensor(x, placements=[WHOLE])
-        with torch.no_grad(), sw.count_comms() as meter:
+        with torch.no_grad(), sw.count_comms() as comms:
             layer(inputs)
-        return meter.total_calls, meter.total_bytes, sum(p.to_local().numel() for p in layer.c_attn.parameters())
+        return comms.total_calls, comms.total_bytes, sum(p.to_local().numel() for p in layer.c_attn.parameters())
 
     results = world(ranks).run(body)
     sent, held = (max(numbers) for numbers in list(zip(*results, strict=True))[1:])

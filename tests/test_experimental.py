@@ -100,9 +100,9 @@ def test_every_way_to_call_a_registered_op_finds_its_rows() -> None:
     x = distribute_tensor(FULL, mesh, [Shard(0, [0, 3, 3, 1])])
     by = distribute_tensor(torch.arange(7.0), mesh, [Shard(0, [0, 3, 3, 1])])
     for call in (scaled_rows, torch.ops.shardwise_tests.scaled_rows, torch.ops.shardwise_tests.scaled_rows.default):
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = as_dtensor(call(x, by, 2.0))
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
         assert out.placements == (Shard(0, [0, 3, 3, 1]),)
         assert out.full_tensor().equal(scaled_rows(FULL, torch.arange(7.0), 2.0))
 

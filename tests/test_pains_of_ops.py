@@ -232,9 +232,9 @@ def test_a_pair_of_layers_split_unevenly() -> None:
     want = plain(normal(5, 6))
     split = shard_module(plain, {"0.weight": S0, "0.bias": S0, "2.weight": S1})
     x = at(normal(5, 6), R)
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(split(x))
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
     assert out.placements == (Partial(),)
     assert_close(out.full_tensor(), want)
 
@@ -295,9 +295,9 @@ def test_ops_along_a_cut_dim_do_not_gather_the_tensor(name: str) -> None:
     op, most = FRUGAL[name]
     full = normal(64, 8)
     x = at(full)
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = op(x)
-    assert meter.total_bytes <= most
+    assert comms.total_bytes <= most
     assert_close(whole(out), op(full))
 
 

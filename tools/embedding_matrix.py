@@ -287,9 +287,9 @@ def on_this_rank(case: Case) -> Values:
         if case.weights == "whole":
             x.weights = distribute_tensor(x.weights, mesh, [R] * mesh.ndim)
         x.weights.requires_grad_(case.weights != "constant")
-    with count_comms() as meter:
+    with count_comms() as comms:
         found = run(case, x, _whole)
-    moved = [move for move in meter.implicit if f"({ROWS}, {COLS})" in str(move)]
+    moved = [move for move in comms.implicit if f"({ROWS}, {COLS})" in str(move)]
     assert not moved, f"the table moved: {moved}"
     return found
 

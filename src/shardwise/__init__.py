@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.autograd.buckets import gradient_buckets
     from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
     from shardwise.tensor.handlers.embedding_bags import embedding_bags
-    from shardwise.trace.comm_trace import CommMeter, count_comms
+    from shardwise.trace.comm_trace import CommCounts, count_comms
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
@@ -32,7 +32,7 @@ _HOMES = {
     "shardwise.errors": ("ShardwiseError",),
     "shardwise.layout.layout": ("Layout",),
     "shardwise.layout.mesh": ("Mesh",),
-    "shardwise.trace.comm_trace": ("CommMeter", "count_comms"),
+    "shardwise.trace.comm_trace": ("CommCounts", "count_comms"),
     "shardwise.parallel.shard_module": ("distribute_module", "shard_module"),
     "shardwise.parallel": ("parallelize_module",),
     "shardwise.layout.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
@@ -45,7 +45,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Boxes", "CommMeter", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
+    "Boxes", "CommCounts", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
     "Placement", "Replicate", "Shard", "ShardwiseError", "capture", "count_comms", "debug", "distribute_module",
     "distribute_tensor", "embedding_bags", "empty", "full", "gradient_buckets", "init_device_mesh", "launch",
     "no_implicit_comm", "ones", "parallel", "parallelize_module", "picture", "rand", "randn", "rank", "shard_module",

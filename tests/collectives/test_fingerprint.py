@@ -189,17 +189,17 @@ def test_ranks_that_made_different_numbers_of_collectives_are_told(ranks: World)
 
 
 def same_as_without() -> tuple[list[float], int, int]:
-    """Uneven counts, groups of two, gradients: results, and what a meter counts."""
+    """Uneven counts, groups of two, gradients: results, and what `count_comms` counts."""
     mesh = Mesh((3,))
     x = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Shard(0, sizes=[4, 0, 3])])
     x.requires_grad_()
-    with count_comms() as meter:
+    with count_comms() as comms:
         whole = x.redistribute(placements=[Replicate()])
         (whole * whole).sum().backward()
         if rank() != 1:
             all_reduce(torch.ones(2), "sum", (0, 2))
     assert x.grad is not None
-    return x.grad.full_tensor().flatten().tolist(), meter.total_calls, meter.total_bytes
+    return x.grad.full_tensor().flatten().tolist(), comms.total_calls, comms.total_bytes
 
 
 def same_as_without_compared() -> tuple[list[float], int, int]:

@@ -1,4 +1,4 @@
-"""What `explain` and the meters say of a move, beside bytes that were worked out by hand."""
+"""What `explain` and `count_comms` say of a redistribution, beside bytes that were worked out by hand."""
 
 import inspect
 import threading
@@ -60,11 +60,11 @@ def test_an_operand_that_is_moved_is_told_with_line_layouts_bytes_reason_and_rem
         return report, line
 
     for rank, (report, line) in enumerate(on_ranks(3, body)):
-        (move,) = report.moves
+        (move,) = report.events
         cause = move.cause
         assert (cause.kind, cause.op, cause.operand, cause.backward) == ("operand", "mul", "head.weight", False)
-        assert cause.place is not None
-        assert (cause.place.file, cause.place.line) == (__file__, line)
+        assert cause.call_site is not None
+        assert (cause.call_site.file, cause.call_site.line) == (__file__, line)
         assert (move.src.placements, move.dst.placements) == ((S1,), (ROWS,))
         assert move.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
         assert move.total_bytes == 8 * 14
@@ -83,8 +83,8 @@ def test_an_op_without_a_rule_is_told_with_its_gather() -> None:
         return report
 
     for rank, report in enumerate(on_ranks(3, body)):
-        (move,) = report.moves
-        assert (move.cause.kind, move.cause.op, move.cause.why) == ("no row", HALVED, "it has no rule")
+        (move,) = report.events
+        assert (move.cause.kind, move.cause.op, move.cause.why) == ("no rule", HALVED, "it has no rule")
         assert move.sent_bytes == 4 * (6 * 2, 0, 2 * 2)[rank]  # every element to the two ranks that lack it
         assert move.total_bytes == 4 * 16
         assert move.avoid == ".redistribute(placements=[Replicate()]) of an operand before the loop"
@@ -100,14 +100,14 @@ def test_the_backward_of_an_implicit_move_is_told_with_the_line_of_its_forward()
         return report, line
 
     for rank, (report, line) in enumerate(on_ranks(3, body)):
-        forward, backward = (move for move in report.moves if move.cause.op == "mul")
+        forward, backward = (move for move in report.events if move.cause.op == "mul")
         assert not forward.cause.backward
         assert backward.cause.backward
         assert (backward.src.placements, backward.dst.placements) == ((ROWS,), (S1,))
         assert backward.sent_bytes == 8 * (4 * 2, 1 * 2, 2 * 2)[rank]  # its rows, but for the column that stays
         assert backward.total_bytes == 8 * 14
-        assert backward.cause.place is not None
-        assert backward.cause.place.line == line
+        assert backward.cause.call_site is not None
+        assert backward.cause.call_site.line == line
         assert backward.avoid == forward.avoid
 
 
@@ -121,11 +121,11 @@ def test_a_backward_whose_forward_nobody_heard_is_told_with_the_line_that_called
         return report, line
 
     for report, line in on_ranks(3, body):
-        (move,) = [move for move in report.moves if move.cause.op == "mul"]
+        (move,) = [move for move in report.events if move.cause.op == "mul"]
         assert move.cause.backward
         assert move.cause.implicit
-        assert move.cause.place is not None
-        assert move.cause.place.line == line
+        assert move.cause.call_site is not None
+        assert move.cause.call_site.line == line
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -134,12 +134,12 @@ def test_what_was_asked_for_is_told_as_such_forward_and_backward(async_op: bool)
         rows, _ = operands(Mesh((3,)), requires_grad=True)
         with explain() as report:
             rows.redistribute(placements=[S1], async_op=async_op).sum().backward()
-        assert report.sent_bytes == sum(move.sent_bytes for move in report.moves)
+        assert report.sent_bytes == sum(move.sent_bytes for move in report.events)
         return report
 
     for report in on_ranks(3, body):
-        asked = [move for move in report.moves if move.src is not None and move.src.shape == (7, 3)]
-        assert [(move.cause.kind, move.cause.backward) for move in asked] == [("asked", False), ("asked", True)]
+        asked = [move for move in report.events if move.src is not None and move.src.shape == (7, 3)]
+        assert [(move.cause.kind, move.cause.backward) for move in asked] == [("explicit", False), ("explicit", True)]
         assert not any(move.cause.implicit or move.avoid for move in asked)
 
 
@@ -158,7 +158,7 @@ def test_gradients_that_are_read_are_told_for_the_whole_mesh() -> None:
         return report
 
     for rank, report in enumerate(on_ranks(4, body)):
-        (move,) = report.moves
+        (move,) = report.events
         assert (move.cause.kind, move.cause.operand, move.cause.implicit) == ("gradient", "the gradient of w", True)
         held = 5 * (2, 1)[rank % 2]
         assert move.sent_bytes == 4 * held  # to the one other rank of the line, by an exchange or as a ring
@@ -178,10 +178,10 @@ def test_an_exchange_inside_an_op_is_told_but_is_no_implicit_move() -> None:
         return report, counted.total_bytes
 
     for report, counted in on_ranks(2, body):
-        lookups = [move for move in report.moves if move.cause.op == "embedding"]
+        lookups = [move for move in report.events if move.cause.op == "embedding"]
         assert {move.cause.backward for move in lookups} == {False, True}
         for move in lookups:
-            assert (move.cause.kind, move.cause.implicit, move.total_bytes) == ("inside", False, None)
+            assert (move.cause.kind, move.cause.implicit, move.total_bytes) == ("internal", False, None)
             assert move.cause.why == "ids travel to the rows and back"
             assert move.src is None
         assert report.sent_bytes == counted
@@ -214,10 +214,10 @@ def test_the_bytes_of_the_moves_and_of_agreements_are_all_that_is_sent(shape: tu
         assert (
             report.sent_bytes
             == counted.total_bytes
-            == sum(move.sent_bytes for move in report.moves) + (report.other_bytes)
+            == sum(move.sent_bytes for move in report.events) + (report.other_bytes)
         )
         assert (counted.total_bytes > 0) == (mesh.size() > 1)
-        totals = [(move.total_bytes, move.sent_bytes) for move in report.moves if move.total_bytes is not None]
+        totals = [(move.total_bytes, move.sent_bytes) for move in report.events if move.total_bytes is not None]
         every = collectives.gather_json(totals, tuple(range(mesh.size())))
         assert len({len(rank) for rank in every}) == 1
         for same_move in zip(*every, strict=True):
@@ -252,7 +252,7 @@ def test_the_report_is_sorted_and_names_what_to_do() -> None:
 def test_a_report_of_nothing_says_so() -> None:
     with explain() as report:
         torch.ones(3) + 1
-    assert report.moves == ()
+    assert report.events == ()
     assert str(report) == "Rank 0 sent 0 bytes, 0 of them without being asked."
 
 
@@ -277,7 +277,7 @@ def test_what_moves_before_an_error_is_told() -> None:
         with pytest.raises(ZeroDivisionError):
             fail()
         halved(columns)
-        return len(report.moves)
+        return len(report.events)
 
     assert on_ranks(3, body) == [1, 1, 1]
 
@@ -287,13 +287,13 @@ def test_no_stack_is_looked_at_while_nobody_asks_for_lines() -> None:
         _, columns = operands(Mesh((3,)), requires_grad=True)
         moved = columns.redistribute(placements=[S0])
         assert moved.grad_fn is not None
-        assert moved.grad_fn.cause.place is None  # type: ignore[attr-defined]
+        assert moved.grad_fn.cause.call_site is None  # type: ignore[attr-defined]
         with count_comms():
             moved = columns.redistribute(placements=[S0])
-        assert moved.grad_fn.cause.place is None  # type: ignore[union-attr]
+        assert moved.grad_fn.cause.call_site is None  # type: ignore[union-attr]
         with explain():
             moved = columns.redistribute(placements=[S0])
-        assert moved.grad_fn.cause.place is not None  # type: ignore[union-attr]
+        assert moved.grad_fn.cause.call_site is not None  # type: ignore[union-attr]
 
     on_ranks(3, body)
 
@@ -305,19 +305,19 @@ def test_simulated_ranks_hear_themselves_only() -> None:
             with explain() as report:
                 halved(columns)
                 listening = comm_trace.listening()
-            return len(report.moves), listening
+            return len(report.events), listening
         halved(columns)
         return 0, comm_trace.listening()
 
     with explain() as outside:
         assert on_ranks(3, body) == [(0, False), (1, True), (0, False)]
-    assert outside.moves == ()
+    assert outside.events == ()
 
 
 def test_the_threads_of_a_process_are_one_rank() -> None:
     """Autograd runs the backward of an accelerator in threads of its own."""
     with count_comms() as counted:
-        thread = threading.Thread(target=comm_trace.note_collective, args=("all_to_all", 5))
+        thread = threading.Thread(target=comm_trace.record_collective, args=("all_to_all", 5))
         thread.start()
         thread.join()
     assert counted.total_bytes == 5
@@ -326,9 +326,9 @@ def test_the_threads_of_a_process_are_one_rank() -> None:
 def test_the_first_of_two_overlapping_listeners_may_leave_first() -> None:
     first, second = count_comms(), count_comms()
     one, two = first.__enter__(), second.__enter__()
-    comm_trace.note_collective("all_to_all", 1)
+    comm_trace.record_collective("all_to_all", 1)
     first.__exit__(None, None, None)
-    comm_trace.note_collective("all_to_all", 2)
+    comm_trace.record_collective("all_to_all", 2)
     second.__exit__(None, None, None)
     assert (one.total_bytes, two.total_bytes) == (1, 3)
     assert not comm_trace.listening()
@@ -340,7 +340,7 @@ def test_an_operand_of_another_mesh_is_told_with_the_mesh_to_go_to() -> None:
         y = distribute_tensor(torch.ones(3), Mesh((2,)), [R])
         with explain() as report:
             x * y
-        (move,) = report.moves
+        (move,) = report.events
         assert move.total_bytes == 4 * 3  # to the rank that is not in the smaller mesh
         return move.avoid
 
@@ -356,7 +356,7 @@ def test_a_maximum_that_backward_has_to_reduce_is_told() -> None:
         top = x.redistribute(placements=[Partial("max")])
         with explain() as report:
             top.backward()
-        return [(move.cause.kind, move.cause.op) for move in report.moves]
+        return [(move.cause.kind, move.cause.op) for move in report.events]
 
     for told in on_ranks(2, body):
         assert told[0] == ("operand", "backward")
@@ -373,6 +373,6 @@ def gathered_on_a_real_rank() -> tuple[int, int | None, str]:
     x = distribute_tensor(torch.ones(5), Mesh((2,)), [S0])
     with explain() as report:
         halved(x)
-    (move,) = report.moves
-    assert move.cause.place is not None
-    return move.sent_bytes, move.total_bytes, move.cause.place.file
+    (move,) = report.events
+    assert move.cause.call_site is not None
+    return move.sent_bytes, move.total_bytes, move.cause.call_site.file

@@ -247,7 +247,7 @@ def outcome(mesh: Mesh, placements: Any, seen: list[Shadow] | None) -> tuple[lis
         assert seen is not None
         seen.append(watching)
     values = [whole(loss), whole(x), *map(whole, model.parameters())]
-    moves = [(str(move), move.sent_bytes) for move in report.moves]
+    moves = [(str(move), move.sent_bytes) for move in report.events]
     return [values, gradients, nonzero, drawn, torch.rand(3)], [counted.calls, counted.sent_bytes, moves]
 
 

@@ -176,11 +176,11 @@ def test_ids_and_rows_travel_but_no_table_and_no_gradient_of_one(
 ) -> None:
     table = distribute_tensor(BIG, Mesh((2,)), [placement]).requires_grad_()
     ids = distribute_tensor(FEW, Mesh((2,)), [cut])
-    with count_comms() as meter:
+    with count_comms() as comms:
         LOOKUPS[call](ids, table).sum().backward()
         assert table.grad is not None
     rows = FEW.numel() * 16 * 8  # bytes of all that is looked up
-    assert meter.total_bytes < 4 * rows + 1000
+    assert comms.total_bytes < 4 * rows + 1000
     assert 4 * rows + 1000 < BIG.numel() * 8 / 8
 
 
@@ -190,10 +190,10 @@ def test_columns_cut_twice_come_in_order_where_ids_are_cut_on_one_axis_only() ->
     mesh = Mesh((2, 2))
     table = distribute_tensor(BIG, mesh, [S1, S1])
     for placements in ([S0, R], [R, S0], [S0, S0]):
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = as_dtensor(F.embedding(distribute_tensor(FEW, mesh, placements), table))
         assert torch.equal(out.full_tensor(), F.embedding(FEW, BIG))
-        assert meter.total_bytes < 3000
+        assert comms.total_bytes < 3000
 
 
 @pytest.mark.parametrize("first", [[S0, R], [R, S0], [S0, S0]], ids=str)
@@ -231,14 +231,14 @@ def test_ids_go_to_the_bags_whose_offsets_another_rank_holds(
     assert plain.grad is not None
     table = distribute_tensor(BIG, mesh, [S0]).requires_grad_()
     ids, offsets = distribute_tensor(LONG, mesh, [ids_at]), distribute_tensor(STARTS, mesh, [offsets_at])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(F.embedding_bag(ids, table, offsets, mode=mode))
         out.square().sum().backward()
         assert table.grad is not None
     assert out.layout_.boxes(0)[0].sizes[0] == offsets.layout_.boxes(0)[0].sizes[0]
     torch.testing.assert_close(out.full_tensor(), want, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(as_dtensor(table.grad).full_tensor(), plain.grad, rtol=1e-13, atol=1e-13)
-    assert meter.total_bytes < 4 * len(LONG) * 16 * 8
+    assert comms.total_bytes < 4 * len(LONG) * 16 * 8
 
 
 @world(3)
@@ -262,9 +262,9 @@ def test_orders_of_cutting_differ_between_ids_offsets_and_table_and_nothing_of_t
         distribute_tensor(LONG, mesh, [S0, S0]),
         distribute_tensor(STARTS, mesh, [S0, S0], shard_order=[1, 0]),
     )
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(F.embedding_bag(ids, table, offsets, max_norm=1.0))
-    assert meter.implicit == []
+    assert comms.implicit == []
     torch.testing.assert_close(out.full_tensor(), want, rtol=1e-13, atol=1e-13)
     assert torch.equal(as_dtensor(table.detach()).full_tensor(), plain)
 

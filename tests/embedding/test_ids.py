@@ -109,12 +109,12 @@ def test_only_more_ids_than_an_owner_expects_cost_another_exchange(numbers: Tens
         mesh = Mesh((3,))
         table = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
         ids = DTensor.from_local(numbers[collectives.rank()][None], mesh, [Shard(0)], run_check=False)
-        with collectives.count_comms() as meter:
+        with collectives.count_comms() as comms:
             out: Any = F.embedding(ids, table)
         out.square().sum().backward()
         grad = table.grad
         assert isinstance(grad, DTensor)
-        return out.full_tensor().detach(), grad.full_tensor(), meter.total_calls
+        return out.full_tensor().detach(), grad.full_tensor(), comms.total_calls
 
     for out, grad, counted in world(3).run(body):
         torch.testing.assert_close(out, expected.detach())

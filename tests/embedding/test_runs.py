@@ -84,10 +84,10 @@ def bytes_of(ids: Tensor, rows: int) -> float:
         mesh = Mesh((4,))
         weight = distribute_tensor(torch.zeros(rows, 64), mesh, [S0])
         parts = distribute_tensor(ids, mesh, [S0])
-        with count_comms() as meter:
+        with count_comms() as comms:
             F.embedding_bag(parts, weight, mode="sum")
-        assert sum(meter.calls.values()) == 2
-        found.append(meter.total_bytes)
+        assert sum(comms.calls.values()) == 2
+        found.append(comms.total_bytes)
 
     body()
     return sum(found) / 4
@@ -116,9 +116,9 @@ def test_ids_that_all_want_one_owner_need_a_second_message_only_where_it_saves_m
         mesh = Mesh((4,))
         weight = distribute_tensor(table, mesh, [S0])
         parts = distribute_tensor(ids, mesh, [S0])
-        with count_comms() as meter:
+        with count_comms() as comms:
             got = F.embedding_bag(parts, weight, mode="sum")
-        assert sum(meter.calls.values()) == calls
+        assert sum(comms.calls.values()) == calls
         assert_close(as_dtensor(got).full_tensor(), F.embedding_bag(ids, table, mode="sum"))
 
     body()

@@ -149,9 +149,9 @@ def test_tools_that_look_on_see_the_step_itself() -> None:
         step = sw.capture(lambda x: (weight @ x).sum())
         x = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
         step(x)
-        with sw.count_comms() as meter:
+        with sw.count_comms() as comms:
             step(x)
-        assert meter.implicit
+        assert comms.implicit
         with pytest.raises(sw.ShardwiseError, match="no_implicit_comm"), sw.no_implicit_comm():
             step(x)
 

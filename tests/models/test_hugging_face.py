@@ -176,10 +176,10 @@ def test_what_the_fused_weight_of_gpt2_costs_in_each_layout(layout: str, calls: 
     def body() -> int:
         model = hf.with_fused_weight(deepcopy(plain), layout, 4)
         x = distribute_tensor(torch.ones(2, 7, DIM), Mesh((4,)), [R])
-        with torch.no_grad(), count_comms() as meter:
+        with torch.no_grad(), count_comms() as comms:
             model.transformer.h[0].attn(x)
         assert_close(learnt(model, IDS), expected, rtol=1e-4, atol=1e-6)
-        return meter.total_calls
+        return comms.total_calls
 
     assert set(world(4).run(body)) == {calls}
 

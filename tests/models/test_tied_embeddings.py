@@ -106,18 +106,18 @@ def test_looked_up_rows_are_reduced_straight_into_pieces_of_the_sequence(table: 
     def body() -> None:
         weight = distribute_tensor(rows, Mesh((4,)), [table]).requires_grad_()
         everywhere = distribute_tensor(ids, Mesh((4,)), [R])
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = as_dtensor(F.embedding(everywhere, weight)).redistribute(placements=[S1])
         own = out.to_local().shape[1]
         assert own == max(0, min(-(-length // 4), length - collectives.rank() * -(-length // 4)))
-        assert meter.calls == {"all_to_all": 1}
-        assert meter.total_bytes == 3 * (length - own) * DIM * 8
+        assert comms.calls == {"all_to_all": 1}
+        assert comms.total_bytes == 3 * (length - own) * DIM * 8
         assert_close(out.full_tensor(), F.embedding(ids, rows))
-        with count_comms() as meter:
+        with count_comms() as comms:
             (out**3).sum().backward()
             found = as_dtensor(weight.grad)
-        assert meter.calls == {"all_to_all": 1}  # the dual: gradients of all positions come to every rank
-        assert meter.total_bytes == 3 * own * DIM * 8 * 3
+        assert comms.calls == {"all_to_all": 1}  # the dual: gradients of all positions come to every rank
+        assert comms.total_bytes == 3 * own * DIM * 8 * 3
         assert found.placements == (table,)
         assert_close(found.full_tensor(), expected.grad)
 

@@ -62,14 +62,14 @@ def counted(plan: dict[str, Any], run: Any = lambda module, x: module(x), cut: i
     module = parallelize_module(copy.deepcopy(plain), None, plan)
     x, y = own_part(part_of(X, cut, collectives.world_size())), own_part(X)
     counts = []
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = run(module, x)
-    counts.append(meter.total_calls)
+    counts.append(comms.total_calls)
     want = plain(y)
     assert_close(whole(out), part_of(want, cut, collectives.world_size()))
-    with count_comms() as meter:
+    with count_comms() as comms:
         out.square().sum().backward()
-    counts.append(meter.total_calls)
+    counts.append(comms.total_calls)
     want.square().sum().backward()
     assert x.grad is not None
     assert y.grad is not None
@@ -93,9 +93,9 @@ def test_a_copy_of_a_parallel_module_shares_as_the_module_does() -> None:
     def body() -> int:
         module = copy.deepcopy(parallelize_module(Block().double(), None, WHOLE))
         out = module(own_part(X))
-        with count_comms() as meter:
+        with count_comms() as comms:
             out.square().sum().backward()
-        return meter.total_calls
+        return comms.total_calls
 
     assert world(2).run(body) == [1, 1]
 
@@ -191,9 +191,9 @@ def test_parts_that_no_cut_of_torch_gives_make_the_right_whole() -> None:
     def body() -> None:
         plain = nn.LayerNorm(6).double()
         module = parallelize_module(copy.deepcopy(plain), None, SequenceParallel())
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = module(part_of(X, 1, 3, sizes))
-        assert meter.total_calls == 1
+        assert comms.total_calls == 1
         assert out.layout_.cut(0) == sizes
         assert_close(whole(out), plain(X))
 
@@ -204,9 +204,9 @@ def test_sizes_in_the_plan_save_the_question() -> None:
     def body() -> None:
         module = parallelize_module(nn.Linear(6, 6), None, ColwiseParallel(input_layouts=Shard(0, (0, 2, 0))))
         for _ in range(2):
-            with count_comms() as meter:
+            with count_comms() as comms:
                 module(torch.ones([0, 2, 0][collectives.rank()], 6))
-            assert meter.total_calls == 1
+            assert comms.total_calls == 1
 
     world(3).run(body)
 

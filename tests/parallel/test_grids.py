@@ -153,9 +153,9 @@ def test_a_layout_may_name_every_axis() -> None:
         ):
             module = parallelize_module(copy.deepcopy(plain), mesh, style)
             shard_module(module, {}, mesh=mesh)
-            with count_comms() as meter:
+            with count_comms() as comms:
                 out = module(torch.arange(7))
-            assert meter.total_calls <= 1, "nobody is asked for sizes"
+            assert comms.total_calls <= 1, "nobody is asked for sizes"
             assert_close(whole(out), plain(torch.arange(7)))
 
     world(4).run(body)
@@ -217,9 +217,9 @@ def test_a_new_cut_is_inside_those_that_are_there_and_sends_nothing() -> None:
     def body() -> None:
         module = parallelize_module(nn.Identity(), mesh, style)
         x = torch.arange(7.0)
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = module(x.split([2, 5])[collectives.rank() % 2])
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
         assert out.layout_.cut(1) == (2, 5)
         assert_close(out.to_local(), torch.tensor([[0.0], [2.0, 3.0, 4.0], [1.0], [5.0, 6.0]][collectives.rank()]))
         assert_close(whole(out), x)
@@ -243,7 +243,7 @@ def on_torch_s_meshes() -> list[Any]:
     plain = MLPModule("cpu")
     want = plain(X)
     alone = parallelize_module(copy.deepcopy(plain), mesh["tp"], PAIR)
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = alone(X)
     assert_close(out, want)
     out.square().sum().backward()
@@ -253,7 +253,7 @@ def on_torch_s_meshes() -> list[Any]:
     mine = X.split([1, 4])[mesh.get_coordinate()[0]]
     both(mine).square().sum().backward()
     same_parameters(both, plain)
-    return [meter.total_calls, tuple(as_dtensor(both.get_parameter("net1.weight")).to_local().shape)]
+    return [comms.total_calls, tuple(as_dtensor(both.get_parameter("net1.weight")).to_local().shape)]
 
 
 def test_meshes_of_torch_and_their_axes_work_on_real_ranks() -> None:

@@ -94,13 +94,13 @@ def test_no_rank_ever_makes_a_tensor_as_large_as_all_scores(targets: Tensor, siz
         x = inputs.clone().requires_grad_()
         # Probabilities are as many as scores: they come cut as well, or a rank would have all of them at once.
         mine = part_of(targets, 1, ranks, cut) if targets is CHANCES else targets
-        with Largest() as largest, count_comms() as meter, loss_parallel():
+        with Largest() as largest, count_comms() as comms, loss_parallel():
             goal = DTensor.from_local(mine, placements=[S1]) if targets is CHANCES else mine
             loss = F.cross_entropy(module(x), goal, **options)
             loss.backward()
         assert_close(whole(loss), F.cross_entropy(plain(inputs), targets, **options))
         own = len(part_of(plain.weight, 0, ranks, cut))
-        return largest.elements, own * EXAMPLES, max(meter.sent_bytes.values()) // 8
+        return largest.elements, own * EXAMPLES, max(comms.sent_bytes.values()) // 8
 
     for elements, own, sent in world(ranks).run(body):
         assert elements < EXAMPLES * CLASSES
@@ -125,9 +125,9 @@ def refusal(run: Callable[[], Any]) -> str:
     """What all four ranks are told alike."""
 
     def body() -> str:
-        with count_comms() as meter, pytest.raises(RuleError) as caught, loss_parallel():
+        with count_comms() as comms, pytest.raises(RuleError) as caught, loss_parallel():
             run()
-        sent = meter.sent_bytes.get("all_to_all", 0)
+        sent = comms.sent_bytes.get("all_to_all", 0)
         assert sent < SCORES.numel() // 4 * 8, "before anything of the scores is sent"
         return str(caught.value)
 

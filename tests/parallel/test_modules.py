@@ -262,11 +262,11 @@ def test_the_row_of_the_padding_of_a_meta_table_is_zero(placement: Placement) ->
         for kind in (nn.Embedding, nn.EmbeddingBag):
             with torch.device("meta"):
                 module = nn.Sequential(kind(9, 4, padding_idx=5))
-            with count_comms() as meter:
+            with count_comms() as comms:
                 shard_module(module, {"0.weight": placement})
             rows = as_dtensor(module.get_parameter("0.weight")).full_tensor().detach()
             assert (rows == 0).all(1).tolist() == [row == 5 for row in range(9)]
-            assert meter.implicit == []
+            assert comms.implicit == []
             assert module[0].padding_idx == 5
 
     world(2).run(body)

@@ -44,9 +44,9 @@ def check(args: ModelArgs, mesh: Mesh, sequence: bool, local_heads: bool, gather
     if mesh.ndim > 1:  # this rank's part of an uneven batch
         tokens, targets = (x.split([3, 1])[here[0]] for x in (tokens, targets))
     counts = {}
-    with count_comms() as meter:
+    with count_comms() as comms:
         scores = module(tokens)
-    counts["forward"] = meter.total_calls
+    counts["forward"] = comms.total_calls
     assert (type(scores) is Tensor) == gather
     if gather:
         loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -56,14 +56,14 @@ def check(args: ModelArgs, mesh: Mesh, sequence: bool, local_heads: bool, gather
             goal = DTensor.from_local(targets.flatten(), mesh, [*data, Replicate()])
             loss = F.cross_entropy(scores.flatten(0, 1), goal, reduction="sum")
         near(as_dtensor(loss).full_tensor(), want)
-    with count_comms() as meter:
+    with count_comms() as comms:
         loss.backward()
-    counts["backward"] = meter.total_calls
-    with count_comms() as meter:
+    counts["backward"] = comms.total_calls
+    with count_comms() as comms:
         for name, p in module.named_parameters():
             assert isinstance(p, DTensor), name
             assert p.grad is not None
-    counts["gradients"] = meter.total_calls
+    counts["gradients"] = comms.total_calls
     for p, reference in zip(module.parameters(), plain.parameters(), strict=True):
         assert_close(whole(p), reference)
         assert p.grad is not None

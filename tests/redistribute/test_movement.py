@@ -163,9 +163,9 @@ def test_a_move_to_another_shape_is_refused_before_anything_is_sent() -> None:
     src, dst = Layout(LINE, [Shard(0)], (5,)), Layout(LINE, [Replicate()], (6,))
 
     def body() -> int:
-        with count_comms() as meter, pytest.raises(LayoutError, match="A move keeps the global shape"):
+        with count_comms() as comms, pytest.raises(LayoutError, match="A move keeps the global shape"):
             move(torch.ones(src.local_shape(collectives.rank())), src, dst)
-        return meter.total_calls
+        return comms.total_calls
 
     assert world(3).run(body) == [0, 0, 0]
 
@@ -271,10 +271,10 @@ def test_the_way_back_of_a_gather_is_a_reduce_scatter() -> None:
     def body() -> tuple[int, dict[str, int]]:
         local = torch.ones(2, 4, requires_grad=True)
         out = move(local, src, dst)
-        with count_comms() as meter:
+        with count_comms() as comms:
             out.sum().backward()
         assert_close(local.grad, torch.full((2, 4), 3.0))
-        return meter.total_bytes, meter.calls
+        return comms.total_bytes, comms.calls
 
     assert world(3).run(body) == [(4 * 4 * 4, {"all_to_all": 1})] * 3
 
@@ -418,10 +418,10 @@ def test_large_sums_are_all_reduced(op: str) -> None:
         def body(case: Case = case) -> tuple[Tensor, int]:
             rank = collectives.rank()
             local = local_of(case.parts[contribution(case.src, rank)], case.src, rank)
-            with count_comms() as meter:
+            with count_comms() as comms:
                 out = move(local, case.src, case.dst)
-            assert tuple(meter.calls) == tuple(dict.fromkeys(plan_move(case.src, case.dst).collectives))
-            return out, meter.total_bytes
+            assert tuple(comms.calls) == tuple(dict.fromkeys(plan_move(case.src, case.dst).collectives))
+            return out, comms.total_bytes
 
         outs = world(6).run(body)
         assert_value(case, [out for out, _ in outs])

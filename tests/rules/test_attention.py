@@ -71,26 +71,26 @@ def test_batch_heads_and_causal_queries_are_computed_where_they_are() -> None:
     mesh = Mesh((4,))
     for placement in (S0, S1):
         q, k, v = (distribute_tensor(x, mesh, [placement]) for x in (Q, K, V))
-        with count_comms() as meter:
+        with count_comms() as comms:
             assert as_dtensor(attention(q, k, v, is_causal=True)).placements == (placement,)
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
     q, k, v = (distribute_tensor(x, mesh, [p]) for x, p in ((Q, S2), (K, R), (V, R)))
-    with count_comms() as meter:
+    with count_comms() as comms:
         assert as_dtensor(attention(q, k, v, is_causal=True)).placements == (S2,)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
 
 
 @world(2)
 def test_shared_heads_are_cut_with_the_queries_that_share_them() -> None:
     mesh = Mesh((2,))
     q, k, v = (distribute_tensor(x, mesh, [S1]) for x in (Q, FEW_K, FEW_V))
-    with count_comms() as meter:
+    with count_comms() as comms:
         attention(q, k, v, enable_gqa=True)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
     k, v = (distribute_tensor(x, mesh, [R]) for x in (FEW_K, FEW_V))
-    with count_comms() as meter:
+    with count_comms() as comms:
         assert as_dtensor(attention(q, k, v, enable_gqa=True)).placements == (S1,)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
 
 
 @world(3)
@@ -99,10 +99,10 @@ def test_cut_keys_meet_in_one_exchange_that_does_not_grow_with_their_number() ->
     for keys in (6, 60):
         q = distribute_tensor(Q[:, :, :1], mesh, [R])
         k, v = (distribute_tensor(torch.ones(2, 4, keys, n, dtype=torch.float64), mesh, [S2]) for n in (3, 2))
-        with count_comms() as meter:
+        with count_comms() as comms:
             attention(q, k, v)
-        assert (meter.total_calls, meter.implicit) == (1, [])
-        sent.append(meter.total_bytes)
+        assert (comms.total_calls, comms.implicit) == (1, [])
+        sent.append(comms.total_bytes)
     assert sent[0] == sent[1] == 2 * (2 * 4 * (2 + 2)) * 8
 
 
@@ -178,7 +178,7 @@ def test_attention_layers_of_a_cut_batch_send_nothing() -> None:
         nn.MultiheadAttention(8, 2, batch_first=True),
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
     ):
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = module.double().eval()(*[x] * (3 if isinstance(module, nn.MultiheadAttention) else 1))
             assert as_dtensor(out[0] if isinstance(out, tuple) else out).placements == (S0,)
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0

@@ -107,12 +107,12 @@ def test_projections_cut_at_heads_need_nothing_from_each_other(case: Any, how: s
     def body() -> int:
         mine = sharded(deepcopy(module), plan(queries, keys))
         x = distribute_tensor(X, Mesh((len(queries),)), [R])
-        with count_comms() as meter:
+        with count_comms() as comms:
             got = mine(x)
         assert as_dtensor(got)._layout.placements[0].is_partial() or len(queries) == 1
         for ours, theirs in zip(taught(mine, x), expected, strict=True):
             assert_close(whole(ours), theirs)
-        return meter.total_calls
+        return comms.total_calls
 
     calls = set(world(len(queries)).run(body))
     assert calls == ({exchanges} if how == "enable_gqa" or not exchanges else {2 * exchanges})
@@ -140,11 +140,11 @@ def test_dropout_keeps_heads_cut_and_makes_the_weights_of_its_own_heads_only() -
     q, k, v = (distribute_tensor(x, Mesh((4,)), [Shard(1, (4, 0, 5, 1))]) for x in (Q, K, V))
     torch.manual_seed(0)
     attention(q, k, v, dropout_p=0.2, is_causal=True)  # the ranks compare their seeds at the first draw
-    with count_comms() as meter, Largest() as largest:
+    with count_comms() as comms, Largest() as largest:
         out = attention(q, k, v, dropout_p=0.2, is_causal=True)
     assert as_dtensor(out).placements == (Shard(1, (4, 0, 5, 1)),)
-    assert meter.implicit == []
-    assert meter.total_bytes <= 64  # of a digest
+    assert comms.implicit == []
+    assert comms.total_bytes <= 64  # of a digest
     assert largest.numel <= max(2 * (4, 0, 5, 1)[collectives.rank()] * 7 * 7, 4)  # a digest is 4 long
 
 
@@ -192,10 +192,10 @@ def test_masks_may_be_plain_whole_or_cut(number: int, shared: int) -> None:
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[list[Any], int]:
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in (q, k, v, mask)]
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = attention(leaves[0], leaves[1], leaves[2], leaves[3], enable_gqa=shared != 10)
         (out * out).sum().backward()
-        return [out.detach(), *(x.grad for x in leaves if x.requires_grad)], meter.total_calls
+        return [out.detach(), *(x.grad for x in leaves if x.requires_grad)], comms.total_calls
 
     expected, _ = run(*operands, mask)
     cuts = [S0, S1, Shard(1, (0, 4, 4, 2)), S2, S3]
@@ -274,10 +274,10 @@ def test_rotary_embeddings_of_cut_heads_send_nothing() -> None:
     (expected * expected).sum().backward()
     for placement in (S1, Shard(1, (4, 0, 5, 1)), S0, S2):
         cut = distribute_tensor(Q, Mesh((4,)), [placement]).requires_grad_()
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = rotated(cut, COS, SIN)
             (out * out).sum().backward()
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
         assert as_dtensor(out).placements == (placement,)
         assert_close(whole(out), expected.detach())
         assert_close(whole(cut.grad), x.grad)

@@ -43,7 +43,7 @@ def test_complex_numbers_equal_one_process(sample: Sample) -> None:
 def test_parts_and_pairs_stay_where_they_are() -> None:
     mesh = Mesh((2,))
     z = distribute_tensor(Z, mesh, [Shard(0)])
-    with count_comms() as meter:
+    with count_comms() as comms:
         for part in (
             z.real,
             z.imag,
@@ -53,4 +53,4 @@ def test_parts_and_pairs_stay_where_they_are() -> None:
         ):
             assert as_dtensor(part).placements == (Shard(0),)
         assert as_dtensor(z.sum(0).imag).placements == (Partial(),)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0

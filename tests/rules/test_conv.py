@@ -66,12 +66,12 @@ def test_convolutions_equal_one_process(sample: Sample) -> None:
 def test_a_cut_spatial_dim_sends_its_edges_only() -> None:
     x = distribute_tensor(waves(2, 3, 16, 5), Mesh((4,)), [S2])
     weight = distribute_tensor(waves(4, 3, 3, 3), Mesh((4,)), [R])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(F.conv2d(x, weight, None, 1, 1))
-    assert not meter.implicit
+    assert not comms.implicit
     assert out.placements == (S2,)
     neighbours = 1 if collectives.rank() in (0, 3) else 2
-    assert (meter.total_calls, meter.total_bytes) == (1, neighbours * 2 * 3 * 5 * 8)
+    assert (comms.total_calls, comms.total_bytes) == (1, neighbours * 2 * 3 * 5 * 8)
 
 
 @world(4)
@@ -79,20 +79,20 @@ def test_corners_come_in_the_same_exchange_as_edges() -> None:
     mesh = Mesh((2, 2))
     x = distribute_tensor(waves(1, 2, 6, 6), mesh, [S2, S3])
     weight = distribute_tensor(waves(2, 2, 3, 3), mesh, [R, R])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(F.conv2d(x, weight, None, 1, 1))
-    assert (out.placements, meter.implicit) == ((S2, S3), [])
-    assert (meter.total_calls, meter.total_bytes) == (1, 2 * (3 + 3 + 1) * 8)
+    assert (out.placements, comms.implicit) == ((S2, S3), [])
+    assert (comms.total_calls, comms.total_bytes) == (1, 2 * (3 + 3 + 1) * 8)
 
 
 @world(2)
 def test_windows_that_do_not_overlap_send_nothing() -> None:
     x = distribute_tensor(waves(1, 2, 12), Mesh((2,)), [Shard(2, (9, 3))])
     weight = distribute_tensor(waves(2, 2, 3), Mesh((2,)), [R])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(F.conv1d(x, weight, None, 3))
         back = as_dtensor(F.conv_transpose1d(out, weight, None, 3))
-    assert (out.placements, meter.total_calls) == ((Shard(2, (3, 1)),), 0)
+    assert (out.placements, comms.total_calls) == ((Shard(2, (3, 1)),), 0)
     assert back.placements == x.placements
 
 
@@ -102,11 +102,11 @@ def test_channels_are_cut_as_columns_and_rows_of_a_matrix() -> None:
     x, first, second = distribute_tensor(waves(2, 3, 5), mesh, [R]), waves(4, 3, 3), waves(3, 4, 1)
     weights = [distribute_tensor(w, mesh, [p]) for w, p in ((first, S0), (second, S1))]
     bias = distribute_tensor(waves(3), mesh, [R])
-    with count_comms() as meter:
+    with count_comms() as comms:
         hidden = as_dtensor(F.conv1d(x, weights[0]))
         out = as_dtensor(F.conv1d(hidden, weights[1], bias))
         assert (hidden.placements, out.placements) == ((S1,), (Partial(),))
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
 
 
 @world(2)
@@ -115,9 +115,9 @@ def test_depthwise_convolution_of_cut_channels_stays_local() -> None:
     x = distribute_tensor(waves(2, 4, 5), mesh, [S1])
     for placement in (S0, R):
         weight, bias = (distribute_tensor(w, mesh, [placement]) for w in (waves(8, 1, 3), waves(8)))
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = as_dtensor(F.conv1d(x, weight, bias, 1, 1, 1, 4))
-        assert (out.placements, meter.total_calls) == ((S1,), 0)
+        assert (out.placements, comms.total_calls) == ((S1,), 0)
 
 
 @world(3)

@@ -79,43 +79,43 @@ def test_counts_and_finds_equal_one_process(sample: Sample) -> None:
 @world(4)
 def test_what_each_rank_can_tell_alone_is_not_exchanged(op: Callable[[Any], Any]) -> None:
     x = distribute_tensor(integers(1000), Mesh((4,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         op(x)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
 
 
 @world(4)
 def test_found_elements_stay_where_they_are() -> None:
     x = distribute_tensor(torch.arange(100) % 5, Mesh((4,)), [Shard(0, [3, 0, 90, 7])])
-    with count_comms() as meter:
+    with count_comms() as comms:
         places, chosen = as_dtensor(torch.nonzero(x)), as_dtensor(torch.masked_select(x, x > 3))
     assert places.placements == (Shard(0, [2, 0, 72, 6]),)
     assert chosen.placements == (Shard(0, [0, 0, 18, 2]),)
     assert places.shape == (80, 2 - 1)
-    assert meter.implicit == []
-    assert meter.total_bytes == 2 * 3 * 8  # a length to each of the others
+    assert comms.implicit == []
+    assert comms.total_bytes == 2 * 3 * 8  # a length to each of the others
 
 
 @world(4)
 def test_different_elements_meet_and_others_stay() -> None:
     x = distribute_tensor(torch.arange(1000) % 5, Mesh((4,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         values, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
     assert [as_dtensor(y).placements for y in (values, inverse, counts)] == [(R,), (S0,), (R,)]
     assert as_dtensor(counts).full_tensor().tolist() == [200] * 5
-    assert meter.implicit == []
-    assert meter.total_bytes == 3 * (5 * 2 + 2) * 8  # five values and counts; two lengths
+    assert comms.implicit == []
+    assert comms.total_bytes == 3 * (5 * 2 + 2) * 8  # five values and counts; two lengths
 
 
 @world(4)
 def test_counts_of_bins_wait_to_be_added_up() -> None:
     ids = distribute_tensor(torch.arange(1000) % 7, Mesh((2, 2)), [S0, S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(torch.bincount(ids, minlength=9))
     assert out.placements == (Partial(), Partial())
     assert out.shape == (9,)
-    assert meter.total_calls == 1  # for the largest id
-    assert meter.total_bytes <= 3 * 3 * 8
+    assert comms.total_calls == 1  # for the largest id
+    assert comms.total_bytes <= 3 * 3 * 8
 
 
 @pytest.mark.parametrize(("ids", "classes"), [([-1, 0], -1), ([3, 0], 2)])

@@ -303,9 +303,9 @@ def check_options(
     def body() -> None:
         param, numbers = weight_of(full.clone(), mesh, weight), distribute_tensor(ids, mesh, cut)
         spread = distribute_tensor(factors, mesh, cut).requires_grad_()
-        with collectives.count_comms() as meter:
+        with collectives.count_comms() as comms:
             got = run(numbers, param, spread)
-        assert not [move for move in meter.implicit if f"({full.shape[0]}, " in str(move)]
+        assert not [move for move in comms.implicit if f"({full.shape[0]}, " in str(move)]
         for a, b in zip(got, want, strict=True):
             assert (a is None) == (b is None)
             if b is not None:

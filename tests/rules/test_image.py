@@ -58,14 +58,14 @@ def test_ops_on_planes_equal_one_process(sample: Sample) -> None:
 @world(2)
 def test_planes_cut_in_rows_send_edges_at_most() -> None:
     x = distribute_tensor(PLANES, Mesh((2,)), [S2])
-    with count_comms() as meter:
+    with count_comms() as comms:
         results: list[Any] = [F.interpolate(x, scale_factor=3), F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2)]
         assert all(as_dtensor(y).placements == (S2,) for y in results)
         assert as_dtensor(F.unfold(x, 2, stride=2)).placements == (S2,)
-    assert meter.total_calls == 0
-    with count_comms() as meter:
+    assert comms.total_calls == 0
+    with count_comms() as comms:
         F.interpolate(x, scale_factor=2, mode="bilinear")
-    assert (meter.total_calls, meter.total_bytes, meter.implicit) == (1, 2 * 8 * 6 * 8, [])
+    assert (comms.total_calls, comms.total_bytes, comms.implicit) == (1, 2 * 8 * 6 * 8, [])
 
 
 def test_windows_of_fractional_pooling_are_the_same_for_every_layout() -> None:

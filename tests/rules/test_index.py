@@ -93,10 +93,10 @@ def test_no_read_or_write_gathers_the_table() -> None:
 
     def body(op: Callable[..., Any], *operands: tuple[Tensor, Any]) -> int:
         xs = [distribute_tensor(x, Mesh((7,)), [placement]) for x, placement in operands]
-        with count_comms() as meter:
+        with count_comms() as comms:
             op(*xs)
-        assert not meter.implicit
-        return meter.total_bytes
+        assert not comms.implicit
+        return comms.total_bytes
 
     whole, cut = Replicate(), Shard(0)
     row, verdicts = 64 * 8, 7 * 7 * 3 * 8
@@ -121,10 +121,10 @@ def test_summands_are_added_to_without_reducing_them() -> None:
     rows = distribute_tensor(torch.tensor([1, 1, 4]), Mesh((2,)), [Shard(0)])
     values = distribute_tensor(torch.ones(3, 2), Mesh((2,)), [Shard(0)])
     one = distribute_tensor(torch.tensor([1]), Mesh((2,)))
-    with count_comms() as meter:
+    with count_comms() as comms:
         x.index_add_(0, rows, values)
         out = as_dtensor(x.index_select(0, one))
-    assert (out.placements, meter.total_calls) == ((Partial(),), 0)
+    assert (out.placements, comms.total_calls) == ((Partial(),), 0)
     assert out.full_tensor().tolist() == [[2.0, 2.0]]
 
 

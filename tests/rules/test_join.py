@@ -99,10 +99,10 @@ def rows_sent(size: int, op: Callable[..., Any], *operands: tuple[Tensor, Any]) 
 
     def body() -> tuple[int, int]:
         xs = [distribute_tensor(x, Mesh((size,)), [placement]) for x, placement in operands]
-        with count_comms() as meter:
+        with count_comms() as comms:
             op(*xs)
-        assert not meter.implicit
-        return meter.total_bytes, meter.total_calls
+        assert not comms.implicit
+        return comms.total_bytes, comms.total_calls
 
     found = world(size).run(body)
     return sum(sent for sent, _ in found) // operands[0][0].element_size(), max(calls for _, calls in found)
@@ -132,9 +132,9 @@ def test_joining_along_other_dims_moves_nothing(dim: int) -> None:
 @world(2)
 def test_joined_summands_are_summands() -> None:
     x = DTensor.from_local(torch.ones(3), Mesh((2,)), [Partial()])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(torch.cat([x, x]))
-    assert (out.placements, meter.total_calls) == ((Partial(),), 0)
+    assert (out.placements, comms.total_calls) == ((Partial(),), 0)
     assert out.full_tensor().tolist() == [2.0] * 6
 
 

@@ -151,10 +151,10 @@ def test_batch_and_classes_may_be_cut_at_once(sample: Sample, placements: tuple[
         batch = [p if p == S0 or target.ndim == scores.ndim else R for p in placements]
         weights = [distribute_tensor(w, mesh, [S0 if p == S1 else R for p in placements]) for w in rest]
         x, y = distribute_tensor(scores, mesh, placements), distribute_tensor(target, mesh, batch)
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = as_dtensor(sample.call([x, y, *weights]))
-        assert meter.implicit == []
-        assert meter.total_calls <= 2
+        assert comms.implicit == []
+        assert comms.total_calls <= 2
         return out.full_tensor()
 
     for got in world(4).run(body):
@@ -223,8 +223,8 @@ def test_classes_that_are_ruled_out_on_a_whole_rank_have_a_gradient_of_zero(loss
 def test_cut_classes_need_two_numbers_an_example_and_no_gather() -> None:
     scores = distribute_tensor(torch.zeros(6, 400, dtype=torch.float64), Mesh((4,)), [S1])
     target = distribute_tensor(torch.arange(6), Mesh((4,)), [R])
-    with count_comms() as meter:
+    with count_comms() as comms:
         loss = as_dtensor(F.cross_entropy(scores, target))
     assert loss.placements == (R,)
-    assert meter.total_calls == 1
-    assert meter.total_bytes == 3 * 2 * 6 * 8
+    assert comms.total_calls == 1
+    assert comms.total_bytes == 3 * 2 * 6 * 8

@@ -96,13 +96,13 @@ def test_column_then_row_cut_layers_communicate_once() -> None:
     mesh = Mesh((2,))
     first, second = (distribute_tensor(SQUARE, mesh, [p]) for p in (S0, S1))
     x = distribute_tensor(A, mesh, [R])
-    with count_comms() as meter:
+    with count_comms() as comms:
         hidden = F.linear(x, first)
         out = as_dtensor(F.linear(torch.relu(hidden), second))
         assert out.placements == (Partial(),)
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
         out.full_tensor()
-    assert meter.total_calls == 1
+    assert comms.total_calls == 1
 
 
 @world(3)
@@ -130,10 +130,10 @@ def test_terms_are_cut_or_contributed_once_without_a_message() -> None:
     mesh = Mesh((3,))
     left, right = distribute_tensor(A, mesh, [S1]), distribute_tensor(SQUARE, mesh, [S0])
     term = distribute_tensor(B, mesh, [Partial()])
-    with count_comms() as meter:
+    with count_comms() as comms:
         assert as_dtensor(torch.addmm(term, left, right)).placements == (Partial(),)
         assert as_dtensor(torch.einsum("...i,ij", left, right)).placements == (Partial(),)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
 
 
 @world(2)
@@ -165,10 +165,10 @@ def test_summands_are_added_up_before_they_meet_a_cut_weight_which_stays_where_i
         whole = distribute_tensor(x, Mesh((ranks,)), [R])
         summands = as_dtensor(whole).redistribute(placements=[Partial()])
         cut = distribute_tensor(weight, Mesh((ranks,)), [S0])
-        with count_comms() as meter:
+        with count_comms() as comms:
             out = as_dtensor(F.linear(summands, cut))
         assert out.placements == (S1,)
-        assert [move.split(":")[0] for move in meter.implicit] == ["linear, operand 0"]
+        assert [move.split(":")[0] for move in comms.implicit] == ["linear, operand 0"]
         torch.testing.assert_close(out.full_tensor(), F.linear(x, weight))
 
     forget()  # one choice serves all sizes
@@ -180,12 +180,12 @@ def test_summands_that_meet_a_row_cut_weight_are_added_up_in_pieces() -> None:
     """Each rank gets the columns that its rows of the weight take: a reduce-scatter, and the result is a sum again."""
     x, weight = distribute_tensor(X, Mesh((4,)), [R]), distribute_tensor(WEIGHT, Mesh((4,)), [Shard(0, (3, 0, 2, 1))])
     summands = as_dtensor(x).redistribute(placements=[Partial()])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(torch.mm(summands, weight))
     assert out.placements == (Partial(),)
-    assert (meter.total_calls, len(meter.implicit)) == (1, 1)
+    assert (comms.total_calls, len(comms.implicit)) == (1, 1)
     own = weight.to_local().shape[0]
-    assert meter.total_bytes == 14 * (6 - own) * 8
+    assert comms.total_bytes == 14 * (6 - own) * 8
     torch.testing.assert_close(out.full_tensor(), X @ WEIGHT)
 
 

@@ -321,9 +321,9 @@ def test_moments_travel_in_one_exchange_and_nothing_else_does(
     op: Callable[..., Tensor], cut: Placement, numbers: int
 ) -> None:
     x = distribute_tensor(torch.ones(8, 40, 60), Mesh((4,)), [cut])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(op(x))
     assert out.placements == (cut,)
-    assert meter.implicit == []
-    assert meter.total_calls == (numbers > 0)
-    assert meter.total_bytes <= 4 * 3 * numbers
+    assert comms.implicit == []
+    assert comms.total_calls == (numbers > 0)
+    assert comms.total_bytes <= 4 * 3 * numbers

@@ -15,7 +15,7 @@ from shardwise.rules.reductions import order
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.testing import world
 from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
-from shardwise.trace.comm_trace import INSIDE
+from shardwise.trace.comm_trace import INTERNAL
 
 GENERATOR = torch.Generator().manual_seed(4)
 INF, NAN = float("inf"), float("nan")
@@ -224,7 +224,7 @@ def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data:
 
     def body() -> tuple[list[list[int]], list[list[int]]]:
         layouts = (Layout(Mesh((len(pieces),)), [R], ()),)
-        here = RankContext(torch.sort, layouts, layouts, (0,), (), INSIDE)
+        here = RankContext(torch.sort, layouts, layouts, (0,), (), INTERNAL)
         own = torch.tensor(sorted(pieces[here.rank] * times), dtype=torch.int64)
         below, equal = order.split(here, own, [n * times for n in wanted], sizes, range(len(pieces)))
         return below.tolist(), equal.tolist()
@@ -242,32 +242,32 @@ def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data:
 @world(4)
 def test_a_long_line_travels_once_and_a_little_counting() -> None:
     x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         torch.sort(x)
     moved = LONG // 4 * 16  # values and indices
     counting = 3 * 4 * (8 << order.DIGIT)  # a round: counts for four places go to three others
-    assert meter.implicit == []
-    assert meter.total_calls <= 6
-    assert meter.total_bytes < moved + 4 * counting + 100
+    assert comms.implicit == []
+    assert comms.total_calls <= 6
+    assert comms.total_bytes < moved + 4 * counting + 100
 
 
 @world(4)
 def test_an_order_statistic_moves_no_elements() -> None:
     x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         torch.kthvalue(x, 100)
-    assert meter.implicit == []
-    assert meter.total_bytes < 5 * 3 * (8 << order.DIGIT)
+    assert comms.implicit == []
+    assert comms.total_bytes < 5 * 3 * (8 << order.DIGIT)
 
 
 @world(4)
 def test_the_best_k_are_chosen_from_the_best_k_of_each_rank() -> None:
     x = distribute_tensor(normal(1000, 8), Mesh((4,)), [Shard(0, [990, 3, 0, 7])])
-    with count_comms() as meter:
+    with count_comms() as comms:
         torch.topk(x, 5, 0)
-    assert meter.implicit == []
-    assert meter.total_calls == 1
-    assert meter.total_bytes <= 3 * 5 * 8 * 16
+    assert comms.implicit == []
+    assert comms.total_calls == 1
+    assert comms.total_bytes <= 3 * 5 * 8 * 16
 
 
 @pytest.mark.parametrize(
@@ -276,20 +276,20 @@ def test_the_best_k_are_chosen_from_the_best_k_of_each_rank() -> None:
 @world(4)
 def test_several_lines_are_cut_along_another_dim_to_be_ordered(op: Callable[[Any], Any]) -> None:
     x = distribute_tensor(normal(64, 32), Mesh((4,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         values, indices = op(x)
     last = values.ndim - 1
     assert as_dtensor(values).placements == as_dtensor(indices).placements == (Shard(last),)
-    assert len(meter.implicit) == 1
-    assert meter.total_bytes == 64 * 32 * 8 // 4 * 3 // 4
+    assert len(comms.implicit) == 1
+    assert comms.total_bytes == 64 * 32 * 8 // 4 * 3 // 4
 
 
 @world(4)
 def test_pieces_of_a_sorted_sequence_add_up_where_they_are() -> None:
     sequence = distribute_tensor(torch.arange(1000.0), Mesh((4,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         places = as_dtensor(torch.searchsorted(sequence, torch.tensor([3.0, 700, 2000])))
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
     assert places.full_tensor().tolist() == [3, 700, 1000]
 
 

@@ -66,30 +66,30 @@ X = torch.arange(2 * 3 * 16 * 5.0).view(2, 3, 16, 5).sin()
 @world(4)
 def test_windows_that_do_not_overlap_send_nothing() -> None:
     x = distribute_tensor(X, Mesh((4,)), [Shard(2, (2, 6, 4, 4))])
-    with count_comms() as meter:
+    with count_comms() as comms:
         for pool in (F.max_pool2d, F.avg_pool2d):
             assert as_dtensor(pool(x, 2)).placements == (Shard(2, (1, 3, 2, 2)),)
         out, where = F.max_pool2d(x, 2, return_indices=True)
         assert as_dtensor(where).placements == as_dtensor(out).placements
         assert as_dtensor(F.adaptive_max_pool2d(x, (8, 2))).placements == (Shard(2, (1, 3, 2, 2)),)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
 
 
 @world(2)
 def test_overlapping_windows_send_their_edges_in_one_exchange() -> None:
     x = distribute_tensor(X, Mesh((2,)), [S2])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(F.avg_pool2d(x, 3, 1, 1))
-    assert (out.placements, meter.implicit) == ((S2,), [])
-    assert (meter.total_calls, meter.total_bytes) == (1, 2 * 3 * 5 * 4)
+    assert (out.placements, comms.implicit) == ((S2,), [])
+    assert (comms.total_calls, comms.total_bytes) == (1, 2 * 3 * 5 * 4)
 
 
 @world(2)
 def test_the_mean_of_a_plane_sends_no_element() -> None:
     x = distribute_tensor(X, Mesh((2,)), [S2])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(F.adaptive_avg_pool2d(x, 1))
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
         torch.testing.assert_close(out.full_tensor(), F.adaptive_avg_pool2d(X, 1))
 
 

@@ -79,14 +79,14 @@ def test_recurrent_layers_equal_one_process(number: int) -> None:
 def test_a_cut_batch_sends_nothing_and_cut_weights_are_said_to_be_gathered() -> None:
     mesh, states = Mesh((4,)), distribute_tensor(torch.zeros(1, 4, 3, dtype=torch.float64), Mesh((4,)), [S1])
     x, layer = distribute_tensor(X, mesh, [S0]), nn.GRU(6, 3, batch_first=True).double()
-    with count_comms() as meter:
+    with count_comms() as comms:
         out, last = layer(x, states)
         assert (as_dtensor(out).placements, as_dtensor(last).placements) == ((S0,), (S1,))
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
     shard_module(layer, {"weight_hh_l0": S0}, mesh=mesh)
-    with count_comms() as meter:
+    with count_comms() as comms:
         layer(x, states)
-    assert len(meter.implicit) == meter.total_calls == 1
+    assert len(comms.implicit) == comms.total_calls == 1
 
 
 def test_dropout_between_layers_is_the_same_for_every_layout() -> None:

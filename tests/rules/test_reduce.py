@@ -231,10 +231,10 @@ def test_an_extreme_has_a_second_gradient() -> None:
 @world(4)
 def test_what_adds_up_is_left_to_be_added_up(name: str) -> None:
     x = distribute_tensor(torch.ones(8, 8, dtype=torch.float64), Mesh((2, 2)), [S0, S1])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(getattr(x, name)())
     assert all(p.is_partial() for p in out.placements)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
 
 
 @pytest.mark.parametrize(
@@ -248,11 +248,11 @@ def test_what_adds_up_is_left_to_be_added_up(name: str) -> None:
 @world(4)
 def test_the_others_take_one_exchange_of_a_few_numbers(op: Callable[[Any], Any], numbers: int) -> None:
     x = distribute_tensor(torch.ones(8, 8, dtype=torch.float64), Mesh((4,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         op(x)
-    assert meter.implicit == []
-    assert meter.total_calls == 1
-    assert meter.total_bytes == 3 * 8 * numbers
+    assert comms.implicit == []
+    assert comms.total_calls == 1
+    assert comms.total_bytes == 3 * 8 * numbers
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,9 @@ def test_the_others_take_one_exchange_of_a_few_numbers(op: Callable[[Any], Any],
 def test_elements_are_reduced_where_they_are(op: Callable[[Any], Any], placement: Placement) -> None:
     whole = torch.arange(30, dtype=torch.float64).view(5, 6)
     x = distribute_tensor(whole, Mesh((3,)), [placement])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = op(x)
-    assert meter.implicit == []
+    assert comms.implicit == []
     assert torch.allclose(as_dtensor(out).full_tensor(), op(whole))
 
 

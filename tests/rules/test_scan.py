@@ -87,13 +87,13 @@ def test_a_running_extreme_stays_nan_behind_the_last_nan(op: Callable[[Any, int]
 @world(4)
 def test_a_scan_takes_one_exchange_of_a_total_a_line(op: Callable[[Any, int], Any], numbers: int) -> None:
     x = distribute_tensor(torch.ones(100, 8, dtype=torch.float64), Mesh((4,)), [Shard(0)])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = op(x, 0)
     first = as_dtensor(out[0] if isinstance(out, tuple) else out)
     assert first.placements == (Shard(0),)
-    assert meter.implicit == []
-    assert meter.total_calls == 1
-    assert meter.total_bytes == 3 * 8 * numbers
+    assert comms.implicit == []
+    assert comms.total_calls == 1
+    assert comms.total_bytes == 3 * 8 * numbers
 
 
 @pytest.mark.parametrize("sizes", [[3, 1], [2, 2], [1, 3]])

@@ -77,18 +77,18 @@ def test_ops_on_slices_equal_one_process(sample: Sample) -> None:
 def test_batches_of_matrices_and_signals_stay_where_they_are() -> None:
     mesh = Mesh((4,))
     a, b, signal = (distribute_tensor(x, mesh, [S0]) for x in (A, B, SIGNAL))
-    with count_comms() as meter:
+    with count_comms() as comms:
         results = [linalg.solve(a, b), linalg.inv(a), linalg.eigh(a)[1], fft.rfft2(signal), torch.cdist(b, b)]
         assert all(as_dtensor(x).placements == (S0,) for x in results)
         assert as_dtensor(fft.fft(distribute_tensor(SIGNAL, mesh, [Partial()]))).placements == (Partial(),)
-    assert not meter.implicit
+    assert not comms.implicit
 
 
 @world(2)
 def test_a_transform_of_a_cut_dim_is_cut_along_another() -> None:
     x = distribute_tensor(SIGNAL, Mesh((2,)), [S2])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(fft.fft(x))
     assert out.placements in ((S0,), (S1,))
-    assert meter.total_bytes == SIGNAL.numel() // 4 * 8
+    assert comms.total_bytes == SIGNAL.numel() // 4 * 8
     torch.testing.assert_close(out.full_tensor(), fft.fft(SIGNAL))

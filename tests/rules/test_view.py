@@ -126,19 +126,19 @@ def test_views_equal_one_process(sample: Sample) -> None:
 @world(3)
 def test_a_view_that_moves_nothing_shares_its_memory() -> None:
     x = distribute_tensor(torch.zeros(6, 4), Mesh((3,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         x.view(6, 2, 2).add_(1)
         x.t().add_(1)
         x.view(-1).add_(1)
         x.unsqueeze(0).mul_(2)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
     assert torch.equal(x.full_tensor(), torch.full((6, 4), 6.0))
 
 
 @world(3)
 def test_slices_and_chunks_of_a_cut_dim_move_nothing_and_share_its_memory() -> None:
     x = distribute_tensor(torch.zeros(7, 3), Mesh((3,)), [Shard(0, [1, 4, 2])])
-    with count_comms() as meter:
+    with count_comms() as comms:
         for view in (
             x[2:6],
             x[2:6:2],
@@ -151,7 +151,7 @@ def test_slices_and_chunks_of_a_cut_dim_move_nothing_and_share_its_memory() -> N
             view.add_(1)
         x.diagonal(-1).mul_(10)
         x.tensor_split(3, 1)[2].mul_(2)
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
     want = torch.zeros(7, 3)
     for view in (want[2:6], want[2:6:2], want[2:6], want[4:], want[2:], want[2:6], want[:, 1]):
         view += 1
@@ -165,21 +165,21 @@ def test_slices_and_chunks_of_a_cut_dim_move_nothing_and_share_its_memory() -> N
 @world(3)
 def test_one_row_goes_from_its_owner_to_the_others_and_nothing_else_moves() -> None:
     x = distribute_tensor(torch.arange(14.0).view(7, 2), Mesh((3,)), [Shard(0, [1, 4, 2])])
-    with count_comms() as meter:
+    with count_comms() as comms:
         row = as_dtensor(x[3])
     assert row.to_local().tolist() == [6.0, 7.0]
-    assert meter.total_bytes == (2 * 2 * 4 if collectives.rank() == 1 else 0)
-    assert not meter.implicit
+    assert comms.total_bytes == (2 * 2 * 4 if collectives.rank() == 1 else 0)
+    assert not comms.implicit
 
 
 @world(4)
 def test_merged_dims_are_exchanged_and_not_gathered() -> None:
     """Dim 1 is cut: each rank sends all but the part of its columns that stays."""
     x = distribute_tensor(torch.arange(32.0).view(4, 8), Mesh((4,)), [S1])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(x.view(-1))
     assert out.placements == (S0,)
-    assert (meter.total_bytes, meter.total_calls, meter.implicit) == (3 * 2 * 4, 1, [])
+    assert (comms.total_bytes, comms.total_calls, comms.implicit) == (3 * 2 * 4, 1, [])
     assert torch.equal(out.full_tensor(), torch.arange(32.0))
 
 

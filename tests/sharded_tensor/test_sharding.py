@@ -55,10 +55,10 @@ def test_the_values_of_the_source_arrive_and_nobody_else_needs_them(name: str, s
     @world(4)
     def body() -> None:
         given = VALUE if rank() == src else torch.empty(10, 4, device="meta")
-        with count_comms() as meter:
+        with count_comms() as comms:
             x = SPECS[name].shard(given, src_rank=src)
         held = sum(box.numel for box in x.layout_.boxes(src))
-        assert meter.total_bytes <= (40 - held) * 4 + 4 * 4 * 8  # what the source does not keep, and the agreement
+        assert comms.total_bytes <= (40 - held) * 4 + 4 * 4 * 8  # what the source does not keep, and the agreement
         assert_close(x.full_tensor(), VALUE)
         assert x.sharding_spec() is SPECS[name]
         for mine in x.local_shards():

@@ -46,14 +46,14 @@ def test_any_spec_becomes_any_other_and_only_what_a_rank_lacks_is_sent(source: s
     def body() -> None:
         x = SPECS[source].shard(VALUE)
         for name, target in SPECS.items():
-            with count_comms() as meter:
+            with count_comms() as comms:
                 y = x.reshard(target)
             assert_close(y.full_tensor(), VALUE, msg=name)
             assert y.sharding_spec() is target
             before, after = x.layout_.boxes(rank()), y.layout_.boxes(rank())
             kept = sum(common.numel for a, b in product(before, after) if (common := a.intersect(b)))
             sent = sum(box.numel for box in before) - kept
-            assert meter.total_bytes == sent * 4, name
+            assert comms.total_bytes == sent * 4, name
 
     body()
 
@@ -147,10 +147,10 @@ def test_one_rank_gets_the_whole_and_the_others_nothing(name: str) -> None:
     @world(4)
     def body() -> None:
         x = SPECS[name].shard(VALUE)
-        with count_comms() as meter:
+        with count_comms() as comms:
             whole = x.gather(dst=2)
         held = sum(box.numel for box in x.layout_.boxes(rank()))
-        assert meter.total_bytes == (0 if rank() == 2 else held * 4)
+        assert comms.total_bytes == (0 if rank() == 2 else held * 4)
         assert (whole is None) == (rank() != 2)
         if whole is not None:
             assert_close(whole, VALUE)

@@ -127,14 +127,14 @@ def test_a_move_may_convert_what_travels_forward_and_backward() -> None:
     x = as_dtensor(distribute_tensor(torch.full((5, 3), 1 / 3), Mesh((3,)), [S0]).requires_grad_())
     rows = 2 if collectives.rank() < 2 else 1
     seen: list[torch.dtype] = []
-    with count_comms() as meter:
+    with count_comms() as comms:
         y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
-    assert meter.total_bytes == 2 * rows * 3 * 2
+    assert comms.total_bytes == 2 * rows * 3 * 2
     assert y.dtype == torch.bfloat16
     y.register_hook(lambda g: seen.append(g.dtype))  # type: ignore[no-untyped-call]
-    with count_comms() as meter:
+    with count_comms() as comms:
         (y.float() * 1.5).sum().backward()
-    assert meter.total_bytes == (5 - rows) * 3 * 8
+    assert comms.total_bytes == (5 - rows) * 3 * 8
     assert seen == [torch.bfloat16]
     assert x.grad is not None
     assert x.grad.dtype == torch.float32

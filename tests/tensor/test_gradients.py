@@ -421,11 +421,11 @@ def test_real_data_parallel_gradients_take_one_collective() -> None:
     mesh = Mesh((2,))
     ws = [leaf(W, R, mesh), leaf(W, R, mesh)]
     x = distribute_tensor(X, mesh, [Shard(0, [5, 0])])
-    with count_comms() as meter:
+    with count_comms() as comms:
         (squares(x, ws[0]) + squares(x, ws[1])).backward()
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
         grads = [as_dtensor(w.grad) for w in ws]
-    assert meter.total_calls == 1
+    assert comms.total_calls == 1
     for grad in grads:
         assert_close(grad.to_local(), plain_grads(squares, X, W)[1])
     assert collectives.world_size() == 2

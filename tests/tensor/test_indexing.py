@@ -140,11 +140,11 @@ def test_what_is_assigned_to_distributed_places_equals_one_process(args: tuple[T
 def test_nothing_moves_when_whole_values_are_written(placement: Any, value: Any) -> None:
     want = A.clone()
     x = distribute_tensor(A, Mesh((3,)), [placement])
-    with count_comms() as meter:
+    with count_comms() as comms:
         for index in (3, slice(1, 6, 2), (slice(None), None), ROWS, MASK, (5, ...)):
             want[index] = value
             x[index] = value
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
     assert torch.equal(x.full_tensor(), want)
 
 
@@ -153,21 +153,21 @@ def test_values_go_to_the_owners_of_their_rows() -> None:
     """Row 6 is on rank 2; the values are on rank 0: 3 numbers of 8 bytes, and the rows 0 to 2 stay where they are."""
     x = distribute_tensor(torch.zeros(7, 3, dtype=torch.float64), Mesh((3,)), [S0])
     values = distribute_tensor(A[:3], Mesh((3,)), [Shard(0, [3, 0, 0])])
-    with count_comms() as meter:
+    with count_comms() as comms:
         x[6] = values[2]
         x[:3] = values
-    assert meter.total_bytes <= (3 * 8 * 3 if collectives.rank() == 0 else 0)
+    assert comms.total_bytes <= (3 * 8 * 3 if collectives.rank() == 0 else 0)
     assert torch.equal(x.full_tensor(), torch.cat([A[:3], torch.zeros(3, 3), A[2:3]]))
 
 
 @world(3)
 def test_rows_that_indices_name_travel_once_to_each_rank() -> None:
     x = distribute_tensor(A, Mesh((3,)), [S0])  # rows 0 to 2, 3 to 5, 6
-    with count_comms() as meter:
+    with count_comms() as comms:
         rows = as_dtensor(x[[6, 0, 6, 4]])
     held = {0: 1, 1: 1, 2: 2}[collectives.rank()]
     assert rows.placements == (R,)
-    assert (meter.total_bytes, meter.total_calls, meter.implicit) == (held * 2 * 3 * 8, 1, [])
+    assert (comms.total_bytes, comms.total_calls, comms.implicit) == (held * 2 * 3 * 8, 1, [])
     assert torch.equal(rows.to_local(), A[[6, 0, 6, 4]])
 
 
@@ -175,16 +175,16 @@ def test_rows_that_indices_name_travel_once_to_each_rank() -> None:
 def test_cut_indices_travel_to_the_rows_and_the_rows_back() -> None:
     x = distribute_tensor(A, Mesh((3,)), [S0])
     ids = distribute_tensor(torch.tensor([0, 6, 6, 1, 2, 2]), Mesh((3,)), [S0])
-    with count_comms() as meter:
+    with count_comms() as comms:
         rows = as_dtensor(x[ids])
     assert rows.placements == (S0,)
-    assert not meter.implicit
+    assert not comms.implicit
     verdicts, places, sent = (
         2 * 3 * 8,
         {0: 1, 1: 2, 2: 2}[collectives.rank()] * 8,
         {0: 3, 1: 0, 2: 2}[collectives.rank()],
     )
-    assert meter.total_bytes == verdicts + places + sent * 3 * 8
+    assert comms.total_bytes == verdicts + places + sent * 3 * 8
     assert torch.equal(rows.full_tensor(), A[[0, 6, 6, 1, 2, 2]])
 
 

@@ -51,9 +51,9 @@ def test_norms_of_a_list_equal_one_process_and_take_one_exchange(name: str) -> N
     def body() -> None:
         tensors = spread(Mesh((2, 2)) if name in GRIDS else Mesh((3,)), places)
         for order in ORDERS:
-            with count_comms() as meter:
+            with count_comms() as comms:
                 mine = torch._foreach_norm(tensors, order)
-            assert sum(meter.calls.values()) <= 1
+            assert sum(comms.calls.values()) <= 1
             for one, value in zip(mine, VALUES, strict=True):
                 assert_close(as_dtensor(one).full_tensor(), torch.linalg.vector_norm(value, order), msg=f"{order}")
 
@@ -74,9 +74,9 @@ def test_clipping_takes_one_exchange_whether_foreach_was_asked_for_or_not(name: 
                 p.grad = g * 2
                 q.grad = q.detach() * 2
             want = nn.utils.clip_grad_norm_(theirs, 0.5, foreach=foreach)
-            with count_comms() as meter:
+            with count_comms() as comms:
                 total = nn.utils.clip_grad_norm_(ours, 0.5, foreach=foreach)
-            assert sum(meter.calls.values()) <= 1
+            assert sum(comms.calls.values()) <= 1
             assert_close(as_dtensor(total).full_tensor(), want)
             for p, q in zip(ours, theirs, strict=True):
                 assert_close(as_dtensor(p.grad).full_tensor(), q.grad)
@@ -163,8 +163,8 @@ def test_lists_are_not_changed_through_copies_that_were_moved() -> None:
 @world(1)
 def test_norms_on_a_rank_alone_send_nothing() -> None:
     tensors: list[Tensor] = [distribute_tensor(v, Mesh((1,)), [S0]) for v in VALUES]
-    with count_comms() as meter:
+    with count_comms() as comms:
         norms = torch._foreach_norm(tensors, 2.0)
-    assert sum(meter.calls.values()) == 0
+    assert sum(comms.calls.values()) == 0
     for one, value in zip(norms, VALUES, strict=True):
         assert_close(as_dtensor(one).full_tensor(), value.norm())

@@ -64,10 +64,10 @@ def test_operands_of_different_meshes_are_brought_to_one(case: Any) -> None:
 @world(4)
 def test_the_largest_operand_stays_and_ops_in_place_keep_their_mesh() -> None:
     big, small = distribute_tensor(A, LINE, [S0]), distribute_tensor(A[0], GRID, [S0, R])
-    with count_comms() as meter:
+    with count_comms() as comms:
         assert as_dtensor(big + small).placements == (S0,)
-    assert meter.implicit
-    assert meter.total_bytes <= 3 * 3 * 8 * 4
+    assert comms.implicit
+    assert comms.total_bytes <= 3 * 3 * 8 * 4
     small.add_(as_dtensor(big.sum(0)))
     assert small.layout_.mesh == GRID
     assert_close(small.full_tensor(), A[0] + A.sum(0))

@@ -125,9 +125,9 @@ def test_boxes_of_two_operands_travel_together(length: int) -> None:
 
     def body() -> int:
         x, y = (distribute_tensor(z, Mesh((3,)), [S0]) for z in (X, X[:length]))
-        with count_comms() as meter:
+        with count_comms() as comms:
             call(x, y)
-        return meter.total_calls
+        return comms.total_calls
 
     assert set(world(3).run(body)) <= {0, 1}
 
@@ -189,11 +189,11 @@ def test_a_second_rule_for_an_op_is_refused() -> None:
 def test_an_op_made_of_others_runs_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, shifted, decomposed(lambda x: x.exp().sum(0)))
     x = distribute_tensor(X, Mesh((2,)), [S1])
-    with count_comms() as meter:
+    with count_comms() as comms:
         out = as_dtensor(run(shifted, x))
     assert out.placements == (S0,)
     assert torch.equal(out.full_tensor(), X.exp().sum(0))
-    assert meter.total_calls == 0
+    assert comms.total_calls == 0
 
 
 @pytest.mark.parametrize("layout", [Shard(0), R, Shard(1)], ids=str)

@@ -90,9 +90,9 @@ def test_warm_views_share_memory_and_send_nothing(name: str) -> None:
     def run() -> None:
         x = distribute_tensor(X, Mesh((3,)), [UNEVEN])
         for number in (7, 8, 9):
-            with count_comms() as meter:
+            with count_comms() as comms:
                 view = VIEWS[name](x)
-            assert meter.total_bytes == 0
+            assert comms.total_bytes == 0
             view.fill_(number)
             assert (VIEWS[name](as_dtensor(x).full_tensor()) == number).all()
 

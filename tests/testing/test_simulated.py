@@ -151,11 +151,11 @@ def test_values_larger_than_a_number_are_gathered_from_all_ranks() -> None:
 
 def test_each_rank_meters_its_own_bytes() -> None:
     def body() -> dict[str, int]:
-        with count_comms() as meter:
+        with count_comms() as comms:
             exchange(COUNTS["uneven"], (0, 1, 2))
-        return meter.sent_bytes
+        return comms.sent_bytes
 
-    assert [meter["all_to_all"] for meter in world(3).run(body)] == [4 * 8, 2 * 8, 4 * 8]
+    assert [comms["all_to_all"] for comms in world(3).run(body)] == [4 * 8, 2 * 8, 4 * 8]
 
 
 def test_a_world_runs_inside_a_rank_of_another() -> None:

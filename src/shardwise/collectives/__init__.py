@@ -30,10 +30,10 @@ from shardwise.collectives.groups import group_ranks, load_with_process_group, p
 from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
 from shardwise.collectives.transport import AtOnce, Finish, Transport, draw_from_torch, reduce_stack
-from shardwise.trace.comm_trace import CommMeter, count_comms
+from shardwise.trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "AtOnce", "CommMeter", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked",
+    "AtOnce", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "chunks", "contents", "count_comms", "describing",
     "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "init_device_mesh",
     "init_from_environment", "init_processes", "is_simulated", "load_with_process_group", "process_group", "rank",

@@ -13,14 +13,14 @@ from shardwise.collectives.calls import Ranks
 from shardwise.collectives.front import all_to_all, transport
 from shardwise.collectives.transport import gather_with
 from shardwise.errors import MismatchError
-from shardwise.trace.capture_hooks import not_recorded
+from shardwise.trace.capture_hooks import not_capturable
 
 T = TypeVar("T")
 
 
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
-    not_recorded("an exchange of facts among ranks, such as what shapes from_local was given")
+    not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
     return gather_with(all_to_all, data, ranks)
 
 
@@ -37,7 +37,7 @@ def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
     count = len(ranks)
     if count == 1:
         return
-    not_recorded(f"a comparison of {what} among ranks")
+    not_capturable(f"a comparison of {what} among ranks")
     text = json.dumps(value, sort_keys=True)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
     digests = all_to_all(torch.tensor([digest] * count), [1] * count, [1] * count, ranks).tolist()

@@ -21,7 +21,7 @@ from shardwise.collectives.calls import (
 from shardwise.collectives.transport import Transport, gather_with
 from shardwise.errors import MismatchError
 from shardwise.trace import comm_trace
-from shardwise.trace.user_stack import called_at, places_of
+from shardwise.trace.user_stack import format_call_sites, frames_of
 
 _checked: WeakKeyDictionary[Transport, ExitStack] = WeakKeyDictionary()  # simulated ranks have one each
 
@@ -30,7 +30,7 @@ def switch(here: Transport, on: bool) -> None:
     """Compare, or do not compare, what the rank of this transport does from now on."""
     if on and here not in _checked:
         _checked[here] = ExitStack()
-        _checked[here].enter_context(comm_trace.heard_by(comm_trace.Listener()))  # so that moves say what they are
+        _checked[here].enter_context(comm_trace.listening_with(comm_trace.Listener()))  # so that events have a cause
     elif not on and here in _checked:
         _checked.pop(here).close()
 
@@ -41,7 +41,7 @@ def are_on(here: Transport) -> bool:
 
 def compare(here: Transport, call: Call, ranks: Ranks) -> None:
     """Raise the same MismatchError on all `ranks` unless they are about to make one and the same collective."""
-    move = comm_trace.under_way()
+    move = comm_trace.current_event()
     if move is not None and not call.purpose:
         call = replace(call, purpose=str(move))
     call.check(ranks)
@@ -56,7 +56,11 @@ def compare(here: Transport, call: Call, ranks: Ranks) -> None:
         sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
         if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
             return
-        facts = {"call": asdict(call), "number": number, "where": called_at(list(places_of(sys._getframe())), 1)}
+        facts = {
+            "call": asdict(call),
+            "number": number,
+            "where": format_call_sites(list(frames_of(sys._getframe())), 1),
+        }
         said = [json.loads(text) for text in gather_with(here.all_to_all, json.dumps(facts).encode(), ranks)]
     calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, said, strict=True)}
     numbers = [facts["number"] for facts in said]

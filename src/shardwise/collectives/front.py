@@ -14,7 +14,7 @@ from shardwise.collectives.processes import TORCH
 from shardwise.collectives.transport import Finish, SoloTransport, Transport
 from shardwise.layout import ring_elements
 from shardwise.trace import comm_trace
-from shardwise.trace.capture_hooks import is_recorded, leaf
+from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
 
 
 class _Here(threading.local):
@@ -45,7 +45,7 @@ def using(transport: Transport) -> Iterator[None]:
     """Let this thread be one rank of another transport."""
     before, _here.transport = _here.transport, transport
     try:
-        with comm_trace.apart():
+        with comm_trace.separate_rank():
             yield
     finally:
         _here.transport = before
@@ -59,7 +59,7 @@ def world_size() -> int:
     return transport().world_size
 
 
-@leaf
+@allow_in_graph
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
     """Exchange pieces of a 1-D tensor; the piece for this rank itself is copied and not counted."""
     if len(ranks) == 1:
@@ -72,14 +72,14 @@ def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequ
     """`all_to_all`, begun: elements travel until what is returned is called, which gives them."""
     if len(ranks) == 1:
         return send.clone
-    if is_recorded():
+    if is_capturing():
         received = all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
     here = _announced_exchange(send, send_counts, recv_counts, ranks)
     return here.start_all_to_all(send, send_counts, recv_counts, ranks)
 
 
-@leaf
+@allow_in_graph
 def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
     if len(ranks) == 1:
@@ -91,7 +91,7 @@ def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
     """`all_reduce`, begun."""
     if len(ranks) == 1:
         return local.clone
-    if is_recorded():
+    if is_capturing():
         reduced = all_reduce(local, reduce_op, ranks)
         return lambda: reduced
     return _announced_reduction(local, reduce_op, ranks).start_all_reduce(local, reduce_op, ranks)
@@ -107,7 +107,7 @@ def _announced_exchange(
         fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
     if comm_trace.listening():
         own = send_counts[ranks.index(here.rank)]
-        comm_trace.note_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
+        comm_trace.record_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
     return here
 
 
@@ -118,7 +118,7 @@ def _announced_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transpo
         fingerprints.compare(here, reduce_call(local, reduce_op), ranks)
     if comm_trace.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
-        comm_trace.note_collective("all_reduce", sent)
+        comm_trace.record_collective("all_reduce", sent)
     return here
 
 

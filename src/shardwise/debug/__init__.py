@@ -5,9 +5,9 @@ from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.explain import Explanation, explain
 from shardwise.debug.shadow import Shadow, shadow
 from shardwise.debug.visualize import visualize_sharding
-from shardwise.trace.comm_trace import Cause, Move
+from shardwise.trace.comm_trace import Cause, CommEvent
 
 __all__ = [
-    "Budget", "Cause", "CommDebugMode", "Explanation", "Move", "Shadow", "explain", "no_implicit_comm", "shadow",
+    "Budget", "Cause", "CommDebugMode", "CommEvent", "Explanation", "Shadow", "explain", "no_implicit_comm", "shadow",
     "visualize_sharding",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.errors import RuleError
-from shardwise.trace.comm_trace import Listener, Move, heard_by
+from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 
 class Budget(Listener):
@@ -14,7 +14,7 @@ class Budget(Listener):
     mesh has an account of its own, since a rank need not know what happens on meshes that it is not part of.
     """
 
-    wants_places = True
+    wants_call_sites = True
 
     def __init__(self, max_bytes: int, gradients: bool) -> None:
         self.max_bytes = max_bytes
@@ -26,7 +26,7 @@ class Budget(Listener):
         """What all ranks of a mesh together have sent implicitly; of several meshes, the one that sent most."""
         return max(self._spent.values(), default=0)
 
-    def check(self, move: Move) -> None:
+    def check(self, move: CommEvent) -> None:
         if not self._counts(move):
             return
         if move.total_bytes is None:
@@ -38,22 +38,22 @@ class Budget(Listener):
         if spent + move.total_bytes > self.max_bytes:
             raise RuleError(_refusal(move, self.max_bytes, spent))
 
-    def record(self, move: Move) -> None:
+    def record(self, move: CommEvent) -> None:
         if self._counts(move) and move.total_bytes is not None:
             self._spent[move.ranks] = self._spent.get(move.ranks, 0) + move.total_bytes
 
-    def _counts(self, move: Move) -> bool:
+    def _counts(self, move: CommEvent) -> bool:
         return move.cause.implicit and (self.gradients or move.cause.kind != "gradient")
 
 
-def _refusal(move: Move, max_bytes: int, spent: int) -> str:
+def _refusal(move: CommEvent, max_bytes: int, spent: int) -> str:
     """The same text on every rank, so not what one of them would send."""
     cause = move.cause
     allowed = f"{max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
     fix = f"{move.avoid}; or allow it: " if move.avoid else ""
     return (
         f"An implicit move over the budget: {move}\n"
-        f"  Where: {cause.place or 'unknown'}\n"
+        f"  Where: {cause.call_site or 'unknown'}\n"
         f"  Sends: {move.total_bytes:,} bytes over all ranks; allowed: {allowed}.\n"
         f"  Why: {cause.why}.\n"
         f"  Fix: {fix}no_implicit_comm(max_bytes={spent + (move.total_bytes or 0)})."
@@ -79,5 +79,5 @@ def no_implicit_comm(max_bytes: int = 0, *, gradients: bool = False) -> Iterator
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
         raise RuleError(f"no_implicit_comm: max_bytes is a whole number of bytes, 0 or more, got {max_bytes!r}.")
     budget = Budget(max_bytes, gradients)
-    with heard_by(budget):
+    with listening_with(budget):
         yield budget

@@ -21,7 +21,7 @@ from shardwise.layout import Placement
 from shardwise.tensor import DTensor
 from shardwise.tensor.dispatch.fallback import Wrapper
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.trace.comm_trace import Listener, Move, heard_by
+from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"
 Counts = dict[Any, int]
@@ -97,7 +97,7 @@ class CommDebugMode(Listener):
         self._clear()
         self._tracker.start()
         self._entered.callback(self._tracker.stop)
-        self._entered.enter_context(heard_by(self))
+        self._entered.enter_context(listening_with(self))
         self._entered.enter_context(watched_by(self._see_op))
         self._entered.enter_context(_LocalOps(self._note_local_op))
         return self
@@ -110,7 +110,7 @@ class CommDebugMode(Listener):
 
     # ---- what it is told ------------------------------------------------------------------------------------
 
-    def collective(self, kind: str, sent_bytes: int, move: Move | None) -> None:
+    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
         key = torch_op(kind)
         self._counts[key] += 1
         self._bytes[key] += sent_bytes

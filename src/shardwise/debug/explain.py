@@ -6,17 +6,17 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import collectives
 from shardwise.layout import Layout
-from shardwise.trace.comm_trace import Kind, Listener, Move, heard_by
+from shardwise.trace.comm_trace import CommEvent, Kind, Listener, listening_with
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _TITLES: dict[Kind, str] = {
     "operand": "Implicit: operands that an op wants elsewhere",
-    "no row": "Implicit: ops without a rule, on whole copies",
+    "no rule": "Implicit: ops without a rule, on whole copies",
     "gradient": "Gradients, brought to where they are read",
-    "inside": "Inside ops that consist of an exchange",
-    "asked": "Asked for",
+    "internal": "Inside ops that consist of an exchange",
+    "explicit": "Asked for",
 }
 
 
@@ -29,35 +29,35 @@ class Explanation(Listener, Generic[R]):
         result: what the function returned, of `explain(fn, …)`.
     """
 
-    wants_places = True
+    wants_call_sites = True
     result: R
 
     def __init__(self) -> None:
-        self._moves: list[Move] = []
+        self._moves: list[CommEvent] = []
         self.sent_bytes = self.other_bytes = self.other_calls = 0
         self._entered: list[AbstractContextManager[None]] = []
 
-    def record(self, move: Move) -> None:
+    def record(self, move: CommEvent) -> None:
         self._moves.append(move)
 
-    def collective(self, kind: str, sent_bytes: int, move: Move | None) -> None:
+    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
         self.sent_bytes += sent_bytes
         if move is None:
             self.other_bytes += sent_bytes
             self.other_calls += 1
 
     @property
-    def moves(self) -> tuple[Move, ...]:
+    def events(self) -> tuple[CommEvent, ...]:
         """Everything that moved, in order; those with `move.cause.implicit` nobody asked for."""
         return tuple(self._moves)
 
     @property
     def implicit_bytes(self) -> int:
         """What this rank sent without being asked, gradients included."""
-        return sum(move.sent_bytes for move in self.moves if move.cause.implicit)
+        return sum(move.sent_bytes for move in self.events if move.cause.implicit)
 
     def __enter__(self) -> Self:
-        listening = heard_by(self)
+        listening = listening_with(self)
         listening.__enter__()
         self._entered.append(listening)
         return self
@@ -70,7 +70,7 @@ class Explanation(Listener, Generic[R]):
         lines = [f"Rank {collectives.rank()} sent {sent}."]
         silent = 0
         for kind, title in _TITLES.items():
-            groups = _grouped(move for move in self.moves if move.cause.kind == kind)
+            groups = _grouped(move for move in self.events if move.cause.kind == kind)
             loud = [group for group in groups if group[0].total_bytes != 0]
             silent += sum(map(len, groups)) - sum(map(len, loud))
             if loud:
@@ -82,23 +82,23 @@ class Explanation(Listener, Generic[R]):
         return "\n".join([*lines, "", *notes] if notes else lines)
 
 
-def _grouped(moves: Iterable[Move]) -> list[list[Move]]:
+def _grouped(moves: Iterable[CommEvent]) -> list[list[CommEvent]]:
     """Equal moves together, those that send most first."""
-    groups: dict[Any, list[Move]] = {}
+    groups: dict[Any, list[CommEvent]] = {}
     for move in moves:
         groups.setdefault((move.cause, move.src, move.dst, move.total_bytes is None), []).append(move)
     return sorted(groups.values(), key=lambda group: -max(_total(group) or 0, sum(m.sent_bytes for m in group)))
 
 
-def _total(group: list[Move]) -> int | None:
+def _total(group: list[CommEvent]) -> int | None:
     totals = [move.total_bytes for move in group if move.total_bytes is not None]
     return sum(totals) if len(totals) == len(group) else None
 
 
-def _described(group: list[Move]) -> Iterator[str]:
+def _described(group: list[CommEvent]) -> Iterator[str]:
     move, total = group[0], _total(group)
     everywhere, here = "unknown" if total is None else f"{total:,}", sum(move.sent_bytes for move in group)
-    place = "" if move.cause.place is None else f"{move.cause.place}: "
+    place = "" if move.cause.call_site is None else f"{move.cause.call_site}: "
     yield f"{everywhere:>11} {here:>11,} {len(group):>6}  {place}{move.cause}"
     margin = " " * 32
     if move.src is not None and move.dst is not None:
@@ -127,7 +127,7 @@ def explain(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Explana
 def explain(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Explanation[Any]:
     """Every move of a block, or of one call, on this rank: where, what, why, exact bytes, and how to avoid it.
 
-    `with explain() as report: …` or `report = explain(fn, *args)`; then `print(report)`, or read `report.moves`.
+    `with explain() as report: …` or `report = explain(fn, *args)`; then `print(report)`, or read `report.events`.
     Forward and backward. A backward is told with the line of its forward where that was inside as well.
 
     Returns:

@@ -19,8 +19,8 @@ from shardwise.rules.row import ops_with_rules
 from shardwise.tensor import DTensor, moved, plain
 from shardwise.tensor.dispatch import entry
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.trace.comm_trace import unheard
-from shardwise.trace.user_stack import called_from
+from shardwise.trace.comm_trace import muted
+from shardwise.trace.user_stack import call_site
 
 # What these give is whatever the memory held.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
@@ -87,7 +87,7 @@ class Shadow:
         """Nobody counts what is sent here, autograd does not see it, and nothing of it is compared in turn."""
         self._comparing = True
         try:
-            with unheard(), torch.no_grad():
+            with muted(), torch.no_grad():
                 yield
         finally:
             self._comparing = False
@@ -99,7 +99,7 @@ class Shadow:
         held = f" on rank {worst.rank}, where {worst.count:,} elements differ" if worst.count else ""
         return ShadowError(
             f"{name_of(func)} gives another result than plain torch on whole tensors.\n"
-            f"  Where: {called_from() or 'unknown'}\n"
+            f"  Where: {call_site() or 'unknown'}\n"
             f"  Rows: {entry.reason(func, args, kwargs)}\n"
             f"  Operands: {', '.join(laid_out)}\n"
             f"  Results: {', '.join(results) or type(out).__name__}\n"

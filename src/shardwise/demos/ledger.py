@@ -49,13 +49,13 @@ class Ledger:
         self._sent_bytes = 0
         self._losses: list[tuple[Tensor, int]] = []  # since the last report, with the examples of each
 
-    def add(self, loss: Tensor, num_examples: int, meter: collectives.CommMeter) -> None:
+    def add(self, loss: Tensor, num_examples: int, comms: collectives.CommCounts) -> None:
         """A step with this mean loss."""
         self._losses.append((loss, num_examples))
         self.num_steps += 1
         self.num_examples += num_examples
-        self._calls.update(meter.calls)
-        self._sent_bytes += meter.total_bytes
+        self._calls.update(comms.calls)
+        self._sent_bytes += comms.total_bytes
 
     @property
     def seconds(self) -> float:

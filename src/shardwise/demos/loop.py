@@ -92,9 +92,9 @@ class Job(ABC, Generic[B]):
         """
         config, ledger, path = self._config, Ledger(), None
         for batch in self.batches():
-            with collectives.count_comms() as meter:
+            with collectives.count_comms() as comms:
                 loss = self.take_step(batch)
-            ledger.add(loss, self.num_examples(batch), meter)
+            ledger.add(loss, self.num_examples(batch), comms)
             done = self.step == self.last_step
             if done or self.step % config.log_every == 0:
                 report(ledger.progress(self.step, self.last_step, self.epoch))

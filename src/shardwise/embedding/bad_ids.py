@@ -10,7 +10,7 @@ from shardwise.embedding.ids import Bags
 from shardwise.errors import IdError, IdTypeError, LayoutError
 from shardwise.layout import Layout, Shard, contiguous_strides
 from shardwise.rules.row import LocalContext
-from shardwise.trace.capture_hooks import leaf
+from shardwise.trace.capture_hooks import allow_in_graph
 
 Verdict = tuple[int, int, int]  # position in the global ids, id, rank; or one of these for the position
 FINE, BAD_BAGS = -1, -2
@@ -47,7 +47,7 @@ def worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
     return min(bad, default=(FINE, 0, -1))
 
 
-@leaf
+@allow_in_graph
 def refuse_bad_ids(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> None:
     """The same error on every rank if any has an id that is not in the table, or bags that are not made of its ids."""
     raise_bad_ids(ctx, _verdict_everywhere(ctx, ids, bags))

@@ -34,7 +34,7 @@ from shardwise.embedding.requests import (
 )
 from shardwise.layout import Box
 from shardwise.rules.row import LocalContext, LocalFunction, arguments
-from shardwise.trace.capture_hooks import is_recorded, whole
+from shardwise.trace.capture_hooks import allow_in_graph_with_backward, is_capturing
 
 # ---- entry points: the local functions of the rules --------------------------------------------------------
 
@@ -74,13 +74,13 @@ def _lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, s
     return _near(ctx, ids, weight, bags, sparse)
 
 
-@whole
+@allow_in_graph_with_backward
 def _far(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     (out,) = lookup_together([(ctx, ids, weight, bags, sparse)])
     return out
 
 
-@whole
+@allow_in_graph_with_backward
 def _near(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     bad_ids.refuse_bad_ids(ctx, ids, bags)
     if bags is not None:
@@ -309,7 +309,7 @@ def _lookup_here(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
 
 def _rows_here(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
     """`_lookup_here` without bags. In a recording, shapes do not follow from the ids: a foreign id costs a row."""
-    if not is_recorded() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
+    if not is_capturing() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
         return _lookup_here(ctx, ids, box, weight, None, False)
     (wanted,) = ctx.output.boxes(ctx.rank)
     mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])

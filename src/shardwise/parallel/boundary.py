@@ -19,7 +19,7 @@ from shardwise.redistribute.run import move
 from shardwise.tensor import DTensor, moved, plain, tag
 from shardwise.tensor.autograd.gradients import as_cotangent, given, taken
 from shardwise.tensor.conversion import fitted
-from shardwise.trace.capture_hooks import not_recorded
+from shardwise.trace.capture_hooks import not_capturable
 from shardwise.trace.comm_trace import Cause
 
 Axes = tuple[Placement | None, ...]  # one an axis of the mesh; None is the default there, or what a DTensor has
@@ -55,7 +55,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        found = move(grads[0], ctx.way.dst.dual(), ctx.way.border, ctx.cause.turned())
+        found = move(grads[0], ctx.way.dst.dual(), ctx.way.border, ctx.cause.for_backward())
         return given(found, ctx.way.border), None, None
 
 
@@ -73,7 +73,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         gradient = taken(grads[0], ctx.way.border)
-        return as_cotangent(gradient, ctx.way.border, ctx.way.src, ctx.cause.turned()), None, None
+        return as_cotangent(gradient, ctx.way.border, ctx.way.src, ctx.cause.for_backward()), None, None
 
 
 def enter(x: Tensor, way: Way, cause: Cause) -> DTensor:
@@ -178,7 +178,7 @@ class Crossing:
     ) -> None:
         self.mesh, self.axis, self.given, self.wanted, self.local, self.what = mesh, axis, given, wanted, local, what
         self.scope = scope if scope is not None else Scope()
-        self.cause = Cause("asked", "parallelize_module", what)
+        self.cause = Cause("explicit", "parallelize_module", what)
         self._ways_in: dict[torch.Size, Way] = {}
         self._ways_out: dict[Layout, Way] = {}
         self._targets: dict[Layout, tuple[Layout, bool]] = {}
@@ -296,7 +296,7 @@ class Crossing:
 
     def _asked(self, x: Tensor, placements: list[Placement]) -> Layout:
         """The whole of which `x` is a part, from the shapes of all parts: one small exchange."""
-        not_recorded(
+        not_capturable(
             f"asking other ranks for the shapes of {self.what} there; a DTensor or sizes in its layout avoid it"
         )
         ranks = tuple(sorted(self.mesh.ranks))

@@ -13,7 +13,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.tensor import DTensor
-from shardwise.trace.comm_trace import Listener, Move, heard_by
+from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 LOSSES: dict[Callable[..., Any], str] = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 _FIX = "Fix: output_layouts=Shard(-1) and use_local_output=False in the style of the layer that makes them."
@@ -33,7 +33,7 @@ def loss_parallel() -> Iterator[None]:
         RuleError: scores that are plain or not cut along the classes; a move that would bring all classes to a rank.
     """
     guard = _Guard()
-    with heard_by(guard), _Checked(guard):
+    with listening_with(guard), _Checked(guard):
         yield
 
 
@@ -48,7 +48,7 @@ class _Guard(Listener):
             if placement.is_shard(dim) and 0 not in layout.shape:  # of no example, all classes are nothing
                 self.scores.add((layout.mesh, axis, layout.shape[dim], prod(layout.shape)))
 
-    def check(self, move: Move) -> None:
+    def check(self, move: CommEvent) -> None:
         if move.src is None or move.dst is None or not self.scores:
             return
         src, dst = move.src, move.dst

@@ -29,10 +29,10 @@ from shardwise.redistribute.plan import (
     plan_move,
 )
 from shardwise.trace import comm_trace
-from shardwise.trace.comm_trace import ASKED, INSIDE, Cause, Move
+from shardwise.trace.comm_trace import EXPLICIT, INTERNAL, Cause, CommEvent
 
 
-def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) -> Tensor:
+def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:
     """This rank's part of a tensor laid out as `dst`, given its part laid out as `src`.
 
     Args:
@@ -60,12 +60,12 @@ def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) -> Tenso
             return local.clone()
         if not comm_trace.listening():
             return _run_steps(plan, local, cause)
-        cause = comm_trace.placed(cause)
-        with comm_trace.moving(announced(plan, local.element_size(), cause)):
+        cause = comm_trace.with_call_site(cause)
+        with comm_trace.emitting(announced(plan, local.element_size(), cause)):
             return _run_steps(plan, local, cause)
 
 
-def start_move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) -> Finish:
+def start_move(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Finish:
     """`move` without a gradient, begun: what is returned waits for what travels and gives the result.
 
     The last step that communicates travels meanwhile; steps before it are done before this returns.
@@ -78,11 +78,11 @@ def start_move(local: Tensor, src: Layout, dst: Layout, cause: Cause = ASKED) ->
     travels = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange | AllReduce)]
     if not travels:
         return lambda: _run_steps(plan, local, cause)
-    cause = comm_trace.placed(cause) if comm_trace.listening() else cause
+    cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
     with (
         torch.no_grad(),
         DisableTorchFunctionSubclass(),
-        comm_trace.moving(announced(plan, local.element_size(), cause)),
+        comm_trace.emitting(announced(plan, local.element_size(), cause)),
     ):
         for step in plan.steps[: travels[-1]]:
             local = _run(step, local, cause)
@@ -106,12 +106,12 @@ def _start(step: Step, local: Tensor) -> Finish:
     return collectives.start_all_reduce(local, "sum", group) if group else local.clone
 
 
-def announced(plan: Plan, itemsize: int, cause: Cause) -> Move:
+def announced(plan: Plan, itemsize: int, cause: Cause) -> CommEvent:
     """What is known of a planned move before anything is sent."""
     sent = plan.sent_bytes(collectives.rank(), itemsize)
-    if cause.together:
-        return Move(cause, None, None, cause.together[0], sent, cause.together[1])
-    return Move(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
+    if cause.group_total:
+        return CommEvent(cause, None, None, cause.group_total[0], sent, cause.group_total[1])
+    return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
 
 
 def _run_steps(plan: Plan, local: Tensor, cause: Cause) -> Tensor:
@@ -173,7 +173,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.turned()), None, None
+        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()), None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -184,7 +184,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.turned()), None, None
+        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()), None, None
 
 
 def _reduced(local: Tensor, step: AllReduce) -> Tensor:
@@ -370,8 +370,8 @@ class _AllToAll(torch.autograd.Function):
         cause: Cause,
     ) -> Tensor:
         if comm_trace.listening():
-            cause = comm_trace.placed(cause)
-        ctx.args = (recv_counts, send_counts, ranks, cause.turned())
+            cause = comm_trace.with_call_site(cause)
+        ctx.args = (recv_counts, send_counts, ranks, cause.for_backward())
         return exchange_now(send, send_counts, recv_counts, ranks, cause)
 
     @staticmethod
@@ -385,7 +385,7 @@ def exchange(
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
     ranks: tuple[int, ...],
-    cause: Cause = INSIDE,
+    cause: Cause = INTERNAL,
 ) -> Tensor:
     """All-to-all of a 1-D tensor with split sizes; gradients travel the way back."""
     return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)  # type: ignore[no-any-return, no-untyped-call]
@@ -398,5 +398,5 @@ def exchange_now(
     if not comm_trace.listening() or len(ranks) == 1:
         return collectives.all_to_all(send, send_counts, recv_counts, ranks)
     sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
-    with comm_trace.moving(Move(comm_trace.placed(cause), None, None, ranks, sent, None)):
+    with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
         return collectives.all_to_all(send, send_counts, recv_counts, ranks)

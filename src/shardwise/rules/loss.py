@@ -23,7 +23,7 @@ from shardwise.rules.row import (
     prepared,
     register,
 )
-from shardwise.trace.capture_hooks import leaf
+from shardwise.trace.capture_hooks import allow_in_graph
 
 Loss = Callable[..., Any]
 Named = dict[str, Any]
@@ -172,14 +172,14 @@ def _agreed_weight(ctx: LocalContext, axes: list[int], weights: Tensor, foreign:
     return every[:, 0].sum()
 
 
-@leaf
+@allow_in_graph
 def _first(target: Tensor, foreign: Tensor) -> Tensor:
     """Whether there is a foreign target, and the first one."""
     found = target[foreign][:1].double()
     return torch.stack([torch.ones_like(found).sum(), found.sum()])
 
 
-@leaf
+@allow_in_graph
 def _refuse_foreign(ctx: LocalContext, every: Tensor) -> None:
     """Raise for a target that is no class: of what each rank says, whether it has one, and which."""
     if bool(every[:, 1].any()):

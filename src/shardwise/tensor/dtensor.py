@@ -18,7 +18,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, Mesh, Placement, contiguous_strides
 from shardwise.redistribute.run import move
 from shardwise.rules.row import Handler
-from shardwise.trace.comm_trace import ASKED, Cause
+from shardwise.trace.comm_trace import EXPLICIT, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
 _as_subclass: Any = torch._C.TensorBase.as_subclass
@@ -400,7 +400,7 @@ def plain(x: Tensor) -> Tensor:
         return x.detach() if x.is_sparse else _as_subclass(x, torch.Tensor)
 
 
-def moved(x: DTensor, layout: Layout, cause: Cause = ASKED) -> DTensor:
+def moved(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
     if x._layout == layout:
         return x

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.tensor import DTensor
-from shardwise.trace.user_stack import Place
+from shardwise.trace.user_stack import StackFrame
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 
@@ -87,7 +87,7 @@ def tell_values(error: BaseException) -> None:
         return
     frame, line = innermost
     known = {**frame.f_globals, **frame.f_locals}
-    place = Place(frame.f_code.co_filename, line, frame.f_code.co_name)
+    place = StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
     values = {text: value for test in _tests_at(place) for text, value in _values_in(test, known)}
     if values:
         error.add_note("\n".join(["the values there:", *(f"  {text} = {_shown(v)}" for text, v in values.items())]))
@@ -100,7 +100,7 @@ def _innermost(trace: TracebackType | None) -> tuple[FrameType, int] | None:
     return found
 
 
-def _tests_at(place: Place) -> list[ast.expr]:
+def _tests_at(place: StackFrame) -> list[ast.expr]:
     """What the assert statements that span a line ask for."""
     try:
         tree = ast.parse("".join(linecache.getlines(place.file)))

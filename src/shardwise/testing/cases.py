@@ -22,7 +22,7 @@ from shardwise.testing.failures import DeadlockError, point_at
 from shardwise.testing.pool import renew_pool, run_on_processes
 from shardwise.testing.reference import Reference, refer
 from shardwise.testing.simulated import run_on_threads
-from shardwise.trace.user_stack import Place
+from shardwise.trace.user_stack import StackFrame
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 
@@ -217,12 +217,12 @@ def _show_test(error: BaseException, test: Callable[[], object]) -> None:
     """Let the report of an error that has no line of the user's code show the test."""
     if not any(place.is_users for place in _places(error)):
         code = inspect.unwrap(test).__code__
-        point_at(error, Place(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
+        point_at(error, StackFrame(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
 
 
-def _places(error: BaseException) -> Iterator[Place]:
+def _places(error: BaseException) -> Iterator[StackFrame]:
     for frame, line in traceback.walk_tb(error.__traceback__):
-        yield Place(frame.f_code.co_filename, line, frame.f_code.co_name)
+        yield StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def _hindrance(value: object) -> str | None:

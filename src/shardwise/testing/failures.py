@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 
 if TYPE_CHECKING:  # it needs torch, which the pytest plugin does without
-    from shardwise.trace.user_stack import Place
+    from shardwise.trace.user_stack import StackFrame
 
 
 class DeadlockError(ShardwiseError, RuntimeError):
@@ -40,7 +40,7 @@ def blame(errors: Mapping[int, BaseException], world: str) -> BaseException:
     return error
 
 
-def point_at(error: BaseException, place: "Place", first_line: int) -> None:
+def point_at(error: BaseException, place: "StackFrame", first_line: int) -> None:
     """Give an error that was not raised in this process a traceback of one line, so that reports here show that line.
 
     Args:

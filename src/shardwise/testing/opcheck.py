@@ -229,9 +229,9 @@ def _of_failures(failed: dict[int, Seen], size: int) -> tuple[Outcome, str]:
 def _on_rank(call: OpCall, layouts: Layouts, backward: bool) -> Seen:
     torch.manual_seed(SEED)
     leaves = [leaf_of(distributed(x.detach(), layout), x) for x, layout in zip(call.tensors, layouts, strict=True)]
-    with collectives.count_comms() as meter:
+    with collectives.count_comms() as comms:
         seen = seen_of(call, leaves, backward)
-    seen.implicit = len(meter.implicit)
+    seen.implicit = len(comms.implicit)
     return seen
 
 

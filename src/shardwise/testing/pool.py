@@ -28,7 +28,7 @@ from shardwise.errors import RemoteRankError, ShardwiseError, summary
 from shardwise.testing.failures import DeadlockError, SendError, blame, point_at
 from shardwise.testing.reference import refer
 from shardwise.testing.worker import STACK_SIGNAL, Failure, Regroup, Task, serve, stack_file
-from shardwise.trace.user_stack import Place, running_at
+from shardwise.trace.user_stack import StackFrame, format_running
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 
@@ -188,7 +188,7 @@ class Pool:
             raise blame({rank: _revive(failures[rank]) for rank in failures}, f"{self.size}, real")
         if len(answers) < self.size:
             stand = [
-                f"  rank {rank}: {'finished' if rank in answers else running_at(self._stack(rank))}"
+                f"  rank {rank}: {'finished' if rank in answers else format_running(self._stack(rank))}"
                 for rank in range(self.size)
             ]
             raise DeadlockError("\n".join([f"{self._ranks} did not {what} within {timeout:g} s:", *stand]))
@@ -204,7 +204,7 @@ class Pool:
             return "closed its connection"
         return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
-    def _stack(self, rank: int, patience: float = 1.0) -> list[Place]:
+    def _stack(self, rank: int, patience: float = 1.0) -> list[StackFrame]:
         """The Python stack of a rank that runs, innermost first; empty if the process does not answer."""
         pid = self.processes[rank].pid
         assert pid is not None
@@ -215,7 +215,7 @@ class Pool:
             time.sleep(0.01)
             text = stack_file(self.folder, rank).read_text(errors="replace")
         lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text, re.MULTILINE)
-        return [Place(file, int(line), function) for file, line, function in lines]
+        return [StackFrame(file, int(line), function) for file, line, function in lines]
 
 
 def _receive(connection: Connection) -> Any:

@@ -29,7 +29,7 @@ from shardwise.collectives.failures.store import Report, remote_error, report_of
 from shardwise.errors import MismatchError, RemoteRankError, summary
 from shardwise.testing.assertions import tell_values
 from shardwise.testing.failures import DeadlockError, blame
-from shardwise.trace.user_stack import Place, called_at, places_of, running_at
+from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 
@@ -89,11 +89,11 @@ class _Rank(AtOnce):
         if self.ended:
             return "finished"
         if self.waiting_in is not None:
-            return f"waiting in {self.waiting_in}{called_at(self.stack())}"
-        return running_at(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
+            return f"waiting in {self.waiting_in}{format_call_sites(self.stack())}"
+        return format_running(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
 
-    def stack(self) -> list[Place]:
-        return list(places_of(sys._current_frames().get(self.thread.ident or 0)))
+    def stack(self) -> list[StackFrame]:
+        return list(frames_of(sys._current_frames().get(self.thread.ident or 0)))
 
     def consequence(self, failed: "_Rank", stand: Stand) -> BaseException:
         """What this rank raises because another failed; where that failed because of a third, it names the third."""
@@ -226,7 +226,7 @@ class _Simulation:
             for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
-        said = {rank: f"{calls[rank]}{called_at(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
+        said = {rank: f"{calls[rank]}{format_call_sites(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
         text = disagreement_text(ranks, self.ranks[ranks[0]].calls[ranks], why, said)
         for rank in ranks:
             self.give(self.ranks[rank], MismatchError(f"{text}\n  Fix: {SAME_CALLS}."))

@@ -22,7 +22,7 @@ from shardwise.errors import summary
 from shardwise.testing.assertions import tell_values
 from shardwise.testing.failures import SendError
 from shardwise.testing.reference import Reference
-from shardwise.trace.user_stack import Place
+from shardwise.trace.user_stack import StackFrame
 
 STACK_SIGNAL = signal.SIGUSR1
 _OURS = str(Path(__file__).parent) + os.sep
@@ -64,7 +64,7 @@ class Failure:
     pickled: bytes | None
     summary: str
     traceback: str
-    place: Place | None
+    place: StackFrame | None
     first_line: int
 
 
@@ -152,7 +152,7 @@ def _failure(error: BaseException) -> Failure:
     place, first_line = None, 0
     while trace is not None:
         code = trace.tb_frame.f_code
-        here = Place(code.co_filename, trace.tb_lineno, code.co_name)
+        here = StackFrame(code.co_filename, trace.tb_lineno, code.co_name)
         if here.is_users:
             place, first_line = here, code.co_firstlineno
         trace = trace.tb_next

@@ -46,7 +46,7 @@ class _Here(threading.local):
 here = _Here()
 
 
-def leaf(function: Callable[P, T]) -> Callable[P, T]:
+def allow_in_graph(function: Callable[P, T]) -> Callable[P, T]:
     """A function that a recording calls as a whole. Its tensors must be its arguments and its results."""
 
     @wraps(function)
@@ -58,7 +58,7 @@ def leaf(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def whole(function: Callable[P, "Tensor"]) -> Callable[P, "Tensor"]:
+def allow_in_graph_with_backward(function: Callable[P, "Tensor"]) -> Callable[P, "Tensor"]:
     """A differentiable function of one tensor result that a recording calls as a leaf, and its backward as another.
 
     For what decides by values: it decides anew at every replay.
@@ -74,7 +74,7 @@ def whole(function: Callable[P, "Tensor"]) -> Callable[P, "Tensor"]:
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
+def tracing_paused() -> Iterator[None]:
     """What is done inside is done once, such as finding out how an op runs, and is no part of a recording."""
     recorder = here.recorder
     if recorder is None:
@@ -87,12 +87,12 @@ def unrecorded() -> Iterator[None]:
         recorder.paused = before
 
 
-def not_recorded(what: str) -> None:
+def not_capturable(what: str) -> None:
     """Called where something happens that a replay could not repeat; raises while somebody records."""
     if here.recorder is not None:
         here.recorder.met(what)
 
 
-def is_recorded() -> bool:
+def is_capturing() -> bool:
     """Whether somebody records what this thread does."""
     return here.recorder is not None

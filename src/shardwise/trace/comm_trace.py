@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from shardwise.layout import Layout
-from shardwise.trace.user_stack import Place, called_from
+from shardwise.trace.user_stack import StackFrame, call_site
 
 # asked: the user asked for it (redistribute, full_tensor, item, …). operand: a row wants an operand elsewhere. no row:
 # an op that has no row runs on whole copies. gradient: a gradient is brought to where it is read. inside: an exchange
 # that the op itself consists of, such as ids that travel to the rows of their table.
-Kind = Literal["asked", "operand", "no row", "gradient", "inside"]
+Kind = Literal["explicit", "operand", "no rule", "gradient", "internal"]
 
 
 class Cause(NamedTuple):
@@ -39,29 +39,29 @@ class Cause(NamedTuple):
     why: str = ""
     wanted: Layout | None = None
     backward: bool = False
-    place: Place | None = None
-    together: tuple[tuple[int, ...], int] | None = None
+    call_site: StackFrame | None = None
+    group_total: tuple[tuple[int, ...], int] | None = None
 
     @property
     def implicit(self) -> bool:
         """Whether a tensor moves though nobody asked for it."""
-        return self.kind in ("operand", "no row", "gradient")
+        return self.kind in ("operand", "no rule", "gradient")
 
-    def turned(self) -> "Cause":
+    def for_backward(self) -> "Cause":
         """The cause of the dual move, in backward."""
-        return self if self.backward else self._replace(backward=True, together=None)
+        return self if self.backward else self._replace(backward=True, group_total=None)
 
     def __str__(self) -> str:
         where = " in backward" if self.backward else ""
         return f"{self.op or 'a move that was asked for'}{where}{f', {self.operand}' if self.operand else ''}"
 
 
-ASKED = Cause("asked")
-INSIDE = Cause("inside", "an op")
+EXPLICIT = Cause("explicit")
+INTERNAL = Cause("internal", "an op")
 
 
 @dataclass(frozen=True)
-class Move:
+class CommEvent:
     """One move of a tensor, or one exchange inside an op, as known before anything is sent.
 
     Args:
@@ -104,15 +104,15 @@ class Move:
 class Listener:
     """Told of everything that a rank sends while it listens; a subclass says what it cares for."""
 
-    wants_places = False  # a walk up the stack for every move
+    wants_call_sites = False  # a walk up the stack for every move
 
-    def check(self, move: Move) -> None:
+    def check(self, move: CommEvent) -> None:
         """Called before anything is sent; may raise, the same on all of `move.ranks`."""
 
-    def record(self, move: Move) -> None:
+    def record(self, move: CommEvent) -> None:
         """Called before anything is sent, after nobody objected."""
 
-    def collective(self, kind: str, sent_bytes: int, move: Move | None) -> None:
+    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
         """A collective, what this rank sends in it, and the move it is part of, if any."""
 
 
@@ -120,7 +120,7 @@ class _Ears:
     """The listeners of one rank, and the move that it makes at the moment."""
 
     listeners: tuple[Listener, ...] = ()
-    moving: Move | None = None
+    moving: CommEvent | None = None
 
 
 class _Here(threading.local):
@@ -131,7 +131,7 @@ _here = _Here()
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def separate_rank() -> Iterator[None]:
     """Let this thread be a rank of its own."""
     before, _here.ears = _here.ears, _Ears()
     try:
@@ -146,7 +146,7 @@ def listening() -> bool:
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def listening_with(listener: Listener) -> Iterator[None]:
     """Let `listener` listen to this rank, forward and backward."""
     ears = _here.ears
     ears.listeners = (*ears.listeners, listener)
@@ -157,7 +157,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
+def muted() -> Iterator[None]:
     """Nobody listens to this rank inside: for what a debugging tool sends itself."""
     ears = _here.ears
     before, ears.listeners = ears.listeners, ()
@@ -167,15 +167,15 @@ def unheard() -> Iterator[None]:
         ears.listeners = before
 
 
-def placed(cause: Cause) -> Cause:
+def with_call_site(cause: Cause) -> Cause:
     """`cause` with the line of the user's code, if anybody wants to know it."""
-    if cause.place is not None or not any(listener.wants_places for listener in _here.ears.listeners):
+    if cause.call_site is not None or not any(listener.wants_call_sites for listener in _here.ears.listeners):
         return cause
-    return cause._replace(place=called_from())
+    return cause._replace(call_site=call_site())
 
 
 @contextmanager
-def moving(move: Move) -> Iterator[None]:
+def emitting(move: CommEvent) -> Iterator[None]:
     """Announce a move; the collectives made inside are part of it.
 
     Raises:
@@ -193,12 +193,12 @@ def moving(move: Move) -> Iterator[None]:
         ears.moving = before
 
 
-def under_way() -> Move | None:
+def current_event() -> CommEvent | None:
     """The move that this rank makes at the moment; known only while somebody listens."""
     return _here.ears.moving
 
 
-def note_collective(kind: str, sent_bytes: int) -> None:
+def record_collective(kind: str, sent_bytes: int) -> None:
     """Tell the listeners of one collective and what this rank sends in it."""
     ears = _here.ears
     for listener in ears.listeners:
@@ -209,8 +209,8 @@ def note_collective(kind: str, sent_bytes: int) -> None:
 
 
 @dataclass
-class CommMeter(Listener):
-    """Collectives and bytes that one rank sent to others while the meter ran."""
+class CommCounts(Listener):
+    """Collectives and bytes that one rank sent to others inside `count_comms`."""
 
     calls: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -224,18 +224,18 @@ class CommMeter(Listener):
     def total_bytes(self) -> int:
         return sum(self.sent_bytes.values())
 
-    def record(self, move: Move) -> None:
-        if move.cause.kind in ("operand", "no row"):
+    def record(self, move: CommEvent) -> None:
+        if move.cause.kind in ("operand", "no rule"):
             self.implicit.append(str(move))
 
-    def collective(self, kind: str, sent_bytes: int, move: Move | None) -> None:
+    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent_bytes
 
 
 @contextmanager
-def count_comms() -> Iterator[CommMeter]:
+def count_comms() -> Iterator[CommCounts]:
     """Count this rank's collectives and the bytes it sends, forward and backward, inside the block."""
-    meter = CommMeter()
-    with heard_by(meter):
-        yield meter
+    comms = CommCounts()
+    with listening_with(comms):
+        yield comms

@@ -145,7 +145,7 @@ def test_the_tensor_axis_cuts_matrices_and_their_state_and_no_rank_gathers_the_s
 
     def body() -> None:
         run = Training(config, topics)
-        with collectives.count_comms() as meter:
+        with collectives.count_comms() as comms:
             take(run, 1)
         total = sum(p.nbytes for p in build(config).parameters() if p.ndim == 2)
         held = {name: p.to_local() for name, p in run.model.named_parameters() if isinstance(p, DTensor)}
@@ -154,7 +154,7 @@ def test_the_tensor_axis_cuts_matrices_and_their_state_and_no_rank_gathers_the_s
         for p in run.model.parameters():
             assert run.optimizer.state[p]["exp_avg"].placements == p.placements  # type: ignore[attr-defined]
         scores = 40 * config.context * 256 * 4
-        assert meter.total_bytes < 0.2 * scores
+        assert comms.total_bytes < 0.2 * scores
 
     world(3).run(body)
 

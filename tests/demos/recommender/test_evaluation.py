@@ -44,9 +44,9 @@ def test_the_shares_of_a_batch_make_the_batch_and_cost_nothing(num_rows: int, ti
     batch = examples(tiny, "train").batch(torch.arange(num_rows))
 
     def body() -> Inputs:
-        with collectives.count_comms() as meter:
+        with collectives.count_comms() as comms:
             shared = shard_batch(batch, Mesh((3,)))
-        assert meter.total_calls == 0
+        assert comms.total_calls == 0
         joined = {}
         for name, x in vars(shared).items():
             assert isinstance(x, DTensor)

@@ -148,9 +148,9 @@ def test_a_step_with_row_cut_tables_gathers_no_table_and_no_scores(pyident: PyId
     def body() -> None:
         run = Training(TrainConfig(), pyident, {"*": Shard(0)})
         batch = next(run.batches())
-        with collectives.count_comms() as meter:
+        with collectives.count_comms() as comms:
             run.take_step(batch)
-        assert meter.total_bytes < run.model.items.weight.nbytes / 2  # the scores are twice the table
+        assert comms.total_bytes < run.model.items.weight.nbytes / 2  # the scores are twice the table
 
     world(2).run(body)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.collectives.calls import SAME_CALLS, Ranks, Stand, disagreement, disagreement_text
 from shardwise.collectives.failures.store import Board, Report, address, is_reachable, remote_error, report_of
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
-from shardwise.trace.user_stack import user_place
+from shardwise.trace.user_stack import user_call_site
 
 T = TypeVar("T")
 
@@ -295,7 +295,7 @@ def _chain_excepthooks() -> None:
     def excepthook_of_threads(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit) and os.getpid() in _hooks_of:
             thread = args.thread.name if args.thread else ""
-            said = f"its thread {thread!r} failed: {summary(args.exc_value)}, at {user_place(args.exc_traceback)}"
+            said = f"its thread {thread!r} failed: {summary(args.exc_value)}, at {user_call_site(args.exc_traceback)}"
             _bounded(lambda: _on_board(lambda board: board.complain(said)))
         before_in_threads(args)
 

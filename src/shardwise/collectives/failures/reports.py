@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from shardwise.collectives.calls import Stand
 from shardwise.collectives.failures.store import Board, is_reachable
-from shardwise.trace.user_stack import places_of, running_at
+from shardwise.trace.user_stack import format_running, frames_of
 
 TICK_SECONDS = 0.4
 
@@ -62,4 +62,4 @@ class Watch:
         if waiting is not None:
             board.wait_in(waiting())
         else:
-            board.run_at(running_at(list(places_of(sys._current_frames().get(main)))))
+            board.run_at(format_running(list(frames_of(sys._current_frames().get(main)))))

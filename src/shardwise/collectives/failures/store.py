@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from shardwise.collectives.calls import Ranks, Stand, call_from
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
-from shardwise.trace.user_stack import user_place
+from shardwise.trace.user_stack import user_call_site
 
 MAX_LINES = 6  # of an error's text that travel
 ITS_OUTPUT = "its own output has the traceback; mend that rank first."
@@ -53,7 +53,7 @@ def report_of(rank: int, error: BaseException) -> Report:
     how = (
         f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"failed: {summary(error, MAX_LINES)}"
     )
-    return Report(rank, f"Rank {rank} {how}", user_place(error.__traceback__))
+    return Report(rank, f"Rank {rank} {how}", user_call_site(error.__traceback__))
 
 
 def remote_error(report: Report, me: int, stand: Stand, said: str = "") -> ShardwiseError:

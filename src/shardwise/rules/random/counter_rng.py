@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box, contiguous_strides, split_by_boxes
-from shardwise.trace.capture_hooks import leaf
+from shardwise.trace.capture_hooks import allow_in_graph
 
 Values = Callable[[Tensor, int, torch.dtype], Tensor]
 
@@ -31,7 +31,7 @@ _ELSEWHERE = 1 << 24  # on an accelerator, where only the memory of a few such t
 # ---- places -------------------------------------------------------------------------------------------------
 
 
-@leaf
+@allow_in_graph
 def fill(local: Tensor, boxes: Sequence[Box], shape: Sequence[int], seed: int, values: Values) -> None:
     """Write what is at `boxes` of a random tensor of global `shape`.
 
@@ -201,7 +201,7 @@ _FEW = 10  # expected counts below which a walk from 0 upwards ends soon
 _WALK = 64  # steps: a count of so much, where fewer than _FEW are expected, has a chance below 1e-25
 
 
-@leaf
+@allow_in_graph
 def poisson(rate: Tensor, index: Tensor, seed: int) -> Tensor:
     """Events where `rate` are expected: few by inversion, many by Hörmann's transformed rejection (PTRS, 1993).
 
@@ -219,7 +219,7 @@ def poisson(rate: Tensor, index: Tensor, seed: int) -> Tensor:
     return _rejected(few, rate >= _FEW, (a, b, rate + 0.43, bound), accepts, index, seed)
 
 
-@leaf
+@allow_in_graph
 def binomial(count: Tensor, p: Tensor, index: Tensor, seed: int) -> Tensor:
     """Successes in `count` trials of probability `p`: few by inversion, many by Hörmann's BTRS (1993).
 

@@ -20,7 +20,7 @@ from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinea
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.counter_rng import Values
 from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with, register
-from shardwise.trace.capture_hooks import leaf
+from shardwise.trace.capture_hooks import allow_in_graph
 
 aten = torch.ops.aten
 
@@ -126,7 +126,7 @@ def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     return int(low or 0), int(high)
 
 
-@leaf
+@allow_in_graph
 def refuse(ctx: LocalContext, bad: Tensor, message: str) -> None:
     """Raise on every rank if a value is bad on any; asks the others only where they hold other values."""
     mesh, found = ctx.layouts[0].mesh, bad.any().long().view(1)

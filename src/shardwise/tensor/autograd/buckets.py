@@ -245,7 +245,7 @@ def _agree(leaves: Sequence[DTensor], here: _Rank) -> None:
         told.setdefault(ranks, {"buckets": str(here.options)})[name] = what
     for ranks, facts in told.items():
         if collectives.rank() in ranks and here.agreed.get(ranks) != facts:
-            with comm_trace.apart():
+            with comm_trace.separate_rank():
                 collectives.agree("the gradients that are reduced together", facts, ranks, FIX)
             here.agreed[ranks] = facts
 
@@ -342,7 +342,7 @@ def _told(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Te
     names = [leaf._name or "a leaf" for leaf in leaves]
     short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     together = tuple(sorted(mesh.ranks)), elements * flat.element_size()
-    return READ._replace(operand=f"the gradient of {short}", together=together)
+    return READ._replace(operand=f"the gradient of {short}", group_total=together)
 
 
 def _add_reduced(leaf: DTensor, total: Tensor) -> None:

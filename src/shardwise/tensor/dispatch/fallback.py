@@ -95,7 +95,7 @@ def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: 
     operands = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor}
     copies = {}  # one of an operand that is read as well as changed
     for key, x in operands.items():
-        copies[key] = _whole(x, Cause("no row", str(func), x._name or "an operand", why))
+        copies[key] = _whole(x, Cause("no rule", str(func), x._name or "an operand", why))
         if any(x is y for y in changed) and not x._layout.is_replicated:
             copies[key] = copies[key].clone()  # autograd may have kept what the move gave
     back = [(operands[key], copies[key]) for key in dict.fromkeys(map(id, changed))]
@@ -144,7 +144,7 @@ def _bring_back(func: Any, x: DTensor, copy: Tensor) -> None:
             f"in place. Fix: use the op that returns a new tensor."
         )
     if not x._layout.is_replicated:
-        cause = Cause("no row", str(func), x._name or "the result", "what was changed in a whole copy goes back")
+        cause = Cause("no rule", str(func), x._name or "the result", "what was changed in a whole copy goes back")
         plain(x).copy_(move(copy, x._layout.replicated(), x._layout, cause))
 
 

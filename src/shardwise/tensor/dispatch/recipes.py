@@ -16,7 +16,7 @@ from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
-from shardwise.trace.capture_hooks import unrecorded
+from shardwise.trace.capture_hooks import tracing_paused
 
 CACHE_LIMIT = 1 << 16
 
@@ -49,7 +49,7 @@ def find(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwargs: Kwar
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
     found = _found.get(key)
     if found is None:
-        with DisableTorchFunctionSubclass(), unrecorded():  # reading the dtype of a DTensor is not an op
+        with DisableTorchFunctionSubclass(), tracing_paused():  # reading the dtype of a DTensor is not an op
             found = _resolved(func, rule, args, kwargs)
         if NO_KEY not in key:
             _remember(_found, key, found)

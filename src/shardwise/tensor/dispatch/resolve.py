@@ -14,7 +14,7 @@ from shardwise.redistribute.plan import plan_move
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.row import Shapes
 from shardwise.tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
-from shardwise.trace.comm_trace import INSIDE, Cause
+from shardwise.trace.comm_trace import INTERNAL, Cause
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Recipe:
     local_axes: tuple[int, ...]
     output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
     rows: tuple[Row, ...] = ()  # where only running the op tells how long its results are: the rows to lay them out by
-    cause: Cause = INSIDE  # of what the op moves
+    cause: Cause = INTERNAL  # of what the op moves
     copied: bool = False  # the results are copies where torch gives views
 
 
@@ -105,7 +105,7 @@ def recipe(
         )
     local = _local_of(chosen, rule)
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local_impl is local) if local is not None else ()
-    cause = Cause("inside", name, "", _why(chosen))
+    cause = Cause("internal", name, "", _why(chosen))
     copied = rule.view and (bool(moves) or any(row.copies for row in chosen))
     return Recipe(
         moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.data_dependent_shape else (), cause, copied

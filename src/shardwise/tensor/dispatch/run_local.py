@@ -14,7 +14,7 @@ from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dtensor import DTensor, _as_subclass
 from shardwise.tensor.handlers.copies import copied
-from shardwise.trace.capture_hooks import unrecorded
+from shardwise.trace.capture_hooks import tracing_paused
 
 
 class Looks:
@@ -42,7 +42,7 @@ class OnLocals(Looks):
             return self.op(*locals_, **{k: a if type(a) in PLAIN_VALUES else _local(a) for k, a in kwargs.items()})
         rank = collectives.rank()
         if rank not in self.ready:
-            with unrecorded():
+            with tracing_paused():
                 self.ready[rank] = preparation(recipe.local_impl, self._site([]))
         ready, python = self.ready[rank]
         if ready is not None and not python:

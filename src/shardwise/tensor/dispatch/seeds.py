@@ -18,7 +18,7 @@ import torch
 from shardwise import collectives
 from shardwise.errors import MismatchError
 from shardwise.layout import Mesh
-from shardwise.trace.capture_hooks import leaf, not_recorded
+from shardwise.trace.capture_hooks import allow_in_graph, not_capturable
 
 CHECK_EVERY = 64  # draws: how late at most ranks learn that they draw different numbers
 
@@ -37,7 +37,7 @@ class _Ledger:
 _ledgers: "WeakKeyDictionary[Any, dict[Ranks, _Ledger]]" = WeakKeyDictionary()
 
 
-@leaf
+@allow_in_graph
 def draw_seed(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     """A number for one random op on `mesh`, the same on all its ranks.
 
@@ -87,7 +87,7 @@ def _members(mesh: Mesh) -> Ranks:
 @contextmanager
 def seeded_alike(mesh: Mesh, generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
     """Inside, torch's generators of the CPU and of `device` start from one drawn seed, the same on all ranks."""
-    not_recorded("random numbers of torch's own generators for whole copies")
+    not_capturable("random numbers of torch's own generators for whole copies")
     seed = draw_seed(mesh, generator)
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     devices = [] if accelerator is None else [device]

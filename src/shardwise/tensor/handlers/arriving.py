@@ -12,7 +12,7 @@ from shardwise.collectives import Finish
 from shardwise.layout import Layout
 from shardwise.redistribute.run import move, start_move
 from shardwise.tensor.dtensor import DTensor, plain, tag
-from shardwise.trace.comm_trace import ASKED
+from shardwise.trace.comm_trace import EXPLICIT
 
 _data: Any = torch._C.TensorBase.data
 
@@ -64,7 +64,7 @@ class Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), ASKED.turned())
+        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), EXPLICIT.for_backward())
         return back.to(grads[0].dtype), None, None, None, None
 
 

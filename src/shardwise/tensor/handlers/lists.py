@@ -86,7 +86,7 @@ def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
     """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
     for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
         src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
-        found_inf.copy_(move(found_inf, src, src.replicated(), Cause("inside", "_amp_foreach_non_finite_check")))
+        found_inf.copy_(move(found_inf, src, src.replicated(), Cause("internal", "_amp_foreach_non_finite_check")))
 
 
 def _is_tensor_list(a: Any) -> bool:
