@@ -13,7 +13,7 @@ from shardwise.experimental import Meta, Row, implicit_replication, local_map, r
 from shardwise.rules import RULES
 from shardwise.tensor.dispatch import entry
 from shardwise.testing import check_rows, world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 FULL = torch.arange(21.0).view(7, 3)

@@ -8,7 +8,7 @@ from torch import nn
 from shardwise import DTensor, Mesh, OnRanks, Replicate, Shard, collectives, distribute_tensor, shard_module
 from shardwise.errors import IdError
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from shardwise.testing.opcheck import Outcome
+from shardwise.testing.judge import Outcome
 from tools.sweep import Plan, Result, Worker, by_op, cause, counted, known, main, shrunk, summary, sweep, table, worst
 
 

@@ -1,4 +1,4 @@
-"""Record calls of ops and replay them with other operands: is what comes back what the calls themselves give?
+"""Capture calls of ops, replay them with other operands, and compare with the calls themselves.
 
     python -m tools.captures                        # every row of every rule: about half an hour on two cores
     python -m tools.captures --part 3 12            # a twelfth of them
@@ -20,76 +20,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import Layout, Mesh, capture, collectives
+from shardwise import Layout, Mesh, capture
 from shardwise.errors import CaptureError
-from shardwise.tensor import DTensor, tag
+from shardwise.tensor import DTensor
 from shardwise.testing import world
-from shardwise.testing.pieces import contribution, local_of
-from shardwise.testing.truth import Operands, Sample, cotangent, layouts_for, parts_of, results_of
+from shardwise.testing.judge import Sample, cotangent, tensors_in
+from shardwise.testing.local_shards import dtensor_from_full
+from shardwise.testing.rule_checks import layouts_for
 
 MESHES = (Mesh((2,)), Mesh((3,)), Mesh((2, 2)))
-# Listened to, autograd takes another formula for these, whose last bits differ.
+# While they are traced, autograd uses another formula for these, whose last bits differ.
 ROUNDED = ("prod", "cholesky")
-Found = list[tuple[Layout | None, Tensor] | None]
+State = list[tuple[Layout | None, Tensor] | None]  # layout and local tensor of results and gradients
 
 
-def cases(sample: Sample, mesh: Mesh, seed: int, count: int = 2) -> Iterator[tuple[Operands, Operands]]:
-    """Operands to record with, and others of the same layouts to replay with: the same elements turned round."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = sample.tensors()
-    turned = [x if x.is_sparse or not x.ndim else x.flip(list(range(x.ndim))) for x in tensors]
+def cases(sample: Sample, mesh: Mesh, seed: int, count: int = 2) -> Iterator[tuple[Sample, Sequence[Layout]]]:
+    """The sample with its elements in reverse, to replay with, and layouts for both."""
+    reversed_ = [x if x.is_sparse or not x.ndim else x.flip(list(range(x.ndim))) for x in sample.tensors()]
     for layouts in layouts_for(sample, mesh, count, seed):
-        first, second = (
-            [(layout, parts_of(x, layout, generator)) for layout, x in zip(layouts, xs, strict=True)]
-            for xs in (tensors, turned)
-        )
-        yield first, second
+        yield sample.on(reversed_), layouts
 
 
-def said(sample: Sample, first: Operands, second: Operands) -> str:
-    """What came of it on this rank: "ok", "refused", "not a case", or what differs."""
+def outcome(sample: Sample, other: Sample, layouts: Sequence[Layout]) -> str:
+    """What this rank sees of a capture of `sample` and a replay of `other`: "ok", "refused", or what differs."""
 
     def function(*tensors: Tensor) -> Any:
         return sample.call([tensors[0].clone(), *tensors[1:]] if sample.in_place else list(tensors))
 
-    if isinstance(_outcome(function, sample, first), str):
+    if isinstance(_state(function, sample, layouts), str):
         return "not a case"
     step = capture(function)
     try:
-        _outcome(step, sample, first)
-        found = _outcome(step, sample, second)
+        _state(step, sample, layouts)
+        found = _state(step, other, layouts)
     except CaptureError:
         return "refused"
     if len(step.graphs()) != 1:
-        return f"{len(step.graphs())} recordings"
-    return _difference(sample, found, _outcome(function, sample, second))
+        return f"{len(step.graphs())} graphs"
+    return _difference(sample, found, _state(function, other, layouts))
 
 
-def _outcome(function: Callable[..., Any], sample: Sample, operands: Operands) -> Found | str:
-    """Layouts and local values of results and of gradients; the kind of an error."""
+def _state(function: Callable[..., Any], sample: Sample, layouts: Sequence[Layout]) -> State | str:
+    """Layouts and local tensors of results and of gradients; the kind of an error."""
     torch.default_generator.manual_seed(5)
-    leaves = []
-    for number, (layout, parts) in enumerate(operands):
-        x = tag(local_of(parts[contribution(layout, collectives.rank())], layout, collectives.rank()), layout)
-        differentiable = x.is_floating_point() or x.is_complex()
-        leaves.append(x.requires_grad_(sample.gradients and differentiable and number not in sample.constant))
+    pairs = zip(sample.tensors(), layouts, strict=True)
+    leaves = [sample.leaf(dtensor_from_full(x, layout), number) for number, (x, layout) in enumerate(pairs)]
     try:
-        values = results_of(function(*leaves))
+        values = tensors_in(function(*leaves))
         graded = [x for x in values if x.requires_grad] if sample.gradients else []
         if graded:
-            torch.autograd.backward(graded, [cotangent(torch.empty(x.shape, dtype=x.dtype)) for x in graded])
+            torch.autograd.backward(graded, list(map(cotangent, graded)))
     except CaptureError:
         raise
     except Exception as error:  # noqa: BLE001 - an op may refuse what it is given
         return type(error).__name__
-    return [*map(_held, values), *(None if x.grad is None else _held(x.grad) for x in leaves)]
+    return [*map(_local, values), *(None if x.grad is None else _local(x.grad) for x in leaves)]
 
 
-def _held(x: Tensor) -> tuple[Layout | None, Tensor]:
+def _local(x: Tensor) -> tuple[Layout | None, Tensor]:
     return (x.layout_, x.to_local().detach().clone()) if isinstance(x, DTensor) else (None, x.detach().clone())
 
 
-def _difference(sample: Sample, found: Found | str, expected: Found | str) -> str:
+def _difference(sample: Sample, found: State | str, expected: State | str) -> str:
     if isinstance(found, str) or isinstance(expected, str):
         return "ok" if found == expected else f"{found} instead of {expected}"
     if len(found) != len(expected):
@@ -99,8 +91,8 @@ def _difference(sample: Sample, found: Found | str, expected: Found | str) -> st
             if got is not wanted:
                 return f"tensor {number}: {got} instead of {wanted}"
         elif got[0] is not wanted[0]:
-            return f"tensor {number}: laid out as {got[0]} instead of {wanted[0]}"
-        elif sample.valued and not _same(got[1], wanted[1], any(name in str(sample.op) for name in ROUNDED)):
+            return f"tensor {number}: layout {got[0]} instead of {wanted[0]}"
+        elif sample.initialized and not _same(got[1], wanted[1], any(name in str(sample.op) for name in ROUNDED)):
             return f"tensor {number}: {got[1].flatten()[:4].tolist()} instead of {wanted[1].flatten()[:4].tolist()}"
     return "ok"
 
@@ -116,15 +108,15 @@ def _same(a: Tensor, b: Tensor, rounded: bool) -> bool:
 
 
 def tried(samples: Sequence[Sample], seed: int = 0) -> tuple[Counter[str], list[str]]:
-    """How often each thing came of it, and what was wrong."""
+    """How often each outcome was seen, and what was wrong."""
     rng, tally, wrong = random.Random(seed), Counter[str](), []
     for number, sample in enumerate(samples):
         mesh = rng.choice(MESHES)
-        for first, second in cases(sample, mesh, number):
-            for verdict in set(world(mesh.size()).run(said, sample, first, second)):
+        for other, layouts in cases(sample, mesh, number):
+            for verdict in set(world(mesh.size()).run(outcome, sample, other, layouts)):
                 tally["wrong" if verdict not in ("ok", "refused", "not a case") else verdict] += 1
                 if verdict not in ("ok", "refused", "not a case"):
-                    wrong.append(f"{sample} of {[layout.placements for layout, _ in first]} on {mesh}: {verdict}")
+                    wrong.append(f"{sample} of {[layout.placements for layout in layouts]} on {mesh}: {verdict}")
     return tally, wrong
 
 

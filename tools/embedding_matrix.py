@@ -31,7 +31,7 @@ from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardwise.tensor import tag
 from shardwise.tensor.handlers.embedding_bags import embedding_bags
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 ROWS, COLS = 7, 5
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

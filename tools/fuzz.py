@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from shardwise import DTensor, Layout, Mesh, Placement, rank, world_size
+from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
 from shardwise.errors import ShardwiseError
-from shardwise.layout import Partial
 from shardwise.testing import DeadlockError, world
-from shardwise.testing.pieces import local_of
+from shardwise.testing.local_shards import dtensor_from_full
 from tools.programs import NAMES, PLAIN, Program, plain_leaf, program
 
 SECONDS = 20.0  # that the ranks of one program may take
@@ -79,34 +79,7 @@ def _leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, *at: 
     if at == (None,):
         return value
     mesh, placements = at
-    layout = Layout(mesh, placements, tuple(shape))
-    local = local_of(_contribution(value.detach(), layout, seed), layout, rank())
-    found = DTensor.from_local(local, mesh, placements, run_check=False, shape=tuple(shape))
-    return found.requires_grad_(grad)
-
-
-def _contribution(value: Tensor, layout: Layout, seed: int) -> Tensor:
-    """This rank's contribution to `value` under the Partial axes of `layout`."""
-    reductions = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
-    everyone = layout.contributions()
-    if len(everyone) == 1:
-        return value
-    mine = everyone.index(layout.contribution(rank())) if layout.mesh.coordinate(rank()) is not None else 0
-    numbers = torch.Generator().manual_seed(seed + 1)
-    noise = torch.randint(-2, 3, (len(everyone), *value.shape), generator=numbers).to(value.dtype)
-    chosen = torch.randint(len(everyone), value.shape, generator=numbers)
-    here, own = chosen == mine, noise[mine]
-    (reduction,) = reductions
-    if reduction == "max":
-        return torch.where(here, value, value - own.abs())
-    if reduction == "min":
-        return torch.where(here, value, value + own.abs())
-    if reduction == "product":
-        signs = torch.where(noise > 0, 1, -1).to(value.dtype)
-        return torch.where(here, value * signs.prod(0, dtype=value.dtype), torch.ones_like(value)) * signs[mine]
-    rest = value - (noise.sum(0, dtype=value.dtype) - noise.gather(0, chosen[None])[0])
-    summand = torch.where(here, rest, own)
-    return summand * len(everyone) if reduction == "avg" else summand
+    return dtensor_from_full(value.detach(), Layout(mesh, placements, tuple(shape)), seed + 1).requires_grad_(grad)
 
 
 def _lay(x: Any, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
@@ -251,20 +224,19 @@ def _difference(seen: Seen, wanted: Seen, scale: float = 1.0) -> str:
         got = seen.values[name]
         if got.shape != value.shape or got.dtype != value.dtype:
             return f"{name} holds {tuple(got.shape)} {got.dtype}, torch gives {tuple(value.shape)} {value.dtype}"
-        same = _close(got, value, scale)
-        if not bool(same.all()):
-            at = tuple((~same).nonzero()[0].tolist())
+        wrong = mismatched(got, value, _bounds(scale))
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
             return f"{name}[{at}] is {got[at].item()}, torch gives {value[at].item()}"
     return ""
 
 
-def _close(got: Tensor, want: Tensor, scale: float) -> Tensor:
-    if not (want.is_floating_point() or want.is_complex()):
-        return got == want
-    relative = (1e-6 if want.dtype in (torch.float64, torch.complex128) else 2e-3) * scale
-    size = want.abs()
-    largest = size[size.isfinite()].max().item() if bool(size.isfinite().any()) else 0.0
-    return torch.isclose(got, want, rtol=relative, atol=relative * max(largest, 0.1), equal_nan=True)
+def _bounds(scale: float) -> Bounds:
+    def bounds(want: Tensor) -> tuple[float, float]:
+        relative = 1e-6 if want.dtype in (torch.float64, torch.complex128) else 2e-3
+        return relative_to_largest(want, relative * scale)
+
+    return bounds
 
 
 # ---- shrinking ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.layout import REPLICATE, Mesh, Partial, Placement, Shard
-from shardwise.testing.opcheck import SEED, Judge, Layouts, OpCall, Verdict, layout_of
+from shardwise.testing.judge import Layouts, Sample, layout_of
+from shardwise.testing.local_shards import SEED
+from tools.op_judge import OpJudge, Verdict
 
 FAMILIES = ("whole", "one", "all", "sizes", "empty", "partial", "grid", "nested")
 SHORT_FAMILIES = ("all", "sizes", "partial")  # for a method, which mostly shares its function's rule
@@ -42,11 +44,11 @@ class Case:
     variant: str  # "function", "method" or "in place"
     sample: int
     label: str
-    call: OpCall
+    call: Sample
     layouts: Layouts
 
     def __str__(self) -> str:
-        return f"{self.op} as {self.variant}, sample {self.sample} ({self.call}), {self.label}"
+        return f"{self.op} as {self.variant}, sample {self.sample} ({self.call.arguments}), {self.label}"
 
 
 # ---- ops and samples -------------------------------------------------------------------------------------------
@@ -113,19 +115,20 @@ def _features(sample: Any) -> set[object]:
     return found
 
 
-def calls_of(name: str, count: int, variants: Sequence[str]) -> Iterator[tuple[str, int, OpCall]]:
+def calls_of(name: str, count: int, variants: Sequence[str]) -> Iterator[tuple[str, int, Sample]]:
     """Variant, number of the sample, and call."""
     op = operators()[name]
     functions = {"function": op.op, "method": op.get_method(), "in place": op.get_inplace()}
     if functions["method"] is op.op:
         functions["method"] = None
     for number, sample in enumerate(samples_of(op, count)):
-        call = OpCall(
+        call = Sample(
             op.op,
             (sample.input, *sample.args),
             sample.kwargs,
-            defined=sample.output_process_fn_grad,
-            valued=op.name not in UNWRITTEN,
+            constant=tuple(i for i, x in enumerate(_tensors(sample)) if not x.requires_grad),
+            initialized=op.name not in UNWRITTEN,
+            differentiated=sample.output_process_fn_grad,
         )
         for variant in variants:
             if functions[variant] is None or (variant != "function" and not isinstance(sample.input, Tensor)):
@@ -135,7 +138,7 @@ def calls_of(name: str, count: int, variants: Sequence[str]) -> Iterator[tuple[s
             function = functions[variant]
             if op.name in UNORDERED:
                 function = _as_told_apart(function)
-            yield variant, number, replace(call, op=function, in_place=variant == "in place")
+            yield variant, number, replace(call, op=function, mutates=variant == "in place")
 
 
 def _as_told_apart(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,9 +251,9 @@ def cases_of(name: str, samples: int, families: Sequence[str] = FAMILIES) -> Ite
     """Every case of an op; none where no sample has a tensor to lay out. The same in every process."""
     for variant, number, call in calls_of(name, samples, ("function", "method", "in place")):
         wanted = [f for f in families if variant != "method" or f in SHORT_FAMILIES]
-        if not any(x.layout == torch.strided for x in call.tensors):
+        if not any(x.layout == torch.strided for x in call.tensors()):
             continue
-        for label, layouts in layouts_of(call.tensors, wanted).items():
+        for label, layouts in layouts_of(call.tensors(), wanted).items():
             yield Case(name, variant, number, label, call, layouts)
 
 
@@ -264,17 +267,17 @@ def few_cases_of(name: str) -> Iterator[Case]:
 
 
 def judged(
-    cases: Iterable[Case], start: int = 0, judge_of: Callable[[OpCall], Judge] = Judge
+    cases: Iterable[Case], start: int = 0, judge_of: Callable[[Sample], OpJudge] = OpJudge
 ) -> Iterator[tuple[int, Case, Callable[[], Verdict]]]:
     """Cases from number `start` on, each with what judges it; the plain call is made once for all layouts."""
-    judge: Judge | None = None
+    judge: OpJudge | None = None
     for number, case in enumerate(cases):
         if number < start:
             continue
 
         def verdict(case: Case = case) -> Verdict:
             nonlocal judge
-            if judge is None or judge.call is not case.call:
+            if judge is None or judge.sample is not case.call:
                 judge = judge_of(case.call)
             return judge.verdict(case.layouts)
 

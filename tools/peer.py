@@ -19,18 +19,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from shardwise.layout import Layout, Partial, Placement, Shard, contiguous_strides
 from shardwise.testing.failures import DeadlockError
-from shardwise.testing.opcheck import (
-    SEED,
-    Judge,
-    Layouts,
-    OpCall,
-    Outcome,
-    Seen,
-    Verdict,
-    leaf_of,
-    part_of,
-    seen_of,
-)
+from shardwise.testing.judge import Layouts, Observed, Outcome, Sample, observe
+from shardwise.testing.local_shards import SEED, local_tensor, partial_index, partial_values
+from tools.op_judge import OpJudge, Verdict
 
 WOKEN = "Test termination event occurs"  # what a rank says that waited for one that raised
 
@@ -38,7 +29,7 @@ torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr
 _install_threaded_pg()
 
 
-class PeerJudge(Judge):
+class PeerJudge(OpJudge):
     """Judges a call of torch.distributed.tensor."""
 
     def verdict(self, layouts: Layouts, size: int = 4) -> Verdict:
@@ -46,13 +37,13 @@ class PeerJudge(Judge):
             return Verdict(Outcome.RIGHT, "random: not compared")
         return super().verdict(layouts, size)
 
-    def on_ranks(self, layouts: Layouts, size: int) -> Sequence[Seen]:
-        found: list[Seen] = [Seen(error=DeadlockError("never came to an end")) for _ in range(size)]
+    def on_ranks(self, layouts: Layouts, size: int) -> Sequence[Observed]:
+        found: list[Observed] = [Observed(error=DeadlockError("never came to an end")) for _ in range(size)]
         ProcessLocalGroup.reset()
         store = HashStore()
         backward = self.plain.grads is not None
         threads = [
-            threading.Thread(target=_live, args=(rank, size, store, found, self.call, layouts, backward), daemon=True)
+            threading.Thread(target=_live, args=(rank, size, store, found, self.sample, layouts, backward), daemon=True)
             for rank in range(size)
         ]
         for thread in threads:
@@ -64,14 +55,15 @@ class PeerJudge(Judge):
         return found
 
 
-def _live(rank: int, size: int, store: Any, found: list[Seen], call: OpCall, layouts: Layouts, backward: bool) -> None:
+def _live(
+    rank: int, size: int, store: Any, found: list[Observed], sample: Sample, layouts: Layouts, backward: bool
+) -> None:
     dist.init_process_group("threaded", rank=rank, world_size=size, store=store)
     try:
         torch.manual_seed(SEED)
-        leaves = [
-            leaf_of(_distributed(x.detach(), layout, rank), x) for x, layout in zip(call.tensors, layouts, strict=True)
-        ]
-        found[rank] = seen_of(call, leaves, backward)
+        pairs = zip(sample.tensors(), layouts, strict=True)
+        leaves = [sample.leaf(_distributed(x.detach(), layout, rank), i) for i, (x, layout) in enumerate(pairs)]
+        found[rank] = observe(sample, leaves, backward)
         if found[rank].error is not None:
             raise found[rank].error  # type: ignore[misc]
     except Exception as error:  # noqa: BLE001 - any error is an outcome
@@ -96,7 +88,7 @@ def _distributed(x: Tensor, layout: Layout | None, rank: int) -> Tensor:
         return x.clone()
     mesh = DeviceMesh("cpu", torch.arange(layout.mesh.size()).view(layout.mesh.shape))
     return peer.DTensor.from_local(
-        part_of(x, layout, rank),
+        local_tensor(partial_values(x, layout)[partial_index(layout, rank)], layout, rank),
         mesh,
         [_as_theirs(p) for p in layout.placements],
         run_check=False,

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.rules import OpRule
 from shardwise.rules.row import ops_with_rules
-from shardwise.testing.opcheck import SEED
-from shardwise.testing.truth import Sample, one_process, results_of
+from shardwise.testing.judge import Sample, plain_run, tensors_in
+from shardwise.testing.local_shards import SEED
 from tools import opinfo
 
 LARGEST = 500  # elements of all operands of a sample
@@ -165,7 +165,7 @@ def is_usable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _keeps_its_promise(sample: Sample, args: Sequence[Any], out: Any) -> bool:
     """Changes its first operand if its rule says so, and only then (`inplace=True` is a rule of another key)."""
-    tensors = results_of(out)
+    tensors = tensors_in(out)
     if sample.in_place:
         return bool(args) and out is args[0] and out.shape == sample.args[0].shape
     changed = bool(args) and any(x is args[0] for x in tensors) and not _same(args[0], sample.args[0])
@@ -335,11 +335,13 @@ def thinned(sample: Sample, length: int) -> Iterator[Sample]:
 
 def settle(sample: Sample) -> Sample | None:
     """The sample as it can be compared: with gradients where torch has them, as exactly as its dtypes allow."""
-    valued = bare_name(sample.op) not in UNWRITTEN
+    initialized = bare_name(sample.op) not in UNWRITTEN
     for gradients in (sample.gradients, False):
-        tried = replace(sample, gradients=gradients, valued=valued)
+        candidate = replace(sample, gradients=gradients, initialized=initialized)
         with suppress(Exception):
-            dtypes = {x.dtype for x in (*tried.tensors(), *one_process(tried).values)}
-            rough = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
-            return replace(tried, tolerance=sample.tolerance or rough or None)
+            seen = plain_run(candidate)
+            if seen.error is None:
+                dtypes = {x.dtype for x in (*candidate.tensors(), *tensors_in(seen.values))}
+                rough = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+                return replace(candidate, tolerance=sample.tolerance or rough or None)
     return None

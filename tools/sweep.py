@@ -25,10 +25,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from shardwise.testing.opcheck import REFUSED, Judge, OpCall, Outcome, Verdict
-from tools.opinfo import FAMILIES
+from shardwise.testing.judge import Outcome, Sample
 
-KNOWN = Path(__file__).parents[1] / "tests" / "sweep_known.json"
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # this script may run from anywhere
+
+from tools.op_judge import REFUSED, OpJudge, Verdict  # noqa: E402
+from tools.opinfo import FAMILIES  # noqa: E402
+
+KNOWN = ROOT / "tests" / "sweep_known.json"
 CASE_SECONDS = 60.0  # that a worker may say nothing; ranks that hang in Python are given up earlier
 START_SECONDS = 180.0
 DEATHS = 3  # of workers on one op, before the rest of its cases are left out
@@ -99,7 +104,7 @@ def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Ca
     every = opinfo.cases_of(name, plan.samples, plan.families or opinfo.FAMILIES)
     cases = opinfo.few_cases_of(name) if plan.few else every
     for number, case, judge in opinfo.judged(cases, start, _judge_of(plan)):
-        begun = Result(name, case.variant, case.sample, str(case.call), case.label)
+        begun = Result(name, case.variant, case.sample, case.call.arguments, case.label)
 
         def result(begun: Result = begun, judge: Callable[[], Verdict] = judge) -> tuple[Result, bool]:
             found = judge()
@@ -109,10 +114,9 @@ def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Ca
         yield number, begun, result
 
 
-def _judge_of(plan: Plan) -> Callable[[OpCall], Judge]:
+def _judge_of(plan: Plan) -> Callable[[Sample], OpJudge]:
     if not plan.peer:
-        return Judge
-    sys.path.append(str(KNOWN.parents[1]))  # this script may run from anywhere
+        return OpJudge
     from tools.peer import PeerJudge
 
     return PeerJudge

@@ -19,7 +19,8 @@ import shardwise.rules
 from shardwise.layout import Mesh
 from shardwise.rules import OpRule, Row
 from shardwise.rules.row import ops_with_rules
-from shardwise.testing.truth import MESHES, Sample, assert_equals_one_process, placements_of
+from shardwise.testing.judge import Sample
+from shardwise.testing.rule_checks import MESHES, assert_equals_one_process, placements_of, possible_rows
 from tools.samples import Samples, bare_name, chosen, features_of, function_of, name_of_key, settle
 
 LINE = Mesh((3,))
@@ -122,7 +123,7 @@ def rows_of(sample: Sample, rule: OpRule) -> frozenset[Reason]:
     """All rows that the sample's rule has on an axis of three ranks, however the operands lie there."""
     rng = random.Random(0)
     try:
-        rows = sample.rows([placements_of(x, LINE.size(), rng) for x in sample.tensors()])
+        rows = possible_rows(sample, [placements_of(x, LINE.size(), rng) for x in sample.tensors()])
     except Exception:  # noqa: BLE001 - making the call will raise it again, and name it
         return frozenset()
     return frozenset(reason_of(row) for row in rows if not rule.in_place or row.output == row.inputs[0])

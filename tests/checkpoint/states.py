@@ -13,7 +13,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
 from shardwise.tensor import DTensor, plain, tag
 from shardwise.testing import world
-from shardwise.testing.pieces import local_of
+from shardwise.testing.local_shards import local_tensor
 from tests.strategies import small_layouts
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (2, 4), (3,), (), (0, 2)]
@@ -54,7 +54,7 @@ def _dealt_out(shape: tuple[int, ...], size: int) -> Boxes:
 
 def distributed(full: Tensor, layout: Layout) -> DTensor:
     """This rank's part of `full`, cut out by plain torch."""
-    return tag(local_of(full, layout, collectives.rank()), layout)
+    return tag(local_tensor(full, layout, collectives.rank()), layout)
 
 
 def blank(layout: Layout, dtype: torch.dtype = torch.float32) -> DTensor:

@@ -16,7 +16,7 @@ from shardwise.checkpoint import Manifest, files, load, read_manifest, save
 from shardwise.layout import REPLICATE, Layout, Mesh, Replicate, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
-from shardwise.testing.pieces import local_of
+from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint.states import SHAPES, bits, blank, distributed, layouts, values
 from tests.strategies import laws
 from tests.strategies import layouts as any_layout
@@ -53,7 +53,7 @@ def load_all(folder: Path, named: dict[str, Layout]) -> None:
     state = {name: blank(layout) for name, layout in named.items()}
     load(folder, state)
     for name, layout in named.items():
-        expected = local_of(values(layout.shape, crc32(name.encode()) % 97), layout, collectives.rank())
+        expected = local_tensor(values(layout.shape, crc32(name.encode()) % 97), layout, collectives.rank())
         assert bits(state[name]) == bits(expected), f"{name} as {layout}"
 
 
@@ -81,7 +81,7 @@ def test_any_layout_is_loaded_as_any_other(
         save(folder, {"x": distributed(full, source)}, step=0)
         found = blank(target)
         load(folder, {"x": found})
-        assert bits(found) == bits(local_of(full, target, collectives.rank()))
+        assert bits(found) == bits(local_tensor(full, target, collectives.rank()))
 
     world(14).run(body)
 
@@ -96,7 +96,7 @@ def test_every_dtype_keeps_its_bits_and_is_read_by_other_tools(tmp_path: Path, d
         save(tmp_path, {"x": distributed(full, layout), "y": full.clone()}, step=1)
         found, whole = blank(layout, dtype), torch.zeros_like(full)
         load(tmp_path, {"x": found, "y": whole})
-        assert bits(found) == bits(local_of(full, layout, collectives.rank()))
+        assert bits(found) == bits(local_tensor(full, layout, collectives.rank()))
         assert bits(whole) == bits(full)
 
     world(2).run(body)
@@ -218,7 +218,7 @@ def real_round_trip(folder: str) -> bool:
     layout = Layout(Mesh((size,)), [Shard(1, sizes=(3, 0))], (5, 3))
     state: dict[str, Any] = {"x": blank(layout), "epoch": 0}
     load(folder, state)
-    return bits(state["x"]) == bits(local_of(full, layout, collectives.rank())) and state["epoch"] == 2
+    return bits(state["x"]) == bits(local_tensor(full, layout, collectives.rank())) and state["epoch"] == 2
 
 
 def test_real_processes_save_and_load(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_checkpoint_of_the_first_format_is_still_read() -> None:
         assert manifest.metadata == {"note": "written by version 1 of the format"}
         assert manifest.step == 42
         expected = (torch.arange(15.0) * 0.5 - 3).view(5, 3)
-        assert bits(state["table"]["weight"]) == bits(local_of(expected, layout, collectives.rank()))
+        assert bits(state["table"]["weight"]) == bits(local_tensor(expected, layout, collectives.rank()))
         assert state["scale"].item() == 0.1
         assert state["epoch"] == 7
 

@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
-from shardwise.testing.pieces import local_of
+from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint.states import bits, distributed, error_on_every_rank
 
 Place = Callable[[Tensor], Tensor]
@@ -91,7 +91,7 @@ def held(x: Tensor) -> Tensor:
 
 def expected(full: Tensor, like: Tensor) -> Tensor:
     """What a rank holds of a plain tensor that is laid out as `like`."""
-    return local_of(full.detach(), like._layout, collectives.rank()) if isinstance(like, DTensor) else full.detach()
+    return local_tensor(full.detach(), like._layout, collectives.rank()) if isinstance(like, DTensor) else full.detach()
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, Any]:

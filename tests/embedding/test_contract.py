@@ -16,7 +16,7 @@ from shardwise.errors import IdError, RuleError
 from shardwise.layout import Boxes, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor.handlers.embedding_bags import embedding_bags
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tools.embedding_matrix import CHOICES, PLACES, REFUSED, Case, covering, differs, main, possible, refusals, wrong
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -10,7 +10,7 @@ from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute
 from shardwise.embedding.ids import Bags, grouped, number_of_different
 from shardwise.errors import IdError
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 GENERATOR = torch.Generator().manual_seed(0)

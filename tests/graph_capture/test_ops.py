@@ -1,6 +1,6 @@
 """Ops replayed with other operands than they were recorded with; `tools/captures.py` tries all of them."""
 
-from shardwise.testing.truth import Sample
+from shardwise.testing.judge import Sample
 from tools.captures import tried
 from tools.rows import written
 

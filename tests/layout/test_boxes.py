@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Box, check_cover
-from shardwise.testing.pieces import cut_out, numbered
+from shardwise.testing.local_shards import numbered, slice_box
 from tests.strategies import laws, shapes, tilings
 
 
@@ -56,12 +56,12 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 def test_the_common_part_of_two_boxes_holds_the_elements_of_both(data: st.DataObject, shape: tuple[int, ...]) -> None:
     a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     full = numbered(shape)
-    shared = set(cut_out(full, a).flatten().tolist()) & set(cut_out(full, b).flatten().tolist())
+    shared = set(slice_box(full, a).flatten().tolist()) & set(slice_box(full, b).flatten().tolist())
     common = a.intersect(b)
-    assert (set() if common is None else set(cut_out(full, common).flatten().tolist())) == shared
+    assert (set() if common is None else set(slice_box(full, common).flatten().tolist())) == shared
     assert common == b.intersect(a)
     if common is not None:
-        assert torch.equal(cut_out(full, a)[common.relative_to(a)], cut_out(full, common))
+        assert torch.equal(slice_box(full, a)[common.relative_to(a)], slice_box(full, common))
 
 
 @laws
@@ -79,8 +79,8 @@ def test_a_tiling_without_one_box_has_a_gap_there(data: st.DataObject, shape: tu
     missing = boxes.pop(data.draw(st.sampled_from(full)))
     message = complaint(labelled(boxes), shape)
     assert message.startswith("Boxes leave a gap: nobody holds ")
-    gap = cut_out(numbered(shape), box_of(message.split(";")[0]))
-    inside = set(cut_out(numbered(shape), missing).flatten().tolist())
+    gap = slice_box(numbered(shape), box_of(message.split(";")[0]))
+    inside = set(slice_box(numbered(shape), missing).flatten().tolist())
     assert gap.numel()
     assert set(gap.flatten().tolist()) <= inside
 

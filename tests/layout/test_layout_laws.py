@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.testing.pieces import as_local, cut_out, numbered, pieces_of, where
+from shardwise.testing.local_shards import as_local_tensor, local_shards, mesh_position, numbered, slice_box
 from tests.strategies import (
     SMALL_MESHES,
     SMALL_SHAPES,
@@ -34,12 +34,12 @@ def assert_is_what_was_written(written: Written) -> None:
     layout, full = written.layout, numbered(written.shape)
     counts = torch.zeros(full.numel(), dtype=torch.int64)
     for rank in written.mesh.ranks:
-        pieces = pieces_of(full, written.mesh, written.placements, rank, written.order)
+        pieces = local_shards(full, written.mesh, written.placements, rank, written.order)
         boxes = layout.boxes(rank)
         assert len(boxes) == len(pieces), (layout, rank)
         for box, piece in zip(boxes, pieces, strict=True):
-            assert torch.equal(cut_out(full, box), piece), (layout, rank)
-        local = as_local(pieces, full)
+            assert torch.equal(slice_box(full, box), piece), (layout, rank)
+        local = as_local_tensor(pieces, full)
         assert layout.local_shape(rank) == tuple(local.shape), (layout, rank)
         assert layout.local_numel(rank) == sum(map(torch.numel, pieces)), (layout, rank)
         counts[local.flatten()] += 1
@@ -58,7 +58,7 @@ def assert_cuts_agree_with_boxes(layout: Layout) -> None:
             assert len(rows) == len(spans), (layout, axis)
             spans = [part for span, row in zip(spans, rows, strict=True) for part in span.split(list(row))]
         for rank in layout.mesh.ranks:
-            here = where(layout.mesh, rank)
+            here = mesh_position(layout.mesh, rank)
             assert here is not None
             index = 0
             for axis in axes:
@@ -210,6 +210,6 @@ def test_on_ranks_means_that_one_position_holds_everything(written: Written) -> 
     for axis, placement in enumerate(written.placements):
         if isinstance(placement, OnRanks):
             for rank in written.mesh.ranks:
-                here = where(written.mesh, rank)
+                here = mesh_position(written.mesh, rank)
                 assert here is not None
                 assert here[axis] == placement.position or written.layout.boxes(rank) == ()

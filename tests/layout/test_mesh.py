@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh, ring_elements
-from shardwise.testing.pieces import where
+from shardwise.testing.local_shards import mesh_position
 from tests.strategies import laws, meshes
 
 GRID = Mesh((2, 3), (5, 4, 3, 2, 1, 0), ("dp", "tp"))
@@ -19,7 +19,7 @@ GRID = Mesh((2, 3), (5, 4, 3, 2, 1, 0), ("dp", "tp"))
 @given(meshes())
 def test_every_rank_stands_where_a_row_major_grid_has_it(mesh: Mesh) -> None:
     for rank in range(max(mesh.ranks) + 2):
-        here = where(mesh, rank)
+        here = mesh_position(mesh, rank)
         assert mesh.coordinate(rank) == here
         if here is not None:
             assert mesh.rank_at(here) == rank
@@ -30,7 +30,7 @@ def test_every_rank_stands_where_a_row_major_grid_has_it(mesh: Mesh) -> None:
 def test_a_line_is_a_row_of_the_grid_along_its_axis(mesh: Mesh, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(mesh.ranks))
     axis = data.draw(st.integers(0, mesh.ndim - 1))
-    here = where(mesh, rank)
+    here = mesh_position(mesh, rank)
     assert here is not None
     grid = torch.tensor(mesh.ranks).view(mesh.shape)
     line = grid[tuple(slice(None) if i == axis else position for i, position in enumerate(here))]
@@ -42,7 +42,7 @@ def test_a_line_is_a_row_of_the_grid_along_its_axis(mesh: Mesh, data: st.DataObj
 def test_a_submesh_is_the_part_of_the_grid_around_a_rank(mesh: Mesh, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(mesh.ranks))
     kept = [axis for axis in range(mesh.ndim) if data.draw(st.booleans())] or [0]
-    here = where(mesh, rank)
+    here = mesh_position(mesh, rank)
     assert here is not None
     grid = torch.tensor(mesh.ranks).view(mesh.shape)
     expected = grid[tuple(slice(None) if axis in kept else here[axis] for axis in range(mesh.ndim))]

@@ -20,7 +20,7 @@ from shardwise import (
     shard_module,
 )
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 VOCAB, DIM = 11, 8

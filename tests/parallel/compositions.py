@@ -28,7 +28,7 @@ from shardwise import (
 )
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import whole
 
 NONE, YES = "–", "yes"

@@ -24,7 +24,7 @@ from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.models import MixtureOfExperts, balance_loss
 from shardwise.parallel import ExpertParallel, mix_experts, parallelize_module
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import same_parameters, whole
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)

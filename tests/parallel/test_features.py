@@ -14,7 +14,7 @@ from shardwise.errors import PlanError
 from shardwise.models import MLPModule
 from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import check_like_alone, part_of, same_parameters, whole
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

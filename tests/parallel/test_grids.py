@@ -28,7 +28,7 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import same_parameters, whole
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -24,7 +24,7 @@ from shardwise import (
 from shardwise.errors import RuleError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import whole
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -16,7 +16,7 @@ from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, cou
 from shardwise.errors import RuleError
 from shardwise.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import part_of, whole
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -28,7 +28,7 @@ from shardwise import (
 from shardwise.errors import LayoutError, MismatchError, PlanError
 from shardwise.parallel.shard_module import layouts_of
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

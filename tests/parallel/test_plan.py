@@ -29,7 +29,7 @@ from shardwise.parallel import (
 )
 from shardwise.parallel.plan import flattened, resolve
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import check_like_alone, whole
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

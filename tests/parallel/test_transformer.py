@@ -14,7 +14,7 @@ from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms
 from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import loss_parallel
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import whole
 
 EVEN = ModelArgs(dropout_p=0.0)

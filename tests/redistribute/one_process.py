@@ -14,14 +14,14 @@ from shardwise.layout import Layout, Partial, Replicate
 from shardwise.redistribute.plan import plan_move
 from shardwise.redistribute.run import move
 from shardwise.testing import world
-from shardwise.testing.pieces import (
-    contribution,
-    contributions,
-    local_of,
+from shardwise.testing.local_shards import (
+    local_tensor,
+    mesh_position,
+    partial_index,
+    partial_indices,
+    partial_sums,
+    reduced_value,
     small_integers,
-    summands,
-    value_of,
-    where,
 )
 
 Parts = dict[tuple[int, ...], Tensor]
@@ -30,30 +30,30 @@ T = TypeVar("T")
 
 @dataclass
 class Case:
-    """A move, and what one process makes of it: `value` of the contributions, and the gradient of each."""
+    """A move, and what one process makes of it: `value` of the partial values, and the gradient of each."""
 
     src: Layout
     dst: Layout
     seed: int = 0
-    parts: Parts = field(init=False)  # the source's contributions
+    parts: Parts = field(init=False)  # the values of the source on its Partial axes
     value: Tensor = field(init=False)
-    gradients: Parts = field(init=False)  # one for each of the source's contributions
-    cotangents: Parts = field(init=False)  # contributions to the gradient of `end`
+    gradients: Parts = field(init=False)  # one for each of the values of the source on its Partial axes
+    cotangents: Parts = field(init=False)  # partial values of the gradient of `end`
     end: Layout = field(init=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        self.parts = {key: small_integers(self.src.shape, generator) for key in contributions(self.src)}
+        self.parts = {key: small_integers(self.src.shape, generator) for key in partial_indices(self.src)}
         leaves = {key: part.clone().requires_grad_() for key, part in self.parts.items()}
-        value = value_of(leaves, self.src)
+        value = reduced_value(leaves, self.src)
         cotangent = small_integers(self.src.shape, generator)
         value.backward(cotangent)
         self.value = value.detach()
         self.gradients = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
-        # What a maximum, or an average, hands on to its contributions is not the gradient of the value: there
-        # the way back starts where the tensor is whole again.
+        # What a maximum, or an average, hands on to its partial values is not the gradient of the value: there
+        # backward starts at the replicated tensor.
         self.end = self.dst if only_sums(self.dst) else whole(self.dst)
-        self.cotangents = summands(cotangent, self.end.dual(), generator)
+        self.cotangents = partial_sums(cotangent, self.end.dual(), generator)
 
     @property
     def world_size(self) -> int:
@@ -84,14 +84,14 @@ class Outcome:
 
 def on_this_rank(case: Case) -> Outcome:
     rank = collectives.rank()
-    local = local_of(case.parts[contribution(case.src, rank)], case.src, rank).requires_grad_()
+    local = local_tensor(case.parts[partial_index(case.src, rank)], case.src, rank).requires_grad_()
     with count_comms() as forward:
         out = move(local, case.src, case.dst)
     assert out.shape == case.dst.local_shape(rank)
     if case.src != case.dst:
         assert not out.numel() or out.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()
     end = move(out, case.dst, case.end)
-    cotangent = local_of(case.cotangents[contribution(case.end.dual(), rank)], case.end.dual(), rank)
+    cotangent = local_tensor(case.cotangents[partial_index(case.end.dual(), rank)], case.end.dual(), rank)
     with count_comms() as backward:
         end.backward(cotangent)
     assert local.grad is not None
@@ -143,14 +143,14 @@ def assert_equal_to_one_process(cases: Sequence[Case]) -> int:
 
 def assert_value(case: Case, outs: Sequence[Tensor]) -> None:
     for ranks in alike(case.dst, Partial):
-        value = value_of({contribution(case.dst, rank): outs[rank] for rank in ranks}, case.dst)
-        assert_close(value, local_of(case.value, case.dst, ranks[0]))
+        value = reduced_value({partial_index(case.dst, rank): outs[rank] for rank in ranks}, case.dst)
+        assert_close(value, local_tensor(case.value, case.dst, ranks[0]))
 
 
 def assert_gradient(case: Case, grads: Sequence[Tensor]) -> None:
-    """The gradient of a copy is the sum of what its ranks have; that of a contribution lies with it."""
+    """The gradient of a copy is the sum of what its ranks have; that of a partial value stays on its rank."""
     for ranks in alike(case.src, Replicate):
-        expected = local_of(case.gradients[contribution(case.src, ranks[0])], case.src, ranks[0])
+        expected = local_tensor(case.gradients[partial_index(case.src, ranks[0])], case.src, ranks[0])
         assert_close(torch.stack([grads[rank] for rank in ranks]).sum(0), expected)
 
 
@@ -158,7 +158,7 @@ def alike(layout: Layout, kind: type[Partial] | type[Replicate]) -> list[list[in
     """The ranks of the mesh in groups that differ on the axes of `kind` only."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in layout.mesh.ranks:
-        here = where(layout.mesh, rank)
+        here = mesh_position(layout.mesh, rank)
         assert here is not None
         rest = tuple(
             position

@@ -15,7 +15,14 @@ from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, 
 from shardwise.redistribute.plan import plan_move
 from shardwise.redistribute.run import exchange, identity, move
 from shardwise.testing import world
-from shardwise.testing.pieces import Parts, contribution, contributions, local_of, small_integers, value_of
+from shardwise.testing.local_shards import (
+    PartialValues,
+    local_tensor,
+    partial_index,
+    partial_indices,
+    reduced_value,
+    small_integers,
+)
 from tests.redistribute.one_process import Case, alike, assert_value, on_all_ranks
 
 LINE = Mesh((3,), (2, 0, 1))
@@ -29,15 +36,15 @@ def lines(*placements: Placement, shape: tuple[int, ...] = (5, 3), mesh: Mesh = 
 # ---- dtypes -----------------------------------------------------------------------------------------------
 
 
-def moved(parts: Parts, src: Layout, dst: Layout) -> Tensor:
+def moved(parts: PartialValues, src: Layout, dst: Layout) -> Tensor:
     rank = collectives.rank()
-    return move(local_of(parts[contribution(src, rank)], src, rank), src, dst)
+    return move(local_tensor(parts[partial_index(src, rank)], src, rank), src, dst)
 
 
-def assert_moves_exactly(parts: Parts, value: Tensor, src: Layout, dst: Layout) -> None:
+def assert_moves_exactly(parts: PartialValues, value: Tensor, src: Layout, dst: Layout) -> None:
     for rank, out in enumerate(world(3).run(moved, parts, src, dst)):
         assert out.dtype == value.dtype
-        assert torch.equal(out, local_of(value, dst, rank))
+        assert torch.equal(out, local_tensor(value, dst, rank))
 
 
 DTYPES = [
@@ -71,9 +78,9 @@ REDUCTIONS = [
 def test_every_dtype_is_reduced_as_torch_does(op: str, dtype: torch.dtype) -> None:
     (src,) = lines(Partial(op))
     generator = torch.Generator().manual_seed(0)
-    parts = {key: (small_integers(src.shape, generator) + 2).to(dtype) for key in contributions(src)}
+    parts = {key: (small_integers(src.shape, generator) + 2).to(dtype) for key in partial_indices(src)}
     for dst in lines(Replicate(), Shard(0), OnRanks(1), ROWS):
-        assert_moves_exactly(parts, value_of(parts, src), src, dst)
+        assert_moves_exactly(parts, reduced_value(parts, src), src, dst)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ def test_every_dtype_is_reduced_as_torch_does(op: str, dtype: torch.dtype) -> No
 )
 def test_booleans_are_reduced_by_or_and_and(op: str, expected: list[bool]) -> None:
     src, dst = lines(Partial(op), Replicate(), shape=(3,))
-    parts: Parts = {(i,): torch.tensor([False, i == 1, True]) for i in range(3)}
+    parts: PartialValues = {(i,): torch.tensor([False, i == 1, True]) for i in range(3)}
     assert_moves_exactly(parts, torch.tensor(expected), src, dst)
     assert_moves_exactly(parts, torch.tensor(expected), src, *lines(Shard(0), shape=(3,)))
 
@@ -107,7 +114,7 @@ def test_a_value_spread_into_contributions_reduces_to_itself(op: str, dtype: tor
             return move(out, spread, dst)
 
         for rank, out in enumerate(world(3).run(there_and_back)):
-            assert torch.equal(out, local_of(full, dst, rank))
+            assert torch.equal(out, local_tensor(full, dst, rank))
 
 
 def test_the_identity_changes_nothing() -> None:
@@ -178,26 +185,26 @@ def test_a_move_to_another_shape_is_refused_before_anything_is_sent() -> None:
 def test_ties_and_zeros_share_the_gradient_as_in_one_process(op: str, dst: Placement) -> None:
     src, new = lines(Partial(op), dst, shape=(4,))
     rows = [[1.0, 2.0, 0.0, -1.0], [1.0, 2.0, 0.0, 0.0], [1.0, 0.0, 3.0, -1.0]]
-    leaves: Parts = {(i,): torch.tensor(row, requires_grad=True) for i, row in enumerate(rows)}
+    leaves: PartialValues = {(i,): torch.tensor(row, requires_grad=True) for i, row in enumerate(rows)}
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0])
-    (value_of(leaves, src) * weights).sum().backward()
+    (reduced_value(leaves, src) * weights).sum().backward()
 
     def body() -> Tensor:
         rank = collectives.rank()
-        local = leaves[contribution(src, rank)].detach().clone().requires_grad_()
+        local = leaves[partial_index(src, rank)].detach().clone().requires_grad_()
         out = move(local, src, new)
         # Only one rank's copy has a gradient: the sum over the copies counts.
         alone = dst == Replicate() and rank != 1
-        out.backward(local_of(weights * (not alone), new, rank))
+        out.backward(local_tensor(weights * (not alone), new, rank))
         assert local.grad is not None
         return local.grad
 
     for rank, grad in enumerate(world(3).run(body)):
-        assert_close(grad, leaves[contribution(src, rank)].grad)
+        assert_close(grad, leaves[partial_index(src, rank)].grad)
 
 
 def test_averages_pass_on_their_part_of_the_gradient() -> None:
-    """A contribution to an average of three counts a third; what enters one counts three times."""
+    """A partial value of an average of three counts a third; its gradient counts three times."""
     average, whole = lines(Partial("avg"), Replicate(), shape=(4,))
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0])
 
@@ -219,11 +226,11 @@ def test_averages_pass_on_their_part_of_the_gradient() -> None:
 def twice_differentiated(case: Case) -> Tensor:
     """The gradient of <gradient of sum(out³), some direction>, on one rank."""
     rank = collectives.rank()
-    local = local_of(case.parts[contribution(case.src, rank)], case.src, rank).requires_grad_()
+    local = local_tensor(case.parts[partial_index(case.src, rank)], case.src, rank).requires_grad_()
     out = move(local, case.src, case.dst)
-    weights = local_of(case.cotangents[contribution(case.dst.dual(), rank)], case.dst.dual(), rank)
+    weights = local_tensor(case.cotangents[partial_index(case.dst.dual(), rank)], case.dst.dual(), rank)
     (grad,) = torch.autograd.grad((out**3 * weights).sum(), local, create_graph=True)
-    direction = local_of(DIRECTION[contribution(case.src, rank)], case.src, rank)
+    direction = local_tensor(DIRECTION[partial_index(case.src, rank)], case.src, rank)
     (again,) = torch.autograd.grad((grad * direction).sum(), local)
     return again
 
@@ -232,10 +239,10 @@ GENERATOR = torch.Generator().manual_seed(1)
 DIRECTION = {key: small_integers((5, 3), GENERATOR) for key in [(), (0,), (1,), (2,), *product(range(2), repeat=2)]}
 
 
-def in_one_process_twice(case: Case) -> Parts:
+def in_one_process_twice(case: Case) -> PartialValues:
     leaves = {key: part.clone().requires_grad_() for key, part in case.parts.items()}
-    weights = value_of(case.cotangents, case.dst.dual())
-    loss = (value_of(leaves, case.src) ** 3 * weights).sum()
+    weights = reduced_value(case.cotangents, case.dst.dual())
+    loss = (reduced_value(leaves, case.src) ** 3 * weights).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
     along = sum(((grad * DIRECTION[key]).sum() for key, grad in zip(leaves, grads, strict=True)), torch.zeros(()))
     return dict(zip(leaves, torch.autograd.grad(along, list(leaves.values())), strict=True))
@@ -246,7 +253,7 @@ def assert_twice_differentiable(cases: Sequence[Case]) -> None:
         expected = in_one_process_twice(case)
         for ranks in alike(case.src, Replicate):
             total = torch.stack([grads[rank] for rank in ranks]).sum(0)
-            assert_close(total, local_of(expected[contribution(case.src, ranks[0])], case.src, ranks[0]))
+            assert_close(total, local_tensor(expected[partial_index(case.src, ranks[0])], case.src, ranks[0]))
 
 
 def test_moves_along_an_axis_can_be_differentiated_twice() -> None:
@@ -346,7 +353,7 @@ def test_a_local_tensor_may_have_any_strides_and_the_result_is_contiguous(dst: P
     src, new = lines(Shard(0), dst)
 
     def body() -> Tensor:
-        local = local_of(full, src, collectives.rank())
+        local = local_tensor(full, src, collectives.rank())
         wide = torch.stack([local, local + 100], -1)[..., 0]
         turned = local.t().contiguous().t()
         out = move(wide, src, new)
@@ -355,7 +362,7 @@ def test_a_local_tensor_may_have_any_strides_and_the_result_is_contiguous(dst: P
         return out
 
     for rank, out in enumerate(world(3).run(body)):
-        assert torch.equal(out, local_of(full, new, rank))
+        assert torch.equal(out, local_tensor(full, new, rank))
 
 
 def test_a_gradient_that_is_expanded_from_one_number_travels_back() -> None:
@@ -393,7 +400,7 @@ def test_replicas_are_equal_bit_by_bit() -> None:
     mesh = Mesh((3, 2))
     generator = torch.Generator().manual_seed(0)
     src = Layout(mesh, [Partial(), Replicate()], (50,))
-    parts = {key: torch.rand(50, generator=generator) for key in contributions(src)}
+    parts = {key: torch.rand(50, generator=generator) for key in partial_indices(src)}
     for shape in (Shard(0), Replicate()):
         dst = Layout(mesh, [shape, Replicate()], (50,))
         outs = world(6).run(moved, parts, src, dst)
@@ -417,7 +424,7 @@ def test_large_sums_are_all_reduced(op: str) -> None:
 
         def body(case: Case = case) -> tuple[Tensor, int]:
             rank = collectives.rank()
-            local = local_of(case.parts[contribution(case.src, rank)], case.src, rank)
+            local = local_tensor(case.parts[partial_index(case.src, rank)], case.src, rank)
             with count_comms() as comms:
                 out = move(local, case.src, case.dst)
             assert tuple(comms.calls) == tuple(dict.fromkeys(plan_move(case.src, case.dst).collectives))

@@ -10,7 +10,7 @@ from shardwise.layout import Boxes, Layout, Mesh, Partial, Placement, Replicate,
 from shardwise.redistribute.plan import plan_move
 from shardwise.redistribute.run import move
 from shardwise.testing import world
-from shardwise.testing.pieces import local_of
+from shardwise.testing.local_shards import local_tensor
 from tests.redistribute.one_process import Case, assert_gradient, assert_value, on_this_rank
 
 SHAPE = (5, 3)
@@ -23,8 +23,8 @@ def moves_bit_by_bit(dtype_name: str) -> bool:
     kinds: list[Placement] = [Shard(0), Shard(1, [0, 3]), Replicate(), ROWS]
     found = [Layout(Mesh((2,)), [kind], SHAPE) for kind in kinds]
     rank = collectives.rank()
-    moves = [(move(local_of(full, src, rank), src, dst), dst) for src, dst in product(found, repeat=2)]
-    return all(torch.equal(out, local_of(full, dst, rank)) for out, dst in moves)
+    moves = [(move(local_tensor(full, src, rank), src, dst), dst) for src, dst in product(found, repeat=2)]
+    return all(torch.equal(out, local_tensor(full, dst, rank)) for out, dst in moves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
 from shardwise.redistribute.plan import AllReduce, Exchange, Plan, plan_move, same_parts
-from shardwise.testing.pieces import (
-    contribution,
-    contributions,
-    cut_out,
-    local_of,
+from shardwise.testing.local_shards import (
+    local_tensor,
+    mesh_position,
     numbered,
     partial_axes,
-    where,
+    partial_index,
+    partial_indices,
+    slice_box,
 )
 from tests.strategies import Written, laws, layouts, meshes, small_layouts
 
@@ -27,14 +27,14 @@ from tests.strategies import Written, laws, layouts, meshes, small_layouts
 
 
 def holds(layout: Layout, rank: int) -> set[int]:
-    return set(local_of(numbered(layout.shape), layout, rank).flatten().tolist())
+    return set(local_tensor(numbered(layout.shape), layout, rank).flatten().tolist())
 
 
 def receivers_by_place(layout: Layout) -> dict[tuple[int, ...], list[int]]:
     """The ranks that together hold one copy of something: they differ on the Partial axes only."""
     places: dict[tuple[int, ...], list[int]] = {}
     for rank in layout.mesh.ranks:
-        here = where(layout.mesh, rank)
+        here = mesh_position(layout.mesh, rank)
         assert here is not None
         rest = tuple(p for axis, p in enumerate(here) if axis not in partial_axes(layout))
         places.setdefault(rest, []).append(rank)
@@ -47,8 +47,8 @@ def assert_exchange_is_lawful(step: Exchange) -> None:
     arrived: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     sent = dict.fromkeys([*src.mesh.ranks, *dst.mesh.ranks], 0)
     for t in step.transfers:
-        elements = set(cut_out(full, t.box).flatten().tolist())
-        summand = contribution(src, t.sender)
+        elements = set(slice_box(full, t.box).flatten().tolist())
+        summand = partial_index(src, t.sender)
         got = arrived.setdefault((t.receiver, summand), set())
         assert elements, f"{t} moves nothing"
         assert elements <= holds(src, t.sender), f"{t}: the sender does not hold it"
@@ -56,12 +56,12 @@ def assert_exchange_is_lawful(step: Exchange) -> None:
         assert not elements & got, f"{t}: sent twice"
         got |= elements
         if t.sender != t.receiver:
-            has = holds(src, t.receiver) if contribution(src, t.receiver) == summand else set()
+            has = holds(src, t.receiver) if partial_index(src, t.receiver) == summand else set()
             assert not elements & has, f"{t}: the receiver holds it already"
             sent[t.sender] += len(elements)
             assert {t.sender, t.receiver} <= set(step.group(t.sender)), f"{t} leaves the group"
     assert {rank: step.sent_elements(rank) for rank in sent} == sent
-    for summand, ranks in product(contributions(src), receivers_by_place(dst).values()):
+    for summand, ranks in product(partial_indices(src), receivers_by_place(dst).values()):
         parts = [arrived.get((rank, summand), set()) for rank in ranks]
         assert sum(map(len, parts)) == len(set().union(*parts)), f"{ranks} add {summand} up twice"
         assert set().union(*parts) == holds(dst, ranks[0]), f"{ranks} miss some of {summand}"

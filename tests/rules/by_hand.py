@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.rules.shapes.index import masked
-from shardwise.testing.truth import Sample
+from shardwise.testing.judge import Sample
 
 aten = torch.ops.aten
 GENERATOR = torch.Generator().manual_seed(7)

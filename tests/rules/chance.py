@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives
+from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.layout import Layout
-from shardwise.tensor import tag
 from shardwise.testing import world
-from shardwise.testing.pieces import contribution, local_of
-from shardwise.testing.truth import as_dtensor, parts_of
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.local_shards import dtensor_from_full
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 SHAPE = (6, 5, 3)
@@ -53,9 +52,7 @@ VALUES = 0.1 + 0.8 * torch.rand(SHAPE, generator=torch.Generator().manual_seed(1
 
 def part(layout: Layout, values: Tensor = VALUES) -> DTensor:
     """This rank's part of `values`."""
-    rank = collectives.rank()
-    parts = parts_of(values, layout, torch.Generator().manual_seed(2))
-    return tag(local_of(parts[contribution(layout, rank)], layout, rank), layout)
+    return as_dtensor(dtensor_from_full(values, layout))
 
 
 def as_list(out: Any) -> list[DTensor]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import DTensor, Mesh, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise import shard_module as sharded
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
 GENERATOR = torch.Generator().manual_seed(11)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from shardwise import Mesh
 from shardwise.layout import Layout
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.rules.chance import (
     ONE,
     S0,

@@ -14,7 +14,9 @@ from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate
 from shardwise.redistribute.run import move
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
-from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.judge import Sample
+from shardwise.testing.rule_checks import MESHES, assert_equals_one_process
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WEIGHTS: list[Placement] = [R, S0, S1, Shard(0, [1, 6, 0]), Shard(1, [0, 4, 1]), OnRanks(1)]

@@ -20,7 +20,9 @@ from shardwise import (
     distribute_tensor,
 )
 from shardwise.testing import world
-from shardwise.testing.truth import MESHES, Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.judge import Sample
+from shardwise.testing.rule_checks import MESHES, assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(5)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

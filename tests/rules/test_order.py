@@ -14,7 +14,9 @@ from shardwise.layout import Layout, Placement, Replicate
 from shardwise.rules.reductions import order
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.testing import world
-from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.judge import Sample
+from shardwise.testing.rule_checks import assert_equals_one_process
 from shardwise.trace.comm_trace import INTERNAL
 
 GENERATOR = torch.Generator().manual_seed(4)

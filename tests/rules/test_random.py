@@ -15,7 +15,7 @@ from shardwise import Mesh, OnRanks, Partial, collectives
 from shardwise.layout import Layout
 from shardwise.rules.random import counter_rng
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.rules.chance import (
     COUNT,
     ELEMENTS,

@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor, shard_module
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor, results_of
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.judge import tensors_in
 
 GENERATOR = torch.Generator().manual_seed(8)
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -50,7 +51,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = [
 def run(module: nn.Module, operands: tuple[Tensor, ...]) -> list[Any]:
     """Results, gradients of operands, gradients of parameters."""
     leaves = [x.requires_grad_() for x in operands]
-    outs = results_of(module(*leaves))
+    outs = tensors_in(module(*leaves))
     torch.stack([x.sin().sum() for x in outs]).sum().backward()
     return [*(x.detach() for x in outs), *(x.grad for x in (*leaves, *module.parameters()))]
 

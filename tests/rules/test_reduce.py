@@ -11,7 +11,9 @@ from torch import Tensor
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.layout import Boxes, OnRanks, Placement
 from shardwise.testing import world
-from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.judge import Sample
+from shardwise.testing.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(2)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -12,7 +12,7 @@ from shardwise.parallel.experts import mix_experts
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.row import ops_with_rules
 from shardwise.tensor.dispatch import entry
-from shardwise.testing.truth import Sample
+from shardwise.testing.judge import Sample
 from tools import table_survey
 from tools.rows import exceptions, main, survey, table_of
 from tools.table_survey import Checked, Survey, run

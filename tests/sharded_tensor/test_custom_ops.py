@@ -29,7 +29,7 @@ from shardwise.sharded_tensor import (
 )
 from shardwise.tensor.dispatch.spec_ops import forget_implementations, implemented
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 TABLE = torch.arange(28.0).view(7, 4)
 

@@ -15,7 +15,7 @@ from shardwise.sharded_tensor import (
     shard_parameter,
 )
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 
 @world(4)

@@ -12,7 +12,7 @@ from shardwise import shard_module as sw_shard_module
 from shardwise.errors import MismatchError, PlanError
 from shardwise.sharded_tensor import Sharder, ShardingPlan, ShardingPlanner, ShardingSpec, shard_module
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.sharded_tensor.test_sharding import SPECS, VALUE, Model, boxes, chunks
 
 

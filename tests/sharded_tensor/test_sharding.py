@@ -19,8 +19,8 @@ from shardwise.sharded_tensor import (
     shard_parameter,
 )
 from shardwise.testing import world
+from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.failures import DeadlockError
-from shardwise.testing.truth import as_dtensor
 
 VALUE = torch.arange(40.0).reshape(10, 4)
 

@@ -31,7 +31,7 @@ from shardwise.sharded_tensor import (
     shard_parameter,
 )
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.sharded_tensor.test_sharding import SPECS, VALUE, boxes, chunks
 
 WHOLE = Box((0, 0), (10, 4))

@@ -39,7 +39,7 @@ from shardwise.sharded_tensor import (
     state_dict_hook,
 )
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 FULL = torch.arange(7 * 12.0).view(7, 12)
 WHOLE = Box((0, 0), (7, 12))

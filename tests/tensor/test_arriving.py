@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Partial, Placement, distribute_tensor
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.tensor.test_conversion import FULL, S0, S1, P, R
 
 LATER: list[tuple[Placement, Placement]] = [(S0, R), (S0, S1), (P, R), (P, S0), (R, S0), (Partial("max"), R), (S0, S0)]

@@ -26,7 +26,7 @@ from shardwise import (
 )
 from shardwise.errors import RuleError
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 UNEVEN = Shard(0, [1, 0, 6])

@@ -31,8 +31,8 @@ from shardwise import (
 from shardwise.errors import LayoutError, MeshError, MismatchError, RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
-from shardwise.testing.pieces import local_of
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.local_shards import local_tensor
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 FULL = torch.arange(35.0).view(7, 5)
@@ -76,7 +76,7 @@ def test_each_rank_gets_its_boxes_of_the_source_ranks_values(placement: Placemen
     mine = FULL if source is None or rank() == mesh.ranks[source] else FULL * 0 - 1
     x = distribute_tensor(mine, mesh, [placement], src_data_rank=source)
     assert x.shape == (7, 5)
-    assert torch.equal(x.to_local(), local_of(FULL, x.layout_, rank()))
+    assert torch.equal(x.to_local(), local_tensor(FULL, x.layout_, rank()))
     assert torch.equal(x.full_tensor(), FULL)
     assert torch.equal(x.full_tensor(), FULL)
 
@@ -85,7 +85,7 @@ def test_each_rank_gets_its_boxes_of_the_source_ranks_values(placement: Placemen
 @world(4)
 def test_grids_hold_what_nested_cuts_say(placements: list[Placement], order: tuple[int, ...] | None) -> None:
     x = distribute_tensor(FULL, GRID, placements, shard_order=order)
-    assert torch.equal(x.to_local(), local_of(FULL, Layout(GRID, placements, (7, 5), order), rank()))
+    assert torch.equal(x.to_local(), local_tensor(FULL, Layout(GRID, placements, (7, 5), order), rank()))
     assert torch.equal(x.full_tensor(), FULL)
 
 
@@ -107,7 +107,7 @@ def test_redistribute_goes_from_any_layout_to_any_other() -> None:
     mesh = Mesh((3,))
     for src, dst in product(ON_THREE, ON_THREE):
         x = distribute_tensor(FULL, mesh, [src], src_data_rank=None).redistribute(placements=[dst])
-        assert torch.equal(x.to_local(), local_of(FULL, Layout(mesh, [dst], (7, 5)), rank())), (src, dst)
+        assert torch.equal(x.to_local(), local_tensor(FULL, Layout(mesh, [dst], (7, 5)), rank())), (src, dst)
 
 
 @world(4)
@@ -216,12 +216,12 @@ def test_a_leaf_gives_a_leaf_that_is_not_connected_to_it() -> None:
 @world(3)
 def test_parts_make_the_tensor_they_were_cut_from(placement: Placement, checked: bool) -> None:
     layout = Layout(Mesh((3,)), [placement], (7, 5))
-    part = local_of(FULL, layout, rank())
+    part = local_tensor(FULL, layout, rank())
     x = DTensor.from_local(part, layout.mesh, [placement], shape=(7, 5), run_check=checked)
     assert x.layout_ == layout
     assert torch.equal(x.full_tensor(), FULL)
     x.add_(1)
-    assert torch.equal(part, local_of(FULL + 1, layout, rank())), "the storage is shared"
+    assert torch.equal(part, local_tensor(FULL + 1, layout, rank())), "the storage is shared"
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4), (0, 7, 0), (3, 3, 1), (0, 0, 7)], ids=str)
@@ -239,7 +239,7 @@ def test_the_sizes_of_nested_uneven_parts_are_found(placements: list[Placement],
         return  # from_local takes no order; a tensor on some ranks needs its shape
     layout = Layout(GRID, placements, (7, 5))
     bare = [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
-    x = DTensor.from_local(local_of(FULL, layout, rank()), GRID, bare)
+    x = DTensor.from_local(local_tensor(FULL, layout, rank()), GRID, bare)
     assert x.layout_ == layout
     assert torch.equal(x.full_tensor(), FULL)
 

@@ -29,7 +29,7 @@ from shardwise import (
 from shardwise.errors import MismatchError, RuleError, ShardwiseError
 from shardwise.tensor.autograd import buckets as reduction
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 GENERATOR = torch.Generator().manual_seed(0)

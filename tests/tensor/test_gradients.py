@@ -30,7 +30,7 @@ from shardwise import (
 )
 from shardwise.errors import LayoutError, RuleError
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 PLACES: list[Placement] = [R, S0, S1, Shard(0, [4, 0, 1]), OnRanks(2)]

@@ -12,7 +12,7 @@ from shardwise import Mesh, OnRanks, Placement, Shard, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.rules.chance import ELEMENTS, SUMMANDS, VALUES, on, part
 
 VIEWS: dict[str, Callable[[Any], Any]] = {

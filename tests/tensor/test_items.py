@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
 from shardwise.layout import Layout
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 from tests.rules.chance import ELEMENTS, SHAPE, SUMMANDS, VALUES, on, part
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

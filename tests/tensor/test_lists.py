@@ -18,7 +18,7 @@ from shardwise import (
 )
 from shardwise.errors import RuleError
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 VALUES = [torch.arange(n * 3.0).reshape(n, 3).sin() * 4 for n in (5, 2, 7, 4)] + [torch.tensor([[3.0]])]

@@ -23,7 +23,7 @@ from shardwise import (
 )
 from shardwise.errors import RuleError
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 A, B = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)

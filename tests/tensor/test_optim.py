@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, OnRanks, Placement, Replicate, Shard, collectives, distribute_tensor
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 GENERATOR = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor
 from shardwise.debug.dispatch_hooks import watched_by
 from shardwise.tensor.dispatch import entry
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 VALUE = torch.arange(35.0).reshape(7, 5) / 10

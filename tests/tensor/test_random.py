@@ -34,7 +34,7 @@ from shardwise.layout import Layout
 from shardwise.rules.random import counter_rng
 from shardwise.tensor.dispatch import seeds
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SHAPE = (9, 7)

@@ -13,7 +13,9 @@ from shardwise.layout import Box
 from shardwise.rules.row import NO_OPERAND, RULES, LocalContext, Meta, OpRule, Row, decomposed, op_rule, register
 from shardwise.tensor.dispatch import entry
 from shardwise.testing import world
-from shardwise.testing.truth import Sample, as_dtensor, assert_equals_one_process
+from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.judge import Sample
+from shardwise.testing.rule_checks import assert_equals_one_process
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 

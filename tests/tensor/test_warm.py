@@ -15,7 +15,7 @@ from shardwise.layout import Layout, Placement
 from shardwise.rules import RULES
 from shardwise.tensor.dispatch import resolve
 from shardwise.testing import world
-from shardwise.testing.truth import as_dtensor
+from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 UNEVEN = Shard(0, (1, 3, 2))

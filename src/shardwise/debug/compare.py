@@ -1,7 +1,7 @@
 """A distributed result beside the one of plain torch: where they differ most, told alike on every rank."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.layout import Box, split_by_boxes
 from shardwise.tensor import DTensor, moved, plain
+
+Bounds = Callable[[Tensor], tuple[float, float]]  # from the expected value to a relative and an absolute tolerance
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,8 @@ class Tolerance:
     rtol: float | None = None
     atol: float | None = None
 
-    def of(self, dtype: torch.dtype) -> tuple[float, float]:
-        if not dtype.is_floating_point and not dtype.is_complex:
-            return 0.0, 0.0
-        rtol: float = math.sqrt(torch.finfo(dtype).eps)
+    def bounds(self, want: Tensor) -> tuple[float, float]:
+        rtol: float = math.sqrt(torch.finfo(want.dtype).eps)
         return rtol if self.rtol is None else self.rtol, rtol / 10 if self.atol is None else self.atol
 
 
@@ -50,6 +50,22 @@ class Difference:
     index: tuple[int, ...] = ()
     count: int = 0
     rank: int = 0
+
+
+def relative_to_largest(want: Tensor, relative: float) -> tuple[float, float]:
+    """Bounds relative to an element, and to the largest one."""
+    sizes = want.abs()
+    sizes = sizes[sizes.isfinite()]
+    return relative, relative * max(sizes.max().item() if sizes.numel() else 0.0, 0.1)
+
+
+def mismatched(got: Tensor, want: Tensor, bounds: Bounds) -> Tensor:
+    """Which elements differ by more than `bounds`; of integers and booleans all that are not equal."""
+    if not (want.is_complex() or want.is_floating_point()):
+        return got != want
+    rtol, atol = bounds(want)
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    return ~torch.isclose(got.to(wide), want.to(wide), rtol=rtol, atol=atol, equal_nan=True)
 
 
 Pair = tuple[str, Any, Any]  # what it is, what came out, what plain torch gives
@@ -117,14 +133,10 @@ def _of_parts(what: str, got: DTensor, want: Tensor, tolerance: Tolerance) -> Di
 def _of_piece(what: str, got: Tensor, want: Tensor, at: tuple[int, ...], tolerance: Tolerance) -> Difference | None:
     if not got.numel():
         return None
-    rtol, atol = tolerance.of(want.dtype)
-    wide = torch.complex128 if want.is_complex() else torch.float64
-    if want.is_complex() or want.is_floating_point():
-        wrong = ~torch.isclose(got.to(wide), want.to(wide), rtol=rtol, atol=atol, equal_nan=True)
-    else:
-        wrong = got != want
+    wrong = mismatched(got, want, tolerance.bounds)
     if not wrong.any():
         return None
+    wide = torch.complex128 if want.is_complex() else torch.float64
     apart = (got.to(wide) - want.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(wrong, -1.0)
     flat = int(apart.argmax())
     inside = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         with_comms,
     )
     from shardwise.testing.converter import DTensorConverter
-    from shardwise.testing.truth import check_rows
+    from shardwise.testing.rule_checks import check_rows
 
 # What needs torch is imported when it is used: pytest imports the plugin beside this in every run.
 _HOMES = {
@@ -45,7 +45,7 @@ _HOMES = {
         "skip_unless_torch_gpu", "with_comms",
     ),
     "shardwise.testing.converter": ("DTensorConverter",),
-    "shardwise.testing.truth": ("check_rows",),
+    "shardwise.testing.rule_checks": ("check_rows",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -22,6 +22,12 @@ __unittest = True  # unittest leaves the frames of such modules out of its repor
 _LONGEST = 300  # characters of a value in a note
 
 
+def as_dtensor(x: object) -> DTensor:
+    """Torch's functions are typed to return plain tensors; on DTensors they return DTensors."""
+    assert isinstance(x, DTensor), type(x)
+    return x
+
+
 class TensorAssertions(unittest.TestCase):
     """`assertEqual` for tensors, also inside lists, tuples and dicts; DTensors are compared as whole tensors."""
 

@@ -13,7 +13,7 @@ from shardwise.collectives import as_mesh, rank
 from shardwise.errors import LayoutError
 from shardwise.layout import REPLICATE, Layout, Partial, Placement, Shard
 from shardwise.tensor import distribute_tensor
-from shardwise.testing.opcheck import distributed
+from shardwise.testing.local_shards import dtensor_from_full
 
 Placements = tuple[Placement, ...]
 
@@ -150,7 +150,7 @@ class DTensorConverter:
         self.hit += 1
         layout = Layout(as_mesh(mesh), placements, tuple(t.shape))
         if rank() in layout.mesh.ranks:
-            made = distributed(t.detach(), layout)
+            made = dtensor_from_full(t.detach(), layout)
         else:
             made = distribute_tensor(t.detach(), mesh, placements, src_data_rank=None)
         if isinstance(t, nn.Parameter):

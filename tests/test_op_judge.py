@@ -10,7 +10,9 @@ from torch import Tensor
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError, rank
 from shardwise.layout import Layout, Placement
-from shardwise.testing.opcheck import REFUSED, Judge, Layouts, OpCall, Outcome, contribution, layout_of
+from shardwise.testing.judge import Layouts, Outcome, Sample, layout_of
+from shardwise.testing.local_shards import partial_values
+from tools.op_judge import REFUSED, OpJudge
 from tools.opinfo import FAMILIES, hand_chosen, layouts_of
 
 X = torch.arange(1.0, 16.0).view(5, 3)
@@ -19,7 +21,7 @@ WHOLE = (Layout(Mesh((4,)), [Replicate()], X.shape),)
 
 
 def outcome_of(op: Callable[..., Any], layouts: Layouts = UNEVEN, **kwargs: Any) -> tuple[Outcome, str]:
-    verdict = Judge(OpCall(op, (X.clone().requires_grad_(),), **kwargs), timeout=10).verdict(layouts)
+    verdict = OpJudge(Sample(op, (X,), **kwargs), timeout=10).verdict(layouts)
     return verdict.outcome, verdict.message
 
 
@@ -32,7 +34,7 @@ def on_parts(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("op", [lambda x: x * 2 + 1, lambda x: x.sort(0), lambda x: (x.sum(), [x.mean(0)], 3)])
 def test_what_is_right_in_every_layout_is_called_right(op: Callable[[Tensor], Any]) -> None:
-    judge = Judge(OpCall(op, (X.clone().requires_grad_(),)))
+    judge = OpJudge(Sample(op, (X,)))
     found = layouts_of([X], FAMILIES)
     assert len(found) >= 9
     for label, layouts in found.items():
@@ -117,8 +119,8 @@ def test_ranks_that_wait_for_one_that_does_not_come_hang() -> None:
 
 
 def test_ranks_that_run_on_are_given_up() -> None:
-    call = OpCall(lambda x: time.sleep(1) if isinstance(x, DTensor) else None, (X,))
-    verdict = Judge(call, timeout=0.1).verdict(UNEVEN)
+    call = Sample(lambda x: time.sleep(1) if isinstance(x, DTensor) else None, (X,))
+    verdict = OpJudge(call, timeout=0.1).verdict(UNEVEN)
     assert verdict.outcome == Outcome.HANG
     assert verdict.late
 
@@ -139,14 +141,14 @@ def test_an_op_in_place_must_return_and_change_its_operand() -> None:
     def beside(x: Tensor) -> Tensor:
         return x * 2 if isinstance(x, DTensor) else x.mul_(2)
 
-    assert outcome_of(lambda x: x.mul_(2), in_place=True)[0] == Outcome.RIGHT
-    assert outcome_of(beside, in_place=True)[0] == Outcome.WRONG_KIND
-    unchanged = outcome_of(lambda x: x if isinstance(x, DTensor) else x.mul_(2), in_place=True)
+    assert outcome_of(lambda x: x.mul_(2), mutates=True)[0] == Outcome.RIGHT
+    assert outcome_of(beside, mutates=True)[0] == Outcome.WRONG_KIND
+    unchanged = outcome_of(lambda x: x if isinstance(x, DTensor) else x.mul_(2), mutates=True)
     assert unchanged[0] == Outcome.WRONG_VALUE
 
 
 def test_moves_that_nobody_asked_for_are_counted() -> None:
-    judge = Judge(OpCall(lambda x: x.sort(0), (X,)))
+    judge = OpJudge(Sample(lambda x: x.sort(0), (X,), gradients=False))
     assert judge.verdict(UNEVEN).implicit == 1
     assert judge.verdict(WHOLE).implicit == 0
 
@@ -157,7 +159,7 @@ def test_contributions_add_up_exactly(dtype: torch.dtype) -> None:
     for mesh, placements in ((Mesh((4,)), [Partial()]), (Mesh((2, 2)), [Partial(), Partial()])):
         layout = layout_of(x, mesh, placements)
         assert layout is not None
-        parts = [contribution(x, layout, r) for r in range(4)]
+        parts = list(partial_values(x, layout).values())
         assert torch.equal(parts[3] + parts[1] + parts[0] + parts[2], x)
         assert sum(bool((part != 0).any()) for part in parts) >= 2
 
@@ -166,7 +168,7 @@ def test_contributions_of_what_is_not_finite_keep_it() -> None:
     x = torch.tensor([float("inf"), float("nan"), 3e38])
     layout = layout_of(x, Mesh((4,)), [Partial()])
     assert layout is not None
-    torch.testing.assert_close(sum(contribution(x, layout, r) for r in range(4)), x, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(sum(partial_values(x, layout).values()), x, equal_nan=True, rtol=0, atol=0)
 
 
 def test_layouts_cover_uneven_empty_partial_grid_and_nested_cuts() -> None:

@@ -1,0 +1,173 @@
+"""Local shards and Partial values of a tensor, computed with plain torch: the reference for layouts and tests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
+from shardwise.tensor import tag
+
+SEED = 1234
+PartialValues = Mapping[tuple[int, ...], Tensor]  # by position on the Partial axes
+
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
+    "avg": lambda stack: stack.mean(0),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
+    "product": lambda stack: stack.prod(0, dtype=stack.dtype),
+}
+
+
+def numbered(shape: Sequence[int]) -> Tensor:
+    """A tensor whose elements are all different."""
+    return torch.arange(torch.Size(shape).numel()).view(tuple(shape))
+
+
+def slice_box(full: Tensor, box: Box) -> Tensor:
+    return full[tuple(slice(start, start + size) for start, size in zip(*box, strict=True))]
+
+
+@cache
+def mesh_position(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
+    """The position of `rank` on each axis; None outside the mesh."""
+    found: list[list[int]] = (torch.tensor(mesh.ranks).view(mesh.shape) == rank).nonzero().tolist()
+    return tuple(found[0]) if found else None
+
+
+# ---- local shards ------------------------------------------------------------------------------------------------
+
+
+def local_shards(
+    full: Tensor, mesh: Mesh, placements: Sequence[Placement], rank: int, order: Sequence[int] | None = None
+) -> list[Tensor]:
+    """The shards of `full` on `rank`: one axis of the mesh after the other divides what the axes before left."""
+    here = mesh_position(mesh, rank)
+    if here is None:
+        return []
+    outer = [0] * max(full.ndim, 1)  # index of the shard that the axes before left of each dim
+    shard = full
+    for axis in range(mesh.ndim) if order is None else order:
+        placement, position, positions = placements[axis], here[axis], mesh.shape[axis]
+        match placement:
+            case OnRanks():
+                if position != placement.position:
+                    return []
+            case Boxes():
+                return [slice_box(full, box) for box in placement.boxes[position]]
+            case Shard():
+                dim = placement.dim % full.ndim
+                shard = _split(shard, dim, placement, positions, outer[dim])[position]
+                outer[dim] = outer[dim] * positions + position
+    return [shard]
+
+
+def _split(x: Tensor, dim: int, placement: Shard, positions: int, outer: int) -> list[Tensor]:
+    if placement.sizes is None:
+        chunks = list(x.chunk(positions, dim))
+        return chunks + [x.narrow(dim, 0, 0)] * (positions - len(chunks))
+    sizes = placement.sizes[outer] if isinstance(placement.sizes[0], tuple) else placement.sizes
+    assert isinstance(sizes, tuple)
+    return list(x.split([int(size) for size in sizes], dim))
+
+
+def as_local_tensor(shards: Sequence[Tensor], full: Tensor) -> Tensor:
+    """How a rank stores its shards: one as it is, several flattened and concatenated, none as zero rows."""
+    if len(shards) == 1:
+        return shards[0].clone(memory_format=torch.contiguous_format)
+    if shards:
+        return torch.cat([shard.reshape(-1) for shard in shards])
+    return full.new_empty((0, *full.shape[1:]))
+
+
+def local_tensor(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    """A copy of what `rank` stores of `full`."""
+    return as_local_tensor(local_shards(full, layout.mesh, layout.placements, rank, layout.shard_order), full)
+
+
+def dtensor_from_full(x: Tensor, layout: Layout | None, seed: int = SEED) -> Tensor:
+    """`x`, known to all ranks, as a DTensor without communication; a plain copy if `layout` is None."""
+    if layout is None:
+        return x.clone()
+    rank = collectives.rank()
+    return tag(local_tensor(partial_values(x, layout, seed)[partial_index(layout, rank)], layout, rank), layout)
+
+
+# ---- values of Partial tensors: one of global shape for each position on the Partial axes ----------------------------
+
+
+def partial_axes(layout: Layout) -> list[int]:
+    return [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
+
+
+def partial_index(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The position of `rank` on the Partial axes; of a rank outside the mesh the first, of which it holds nothing."""
+    here = mesh_position(layout.mesh, rank) or (0,) * layout.mesh.ndim
+    return tuple(here[axis] for axis in partial_axes(layout))
+
+
+def partial_indices(layout: Layout) -> list[tuple[int, ...]]:
+    return list(product(*(range(layout.mesh.shape[axis]) for axis in partial_axes(layout))))
+
+
+def reduced_value(parts: PartialValues, layout: Layout) -> Tensor:
+    """The reduction of `parts` over the Partial axes."""
+    for axis in reversed(partial_axes(layout)):
+        placement = layout.placements[axis]
+        assert isinstance(placement, Partial)
+        reduce = REDUCE[placement.reduce_op]
+        count = layout.mesh.shape[axis]
+        parts = {
+            key: reduce(torch.stack([parts[(*key, i)] for i in range(count)])) for key in {key[:-1] for key in parts}
+        }
+    return parts[()]
+
+
+def partial_values(x: Tensor, layout: Layout, seed: int = SEED) -> dict[tuple[int, ...], Tensor]:
+    """Values on the Partial axes of `layout` that reduce to exactly `x`, in any order; `x` itself without such axes.
+
+    Sums and averages: of each element one position holds twice the value plus noise, another its negative minus the
+    noise, the rest 0. Noise is added where few digits make that exact. Maxima, minima and products: one position
+    holds the element, the others something neutral beside it.
+    """
+    keys = partial_indices(layout)
+    reductions = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
+    if len(keys) == 1:
+        return {keys[0]: x}
+    generator = torch.Generator().manual_seed(seed)
+    roles = torch.rand((len(keys), *x.shape), generator=generator).argsort(0)
+    if not reductions <= {"sum", "avg"}:
+        finite = x.nan_to_num()
+        (reduction,) = reductions
+        neutral = {"max": finite - 1 - finite.abs(), "min": finite + 1 + finite.abs(), "product": torch.ones_like(x)}
+        return {key: torch.where(role == 0, x, neutral[reduction]) for key, role in zip(keys, roles, strict=True)}
+    averaged = (n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == Partial("avg"))
+    scale = prod(averaged)
+    noise = torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype)
+    noise = torch.where((x.abs() < 16) & ((8 * x).round() == 8 * x) if not x.is_complex() else x == 0, noise, 0)
+    safe = (2 * x).isfinite()
+    first, second = scale * torch.where(safe, 2 * x + noise, x), scale * torch.where(safe, -x - noise, 0)
+    return {
+        key: torch.where(role == 0, first, torch.where(role == 1, second, 0))
+        for key, role in zip(keys, roles, strict=True)
+    }
+
+
+def partial_sums(total: Tensor, layout: Layout, generator: torch.Generator) -> dict[tuple[int, ...], Tensor]:
+    """Values on the Partial(sum) axes of `layout` that add up to `total`."""
+    keys = partial_indices(layout)
+    parts = {key: small_integers(total.shape, generator).to(total.dtype) for key in keys[1:]}
+    rest = total.clone()
+    for part in parts.values():
+        rest -= part
+    return {**parts, keys[0]: rest}
+
+
+def small_integers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Doubles from -2 to 2: sums and products of them are exact, and there are many ties and zeros."""
+    return torch.randint(-2, 3, tuple(shape), generator=generator).double()
