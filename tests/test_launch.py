@@ -57,7 +57,7 @@ def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.
     [
         ("raise", "rank 1 failed: KeyError: 'no such row'", 1),
         ("sys.exit", "rank 1 called sys.exit(3) instead of returning", 3),
-        ("os._exit", "rank 1 left by itself with exit code 0", 0),
+        ("os._exit", "rank 1 exited with code 0", 0),
         ("kill", "rank 1 was killed by SIGKILL", -signal.SIGKILL),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
 
 
 def test_a_result_that_cannot_travel_is_refused() -> None:
-    with pytest.raises(RankFailedError, match="rank 0 failed: LaunchError: launch cannot bring back 'function'"):
+    with pytest.raises(RankFailedError, match="rank 0 failed: LaunchError: launch cannot return 'function'"):
         launch(unpicklable, nproc=1)
 
 

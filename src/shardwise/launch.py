@@ -1,41 +1,34 @@
 """Starting ranks on this machine.
 
-`launch` spawns processes, joins them to a gloo world and brings back what rank 0 returned. The ranks meet in
-a memory file of the launcher: there is no port to collide on and no name in any file system, so nothing is
-left behind, whoever is killed.
-
-This module imports no torch: the launcher itself needs none.
+`launch` starts processes, joins them to a gloo world and returns what rank 0 returned. They meet in a memory file
+of the launcher, so there is no port to collide on and nothing to clean up.
 """
 
-import ctypes
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from math import inf
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection
 from multiprocessing.process import current_process
 from time import monotonic
-from typing import Any, NoReturn, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
+
+if TYPE_CHECKING:
+    from shardwise.collectives.spawn import Death
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-POLL_SECONDS = 0.2  # between looks at the exit codes: a rank's own child can hold its pipes open after its death
-SETTLE_SECONDS = 0.2  # after the first failure, so that its cause and its echoes on other ranks can be told apart
-PR_SET_PDEATHSIG = 1
+SETTLE_SECONDS = 0.2  # after the first failure, for the ranks to report its cause and its consequences
 
 
 def launch(
@@ -47,10 +40,13 @@ def launch(
 ) -> T:
     """Run `fn(*args)` on `nproc` new processes of this machine, the ranks of one gloo world.
 
-    One rank is spawned like many: what works with `nproc=1` works with more, and this process never joins a
+    One rank is a process like many: what works with `nproc=1` works with more, and this process never joins a
     world. Ranks share the cores evenly unless OMP_NUM_THREADS is set, and find RANK, LOCAL_RANK, WORLD_SIZE
-    and LOCAL_WORLD_SIZE in their environment. Under torchrun nothing is spawned: `fn` runs here, in the
-    world torchrun describes, and every process gets its own result; `nproc` is then torchrun's affair.
+    and LOCAL_WORLD_SIZE in their environment. Under torchrun no process is started: `fn` runs here, in the world
+    that torchrun describes, every process gets its own result, and `nproc` is ignored.
+
+    Ctrl-C reaches only this process, which ends the ranks. Where SIGINT is ignored, as under nohup or in the
+    background of a script, it stays ignored.
 
     Args:
         fn: defined at the top level of a module that a new interpreter can import.
@@ -63,8 +59,8 @@ def launch(
         What `fn` returned on rank 0; it has to be picklable, and should be small.
 
     Raises:
-        LaunchError: `fn` or `args` cannot be sent to new processes; nothing was started.
-        RankFailedError: a rank raised, left or was killed; all others have been ended.
+        LaunchError: `fn` or `args` cannot be pickled; nothing was started.
+        RankFailedError: a rank raised, exited or was killed; all others have been ended.
         KeyboardInterrupt: after all ranks have been ended.
     """
     if getattr(current_process(), "_inheriting", False):
@@ -76,15 +72,24 @@ def launch(
         raise LaunchError(f"launch needs at least one rank, got nproc={nproc}.")
     if under_torchrun():
         return _run_in_place(fn, args, timeout_seconds)
-    job = _packed(fn, args)
-    ranks: list[_Rank] = []
-    with _memory_file() as store:
+    job = _pickled(fn, args)
+    from shardwise.collectives.spawn import Death, MemoryFile, RankProcesses  # imports torch, unlike this module
+
+    store = MemoryFile()
+    answers: dict[int, _Returned | _Failed | Death] = {}
+    try:
+        ranks = RankProcesses(nproc, _rank_main, _World(nproc, store.path, timeout_seconds))
         try:
-            _start(ranks, job, _World(nproc, store, timeout_seconds, os.getpid()))
-            _watch(ranks, timeout_seconds)
+            ranks.send(job)
+            ranks.collect(answers, lambda answer: isinstance(answer, _Failed), SETTLE_SECONDS, inf)
+            if all(isinstance(answer, _Returned) for answer in answers.values()):
+                ranks.join(timeout_seconds)  # a thread may keep a rank from exiting
+                answers |= {rank: Death(code, monotonic()) for rank, code in enumerate(ranks.exitcodes()) if code}
         finally:
-            _end(ranks, grace_seconds)
-    result: T = _result(ranks)
+            ranks.end(grace_seconds)
+    finally:
+        store.close()
+    result: T = _result(answers)
     return result
 
 
@@ -103,7 +108,7 @@ def _run_in_place(fn: Callable[[*Args], T], args: tuple[*Args], timeout_seconds:
     return fn(*args)
 
 
-# ---- what travels between launcher and ranks --------------------------------------------------------------
+# ---- messages between launcher and ranks ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,6 @@ class _World:
     size: int
     store: str
     timeout_seconds: float
-    launcher_pid: int
 
 
 @dataclass(frozen=True)
@@ -119,27 +123,26 @@ class _Returned:
     result: bytes
 
 
-class _Blame(IntEnum):
-    """How likely a failure is the first one, not the echo of another rank's."""
+class _Cause(IntEnum):
+    """How likely a failure is the first one, not the consequence of another rank's."""
 
-    SILENT = 0  # died without a word; peers cannot make a rank do that
+    DIED = 0  # without a message; peers cannot make a rank do that
     UNSURE = 1  # raised, or aborted by the transport: by itself or because a peer was gone
-    ECHO = 2  # says itself that another rank failed
+    CONSEQUENCE = 2  # its error says that another rank failed
 
 
 @dataclass(frozen=True)
 class _Failed:
     rank: int
-    what: str
+    text: str
     exitcode: int
-    blame: _Blame
+    cause: _Cause
     at: float  # monotonic seconds, one clock for all processes
     error_type: str = ""
     traceback: str = ""
 
 
-def _packed(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """`fn` and `args` as every rank will unpickle them."""
+def _pickled(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     advice = "Fix: define it at the top level of a module file that new processes can import."
     inner = fn
     while isinstance(inner, partial):
@@ -157,7 +160,7 @@ def _packed(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
         raise LaunchError(f"launch cannot send the arguments of {inner!r} to ranks: {error}.") from error
 
 
-def _unpacked(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
+def _unpickled(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
     try:
         fn, args = pickle.loads(job)  # noqa: S301 - from the launcher, over a pipe it inherited
     except (AttributeError, ImportError) as error:
@@ -168,135 +171,31 @@ def _unpacked(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
     return fn, args
 
 
-@contextmanager
-def _memory_file() -> Iterator[str]:
-    """A path that opens an empty file in memory, for processes of this user, while this process lives."""
-    descriptor = os.memfd_create("shardwise-store")
-    try:
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
 # ---- the launcher -----------------------------------------------------------------------------------------
 
 
-class _Rank:
-    """A started rank, as the launcher sees it."""
-
-    def __init__(self, index: int, process: SpawnProcess, pipe: Connection) -> None:
-        self.index, self.process, self.pipe = index, process, pipe
-        self.outcome: _Returned | _Failed | None = None
-        self.running = True
-        self.listening = True
-
-    def look(self) -> None:
-        """Take the message and the exit code of this rank, as far as they are there."""
-        exitcode = self.process.exitcode  # before the message: after an exit no message can follow
-        if self.listening and self.pipe.poll():
-            self.listening = False
-            with suppress(EOFError, OSError):
-                self.outcome = self.pipe.recv()
-        if exitcode is None:
-            self.running = not isinstance(self.outcome, _Failed)
-            return
-        self.running = False
-        if self.outcome is None or (exitcode and isinstance(self.outcome, _Returned)):
-            self.outcome = _death(self.index, exitcode)
-
-
-def _death(rank: int, exitcode: int) -> _Failed:
-    """The failure of a rank that ended without saying why."""
-    blame = _Blame.UNSURE if exitcode == -signal.SIGABRT else _Blame.SILENT
-    if exitcode >= 0:
-        what = f"left by itself with exit code {exitcode}"
-    elif -exitcode in set(signal.Signals):
-        what = f"was killed by {signal.Signals(-exitcode).name}"
-    else:
-        what = f"was killed by signal {-exitcode}"
-    return _Failed(rank, what, exitcode, blame, monotonic())
-
-
-def _start(ranks: list[_Rank], job: bytes, world: _World) -> None:
-    """Start all ranks into `ranks`, then hand each its job."""
-    resource_tracker.ensure_running()  # its first start would lift the block on SIGINT
-    with _sigint_held():
-        for index in range(world.size):
-            here, there = multiprocessing.Pipe()
-            process = multiprocessing.get_context("spawn").Process(
-                target=_rank_main, args=(there, index, world), name=f"rank {index}"
-            )
-            process.start()
-            ranks.append(_Rank(index, process, here))
-            there.close()
-    for rank in ranks:
-        with suppress(OSError):  # it died already; `_watch` will see that
-            rank.pipe.send_bytes(job)
-
-
-@contextmanager
-def _sigint_held() -> Iterator[None]:
-    """Hold Ctrl-C back here; processes started meanwhile are born deaf to it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _watch(ranks: Sequence[_Rank], timeout_seconds: float) -> None:
-    """Return when all ranks have ended, or shortly after one has failed."""
-    deadline = inf
-    while (running := [rank for rank in ranks if rank.running]) and monotonic() < deadline:
-        pipes = [rank.pipe for rank in running if rank.listening]
-        wait([*pipes, *(rank.process.sentinel for rank in running)], timeout=POLL_SECONDS)
-        for rank in running:
-            rank.look()
-        if any(isinstance(rank.outcome, _Failed) for rank in ranks):
-            deadline = min(deadline, monotonic() + SETTLE_SECONDS)
-        elif all(rank.outcome for rank in ranks):  # done, but a thread may keep a process from leaving
-            deadline = min(deadline, monotonic() + timeout_seconds)
-
-
-def _end(ranks: Sequence[_Rank], grace_seconds: float) -> None:
-    """Ask the ranks that still run to stop, and kill those that do not."""
-    try:
-        for rank in ranks:
-            rank.process.terminate()
-        deadline = monotonic() + grace_seconds
-        for rank in ranks:
-            rank.process.join(max(0.0, deadline - monotonic()))
-    finally:  # also when a second Ctrl-C cuts the waiting short
-        for rank in ranks:
-            rank.process.kill()
-        for rank in ranks:
-            rank.process.join()
-            rank.process.close()
-            rank.pipe.close()
-
-
-def _result(ranks: Sequence[_Rank]) -> Any:
-    failures = [rank.outcome for rank in ranks if isinstance(rank.outcome, _Failed)]
-    if failures:
-        raise _error(sorted(failures, key=lambda failure: (failure.blame, failure.at)))
-    assert isinstance(ranks[0].outcome, _Returned)
-    return pickle.loads(ranks[0].outcome.result)  # noqa: S301 - from a rank we started
-
-
-def _error(failures: Sequence[_Failed]) -> RankFailedError:
-    first, *others = failures
+def _result(answers: "Mapping[int, _Returned | _Failed | Death]") -> Any:
+    """What rank 0 returned; raises if any rank failed."""
+    failures = [_failed(rank, answer) for rank, answer in answers.items() if not isinstance(answer, _Returned)]
+    if not failures:
+        assert isinstance(answers[0], _Returned)
+        return pickle.loads(answers[0].result)  # noqa: S301 - from a rank we started
+    first, *others = sorted(failures, key=lambda failure: (failure.cause, failure.at))
     error = RankFailedError(
-        f"rank {first.rank} {first.what}",
-        rank=first.rank,
-        exitcode=first.exitcode,
-        error_type=first.error_type,
-        rank_traceback=first.traceback,
+        f"rank {first.rank} {first.text}", first.rank, first.exitcode, first.error_type, first.traceback
     )
     if first.traceback:
         error.add_note(f"\nOn rank {first.rank}:\n{first.traceback}")
     for other in others:
-        error.add_note(f"also: rank {other.rank} {other.what.splitlines()[0]}")
-    return error
+        error.add_note(f"also: rank {other.rank} {other.text.splitlines()[0]}")
+    raise error
+
+
+def _failed(rank: int, answer: "_Failed | Death") -> _Failed:
+    if isinstance(answer, _Failed):
+        return answer
+    cause = _Cause.UNSURE if answer.exitcode == -signal.SIGABRT else _Cause.DIED
+    return _Failed(rank, str(answer), answer.exitcode or 0, cause, answer.at)
 
 
 # ---- a rank -----------------------------------------------------------------------------------------------
@@ -306,38 +205,21 @@ class _Stop(SystemExit):
     """SIGTERM, as an exception, so that `finally` blocks run."""
 
 
-def _rank_main(pipe: Connection, rank: int, world: _World) -> None:
-    """The life of one rank."""
-    _die_with_launcher(world.launcher_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def _rank_main(connection: Connection, rank: int, world: _World) -> None:
+    """Run one job on one rank, and send what it returned or raised."""
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # also where native code never lets the thread run that sees the parent end
     message: _Returned | _Failed
     try:
-        job = pipe.recv_bytes()
-        threading.Thread(target=_watch_launcher, args=(pipe,), daemon=True).start()
-        message = _Returned(_run(job, rank, world))
+        message = _Returned(_run(connection.recv_bytes(), rank, world))
     except _Stop:
         os.kill(os.getpid(), signal.SIGTERM)
         raise
     except BaseException as error:  # noqa: BLE001 - the launcher raises it
         message = _raised(rank, error)
-    pipe.send(message)
+    connection.send(message)
     sys.exit(message.exitcode if isinstance(message, _Failed) else 0)
-
-
-def _die_with_launcher(launcher_pid: int) -> None:
-    with suppress(AttributeError):  # Linux only; `_watch_launcher` is the portable way
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # it died before prctl could see that
-        os._exit(1)
-
-
-def _watch_launcher(pipe: Connection) -> NoReturn:
-    """The launcher sends nothing after the job: what wakes this read is its end."""
-    with suppress(EOFError, OSError):
-        pipe.recv_bytes()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
 
 
 @contextmanager
@@ -356,15 +238,15 @@ def _stoppable() -> Iterator[None]:
 
 def _run(job: bytes, rank: int, world: _World) -> bytes:
     """Join the world, run the job, leave; the pickled result on rank 0."""
-    _set_environment(rank, world)
+    _set_environment(rank, world.size)
     from shardwise import collectives
 
-    fn, args = _unpacked(job)
+    fn, args = _unpickled(job)
     collectives.init_processes(rank, world.size, world.store, world.timeout_seconds)
     try:
         with _stoppable():
             result = fn(*args)
-    except _Stop:  # another rank has failed, or the user has had enough
+    except _Stop:  # another rank has failed, or the user pressed Ctrl-C
         raise
     except BaseException as error:
         collectives.report_failure(error)
@@ -373,36 +255,35 @@ def _run(job: bytes, rank: int, world: _World) -> bytes:
     try:
         return pickle.dumps(result if rank == 0 else None)
     except Exception as error:
-        raise LaunchError(f"launch cannot bring back {type(result).__name__!r} results: {error}.") from error
+        raise LaunchError(f"launch cannot return {type(result).__name__!r} results: {error}.") from error
 
 
-def _set_environment(rank: int, world: _World) -> None:
-    """Loopback only, a fair share of the cores, and the names other libraries look for."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _set_environment(rank: int, size: int) -> None:
+    """An even share of the cores, and the variables that other libraries read."""
+    import torch
+
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, len(os.sched_getaffinity(0)) // world.size)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        import torch
-
-        torch.set_num_threads(threads)  # where the main script imported torch before the variable was set
+        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes of the rank; torch has read it already
+        torch.set_num_threads(threads)
 
 
 def _raised(rank: int, error: BaseException) -> _Failed:
     if isinstance(error, SystemExit):
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
-        what = f"called sys.exit({error.code!r}) instead of returning"
+        text = f"called sys.exit({error.code!r}) instead of returning"
     else:
-        exitcode, what = 1, f"failed: {type(error).__name__}: {error}"
+        exitcode, text = 1, f"failed: {type(error).__name__}: {error}"
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return _Failed(
         rank,
-        what,
+        text,
         exitcode,
-        _Blame.ECHO if isinstance(error, RemoteRankError) else _Blame.UNSURE,
+        _Cause.CONSEQUENCE if isinstance(error, RemoteRankError) else _Cause.UNSURE,
         monotonic(),
         type(error).__name__,
         "".join(traceback.format_exception(type(error), error, frames)),

@@ -1,0 +1,178 @@
+"""Processes for ranks: start them, exchange messages with them, see how each ends, end them.
+
+`launch` runs one job on such processes, `shardwise.testing` keeps them from test to test. They come from the
+spawn context of `torch.multiprocessing`. Ctrl-C reaches only the parent, and no rank outlives the parent.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from time import monotonic
+from typing import Any
+
+import torch.multiprocessing as mp
+
+POLL_SECONDS = 0.2  # between checks of exit codes: a rank's own child can hold its pipes open after its death
+EXIT_SECONDS = 1.0  # from the end of a connection to the end of its process
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a process that sent no message.
+
+    Attributes:
+        exitcode: None if the process only closed its connection.
+        at: when that was seen, in seconds of `time.monotonic`, which all processes share.
+    """
+
+    exitcode: int | None
+    at: float
+
+    def __str__(self) -> str:
+        if self.exitcode is None:
+            return "closed its connection"
+        if self.exitcode >= 0:
+            return f"exited with code {self.exitcode}"
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(-self.exitcode).name}"
+        return f"was killed by signal {-self.exitcode}"
+
+
+class RankProcesses:
+    """`size` new processes; each runs `main(connection, rank, *args)`, and `connections[rank]` is the other end.
+
+    Messages of the ranks are pickled by `Connection.send`, messages to them are bytes.
+    """
+
+    def __init__(self, size: int, main: Callable[..., None], *args: object) -> None:
+        self.processes: list[SpawnProcess] = []
+        self.connections: list[Connection] = []
+        context = mp.get_context("spawn")
+        resource_tracker.ensure_running()  # its first start would unblock SIGINT
+        try:
+            with _sigint_blocked():  # processes inherit the mask until they ignore the signal
+                for rank in range(size):
+                    ours, theirs = context.Pipe()
+                    self.connections.append(ours)
+                    process = context.Process(target=_live, args=(theirs, rank, main, args), name=f"rank {rank}")
+                    process.start()
+                    self.processes.append(process)
+                    theirs.close()
+        except BaseException:
+            self.end()
+            raise
+
+    def are_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def exitcodes(self) -> list[int | None]:
+        return [process.exitcode for process in self.processes]
+
+    def send(self, message: bytes) -> None:
+        """Send a message to every rank; `collect` finds those that are dead."""
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.send_bytes(message)
+
+    def collect(
+        self, answers: dict[int, Any], is_failure: Callable[[Any], bool], settle_seconds: float, timeout: float
+    ) -> None:
+        """Add to `answers` the next message of each rank that is not in it, or its `Death`.
+
+        Returns when all ranks are in it, after `timeout` seconds, or `settle_seconds` after the first failure, in
+        which time the other ranks can report the cause or the consequences.
+        """
+        deadline = monotonic() + timeout
+        while pending := [rank for rank in range(len(self.processes)) if rank not in answers]:
+            seconds = min(POLL_SECONDS, deadline - monotonic())
+            if seconds <= 0:
+                return
+            sentinels = [self.processes[rank].sentinel for rank in pending]
+            wait([*sentinels, *(self.connections[rank] for rank in pending)], seconds)
+            for rank in pending:
+                answer = self._next(rank)
+                if answer is None:
+                    continue
+                answers[rank] = answer
+                if isinstance(answer, Death) or is_failure(answer):
+                    deadline = min(deadline, monotonic() + settle_seconds)
+
+    def _next(self, rank: int) -> Any:
+        process, connection = self.processes[rank], self.connections[rank]
+        exitcode = process.exitcode  # before the message: after an exit no message can follow
+        if connection.poll():
+            try:
+                return connection.recv()
+            except (EOFError, OSError):
+                process.join(EXIT_SECONDS)
+                return Death(process.exitcode, monotonic())
+        return None if exitcode is None else Death(exitcode, monotonic())
+
+    def join(self, timeout: float) -> None:
+        """Wait until all processes have ended, at most `timeout` seconds."""
+        deadline = monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - monotonic()))
+
+    def end(self, grace_seconds: float = 0.0) -> None:
+        """End all processes: with SIGTERM if there are `grace_seconds`, and then with SIGKILL."""
+        try:
+            if grace_seconds:
+                for process in self.processes:
+                    process.terminate()
+                self.join(grace_seconds)
+        finally:  # also after a second Ctrl-C
+            for process in self.processes:
+                process.kill()
+            for process in self.processes:
+                process.join()
+                process.close()
+            for connection in self.connections:
+                connection.close()
+
+
+def _live(connection: Connection, rank: int, main: Callable[..., None], args: tuple[object, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it and ends the ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    main(connection, rank, *args)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class MemoryFile:
+    """An empty file in memory; processes of this user can open `path` until this process closes it or ends.
+
+    Ranks meet in one: there is no port to collide on, and nothing to remove from a file system.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("shardwise")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self) -> str:
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
