@@ -17,6 +17,7 @@ import pytest
 from shardwise.errors import LaunchError, RankFailedError
 from shardwise.launch import launch, under_torchrun
 from tests.launch_jobs import facts, fail_on, unpicklable
+from tests.sessions import PATIENCE_SECONDS, press_ctrl_c, session
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,7 +84,7 @@ def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
         launch(fail_on, 1, "hang", nproc=2, timeout_seconds=4.0)
 
 
-def test_a_result_that_cannot_travel_is_refused() -> None:
+def test_a_result_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(RankFailedError, match="rank 0 failed: LaunchError: launch cannot return 'function'"):
         launch(unpicklable, nproc=1)
 
@@ -103,7 +104,7 @@ def test_a_function_that_processes_cannot_import_is_refused(fn: Callable[[], Non
         launch(fn, nproc=2)
 
 
-def test_an_argument_that_cannot_travel_is_refused() -> None:
+def test_an_argument_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(LaunchError, match="launch cannot send the arguments of <function facts"):
         launch(facts, "hello", lambda: None, nproc=2)  # type: ignore[arg-type] # the point
 
@@ -139,22 +140,9 @@ def test_a_function_that_only_the_launcher_has_is_named_with_the_fix(tmp_path: P
 @contextmanager
 def launcher_of_waiting_ranks(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """A launcher of three ranks that never end, in a process group of its own."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "tests.launch_jobs", "wait_for_ever", "3"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        start_new_session=True,
-    )
-    assert launcher.stdout
-    assert launcher.stderr
-    with launcher.stdout, launcher.stderr, launcher:
-        try:
-            yield launcher
-        finally:
-            launcher.kill()
+    command = [sys.executable, "-m", "tests.launch_jobs", "wait_for_ever", "3"]
+    with session(command, ROOT, {**os.environ, "TMPDIR": str(tmp_path)}) as launcher:
+        yield launcher
 
 
 def pids_of_ranks(launcher: "subprocess.Popen[str]") -> list[int]:
@@ -181,7 +169,7 @@ def children(parent: int) -> list[int]:
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + PATIENCE_SECONDS
     while not happened():
         assert time.monotonic() < give_up
         time.sleep(0.01)
@@ -190,8 +178,8 @@ def wait_until(happened: Callable[[], bool]) -> None:
 def test_ctrl_c_ends_all_ranks_before_launch_returns(tmp_path: Path) -> None:
     with launcher_of_waiting_ranks(tmp_path) as launcher:
         ranks = pids_of_ranks(launcher)
-        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does, to the ranks as well
-        out, err = launcher.communicate(timeout=20)
+        press_ctrl_c(launcher)
+        out, err = launcher.communicate(timeout=PATIENCE_SECONDS)
         assert not living(ranks)
     assert (launcher.returncode, out, err) == (130, "interrupted\n", "")
     assert list(tmp_path.iterdir()) == []
@@ -203,8 +191,8 @@ def test_ctrl_c_while_ranks_start_is_as_quiet(tmp_path: Path, delay_seconds: flo
         wait_until(lambda: len(children(launcher.pid)) == 4)  # the ranks, and multiprocessing's tracker
         ranks = children(launcher.pid)
         time.sleep(delay_seconds)
-        os.killpg(launcher.pid, signal.SIGINT)
-        assert (*launcher.communicate(timeout=20), launcher.returncode) == ("interrupted\n", "", 130)
+        press_ctrl_c(launcher)
+        assert (*launcher.communicate(timeout=PATIENCE_SECONDS), launcher.returncode) == ("interrupted\n", "", 130)
         wait_until(lambda: not living(ranks))
 
 

@@ -21,7 +21,7 @@ WHOLE = (Layout(Mesh((4,)), [Replicate()], X.shape),)
 
 
 def outcome_of(op: Callable[..., Any], layouts: Layouts = UNEVEN, **kwargs: Any) -> tuple[Outcome, str]:
-    verdict = OpJudge(Sample(op, (X,), **kwargs), timeout=10).verdict(layouts)
+    verdict = OpJudge(Sample(op, (X,), **kwargs), timeout=60).verdict(layouts)
     return verdict.outcome, verdict.message
 
 

@@ -11,6 +11,4 @@ PLAIN = {name: value for name, value in os.environ.items() if name not in ("OMP_
 
 def shell(*args: str, cwd: Path, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
     """The command with these arguments, in a folder, to its end."""
-    return subprocess.run(
-        [*command, *args], capture_output=True, text=True, cwd=cwd, env=PLAIN, timeout=120, check=False
-    )
+    return subprocess.run([*command, *args], capture_output=True, text=True, cwd=cwd, env=PLAIN, check=False)

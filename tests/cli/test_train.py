@@ -1,8 +1,6 @@
 """`shardwise train` as a user runs it: real ranks, the bundled data."""
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from shardwise.demos.data import load_pyident
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.training import Training
 from tests.cli.shell import COMMAND, PLAIN, shell
+from tests.sessions import PATIENCE_SECONDS, press_ctrl_c, session
 
 
 def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
@@ -67,25 +66,15 @@ def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_all_ranks_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     command = [*COMMAND, "--set", "save_every=3", "--set", "log_every=4", "--set", "dim=8"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-        env=PLAIN,
-    )
-    assert process.stdout is not None
-    assert any(line.startswith("step 4/") for line in process.stdout)  # so step 3 was saved
-    os.killpg(process.pid, signal.SIGINT)
-    pressed = time.monotonic()
-    _, said = process.communicate(timeout=60)
-    assert time.monotonic() - pressed < 10  # two seconds, and room for a busy machine
-    assert process.returncode == 130
+    with session(command, tmp_path, PLAIN) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step 4/") for line in process.stdout)  # so step 3 was saved
+        press_ctrl_c(process)
+        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+        assert all_have_left(process.pid)
+    assert process.returncode == 130  # ranks that end by a timeout are a RankFailedError
     assert said.startswith("Last checkpoint: runs/pyident/step-0000")
     assert "Traceback" not in said
-    assert all_have_left(process.pid)
     resumed = Training(TrainConfig(dim=8, checkpoint=str(tmp_path / "runs/pyident")), load_pyident(), {})
     resumed.restore()
     assert resumed.step >= 3
@@ -94,7 +83,8 @@ def test_ctrl_c_ends_all_ranks_and_leaves_the_last_checkpoint(tmp_path: Path) ->
 
 def all_have_left(group: int) -> bool:
     """Whether no process of the group is left; multiprocessing's own helper takes a moment to notice."""
-    for _ in range(200):
+    give_up = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < give_up:
         try:
             os.killpg(group, 0)
         except ProcessLookupError:

@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import pytest
-
 from shardwise.testing import world
 from tests.parallel.compositions import NONE, YES, outcomes, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "data-parallel.md"
 
 
-@pytest.mark.timeout(240)
 def test_the_documented_matrix_is_what_real_processes_do() -> None:
     found = world(4, real=True, timeout=120).run(outcomes)
     assert found[1:] == found[:1] * 3

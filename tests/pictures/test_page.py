@@ -212,7 +212,7 @@ def dom(page: str, folder: Path) -> str:
     file.write_text(page, encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
     command = [BROWSER, *flags, file.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def open_a_page(one: Picture, folder: Path) -> None:

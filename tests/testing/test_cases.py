@@ -68,8 +68,8 @@ class Contract:
         barrier(PAIR)
         assert self.expected.unique().tolist() == [self.rank]
 
-    def test_what_cannot_travel_is_named_where_it_is_used(self: Any) -> None:
-        with pytest.raises(AttributeError, match=r"'lock' was made where .* cannot travel to the ranks \(TypeError"):
+    def test_what_cannot_be_pickled_is_named_where_it_is_used(self: Any) -> None:
+        with pytest.raises(AttributeError, match=r"'lock' was made where .* cannot be sent to the ranks \(TypeError"):
             self.lock.acquire()
         with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
             self.nothing()

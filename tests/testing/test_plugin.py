@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from shardwise import errors
 
 SOURCE = str(Path(errors.__file__).parents[1])
@@ -69,7 +67,6 @@ def test_importing_the_plugin_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, check=False).returncode == 0
 
 
-@pytest.mark.timeout(60)
 def test_a_test_file_that_cannot_be_imported_by_name_runs_on_real_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "tests-of-a-user"
     folder.mkdir()
@@ -102,7 +99,6 @@ def script(tmp_path: Path, seconds: float) -> Iterator[tuple[subprocess.Popen[by
             process.kill()
 
 
-@pytest.mark.timeout(60)
 def test_a_script_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     with script(tmp_path, seconds=0.2) as (process, pids):
         assert process.wait() == 0
@@ -110,7 +106,6 @@ def test_a_script_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").iterdir())
 
 
-@pytest.mark.timeout(60)
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     with script(tmp_path, seconds=1000) as (process, pids):
         process.kill()

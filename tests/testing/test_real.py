@@ -77,7 +77,7 @@ def test_real_ranks_leave_the_other_cores_alone() -> None:
     assert REAL.run(threads) == [1, 1]
 
 
-# ---- what cannot travel -----------------------------------------------------------------------------------
+# ---- what cannot be sent ----------------------------------------------------------------------------------
 
 
 def lock() -> object:
@@ -97,13 +97,13 @@ def test_a_closure_is_refused_by_name() -> None:
         REAL.run(body)
     assert str(caught.value) == (
         f"'test_a_closure_is_refused_by_name.<locals>.body' of module {__name__} cannot run on real ranks: "
-        "functions travel there by name, and no module has this one under that name. "
+        "functions are sent there by name, and no module has this one under that name. "
         "Fix: define it with `def` at module level and pass what it needs as arguments."
     )
 
 
 def test_an_argument_that_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(SendError, match=r"^Argument number 0, shift cannot travel to real ranks"):
+    with pytest.raises(SendError, match=r"^Argument number 0, shift cannot be sent to real ranks"):
         REAL.run(exchange, threading.Lock(), shift=threading.Lock())  # type: ignore[arg-type]
 
 

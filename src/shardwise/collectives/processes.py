@@ -283,9 +283,9 @@ TORCH = TorchTransport()
 
 
 def init_processes(
-    rank: int, world_size: int, store: str, timeout_seconds: float = 60.0, backend: str = "gloo"
+    rank: int, world_size: int, store: str, timeout_seconds: float = 60.0, backend: str = "gloo", name: str = ""
 ) -> None:
-    """Join the world whose members meet in the file `store`; no port is opened for the meeting.
+    """Join the world whose ranks meet in the file `store`; no port is opened for that.
 
     Args:
         rank: of this process, from 0.
@@ -293,6 +293,7 @@ def init_processes(
         store: a path that all of them open; empty at first.
         timeout_seconds: how long a rank waits for the others, here and in each collective.
         backend: of `torch.distributed`; with NCCL the rank takes the GPU of its number, and CPU tensors go by gloo.
+        name: of the world, where others met in the same file.
 
     Raises:
         RemoteRankError: not all came in time; the text names those that did not.
@@ -300,7 +301,7 @@ def init_processes(
     if "nccl" in backend:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(rank)
-    meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
+    meeting = dist.PrefixStore(name, dist.FileStore(store, world_size))  # type: ignore[attr-defined]
     with _joining(Board(meeting, rank), world_size, timeout_seconds):
         dist.init_process_group(
             backend, store=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)

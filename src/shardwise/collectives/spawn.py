@@ -5,6 +5,7 @@ spawn context of `torch.multiprocessing`. Ctrl-C reaches only the parent, and no
 """
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ class Death:
 class RankProcesses:
     """`size` new processes; each runs `main(connection, rank, *args)`, and `connections[rank]` is the other end.
 
-    Messages of the ranks are pickled by `Connection.send`, messages to them are bytes.
+    What ranks send is pickled; what is sent to them is bytes.
     """
 
     def __init__(self, size: int, main: Callable[..., None], *args: object) -> None:
@@ -108,10 +109,11 @@ class RankProcesses:
         exitcode = process.exitcode  # before the message: after an exit no message can follow
         if connection.poll():
             try:
-                return connection.recv()
+                message = connection.recv_bytes()
             except (EOFError, OSError):
                 process.join(EXIT_SECONDS)
                 return Death(process.exitcode, monotonic())
+            return pickle.loads(message)  # noqa: S301 - from our own child
         return None if exitcode is None else Death(exitcode, monotonic())
 
     def join(self, timeout: float) -> None:

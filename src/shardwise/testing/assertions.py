@@ -84,7 +84,7 @@ def _alike(first: Any, second: Any) -> tuple[Any, Any]:
 # ---- values of an assert -----------------------------------------------------------------------------------------
 
 
-def tell_values(error: BaseException) -> None:
+def note_values(error: BaseException) -> None:
     """Add a note to a bare AssertionError: the names in the assert that failed, and what they stood for."""
     if type(error) is not AssertionError or str(error):
         return

@@ -20,7 +20,7 @@ from shardwise.testing.assertions import TensorAssertions
 from shardwise.testing.converter import DTensorConverter
 from shardwise.testing.failures import DeadlockError, point_at
 from shardwise.testing.pool import renew_pool, run_on_processes
-from shardwise.testing.reference import Reference, refer
+from shardwise.testing.reference import Reference, refer, why_not_picklable
 from shardwise.testing.simulated import run_on_threads
 from shardwise.trace.user_stack import StackFrame
 
@@ -43,20 +43,20 @@ def skip_unless_torch_gpu(method: F) -> F:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What a rank needs to know to run its part of a test; travels by pickle to real ranks.
+class _RankTest:
+    """What a rank needs to run a test; pickled for real ranks.
 
     Attributes:
         home: the class of the test.
         made: attributes that setUp made, pickled.
-        left: why others of them cannot travel, by name.
+        unpicklable: why others of them cannot be pickled, by name.
         compared: whether ranks compare their collectives before they make them, as simulated ranks always do.
     """
 
     home: Reference | type["RankedTestCase"]
     method: str
     made: bytes
-    left: Mapping[str, str]
+    unpicklable: Mapping[str, str]
     compared: bool
 
     def run(self) -> tuple[str | None, int]:
@@ -64,7 +64,7 @@ class _Part:
         home = self.home.resolve() if isinstance(self.home, Reference) else self.home
         case: RankedTestCase = home(self.method)
         case.rank = rank()
-        vars(case).update(pickle.loads(self.made), _left=self.left)  # noqa: S301 - from our own parent
+        vars(case).update(pickle.loads(self.made), _unpicklable=self.unpicklable)  # noqa: S301 - from our own parent
         torch.manual_seed(_SEED)
         skipped: str | None = None
         try:
@@ -80,8 +80,8 @@ class _Part:
         return skipped, world_size()
 
 
-def _run(part: _Part) -> tuple[str | None, int]:
-    return part.run()
+def _run(test: _RankTest) -> tuple[str | None, int]:
+    return test.run()
 
 
 def _skip_alike(reasons: Sequence[str | None]) -> None:
@@ -124,7 +124,7 @@ class RankedTestCase(TensorAssertions):
 
     MAIN_PROCESS_RANK = -1
     timeout: float = 60.0
-    _left: Mapping[str, str] = MappingProxyType({})
+    _unpicklable: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         name = method_name if methodName == "runTest" else methodName
@@ -146,23 +146,23 @@ class RankedTestCase(TensorAssertions):
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         raise NotImplementedError("Derive tests from DTensorTestBase or DTensorOpTestBase.")
 
-    def _part(self, home: "Reference | type[RankedTestCase]", test: Callable[[], object]) -> _Part:
+    def _rank_test(self, home: "Reference | type[RankedTestCase]", test: Callable[[], object]) -> _RankTest:
         made = {name: value for name, value in vars(self).items() if name not in self._born_with}
-        left: dict[str, str] = {}
+        unpicklable: dict[str, str] = {}
         try:
-            travels = pickle.dumps(made)
+            pickled = pickle.dumps(made)
         except Exception:  # noqa: BLE001 - whatever a pickle may raise
-            left = {name: why for name, value in made.items() if (why := _hindrance(value)) is not None}
-            travels = pickle.dumps({name: value for name, value in made.items() if name not in left})
-        return _Part(home, self._testMethodName, travels, left, isinstance(home, Reference))
+            unpicklable = {name: why for name, value in made.items() if (why := why_not_picklable(value)) is not None}
+            pickled = pickle.dumps({name: value for name, value in made.items() if name not in unpicklable})
+        return _RankTest(home, self._testMethodName, pickled, unpicklable, isinstance(home, Reference))
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in self._left:
+            if name in self._unpicklable:
                 raise AttributeError(
-                    f"{name!r} was made where the test was started and cannot travel to the ranks "
-                    f"({self._left[name]}). Fix: make it in the test, or in perThreadSetUp()."
+                    f"{name!r} was made where the test was started and cannot be sent to the ranks "
+                    f"({self._unpicklable[name]}). Fix: make it in the test, or in perThreadSetUp()."
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -225,14 +225,6 @@ def _places(error: BaseException) -> Iterator[StackFrame]:
         yield StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
-def _hindrance(value: object) -> str | None:
-    try:
-        pickle.dumps(value)
-    except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
-        return summary(error)
-    return None
-
-
 class DTensorOpTestBase(RankedTestCase):
     """Tests on simulated ranks: threads of this process that take turns, ready in milliseconds.
 
@@ -241,7 +233,7 @@ class DTensorOpTestBase(RankedTestCase):
 
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         __tracebackhide__ = True
-        ends = run_on_threads(self.world_size, self.timeout, _run, [self._part(type(self), test)], {})
+        ends = run_on_threads(self.world_size, self.timeout, _run, [self._rank_test(type(self), test)], {})
         _skip_alike([reason for reason, _ in ends])
 
 
@@ -265,9 +257,9 @@ class DTensorTestBase(RankedTestCase):
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         __tracebackhide__ = True
         backend = self._backend = self._checked(getattr(test, "_backend", None))
-        part, size = self._part(refer(type(self)), test), self.world_size
+        rank_test, size = self._rank_test(refer(type(self)), test), self.world_size
         try:
-            ends = run_on_processes(size, self.timeout, _run, [part], {}, backend=backend, called=self.id())
+            ends = run_on_processes(size, self.timeout, _run, [rank_test], {}, backend=backend, called=self.id())
         except (DeadlockError, RemoteRankError) as error:
             _show_test(error, test)
             raise

@@ -15,7 +15,7 @@ class DeadlockError(ShardwiseError, RuntimeError):
 
 
 class SendError(ShardwiseError, TypeError):
-    """A function, argument or result that cannot travel to or from a real process."""
+    """A function, argument or result that cannot be sent to or from a real process."""
 
 
 _CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of what others did

@@ -1,7 +1,8 @@
-"""Functions by name: how one travels to a process that can import its module."""
+"""How a function is sent to another process that can import its module: by name."""
 
 import importlib
 import importlib.util
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwise.errors import summary
 from shardwise.testing.failures import SendError
 
 _MAX_WRAPPERS = 50
@@ -16,7 +18,7 @@ _MAX_WRAPPERS = 50
 
 @dataclass(frozen=True)
 class Reference:
-    """Where to find a function: module, name in it, and how many decorators lie around it there."""
+    """Where to find a function: module, name in it, and how many decorators are around it there."""
 
     module: str
     file: str | None
@@ -35,7 +37,7 @@ def refer(fn: Callable[..., Any]) -> Reference:
     """The reference to `fn`.
 
     Raises:
-        SendError: `fn` is not what its name in its module stands for: a closure, a lambda, a partial.
+        SendError: the module of `fn` does not have it under its name: a closure, a lambda, a partial.
     """
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     loaded = sys.modules.get(module or "")
@@ -46,10 +48,19 @@ def refer(fn: Callable[..., Any]) -> Reference:
                 return Reference(loaded.__name__, getattr(loaded, "__file__", None), name, wrappers)
             found = _inside(found)
     raise SendError(
-        f"{name or fn!r} of module {module} cannot run on real ranks: functions travel there by name, and "
+        f"{name or fn!r} of module {module} cannot run on real ranks: functions are sent there by name, and "
         f"{'this one has none' if name is None else 'no module has this one under that name'}. "
         "Fix: define it with `def` at module level and pass what it needs as arguments."
     )
+
+
+def why_not_picklable(value: object) -> str | None:
+    """The error of pickling `value`; None if there is none."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
+        return summary(error)
+    return None
 
 
 def _lookup(module: ModuleType, name: str) -> Any:

@@ -27,7 +27,7 @@ from shardwise.collectives.calls import (
 )
 from shardwise.collectives.failures.store import Report, remote_error, report_of
 from shardwise.errors import MismatchError, RemoteRankError, summary
-from shardwise.testing.assertions import tell_values
+from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import DeadlockError, blame
 from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
@@ -165,7 +165,7 @@ class _Simulation:
         except _Stopped:
             return
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
-            tell_values(error)
+            note_values(error)
             rank.error = error
         rank.ended = True
         if rank.error is not None:

@@ -1,15 +1,12 @@
-"""The life of one real rank: join the others, then run what the parent sends until the parent is gone."""
+"""The life of one real rank: join a world, then run what the parent sends until the parent is gone."""
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,14 +16,14 @@ import torch
 
 from shardwise.collectives import init_processes, report_failure, shutdown
 from shardwise.errors import summary
-from shardwise.testing.assertions import tell_values
+from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import SendError
 from shardwise.testing.reference import Reference
 from shardwise.trace.user_stack import StackFrame
 
 STACK_SIGNAL = signal.SIGUSR1
 _OURS = str(Path(__file__).parent) + os.sep
-# The parent ends a run that takes too long and tells where each rank stands; gloo must not come before it.
+# The parent ends a run that takes too long and reports the stack of each rank; gloo must not raise before that.
 _GLOO_TIMEOUT = 7 * 24 * 3600.0
 
 
@@ -41,10 +38,10 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Regroup:
-    """Leave the world, whatever state its collectives are in, and join another that meets in the file `store`."""
+class JoinWorld:
+    """Leave the world, whatever state its collectives are in, and join the one of this name."""
 
-    store: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Success:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a function raised: the pickled exception if it can travel, its text in any case, and where it was raised.
+    """What a function raised: the pickled exception, or None where that fails, its text, and where it was raised.
 
     The place is the innermost line of the user's code, with the first line of the function it is in.
     """
@@ -68,45 +65,27 @@ class Failure:
     first_line: int
 
 
-def serve(connection: Connection, rank: int, size: int, folder: Path, backend: str) -> None:
+def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequence[str], backend: str) -> None:
     """Be one rank of a pool. Returns when the parent closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=False)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    stack = Path(stacks[rank]).open("w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     torch.set_num_threads(1)
-    init_processes(rank, size, str(folder / "store"), _GLOO_TIMEOUT, backend)
-    connection.send_bytes(b"ready")
     while True:
         try:
-            message = connection.recv_bytes()
+            order = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own parent
         except EOFError:
             return
-        order = pickle.loads(message)  # noqa: S301 - from our own parent
-        if isinstance(order, Regroup):
+        if isinstance(order, JoinWorld):
             shutdown()
-            init_processes(rank, size, order.store, _GLOO_TIMEOUT, backend)
-            connection.send_bytes(b"ready")
+            init_processes(rank, size, store, _GLOO_TIMEOUT, backend, order.name)
+            connection.send(Success(None))
             continue
         answer = _answer(order)
         if isinstance(answer, Failure):
-            connection.send_bytes(pickle.dumps(answer))
-            shutdown()  # those that wait for this rank fail now, and the parent hears of all
+            connection.send(answer)
+            shutdown()  # ranks that wait for this one fail, and report that to the parent
         else:
             connection.send_bytes(answer)
-
-
-def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its Python stack when it gets `STACK_SIGNAL`."""
-    return folder / f"stack-{rank}"
-
-
-def _end_with_parent(folder: Path) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 def _answer(task: Task) -> bytes | Failure:
@@ -115,7 +94,7 @@ def _answer(task: Task) -> bytes | Failure:
         value = _run(task)
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         report_failure(error)
-        tell_values(error)
+        note_values(error)
         return _failure(error)
     try:
         return pickle.dumps(Success(value))

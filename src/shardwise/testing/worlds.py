@@ -27,10 +27,10 @@ class World:
         """Run `fn(*args, **kwargs)` once on each rank; return the results in rank order.
 
         Raises:
-            Exception: what the lowest rank that failed by itself raised; notes tell of the other ranks.
+            Exception: what the lowest rank that failed by itself raised; notes are about the other ranks.
             RemoteRankError: a real process died; `.rank` says which.
             DeadlockError: the ranks wait for each other, or did not finish within `timeout` seconds.
-            SendError: `fn`, an argument or a result cannot travel to or from a real process.
+            SendError: `fn`, an argument or a result cannot be sent to or from a real process.
         """
         __tracebackhide__ = True
         if self.real:
@@ -62,7 +62,7 @@ def world(size: int, *, real: bool = False, timeout: float = 60.0) -> World:
 
     Real ranks are gloo processes of this machine, started when a world of that size is first used and kept
     for the next. After an error they meet in a new world; where a rank died or hangs, all are replaced.
-    Functions travel by name and must be defined at module level; arguments and results are pickled. Modules
+    Functions are sent by name and must be defined at module level; arguments and results are pickled. Modules
     keep their state from run to run.
 
     Args:
