@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardwise.debug import no_implicit_comm
     from shardwise.errors import ShardwiseError
     from shardwise.graph_capture import capture
-    from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+    from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Placements, Replicate, Shard
     from shardwise.parallel import parallelize_module
     from shardwise.parallel.shard_module import distribute_module, shard_module
     from shardwise.pictures import Picture, picture, sharding_table
@@ -35,6 +35,7 @@ _HOMES = {
     "shardwise.trace.comm_trace": ("CommCounts", "count_comms"),
     "shardwise.parallel.shard_module": ("distribute_module", "shard_module"),
     "shardwise.parallel": ("parallelize_module",),
+    "shardwise.layout.by_axis": ("Placements",),
     "shardwise.layout.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
     "shardwise.pictures": ("picture", "sharding_table"),
     "shardwise.sharded_tensor": ("LocalShardsWrapper",),
@@ -46,10 +47,10 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Boxes", "CommCounts", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
-    "Placement", "Replicate", "Shard", "ShardwiseError", "capture", "count_comms", "debug", "distribute_module",
-    "distribute_tensor", "embedding_bags", "empty", "full", "gradient_buckets", "init_device_mesh", "launch",
-    "no_implicit_comm", "ones", "parallel", "parallelize_module", "picture", "rand", "randn", "rank", "shard_module",
-    "sharding_table", "strict", "world_size", "zeros",
+    "Placement", "Placements", "Replicate", "Shard", "ShardwiseError", "capture", "count_comms", "debug",
+    "distribute_module", "distribute_tensor", "embedding_bags", "empty", "full", "gradient_buckets",
+    "init_device_mesh", "launch", "no_implicit_comm", "ones", "parallel", "parallelize_module", "picture", "rand",
+    "randn", "rank", "shard_module", "sharding_table", "strict", "world_size", "zeros",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 The names and arguments are those of `torch.distributed.tensor.experimental`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -14,13 +14,12 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Placement, Shard
+from shardwise.layout import REPLICATE, Placement, Placements, Shard, as_placements, placements_text
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.row import override
 from shardwise.tensor import DTensor, strict
 from shardwise.tensor.dispatch.entry import forget
 
-Placements = Sequence[Placement]
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
 
 
@@ -112,8 +111,8 @@ def local_map(
 
     Args:
         func: takes and returns plain tensors; None makes `local_map` a decorator.
-        out_placements: of the one result, or a tuple of placements for several flattened results; None for what is
-            no tensor.
+        out_placements: of the one result, in a sequence or by axis name, or a tuple of those for several flattened
+            results; None for what is no tensor.
         in_placements: what each flattened argument must have; None (for one or for all) takes any.
         in_grad_placements: how the gradient of each local argument is laid out, see `DTensor.to_local`. None is: as
             the argument, a whole one for what is whole.
@@ -174,7 +173,8 @@ class _LocalOf:
             if layout != x._layout:
                 if not self.redistribute:
                     raise LayoutError(
-                        f"local_map: argument {index} is {x._layout}, but {list(wanted)} is required. "
+                        f"local_map: argument {index} is {x._layout}, but "
+                        f"{placements_text(layout.mesh, layout.placements)} is required. "
                         f"Fix: redistribute it, or pass redistribute_inputs=True."
                     )
                 x = x.redistribute(placements=wanted)
@@ -182,7 +182,8 @@ class _LocalOf:
 
 
 def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
-    one = out_placements is None or all(isinstance(p, Placement) for p in out_placements)
+    one = out_placements is None or isinstance(out_placements, Mapping)
+    one = one or all(isinstance(p, Placement) for p in out_placements)
     wanted = [out_placements] if one else list(out_placements)
     if len(wanted) != count:
         raise LayoutError(f"local_map: the function gave {count} results, out_placements speak of {len(wanted)}.")
@@ -192,13 +193,13 @@ def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
 def _output(x: Any, placements: Placements | None, mesh: Any) -> Any:
     if not isinstance(x, Tensor):
         if placements is not None:
-            raise LayoutError(f"local_map: out_placements {list(placements)} for a result that is no tensor: {x!r}.")
+            raise LayoutError(f"local_map: out_placements {placements} for a result that is no tensor: {x!r}.")
         return x
     if placements is None:
         raise LayoutError("local_map: a result that is a tensor needs out_placements, got None.")
     if isinstance(x, DTensor):
         raise LayoutError("local_map: the function must return local tensors, got a DTensor.")
-    if all(p == REPLICATE or p.is_partial() for p in placements):
+    if all(p == REPLICATE or p.is_partial() for p in as_placements(mesh, placements)):
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=x.shape)
     return DTensor.from_local(x, mesh, placements)
 

@@ -49,6 +49,9 @@ def test_every_option_is_obeyed(capsys: Captured) -> None:
     assert cli.main(["show", "--mesh", "dp=2,tp=1", "--shape", "", "R,R"]) == 0
     layout = Layout(Mesh((2, 1), names=("dp", "tp")), [Replicate(), Replicate()], ())
     assert capsys.readouterr().out == f"{picture(layout)}\n"
+    assert cli.main(["show", "--mesh", "dp=2,tp=2", "--shape", "10,4", "tp=S(1)"]) == 0
+    layout = Layout(Mesh((2, 2), names=("dp", "tp")), [Replicate(), Shard(1)], (10, 4))
+    assert capsys.readouterr().out == f"{picture(layout)}\n"
 
 
 def test_a_plan_is_a_table_and_a_picture_of_each_tensor(plan: str, capsys: Captured) -> None:
@@ -98,7 +101,8 @@ def test_files_are_written_instead(plan: str, tmp_path: Path, capsys: Captured) 
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        ([*GRID, "Shard(0)"], "One placement an axis: Mesh(0=2, 1=2) has 2, got 1"),
+        ([*GRID, "Shard(0)"], "One placement per mesh axis: Mesh(0=2, 1=2) has 2, got 1"),
+        ([*GRID, "dp=Shard(0)"], "has no axis names"),
         ([*GRID, "Shard(0), exit()"], "is no placement: exit() is none. Fix: "),
         ([*GRID, "Shard(0, sizes=[3, 3]), R"], "add up to 6"),
         ([*GRID, "Shard(0), Shard(2)"], "has no dim 2"),

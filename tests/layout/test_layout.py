@@ -141,9 +141,9 @@ def test_the_kind_of_a_layout_leaves_sizes_out() -> None:
 
 def test_a_layout_prints_all_there_is_to_know() -> None:
     assert repr(Layout(GRID, [Shard(0), Shard(-1)], (8,), (1, 0))) == (
-        "Layout((8,) as [Shard(0), Shard(0)] on Mesh(dp=2, tp=3), shard_order=(1, 0))"
+        "Layout((8,) as {'dp': Shard(0), 'tp': Shard(0)} on Mesh(dp=2, tp=3), shard_order=(1, 0))"
     )
-    assert repr(Layout(LINE, [Partial("max")], ())) == "Layout(() as [Partial(max)] on Mesh(0=4))"
+    assert repr(Layout(LINE, [Partial("max")], ())) == "Layout(() as [Partial('max')] on Mesh(0=4))"
 
 
 def test_strides_are_those_of_a_row_major_tensor() -> None:
@@ -231,11 +231,11 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
     [
         (
             lambda: Layout(GRID, [Shard(0)], (4,)),
-            "One placement an axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)].",
+            "One placement per mesh axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)].",
         ),
         (
             lambda: Layout(GRID, [Shard(0)], (4,), (1, 0)),
-            "One placement an axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)].",
+            "One placement per mesh axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)].",
         ),
         (lambda: Layout(LINE, [Shard(0)], (4, -1)), "A global shape has no negative sizes, got (4, -1)."),
         (
@@ -295,7 +295,7 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
         (
             lambda: Layout(GRID, [Partial("max"), Partial("sum")], (4,)),
             (
-                "Partial placements of one tensor must reduce alike, got [Partial('max'), Partial('sum')]: "
+                "Partial placements of one tensor must reduce alike, got {'dp': Partial('max'), 'tp': Partial('sum')}: "
                 "a sum of maxima is not a maximum of sums, so the order of the axes would change the value."
             ),
         ),
@@ -307,7 +307,7 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
             lambda: Layout(GRID, [Shard(0), Boxes([[((0,), (4,))], [], []])], (4,)),
             (
                 "Boxes on axis 1 allow only Replicate() and Partial sums on the other axes, got "
-                "[Shard(0), Boxes([0:4] | - | -)]."
+                "{'dp': Shard(0), 'tp': Boxes([0:4] | - | -)}."
             ),
         ),
         (

@@ -52,6 +52,12 @@ def test_several_placements_are_one_string_or_a_list() -> None:
     assert parse_placements(["Shard(0)", "P"]) == [Shard(0), Partial()]
 
 
+def test_placements_by_axis_name_are_one_string_or_a_table() -> None:
+    by_name = {"dp": Shard(1, (2, 1)), "tp": Replicate()}
+    assert parse_placements("dp=S(1, [2, 1]), tp=R") == by_name
+    assert parse_placements({"dp": "Shard(1, sizes=[2, 1])", "tp": "Replicate()"}) == by_name
+
+
 @laws
 @given(layouts())
 def test_placements_are_read_as_they_print(written: Written) -> None:
@@ -64,6 +70,7 @@ NONE = [
     "", "Shard", "Shard()", "Shard('0')", "Shard(0, [1, 'x'])", "Shard(0, sizes=[-1, 2])", "Shard(0, size=[1])",
     "shard(0)", "Partial('mean')", "Partial(1)", "OnRanks('x')", "OnRanks(True)", "OnRanks()", "Replicate(0)",
     "Shard(0); 1", "Shard(0", "Shard(0)(1)", "__import__('os').system('exit')", "Shard(open('/etc/passwd').fileno())",
+    "Shard(0)), placements(Shard(1)", "Shard(0))(Shard(1)", "dp=S(0), dp=R", "dp=S(0), **R", "S(0), dp=R", "dp=0",
     "Shard(*[0])", "Shard(**{'dim': 0})", "(" * 500, "Shard(0)], [Shard(1)", "Shard(x)", "S(0) for x in y", "[S(0)]",
     0, None, True, 1.5, ["Shard(0)", 1], {"dim": 0},
 ]  # fmt: skip

@@ -71,7 +71,7 @@ def test_placements_print_as_they_are_written() -> None:
         "OnRanks(1)",
         "Boxes([0:1, 0:3] | - | [1:2, 0:1] [1:2, 1:3])",
     ]
-    assert str(Partial("max")) == "Partial(max)"
+    assert str(Partial("max")) == "Partial('max')"
 
 
 def test_placements_are_equal_by_value() -> None:

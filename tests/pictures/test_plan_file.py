@@ -79,6 +79,12 @@ def test_the_table_adds_up(tmp_path: Path) -> None:
     assert str(read(tmp_path, ALL).table).splitlines()[-1].split() == ["all", *"104 B 208 B 24 B 224 B".split()]
 
 
+@pytest.mark.parametrize("placements", ['"tp=S(0)"', '{ tp = "Shard(0)", dp = "R" }'])
+def test_placements_may_be_given_by_axis_name(tmp_path: Path, placements: str) -> None:
+    plan = read(tmp_path, f"mesh = {{ dp = 2, tp = 2 }}\n[parameters.w]\nshape = [4, 2]\nplacements = {placements}")
+    assert plan.pictures[0].layout == Layout(Mesh((2, 2), names=("dp", "tp")), {"tp": Shard(0)}, (4, 2))
+
+
 def test_of_a_tensor_that_names_no_dtype_bytes_are_those_of_float32(tmp_path: Path) -> None:
     plan = read(tmp_path, 'mesh = 2\n[parameters.w]\nshape = "3,2"\nplacements = "S(0)"')
     assert plan.table.placed[0].rank_bytes == (16, 8)

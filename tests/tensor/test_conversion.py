@@ -188,7 +188,7 @@ def test_cutting_orders_that_differ_are_refused() -> None:
 def test_what_does_not_fit_is_refused_on_every_rank_alike() -> None:
     assert "has no dim 2" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [Shard(2)]))
     assert "add up to 6" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [Shard(0, [3, 3])]))
-    assert "One placement an axis" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [S0, S0]))
+    assert "One placement per mesh axis" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [S0, S0]))
     assert "got 2" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [S0], src_data_rank=2))
     assert "needs rank 2" in same_error(2, MeshError, lambda: distribute_tensor(FULL, Mesh((3,)), [S0]))
     assert "positions are 0 to 1" in same_error(2, LayoutError, lambda: distribute_tensor(FULL, None, [OnRanks(2)]))
@@ -291,7 +291,7 @@ def test_from_local_refuses_nonsense_alike() -> None:
     assert "got a DTensor" in same_error(
         2, LayoutError, lambda: DTensor.from_local(distribute_tensor(FULL, None, [S0]))
     )
-    assert "One placement an axis" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, None, [S0, S0]))
+    assert "One placement per mesh axis" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, None, [S0, S0]))
     assert "needs the global shape too" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, stride=(5, 1)))
     assert "only row-major" in same_error(
         2, LayoutError, lambda: DTensor.from_local(FULL, None, [R], shape=(7, 5), stride=(1, 7))
@@ -486,6 +486,7 @@ def test_real_grids_convert_and_move() -> None:
         x = distribute_tensor(FULL, mesh, placements, shard_order=order)
         assert torch.equal(x.full_tensor(), FULL)
         assert x.device_mesh is mesh
+    assert distribute_tensor(FULL, mesh, {"tp": S0}).placements == (R, S0)
     pair = Mesh((2,), (3, 1))
     y = distribute_tensor(FULL, mesh, [S0, S1]).redistribute(pair, [Shard(0, [6, 1])])
     assert torch.equal(y.to_local(), {3: FULL[:6], 1: FULL[6:]}.get(rank(), FULL[:0]))

@@ -315,7 +315,7 @@ def test_the_numbers_look_random(dtype: torch.dtype) -> None:
 
 @world(3)
 def test_what_has_no_random_values_is_refused() -> None:
-    with pytest.raises(RuleError, match="no summands"):
+    with pytest.raises(RuleError, match="Partial"):
         randn(4, placements=[Partial()])
     with pytest.raises(TypeError, match="not implemented for 'Long'"):
         rand(4, dtype=torch.int64)
@@ -342,7 +342,7 @@ def test_constants_have_the_shapes_and_dtypes_of_torch() -> None:
         assert torch.equal(full((5,), value, **kinds).full_tensor(), torch.full((5,), value))
     assert ones(3, requires_grad=True, **kinds).requires_grad
     assert empty(0, 3, **kinds).shape == (0, 3)
-    with pytest.raises(LayoutError, match="no summands"):
+    with pytest.raises(LayoutError, match="Partial"):
         full((3,), 1.0, placements=[Partial()])
     with pytest.raises(LayoutError, match="Only dense"):
         empty(3, layout=torch.sparse_coo)

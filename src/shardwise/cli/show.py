@@ -26,8 +26,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "what",
         metavar="PLACEMENTS | PLAN.toml",
-        help="one placement an axis: Shard(0), S(0), Shard(0, sizes=[3, 1]), Replicate(), R, Partial('max'), P, "
-        "OnRanks(1)",
+        help="one placement per mesh axis, or by name (dp=Shard(0)): Shard(0), S(0), Shard(0, sizes=[3, 1]), "
+        "Replicate(), R, Partial('max'), P, OnRanks(1)",
     )
     parser.add_argument("--mesh", metavar="SIZES", help="positions of each axis, such as 2,2 or dp=2,tp=2")
     parser.add_argument("--shape", metavar="SIZES", help="of the tensor, such as 10,4; '' is a tensor without dims")

@@ -1,6 +1,7 @@
 """Which box of a global tensor each rank holds: meshes, placements, layouts. Pure integers; no torch, no processes."""
 
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
+from shardwise.layout.by_axis import Placements, as_placements, axis_names, placements_text
 from shardwise.layout.layout import Cut, Layout, contiguous_strides
 from shardwise.layout.mesh import Mesh, ring_elements
 from shardwise.layout.parse import (
@@ -27,6 +28,7 @@ from shardwise.layout.placement import (
 
 __all__ = [
     "ITEMSIZES", "PARTIAL", "REDUCE_OPS", "REPLICATE", "Box", "Boxes", "Cut", "Layout", "Mesh", "OnRanks", "Partial",
-    "Placement", "Replicate", "Shard", "check_cover", "chunk", "contiguous_strides", "dual", "parse_integers",
-    "parse_itemsize", "parse_mesh", "parse_placement", "parse_placements", "ring_elements", "split_by_boxes",
+    "Placement", "Placements", "Replicate", "Shard", "as_placements", "axis_names", "check_cover", "chunk",
+    "contiguous_strides", "dual", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",
+    "parse_placements", "placements_text", "ring_elements", "split_by_boxes",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from shardwise.errors import LayoutError
 from shardwise.layout.boxes import Box, check_cover
+from shardwise.layout.by_axis import Placements, as_placements, placements_text
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
 
@@ -23,7 +24,7 @@ class Layout:
 
     Args:
         mesh: the ranks.
-        placements: one an axis of the mesh.
+        placements: one per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated.
         shape: the global shape.
         shard_order: the order in which axes that cut the same dim do so, as a permutation of the axes;
             None is from the first axis to the last. Axes that cut different dims have no order, so layouts
@@ -56,19 +57,16 @@ class Layout:
     def __new__(
         cls,
         mesh: Mesh,
-        placements: Sequence[Placement],
+        placements: Placements,
         shape: Sequence[int],
         shard_order: Sequence[int] | None = None,
     ) -> Self:
         shape = tuple(map(index, shape))
         if shape and min(shape) < 0:
             raise LayoutError(f"A global shape has no negative sizes, got {shape}.")
-        if len(placements) != mesh.ndim:
-            raise LayoutError(
-                f"One placement an axis: {mesh} has {mesh.ndim}, got {len(placements)}: {list(placements)}."
-            )
-        order = _canonical_order(mesh, placements, len(shape), shard_order)
-        canonical = _canonical_placements(mesh, placements, shape, order)
+        per_axis = as_placements(mesh, placements)
+        order = _canonical_order(mesh, per_axis, len(shape), shard_order)
+        canonical = _canonical_placements(mesh, per_axis, shape, order)
         key = mesh, canonical, shape, order
         known = _known.get(key)
         if known is not None:
@@ -109,9 +107,9 @@ class Layout:
         )
 
     def __repr__(self) -> str:
-        placements = ", ".join(map(str, self.placements))
+        placements = placements_text(self.mesh, self.placements)
         order = "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
-        return f"Layout({self.shape} as [{placements}] on {self.mesh}{order})"
+        return f"Layout({self.shape} as {placements} on {self.mesh}{order})"
 
     # ---- what a rank holds ------------------------------------------------------------------------------
 
@@ -175,7 +173,7 @@ class Layout:
 
     # ---- derived layouts --------------------------------------------------------------------------------
 
-    def replace(self, placements: Sequence[Placement] | None = None, shape: Sequence[int] | None = None) -> "Layout":
+    def replace(self, placements: Placements | None = None, shape: Sequence[int] | None = None) -> "Layout":
         """A layout with other placements, another global shape or both."""
         return Layout(
             self.mesh,
@@ -293,8 +291,8 @@ def _canonical_placements(
     reductions = {p.reduce_op for p in placements if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
         raise LayoutError(
-            f"Partial placements of one tensor must reduce alike, got {list(placements)}: a sum of maxima "
-            f"is not a maximum of sums, so the order of the axes would change the value."
+            f"Partial placements of one tensor must reduce alike, got {placements_text(mesh, placements)}: a sum of "
+            f"maxima is not a maximum of sums, so the order of the axes would change the value."
         )
     result = list(placements)
     pieces: dict[int, list[int]] = {}  # dim -> lengths of the pieces cut so far
@@ -354,7 +352,8 @@ def _check_boxes(
     linear = (REPLICATE, Partial("sum"), Partial("avg"))  # copies and sums, each the other's gradient
     if any(p not in linear for i, p in enumerate(placements) if i != axis):
         raise LayoutError(
-            f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, got {list(placements)}."
+            f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, "
+            f"got {placements_text(mesh, placements)}."
         )
     if len(placement.boxes) != mesh.shape[axis]:
         raise LayoutError(

@@ -33,28 +33,35 @@ def parse_placement(text: object) -> Placement:
     Raises:
         PlanError: it spells none, or several.
     """
-    found = parse_placements(text) if isinstance(text, str) else []
-    if len(found) != 1:
-        raise _refusal(text)
-    return found[0]
+    match parse_placements(text) if isinstance(text, str) else []:
+        case [placement]:
+            return placement
+    raise _refusal(text)
 
 
-def parse_placements(text: object) -> list[Placement]:
-    """The placements that `text` spells, one an axis, such as "Shard(0), Replicate()".
+def parse_placements(text: object) -> list[Placement] | dict[str, Placement]:
+    """The placements that `text` spells, one per mesh axis: "Shard(0), Replicate()", or "dp=Shard(0)" by axis name.
 
     Args:
-        text: one string, or a list of strings of one placement each.
+        text: one string, or a list or a table by axis name of strings of one placement each.
 
     Raises:
         PlanError: it spells something else.
     """
     if isinstance(text, list):
         return [parse_placement(one) for one in text]
+    if isinstance(text, dict):
+        return {str(name): parse_placement(one) for name, one in text.items()}
     if not isinstance(text, str):
         raise _refusal(text)
     try:
-        match ast.parse(f"[{text.strip()}\n]", mode="eval").body:
-            case ast.List(elts=elements) if elements:
+        match ast.parse(f"placements({text.strip()}\n)", mode="eval").body:
+            case ast.Call(func=ast.Name(), args=[], keywords=keywords) if keywords:
+                names = [str(word.arg) for word in keywords]  # "None" for **, which no axis can be called
+                if len(set(names)) < len(names) or "None" in names:
+                    raise ValueError("an axis is named once")
+                return {name: _placement(word.value) for name, word in zip(names, keywords, strict=True)}
+            case ast.Call(func=ast.Name(), args=elements, keywords=[]) if elements:
                 return [_placement(element) for element in elements]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, LayoutError) as error:
         why = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -71,7 +78,7 @@ def _placement(node: ast.expr) -> Placement:
         case ast.Name(id=name) if name in BARE:
             return SPELLED[name]()
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SPELLED:
-            # `Partial(max)` is how a Partial prints; elsewhere a name means nothing.
+            # `Partial(max)` is read too; elsewhere a name means nothing.
             bare = SPELLED[name] is Partial
             values = [arg.id if bare and isinstance(arg, ast.Name) else ast.literal_eval(arg) for arg in args]
             named = {str(word.arg): ast.literal_eval(word.value) for word in keywords}

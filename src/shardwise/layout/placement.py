@@ -90,10 +90,9 @@ class Partial(Placement):
             raise LayoutError(f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}.")
 
     def __str__(self) -> str:
-        return f"Partial({self.reduce_op})"
-
-    def __repr__(self) -> str:
         return f"Partial({self.reduce_op!r})"
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What goes into a module and what comes out, laid out as the module wants it: positional, keyword and nested."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, cast
@@ -113,11 +113,13 @@ def _is_placed(layouts: Any, where: Where) -> bool:
     """Whether they may be those of one tensor."""
     if layouts is None or isinstance(layouts, Placement):
         return True
-    return (
-        isinstance(layouts, Sequence)
-        and len(layouts) == where.mesh.ndim
-        and all(isinstance(p, Placement) for p in layouts)
-    )
+    if isinstance(layouts, Mapping):  # by axis name, or by key of an argument that is a dict
+        return set(layouts) <= set(where.mesh.names or ()) and _all_placements(layouts.values())
+    return isinstance(layouts, Sequence) and len(layouts) == where.mesh.ndim and _all_placements(layouts)
+
+
+def _all_placements(layouts: Iterable[object]) -> bool:
+    return all(isinstance(p, Placement) for p in layouts)
 
 
 def _listed(layouts: Any) -> Any:
@@ -156,7 +158,7 @@ class PrepareModuleInput(ParallelStyle):
         input_layouts: how plain tensors among the positional arguments are laid out: one entry an argument, None for
             one that stays as it is. One placement alone is for the only argument. An entry for a nested argument is
             a tuple, list or dict of entries, or one placement for every tensor in it. On meshes of several axes, an
-            entry may be a tuple of one placement an axis.
+            entry may be a tuple of one placement per axis, or a dict of placements by axis name.
         desired_input_layouts: what they are moved to, written alike. None leaves them.
         input_kwarg_layouts: the same by name. An argument may be passed by position or by name, either way.
         desired_input_kwarg_layouts: the same, moved to.

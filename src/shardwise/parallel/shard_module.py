@@ -1,6 +1,6 @@
 """An ordinary `nn.Module` whose parameters become distributed, in place: by a plan of data, or by a function."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Placement
+from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Placements
 from shardwise.sharded_tensor.specs import ShardingSpec, words_of
 from shardwise.tensor.conversion import distribute_tensor, scattered
 from shardwise.tensor.dtensor import DTensor, default_mesh, moved, plain, tag
 
-Entry = Placement | Sequence[Placement] | Layout | ShardingSpec
+Entry = Placement | Placements | Layout | ShardingSpec
 Plan = Mapping[str, Entry]
 
 
@@ -28,8 +28,9 @@ def shard_module(module: nn.Module, plan: Plan, *, mesh: Any = None, src_rank: i
     Args:
         module: any module, in place. One on the meta device is materialised part by part: no rank ever holds
             more than its own boxes; every submodule with parameters must then have `reset_parameters()`.
-        plan: parameter name, or glob such as `"tables.*.weight"`, to a placement, one placement an axis of
-            the mesh, a `Layout`, or a sharding spec. A name beats a glob; of two globs that match, the later one wins.
+        plan: parameter name, or glob such as `"tables.*.weight"`, to a placement, one placement per
+            mesh axis (in a sequence or by axis name), a `Layout`, or a sharding spec. A name beats a glob; of two
+            globs that match, the later one wins.
             Sharders and outputs need a `ShardingPlan`, for `shardwise.sharded_tensor.shard_module`.
         mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
         src_rank: position in the mesh whose values count; None takes every rank's own and sends nothing.
@@ -182,7 +183,7 @@ def _layout(parameter: Tensor, entry: Entry, mesh: Mesh) -> Layout:
         if mesh.ndim > 1:
             raise PlanError(f"{entry} says nothing about {mesh.ndim} axes. Fix: give one placement an axis of {mesh}.")
         entry = [entry]
-    return Layout(mesh, list(entry), tuple(parameter.shape))
+    return Layout(mesh, entry, tuple(parameter.shape))
 
 
 def torn_ties(named: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> list[str]:

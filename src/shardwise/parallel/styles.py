@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwise.errors import PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard
+from shardwise.errors import LayoutError, PlanError
+from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, axis_names
 from shardwise.parallel.boundary import Axes, Crossing, Scope
 
-Placed = Placement | Sequence[Placement | None]
-"""A placement on the axis that styles speak of, or one an axis of the mesh, None where the default is meant."""
+Placed = Placement | Sequence[Placement | None] | Mapping[str, Placement | None]
+"""A placement on the axis of the style; or one per mesh axis, in a sequence or by axis name.
+
+None, or an axis that a mapping omits, is the default there: parameters are replicated, plain inputs are this rank's
+rows of the batch, DTensors stay as they are.
+"""
 
 LAST = Shard(-1)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,10 +49,15 @@ class Where:
         """One placement an axis of the mesh, None where nothing is said.
 
         Raises:
-            PlanError: another number of them, or what is no placement.
+            PlanError: a wrong number of placements, an unknown axis name, or what is no placement.
         """
         if placed is None or isinstance(placed, Placement):
             return tuple(placed if axis == self.axis else None for axis in range(self.mesh.ndim))
+        if isinstance(placed, Mapping):
+            try:
+                placed = [placed.get(name) for name in axis_names(self.mesh, placed)]
+            except LayoutError as error:
+                raise PlanError(str(error)) from None
         if not isinstance(placed, Sequence) or not all(isinstance(p, Placement | None) for p in placed):
             raise PlanError(f"{placed!r} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis.")
         if len(placed) != self.mesh.ndim:

@@ -6,7 +6,7 @@ dtype = "float32"                  # of all tensors that name none; without it b
 
 [parameters."items.weight"]
 shape = [10, 4]
-placements = "Shard(0), Shard(1)"  # one an axis
+placements = "Shard(0), Shard(1)"  # one per mesh axis; or by name, such as { dp = "Shard(0)" }
 shard_order = [1, 0]               # optional: which axis cuts first
 dtype = "bfloat16"                 # optional
 

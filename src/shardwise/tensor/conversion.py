@@ -10,14 +10,26 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import REPLICATE, Box, Boxes, Layout, Mesh, OnRanks, Placement, Shard, contiguous_strides
+from shardwise.layout import (
+    Box,
+    Boxes,
+    Layout,
+    Mesh,
+    OnRanks,
+    Placement,
+    Placements,
+    Shard,
+    as_placements,
+    contiguous_strides,
+    placements_text,
+)
 from shardwise.redistribute.run import move
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
 from shardwise.tensor.local_shards import LocalShardsWrapper, Tiling
 
 
-def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
+def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
     layout = x._layout
     with DisableTorchFunctionSubclass():
         local = plain(x)
@@ -29,7 +41,7 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
         return ToPlain.apply(local, layout, border)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def wrap(local: Tensor, layout: Layout, grad_placements: Sequence[Placement] | None = None) -> DTensor:
+def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = None) -> DTensor:
     """A local tensor that is known to fit `layout`, sharing its storage; gradients flow back to it."""
     with DisableTorchFunctionSubclass():
         if not (torch.is_grad_enabled() and local.requires_grad):
@@ -41,11 +53,11 @@ def wrap(local: Tensor, layout: Layout, grad_placements: Sequence[Placement] | N
 def from_local(
     local: Tensor,
     device_mesh: Any,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     run_check: bool,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None,
+    grad_placements: Placements | None,
 ) -> DTensor:
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
@@ -54,9 +66,7 @@ def from_local(
         tiling = local.tiling
         local = plain(local)
     mesh = default_mesh(local.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
-    wanted = [REPLICATE] * mesh.ndim if placements is None else list(placements)
-    if len(wanted) != mesh.ndim:
-        raise LayoutError(f"One placement an axis: {mesh} has {mesh.ndim}, got {len(wanted)}: {wanted}.")
+    wanted = as_placements(mesh, placements)
     if shape is None and stride is not None:
         raise LayoutError("from_local: a global stride needs the global shape too.")
     if mesh.coordinate(collectives.rank()) is None:
@@ -97,8 +107,8 @@ def _layout_of_parts(
         assert local is not None
         if any(isinstance(p, Boxes | OnRanks) or (isinstance(p, Shard) and p.sizes) for p in placements):
             raise LayoutError(
-                f"from_local(run_check=False): the global shape cannot be told from one part under {list(placements)}. "
-                f"Fix: pass shape=, or leave run_check on."
+                f"from_local(run_check=False): the global shape cannot be told from one part under "
+                f"{placements_text(mesh, placements)}. Fix: pass shape=, or leave run_check on."
             )
         whole = list(local.shape)
         for axis, p in enumerate(placements):
@@ -109,13 +119,13 @@ def _layout_of_parts(
     rank = collectives.rank()
     if tiling is not None and tiling.boxes and not _stands_right(layout, rank, tiling.bounds):
         raise LayoutError(
-            f"from_local: under {list(placements)} the shards stand elsewhere:\n"
+            f"from_local: under {placements_text(mesh, placements)} the shards stand elsewhere:\n"
             f"{_misplaced(layout, rank, tiling.bounds)}\n  {_PLACES_FIX}, or leave run_check on."
         )
     if local is not None and not _fits(tuple(local.shape), layout, rank, tiling is not None):
         raise LayoutError(
-            f"from_local: under {list(placements)} rank {rank} holds {layout.local_shape(rank)} of {tuple(shape)}, "
-            f"got a part of shape {tuple(local.shape)}. "
+            f"from_local: under {placements_text(mesh, placements)} rank {rank} holds {layout.local_shape(rank)} of "
+            f"{tuple(shape)}, got a part of shape {tuple(local.shape)}. "
             f"Fix: give the sizes, Shard(dim, sizes=...), or leave run_check on."
         )
     return layout
@@ -171,15 +181,15 @@ def _agreed_layout(
     misplaced = [_misplaced(layout, r, box) for r, box in stands.items() if not _stands_right(layout, r, box)]
     if misplaced:
         raise MismatchError(
-            f"from_local: under {list(placements)} of shape {layout.shape} the shards stand elsewhere:\n"
-            + "\n".join(misplaced)
-            + f"\n  {_PLACES_FIX}."
+            f"from_local: under {placements_text(mesh, placements)} of shape {layout.shape} the shards stand "
+            f"elsewhere:\n" + "\n".join(misplaced) + f"\n  {_PLACES_FIX}."
         )
     wrong = {r: s for r, s in shapes.items() if not _fits(s, layout, r, "stands" in every[r])}
     if wrong:
         lines = [f"  rank {r}: expected {layout.local_shape(r)}, got {s}" for r, s in wrong.items()]
         raise MismatchError(
-            f"from_local: the parts do not make a tensor of shape {layout.shape} under {list(placements)}:\n"
+            f"from_local: the parts do not make a tensor of shape {layout.shape} under "
+            f"{placements_text(mesh, placements)}:\n"
             + "\n".join(lines)
             + "\n  Fix: pass parts of the expected shapes, or other placements."
         )
@@ -218,7 +228,9 @@ def fitted(
             else None
         )
         if shape is None:
-            raise LayoutError(f"from_local: {list(placements)} needs the global shape. Fix: pass shape=.")
+            raise LayoutError(
+                f"from_local: {placements_text(mesh, placements)} needs the global shape. Fix: pass shape=."
+            )
     if fixed:
         return Layout(mesh, placements, shape or ())
     if len({len(s) for s in shapes.values()}) > 1:
@@ -235,7 +247,7 @@ def fitted(
         whole[dim] = _fit_dim(mesh, result, shapes, dim, axes)
     if shape is not None and tuple(shape) != tuple(whole):
         raise MismatchError(
-            f"from_local: the parts make a tensor of shape {tuple(whole)} under {list(placements)}, "
+            f"from_local: the parts make a tensor of shape {tuple(whole)} under {placements_text(mesh, placements)}, "
             f"but the global shape was given as {tuple(shape)}. Parts: {shapes}."
         )
     return Layout(mesh, result, whole)
@@ -276,7 +288,7 @@ def _fit_dim(
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: Any = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     src_data_rank: int | None = 0,
     shard_order: Sequence[int] | None = None,
@@ -287,7 +299,7 @@ def distribute_tensor(
         tensor: the whole tensor; every rank passes one of the same shape and dtype. A leaf gives a leaf: the
             result requires grad if `tensor` does, but is not connected to it.
         device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
-        placements: one an axis; None is Replicate everywhere.
+        placements: one per mesh axis, in a sequence or by axis name; None replicates.
         src_data_rank: position in the mesh (in its row-major order) of the rank whose values count: each
             rank receives its own part from there. None takes every rank's own values and sends nothing;
             they must be equal.
@@ -299,8 +311,7 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return tensor.redistribute(device_mesh, placements, shard_order=shard_order)
     mesh = default_mesh(tensor.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
-    wanted = [REPLICATE] * mesh.ndim if placements is None else list(placements)
-    layout = Layout(mesh, wanted, tensor.shape, shard_order)
+    layout = Layout(mesh, as_placements(mesh, placements), tensor.shape, shard_order)
     ranks = tuple(sorted(mesh.ranks))
     rank = collectives.rank()
     if rank not in ranks:

@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Mesh, Placement, contiguous_strides
+from shardwise.layout import Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
 from shardwise.redistribute.run import move
 from shardwise.rules.row import Handler
 from shardwise.trace.comm_trace import EXPLICIT, Cause
@@ -54,7 +54,7 @@ class DTensor(torch.Tensor):
     # Passed by `shardwise.tensor` to `implement`: their modules import this one.
     _dispatch: Handler
     _from_local: Callable[..., "DTensor"]
-    _to_local: Callable[["DTensor", Sequence[Placement] | None], Tensor]
+    _to_local: Callable[["DTensor", Placements | None], Tensor]
     _backward: Callable[..., None]
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
@@ -80,12 +80,12 @@ class DTensor(torch.Tensor):
     def from_local(
         local_tensor: Tensor,
         device_mesh: Any = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         run_check: bool = True,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        grad_placements: Sequence[Placement] | None = None,
+        grad_placements: Placements | None = None,
     ) -> "DTensor":
         """The distributed tensor of which every rank passes its own part.
 
@@ -93,8 +93,8 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's part; its storage is shared, not copied. On ranks outside the mesh,
                 anything of the same dtype. A `LocalShardsWrapper` is compared with the boxes of this rank.
             device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
-            placements: one an axis; None is Replicate everywhere. A `Shard` without sizes is cut as the parts
-                say, not as torch.chunk would.
+            placements: one per mesh axis, in a sequence or by axis name; None replicates. A `Shard` without sizes
+                gets those of the local tensors, not those of torch.chunk.
             run_check: compare shapes, dtypes and placements over the ranks (one small exchange) and find the
                 sizes of uneven parts. False skips it and needs `shape` unless all parts are equally long.
             shape: the global shape, if known; checked against the parts.
@@ -108,7 +108,7 @@ class DTensor(torch.Tensor):
         """
         return DTensor._from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """This rank's part as a plain tensor that shares the storage; the whole on a Replicate axis.
 
         Where the part was given as a `LocalShardsWrapper`, it is one again, of the same shards.
@@ -121,7 +121,7 @@ class DTensor(torch.Tensor):
         local = DTensor._to_local(self, grad_placements)
         return local if self._tiling is None else self._tiling.wrap(local)
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor, on every rank of the mesh. May be called again and again."""
         whole = moved(self, self._layout.replicated())
         return DTensor._to_local(whole, grad_placements)
@@ -129,7 +129,7 @@ class DTensor(torch.Tensor):
     def redistribute(
         self,
         device_mesh: Any = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
@@ -140,7 +140,8 @@ class DTensor(torch.Tensor):
 
         Args:
             device_mesh: where to; None keeps the mesh. All ranks of both meshes must call.
-            placements: one an axis of the new mesh; None keeps the placements.
+            placements: one per axis of the new mesh, in a sequence or by axis name; axes that a mapping omits are
+                replicated. None keeps the placements.
             async_op: return while the elements travel; the first look at the result waits for them.
             forward_dtype: convert to it before the move; the dtype of the result.
             backward_dtype: convert the gradient to it for its move back, and then to the dtype of this tensor.
@@ -249,8 +250,8 @@ class DTensor(torch.Tensor):
         boxes = " ".join(map(str, layout.boxes(rank))) or "nothing"
         local = repr(plain(self.detach()))
         return (
-            f"DTensor(shape={layout.shape}, placements={list(layout.placements)}, mesh={layout.mesh}, "
-            f"rank {rank} holds {boxes}: {local})"
+            f"DTensor(shape={layout.shape}, placements={placements_text(layout.mesh, layout.placements)}, "
+            f"mesh={layout.mesh}, rank {rank} holds {boxes}: {local})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
@@ -335,7 +336,7 @@ def implement(
     *,
     dispatch: Handler,
     from_local: Callable[..., DTensor],
-    to_local: Callable[[DTensor, Sequence[Placement] | None], Tensor],
+    to_local: Callable[[DTensor, Placements | None], Tensor],
     redistributed: Callable[[DTensor, Layout, torch.dtype, bool], DTensor],
     backward: Callable[..., None],
     read_grad: Callable[[DTensor], DTensor | None],

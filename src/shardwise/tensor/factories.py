@@ -8,14 +8,14 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Layout, Placement
+from shardwise.layout import Layout, Placements, as_placements, placements_text
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
 def _made(
     size: tuple[Any, ...],
     device_mesh: Any,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     dtype: torch.dtype | None,
     layout: torch.layout,
 ) -> DTensor:
@@ -23,7 +23,7 @@ def _made(
         raise LayoutError(f"Only dense (torch.strided) tensors can be made, got layout={layout}.")
     shape = shape_of(size)
     mesh = default_mesh() if device_mesh is None else collectives.as_mesh(device_mesh)
-    where = Layout(mesh, [REPLICATE] * mesh.ndim if placements is None else placements, shape)
+    where = Layout(mesh, as_placements(mesh, placements), shape)
     return tag(torch.empty(where.local_shape(collectives.rank()), dtype=dtype, device=mesh.device_type), where)
 
 
@@ -33,7 +33,7 @@ def empty(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Any = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` whose values are whatever the memory held."""
     made = _made(size, device_mesh, placements, dtype, layout)
@@ -48,13 +48,16 @@ def full(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Any = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` with one value everywhere; its dtype is that of `torch.full`."""
     dtype = torch.full((), fill_value).dtype if dtype is None else dtype
     made = _made((size,), device_mesh, placements, dtype, layout)
     if made._layout.partial_axes:
-        raise LayoutError(f"A constant has no summands: {list(made.placements)}. Fix: use Replicate() or Shard().")
+        raise LayoutError(
+            f"full() cannot create a Partial tensor: {placements_text(made._layout.mesh, made.placements)}. "
+            f"Fix: use Replicate() or Shard()."
+        )
     with DisableTorchFunctionSubclass():
         made.fill_(fill_value)
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -82,7 +85,7 @@ def randn(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
 
 def _unsummed(x: DTensor) -> DTensor:
     if x._layout.partial_axes:
-        raise RuleError(f"A random tensor has no summands: {x._layout}. Fix: use Replicate() or Shard().")
+        raise RuleError(f"A random tensor cannot be Partial: {x._layout}. Fix: use Replicate() or Shard().")
     return x
 
 

@@ -75,7 +75,7 @@ def test_what_a_file_does_not_name_is_replicated(model: Recommender, tmp_path: P
         ('context.weight = "OnRanks(2)"', "context.weight: "),
         ('context.weight = "Shard(0, sizes=[1, 2])"', "context.weight: "),
         ("context.weight = 0", "context.weight: 0 is no placement"),
-        ('context.weight = "Partial()"', "context.weight: Partial(sum) cannot hold a table"),
+        ('context.weight = "Partial()"', "context.weight: Partial('sum') cannot hold a table"),
         ("context.weight = ", "plan.toml: is not TOML: "),
         ('a = "x"\nb = "y"', "b: 'y' is no placement"),
     ],

@@ -1,0 +1,219 @@
+"""Every public entry that takes placements takes them by axis name too, on meshes of one axis and of two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise.errors import LayoutError, PlanError
+from shardwise.experimental import local_map
+from shardwise.layout import Placements, as_placements
+from shardwise.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from shardwise.testing import world
+
+LINE = Mesh((4,), names=("tp",))
+GRID = Mesh((2, 2), names=("dp", "tp"))
+MESHES = [LINE, GRID]
+BY_NAME: dict[Mesh, Placements] = {LINE: {"tp": Shard(0)}, GRID: {"tp": Shard(0)}}
+FULL = torch.arange(24.0).view(4, 6)
+
+
+def on_ranks(job: Callable[[], Any]) -> Any:
+    return world(4).run(job)[0]
+
+
+def entry_of_distribute_tensor(mesh: Mesh, placements: Placements) -> DTensor:
+    return distribute_tensor(FULL, mesh, placements)
+
+
+def entry_of_from_local(mesh: Mesh, placements: Placements) -> DTensor:
+    local = distribute_tensor(FULL, mesh, as_placements(mesh, placements)).to_local()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=FULL.shape)
+
+
+def entry_of_from_local_with_check(mesh: Mesh, placements: Placements) -> DTensor:
+    local = distribute_tensor(FULL, mesh, as_placements(mesh, placements)).to_local()
+    return DTensor.from_local(local, mesh, placements)
+
+
+def entry_of_redistribute(mesh: Mesh, placements: Placements) -> DTensor:
+    return distribute_tensor(FULL, mesh).redistribute(placements=placements)
+
+
+def entry_of_async_redistribute(mesh: Mesh, placements: Placements) -> DTensor:
+    return distribute_tensor(FULL, mesh).redistribute(placements=placements, async_op=True)
+
+
+def entry_of_shard_module(mesh: Mesh, placements: Placements) -> DTensor:
+    model = nn.Linear(6, 4)
+    model.weight.data.copy_(FULL)
+    sw.shard_module(model, {"weight": placements}, mesh=mesh)
+    return model.weight  # type: ignore[return-value]
+
+
+def entry_of_local_map(mesh: Mesh, placements: Placements) -> DTensor:
+    x = distribute_tensor(FULL - 1, mesh)
+    plus_one: Any = local_map(lambda x: x + 1, placements, (placements,), (placements,), redistribute_inputs=True)
+    return plus_one(x)  # type: ignore[no-any-return]
+
+
+def entry_of_a_style(mesh: Mesh, placements: Placements) -> DTensor:
+    class Style(ParallelStyle):
+        def parameters(self, module: nn.Module, where: Any) -> dict[str, Placements]:
+            return {"weight": placements}
+
+    linear = nn.Linear(6, 4)
+    linear.weight.data.copy_(FULL)
+    parallelize_module(nn.Sequential(linear), mesh, {"0": Style()})
+    return linear.weight  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        entry_of_distribute_tensor,
+        entry_of_from_local,
+        entry_of_from_local_with_check,
+        entry_of_redistribute,
+        entry_of_async_redistribute,
+        entry_of_shard_module,
+        entry_of_local_map,
+        entry_of_a_style,
+    ],
+)
+def test_an_entry_takes_placements_by_axis_name(mesh: Mesh, entry: Callable[[Mesh, Placements], DTensor]) -> None:
+    def job() -> tuple[Any, Tensor]:
+        x = entry(mesh, BY_NAME[mesh])
+        return x.placements, x.detach().full_tensor()
+
+    placements, full = on_ranks(job)
+    assert placements == as_placements(mesh, BY_NAME[mesh])
+    assert torch.equal(full, FULL)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("entry", [entry_of_distribute_tensor, entry_of_redistribute, entry_of_local_map])
+def test_an_unknown_axis_name_is_the_same_error_on_every_rank(
+    mesh: Mesh, entry: Callable[[Mesh, Placements], DTensor]
+) -> None:
+    def job() -> str:
+        with pytest.raises(LayoutError) as info:
+            entry(mesh, {"tpp": Shard(0)})
+        return str(info.value)
+
+    said = set(world(4).run(job))
+    assert len(said) == 1
+    assert "has no axis 'tpp'" in said.pop()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "make", [sw.empty, sw.zeros, sw.ones, sw.rand, sw.randn, lambda n, m, **kw: sw.full((n, m), 2.0, **kw)]
+)
+def test_factories_take_placements_by_axis_name(mesh: Mesh, make: Callable[..., DTensor]) -> None:
+    found = on_ranks(lambda: make(4, 6, device_mesh=mesh, placements={"tp": Shard(1)}).placements)
+    assert found == as_placements(mesh, {"tp": Shard(1)})
+
+
+def test_gradients_are_placed_by_axis_name() -> None:
+    def job() -> list[Tensor]:
+        grads = []
+        for placements in ([Partial(), Replicate()], {"dp": Partial()}):
+            x = distribute_tensor(FULL.clone().requires_grad_(), GRID)
+            x.to_local(grad_placements=placements).sum().backward()
+            assert x.grad is not None
+            grads.append(x.grad.full_tensor())
+        return grads
+
+    by_sequence, by_name = on_ranks(job)
+    assert torch.equal(by_sequence, by_name)
+    assert by_name[0, 0] == 2
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_styles_take_input_and_output_layouts_by_axis_name(mesh: Mesh) -> None:
+    def job() -> list[tuple[Any, Tensor]]:
+        outputs = []
+        for output, tokens in ((Shard(0), Replicate()), ({"tp": Shard(0)}, {"tp": Replicate()})):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+            plan = {
+                "0": ColwiseParallel(input_layouts=tokens),
+                "1": RowwiseParallel(output_layouts=output, use_local_output=False),
+            }
+            parallelize_module(model, mesh, plan)
+            y = model(FULL)
+            outputs.append((y.placements, y.full_tensor()))
+        return outputs
+
+    (by_placement, expected), (by_name, found) = on_ranks(job)
+    assert by_name == by_placement
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_prepared_inputs_and_outputs_take_placements_by_axis_name(mesh: Mesh) -> None:
+    def job() -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Identity())
+        before = PrepareModuleInput(input_layouts=({"tp": Shard(0)},), desired_input_layouts=({"tp": Replicate()},))
+        after = PrepareModuleOutput(
+            output_layouts=({"tp": Replicate()},), desired_output_layouts=({"tp": Shard(1)},), use_local_output=False
+        )
+        parallelize_module(model, mesh, {"0": before})
+        given = model(FULL).placements
+        model = nn.Sequential(nn.Identity())
+        parallelize_module(model, mesh, {"0": after})
+        return given, model(distribute_tensor(FULL, mesh)).placements
+
+    given, returned = on_ranks(job)
+    assert given[-1] == Replicate()
+    assert returned == as_placements(mesh, {"tp": Shard(1)})
+
+
+def test_names_of_keys_still_reach_into_a_dict() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            return x["tp"] + x["other"]
+
+    def job() -> Any:
+        model = nn.Sequential(Sum())
+        layouts = {"tp": Shard(0), "other": Shard(0)}
+        parallelize_module(model, LINE, {"0": PrepareModuleInput(input_layouts=(layouts,))})
+        return model({"tp": FULL, "other": FULL}).placements
+
+    assert on_ranks(job) == (Shard(0),)
+
+
+def test_experts_take_layouts_by_axis_name() -> None:
+    assert ExpertParallel(input_layouts={"tp": Shard(0)}).input_layouts == {"tp": Shard(0)}
+
+
+def test_a_style_names_unknown_axes() -> None:
+    def job() -> str:
+        with pytest.raises(PlanError) as info:
+            parallelize_module(
+                nn.Sequential(nn.Linear(6, 4)), GRID, {"0": ColwiseParallel(input_layouts={"pp": Shard(0)})}
+            )
+        return str(info.value)
+
+    assert "Mesh(dp=2, tp=2) has no axis 'pp'" in on_ranks(job)
+
+
+def test_the_repr_of_a_tensor_names_axes() -> None:
+    said = on_ranks(lambda: repr(distribute_tensor(FULL, GRID, {"dp": Shard(1)})))
+    assert said.startswith(
+        "DTensor(shape=(4, 6), placements={'dp': Shard(1), 'tp': Replicate()}, mesh=Mesh(dp=2, tp=2), "
+    )
