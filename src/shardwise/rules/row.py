@@ -305,6 +305,11 @@ def override(rule: OpRule, *ops: Any) -> None:
         )
 
 
+def reregister(rule: OpRule, *ops: Any) -> None:
+    """Give ops this entry in place of the one they have."""
+    RULES.update(dict.fromkeys(ops, rule))
+
+
 def unregister(*ops: Any) -> None:
     for op in ops:
         del RULES[op]

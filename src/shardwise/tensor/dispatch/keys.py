@@ -11,58 +11,50 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
-TORCH_VALUES = frozenset((torch.Size, torch.dtype, torch.device, torch.memory_format))
+EXACT_VALUES = frozenset((int, str, type(None), torch.Size, torch.dtype, torch.device, torch.memory_format))
 NO_KEY = object()  # in a key: an argument that cannot be part of one, so the answer is not cached
 
 
 def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """What the answer to a call depends on: layouts for DTensors, other arguments themselves.
 
-    If the rule is `shape_independent`, all floats are alike except 0, inf and nan. It contains `NO_KEY` if an argument
-    cannot be hashed or is a plain tensor, which has to be promoted first.
+    If the rule is `shape_independent`, all floats are alike except 0, inf and nan. The key contains `NO_KEY` if an
+    argument cannot be hashed, or is a plain tensor, which has to be promoted first.
     """
     key = [func, _dtypes(args, kwargs)] if rule.typed or rule.random else [func]
     floats_alike = rule.shape_independent
-    if kwargs:
-        key.append(tuple(kwargs))
-        args = (*args, *kwargs.values())
-    for a in args:
+    for a in args:  # the most frequent kinds of arguments as in `_part`, without a call each
         kind = type(a)
         if kind is DTensor:
             key.append(a._layout)
-        elif kind is bool:
-            key.append((bool, a))  # not the 0 or 1 that it equals: var(False) is of all elements, var(0) along a dim
-        elif kind in PLAIN_VALUES:
-            key.append(float if floats_alike and kind is float and a and a - a == 0 else a)
+        elif kind in EXACT_VALUES:
+            key.append(a)
         else:
             key.append(_part(a, floats_alike))
+    if kwargs:
+        for name, a in kwargs.items():
+            kind = type(a)
+            key.append(name)
+            key.append(a._layout if kind is DTensor else a if kind in EXACT_VALUES else _part(a, floats_alike))
     return tuple(key)
 
 
 def _part(a: Any, floats_alike: bool) -> Any:
     """What any argument adds to a key."""
     kind = type(a)
+    if kind is float:
+        return float if floats_alike and a and a - a == 0 else a
+    if kind is bool:
+        return bool, a  # not the 0 or 1 that it equals: var(False) is of all elements, var(0) along a dim
     if kind is list or kind is tuple:
         parts = []
         for x in a:
             kind = type(x)
-            if kind is DTensor:
-                parts.append(x._layout)
-            elif kind is int:
-                parts.append(x)
-            else:
-                part = _part(x, floats_alike)
-                if part is NO_KEY:
-                    return NO_KEY
-                parts.append(part)
+            part = x._layout if kind is DTensor else x if kind in EXACT_VALUES else _part(x, floats_alike)
+            if part is NO_KEY:
+                return NO_KEY
+            parts.append(part)
         return tuple(parts)
-    if kind is DTensor:
-        return a._layout
-    if kind in TORCH_VALUES:
-        return a
-    if kind in PLAIN_VALUES:
-        alike = floats_alike and kind is float and a and a - a == 0
-        return (bool, a) if kind is bool else float if alike else a
     if kind is torch.Generator:  # whose state changes no answer
         return torch.Generator
     if isinstance(a, Tensor):

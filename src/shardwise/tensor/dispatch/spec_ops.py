@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
-from shardwise.rules import RULES, OpRule
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules import OpRule
+from shardwise.rules.row import Args, Kwargs, reregister
 from shardwise.tensor.dispatch.entry import entry_of
 from shardwise.tensor.dispatch.run import run
 from shardwise.tensor.dtensor import DTensor
@@ -46,7 +46,7 @@ def implement_for_spec(func: Any, spec_class: type, implementation: Implementati
     if func not in _implemented:
         usual = entry_of(func)
         _implemented[func] = SpecOp(usual)
-        RULES[func] = replace(usual, handler=_implemented[func], is_op=True)
+        reregister(replace(usual, handler=_implemented[func], is_op=True), func)
     _implemented[func].by_spec[spec_class] = implementation
 
 
@@ -58,7 +58,7 @@ def implemented() -> frozenset[Any]:
 def forget_implementations() -> None:
     """Let all functions take their usual way again."""
     for func, op in _implemented.items():
-        RULES[func] = op.usual
+        reregister(op.usual, func)
     _implemented.clear()
 
 
