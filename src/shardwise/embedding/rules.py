@@ -16,7 +16,7 @@ from shardwise.embedding import bad_ids, lookup, options, requests
 from shardwise.errors import IdTypeError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
-from shardwise.rules.row import LocalContext, LocalFunction, Meta, Row, arguments, op_rule, prepared
+from shardwise.rules.row import LocalContext, LocalFunction, Meta, Row, arguments, op_rule, specialized
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ def _whole_rows_here(ctx: LocalContext) -> LocalFunction | None:
 
 
 for _local in (lookup.embedding, options.embedding):
-    prepared(_whole_rows_here)(_local)
+    specialized(_whole_rows_here)(_local)
 
 
 def _unmoved(rows: list[Row], named: dict[str, Any]) -> list[Row]:

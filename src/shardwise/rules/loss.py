@@ -20,8 +20,8 @@ from shardwise.rules.row import (
     Row,
     arguments,
     local_with,
-    prepared,
     register,
+    specialized,
 )
 from shardwise.trace.capture_hooks import allow_in_graph
 
@@ -96,7 +96,7 @@ def _known_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> L
     return loss if reduction == "sum" else lambda *args, **kwargs: loss(*args, **kwargs) * share
 
 
-@prepared(_known_share, python=True)
+@specialized(_known_share, python=True)
 def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
     """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
     named = arguments(loss, args, kwargs)

@@ -14,14 +14,14 @@ from shardwise.layout import Box, Layout, Placement
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Handler = Callable[[Any, Args, Kwargs], Any]  # (func, args, kwargs) of a call with a DTensor to its result
+Handler = Callable[[Any, Args, Kwargs], Any]  # (func, args, kwargs) of a call with a DTensor -> its result
 LocalFunction = Callable[..., Any]
 IndexMap = Callable[[int], int]
-NO_OPERAND = -1  # as `follow`: the result is cut as torch.chunk cuts
+NO_OPERAND = -1  # as `layout_from`: the result is sharded evenly, as by torch.chunk
 
 
 class Meta(NamedTuple):
-    """What a rule may know of a tensor operand: its global shape, dtype, and placement on the axis in question."""
+    """What a rule knows of a tensor operand: its global shape, dtype, and placement on the axis in question."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,22 +34,23 @@ class Meta(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run an op on one mesh axis.
+    """One way to run an op on one mesh axis without communication, or with that of its local implementation.
+
+        Row((Shard(0), Replicate()), Shard(0), "each rank has some rows of the first matrix")  # of torch.mm
 
     Args:
         inputs: a placement for every tensor operand, in the order of the arguments.
         output: the placement of the result; a tuple for several results.
         why: the reason in one line; also the name of the row in tests, errors and reports.
-        local: what each rank computes, called as `local(ctx, *args, **kwargs)` with local tensors; None is
-            the op itself. It must build the same autograd graph on every rank, empty shards included.
-        aligned: all Shards of the row cut the same index range, so they must be cut alike. A tuple of operands says
-            it of those only; the others stay cut as they are. Where no row speaks of any, each operand keeps also the
-            order in which axes cut it, and a result has the order of the operands that it follows.
-        follow: the operand whose cut a cut result has; None is the first one that is cut, NOBODY none.
-        boundary: where a cut of that operand falls in the result, if not at the same index; rises from 0 to
-            the length of the result's dim. A tuple of them for several results.
-        granule: the operands may be cut at multiples of this only; other cuts move to the nearest one.
-        copies: elements travel inside a view, which so is a copy on every rank.
+        local_impl: what each rank runs, as `local_impl(ctx, *args, **kwargs)` with local tensors; None is the op
+            itself. It must build the same autograd graph on every rank, also on one with an empty shard.
+        aligned: whether the sharded operands must have the same shard sizes; a tuple names the operands that must. If
+            () the operands also keep their shard orders, and a result has that of the operand of `layout_from`.
+        layout_from: the operand whose shard sizes a sharded result has; None is the first sharded one.
+        map_index: from a shard offset of that operand to the shard offset of the result, if they differ; rises from 0
+            to the size of the result's dim. A tuple for several results.
+        alignment: shard offsets of the operands must be multiples of it; others are moved to the nearest multiple.
+        copies: the local implementation communicates, so what torch returns as a view is a copy on every rank.
     """
 
     inputs: tuple[Placement, ...]
@@ -64,112 +65,112 @@ class Row:
 
 
 class LocalContext(Protocol):
-    """Where a row's local function runs, and the exchanges it may make itself (all differentiable)."""
+    """What a local implementation knows of the call, and its collectives, which are all differentiable."""
 
-    layouts: tuple[Layout, ...]  # of the tensor operands, as the row wants them
+    layouts: tuple[Layout, ...]  # of the tensor operands, redistributed as the row wants
     outputs: tuple[Layout, ...]  # of all results
-    axes: tuple[int, ...]  # the mesh axes for which this local function was chosen
+    axes: tuple[int, ...]  # the mesh axes for which this local implementation was chosen
 
     @property
     def output(self) -> Layout:
-        """Of the (first) result; of the first operand where the rule is ragged."""
+        """The layout of the (first) result; of the first operand if the op has a data-dependent shape."""
         ...
 
     @property
     def rank(self) -> int: ...
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The op itself."""
+        """Run the op itself."""
         ...
 
     def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The ranks that differ from this one on `axes` (None: the row's own) only, in rising order."""
+        """The ranks, in rising order, whose coordinates equal this rank's except along `axes` (None: `self.axes`)."""
         ...
 
     def all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
     ) -> Tensor:
-        """All-to-all among `ranks` (None: `ranks()`) of a 1-D tensor; gradients travel the way back."""
+        """All-to-all of a 1-D tensor among `ranks` (None: `ranks()`)."""
         ...
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
-        """The `x` of each of `ranks` (None: `ranks()`), all of one shape, along a new first dim; differentiable."""
+        """The `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
         ...
 
     def boxes(self, operand: int) -> list[Box]:
-        """The one box of `operand` that each of `ranks()` holds; an empty one for none."""
+        """The box of `operand` on each of `ranks()`; an empty one for none."""
         ...
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
-        """Box `wanted(rank)` of the global `operand`, of which `x` is this rank's part.
+        """Box `wanted(rank)` of the global `operand`, of which `x` is the local shard.
 
-        Every piece travels once, from a rank of `ranks()` that holds it; where no rank wants what another one
-        holds, nothing is sent. Differentiable. A box must lie in what `ranks()` hold together.
+        Each element is sent once, by one of `ranks()` that has it; if no rank wants anything of another one, nothing is
+        sent. A box must lie in the union of the shards of `ranks()`.
         """
         ...
 
     def fetch_boxes(
         self, xs: Sequence[Tensor], held: Sequence[Sequence[Box]], wanted: Callable[[int], Sequence[tuple[int, Box]]]
     ) -> list[Tensor]:
-        """The same for several boxes, of several tensors of one dtype, in one exchange.
+        """Several boxes, of several tensors of one dtype, in one all-to-all.
 
         Args:
-            held: for every tensor the boxes that each of `ranks()` holds.
-            wanted: from a rank to numbers of tensors, and boxes of them.
+            held: for each tensor, its box on each of `ranks()`.
+            wanted: from a rank to (index of a tensor, box of it).
         """
         ...
 
     def draw_seed(self, generator: torch.Generator | None = None) -> int:
-        """What the random numbers of this op come from: the same on all ranks of the mesh. Ask once an op."""
+        """A seed for the random numbers of this op, the same on all ranks of the mesh. Draw one per op."""
         ...
 
     def mark_copy(self, x: Tensor) -> Tensor:
-        """`x`, marked as a copy where users expect a view: changing it in place is refused."""
+        """`x`, marked as a copy where users expect a view: in-place ops on it are refused."""
         ...
 
     def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
-        """This ctx with `operand` cut along dim 0 by the axes of operand `like`, into pieces as long as given."""
+        """This context with dim 0 of `operand` sharded by the axes of operand `like`, with these sizes by rank."""
         ...
 
     def name_of(self, operand: int) -> str:
-        """What to call an operand in an error: its parameter name where it has one."""
+        """What errors call an operand: its parameter name if it has one."""
         ...
 
 
 @lru_cache(maxsize=4096)
 def local_with(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
-    """`function` with its first arguments given; the same object for the same ones, so that axes can share it."""
+    """`function` with its first arguments given; the same object for the same arguments, so that axes can share it."""
     return partial(function, *fixed)
 
 
-# By local function: what works out beforehand what it comes to, and whether that is Python code.
-PREPARED: dict[Callable[..., Any], tuple[Callable[..., LocalFunction | None], bool]] = {}
+# By local implementation: (what makes a version of it for one rank and its layouts, whether that is Python code).
+SPECIALIZED: dict[Callable[..., Any], tuple[Callable[..., LocalFunction | None], bool]] = {}
 
 
-def prepared(
-    prepare: Callable[..., LocalFunction | None], python: bool = False
+def specialized(
+    specialize: Callable[..., LocalFunction | None], python: bool = False
 ) -> Callable[[LocalFunction], LocalFunction]:
-    """For a local function of which most can be known before it runs.
+    """Decorate a local implementation most of which can be computed once for a rank and its layouts.
 
     Args:
-        prepare: called once for a rank and the layouts, with the first arguments that `local_with` gave and the ctx;
-            what it returns is called with the op's arguments instead of the local function. It may answer
-            NotImplemented, and None may be returned in its place: then the local function runs.
-        python: it looks at shapes, or calls Python code that does.
+        specialize: called as `specialize(*first_arguments_of_local_with, ctx)`. Returns a function that is called with
+            the op's arguments in place of the local implementation, and may return NotImplemented for it to run after
+            all; or None if there is no such function.
+        python: the function reads shapes, so it must get plain local tensors.
     """
 
     def add(local: LocalFunction) -> LocalFunction:
-        PREPARED[local] = prepare, python
+        SPECIALIZED[local] = specialize, python
         return local
 
     return add
 
 
-def preparation(local: LocalFunction | None, ctx: LocalContext) -> tuple[LocalFunction | None, bool]:
-    """What a local function comes to on the rank of `ctx`, and whether that is Python code; None for itself."""
+def specialization(local: LocalFunction | None, ctx: LocalContext) -> tuple[LocalFunction | None, bool]:
+    """The version of a local implementation for the rank of `ctx`, or None, and whether it is Python code."""
     function, fixed = (local.func, local.args) if isinstance(local, partial) else (local, ())
-    prepare, python = PREPARED.get(function, (None, False))  # type: ignore[arg-type]
-    return (None if prepare is None else prepare(*fixed, ctx)), python
+    specialize, python = SPECIALIZED.get(function, (None, False))  # type: ignore[arg-type]
+    return (None if specialize is None else specialize(*fixed, ctx)), python
 
 
 @lru_cache

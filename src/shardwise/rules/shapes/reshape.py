@@ -18,8 +18,8 @@ from shardwise.rules.row import (
     OpRule,
     Row,
     local_with,
-    prepared,
     register,
+    specialized,
 )
 from shardwise.rules.shapes.view import box_of, named, uncut_rows
 
@@ -88,7 +88,7 @@ def _in_place_already(groups: Any, must_view: bool, ctx: LocalContext) -> LocalF
     return partial(_viewed, ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.mark_copy)
 
 
-@prepared(_in_place_already)
+@specialized(_in_place_already)
 def _local_reshape(groups: Any, must_view: bool, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     held = _held(ctx)
     for old, new in reversed(groups):

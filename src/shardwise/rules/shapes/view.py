@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, SUMS, homogeneous, shape_of_first
-from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, local_with, prepared, register
+from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, local_with, register, specialized
 
 aten = torch.ops.aten
 SUMMAND = "a view of summands is a summand of the view"
@@ -136,12 +136,12 @@ def _of_known_shape(method: str, ctx: LocalContext) -> LocalFunction | None:
     return lambda x, *_, **__: call(x, shape)
 
 
-@prepared(partial(_of_known_shape, "reshape"))
+@specialized(partial(_of_known_shape, "reshape"))
 def _as_result(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     return x.reshape(ctx.output.local_shape(ctx.rank))  # a piece of length 1 of a longer dim is not squeezed
 
 
-@prepared(partial(_of_known_shape, "expand"))
+@specialized(partial(_of_known_shape, "expand"))
 def _local_expand(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     if not ctx.layouts[0].boxes(ctx.rank):
         return nothing(ctx, x)

@@ -8,7 +8,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_of_save
 
 from shardwise import collectives
 from shardwise.layout import Layout
-from shardwise.rules.row import preparation
+from shardwise.rules.row import specialization
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
@@ -43,7 +43,7 @@ class OnLocals(Looks):
         rank = collectives.rank()
         if rank not in self.ready:
             with tracing_paused():
-                self.ready[rank] = preparation(recipe.local_impl, self._site([]))
+                self.ready[rank] = specialization(recipe.local_impl, self._site([]))
         ready, python = self.ready[rank]
         if ready is not None and not python:
             out = ready(*args, **kwargs)
