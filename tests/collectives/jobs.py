@@ -165,7 +165,7 @@ def wait_pairwise(folder: str) -> str:
 def wait_in_a_line_of_a_mesh(folder: str) -> str:
     """Rank 1 is late in a group that torch makes with a timeout of its own; ranks 2 and 3 are another line."""
     mesh = collectives.as_mesh(collectives.init_device_mesh("cpu", (2, 2)))
-    line = mesh.line(rank(), 1)
+    line = mesh.axis_ranks(rank(), 1)
     barrier(tuple(line))
     if rank() == 1:
         return until_the_others_fail(folder)

@@ -46,8 +46,8 @@ def test_two_axes_cut_one_dim_in_either_order() -> None:
 def test_an_inner_axis_cuts_unequal_pieces_by_one_row_of_sizes_each() -> None:
     layout = Layout(GRID, [Shard(0, [3, 5]), Shard(0, [[0, 1, 2], [5, 0, 0]])], (8,))
     assert spans(layout) == ["[0:0]", "[0:1]", "[1:3]", "[3:8]", "[8:8]", "[8:8]"]
-    assert layout.cut(0) == (3, 5)
-    assert layout.cut(1) == ((0, 1, 2), (5, 0, 0))
+    assert layout.shard_sizes(0) == (3, 5)
+    assert layout.shard_sizes(1) == ((0, 1, 2), (5, 0, 0))
 
 
 def test_the_order_of_ranks_is_that_of_the_mesh() -> None:
@@ -75,16 +75,16 @@ def test_local_shapes(placement: Placement, shape: tuple[int, ...], local_shapes
 
 def test_the_cut_of_an_axis_is_its_sizes() -> None:
     layout = Layout(GRID, [Replicate(), Shard(0)], (7, 2))
-    assert layout.cut(0) is None
-    assert layout.cut(1) == (3, 3, 1)
+    assert layout.shard_sizes(0) is None
+    assert layout.shard_sizes(1) == (3, 3, 1)
 
 
 def test_ranks_on_partial_axes_hold_different_contributions() -> None:
     layout = Layout(GRID, [Partial(), Shard(0)], (7,))
     assert layout.partial_axes == (0,)
-    assert [layout.contribution(rank) for rank in range(7)] == [(0,), (0,), (0,), (1,), (1,), (1,), ()]
-    assert layout.contributions() == [(0,), (1,)]
-    assert Layout(GRID, [Replicate(), Shard(0)], (7,)).contributions() == [()]
+    assert [layout.partial_coordinate(rank) for rank in range(7)] == [(0,), (0,), (0,), (1,), (1,), (1,), ()]
+    assert layout.partial_coordinates() == [(0,), (1,)]
+    assert Layout(GRID, [Replicate(), Shard(0)], (7,)).partial_coordinates() == [()]
 
 
 def test_a_layout_for_4096_ranks_says_what_each_holds() -> None:

@@ -52,7 +52,7 @@ def assert_cuts_agree_with_boxes(layout: Layout) -> None:
         axes = [a for a in layout.shard_order if layout.placements[a].is_shard(dim)]
         spans = [torch.arange(size)]
         for axis in axes:
-            cut = layout.cut(axis)
+            cut = layout.shard_sizes(axis)
             assert cut is not None
             rows = [cut] if isinstance(cut[0], int) else list(cut)
             assert len(rows) == len(spans), (layout, axis)
@@ -121,7 +121,7 @@ def test_other_ranks_in_the_same_places_hold_the_same(written: Written, data: st
     renamed = Layout(Mesh(mesh.shape, tuple(ranks)), written.placements, written.shape, written.order)
     for before, after in zip(mesh.ranks, ranks, strict=True):
         assert renamed.boxes(after) == written.layout.boxes(before)
-        assert renamed.contribution(after) == written.layout.contribution(before)
+        assert renamed.partial_coordinate(after) == written.layout.partial_coordinate(before)
 
 
 @laws
@@ -133,7 +133,7 @@ def test_a_rank_outside_the_mesh_holds_nothing(written: Written) -> None:
     assert layout.local_numel(outsider) == 0
     assert prod(layout.local_shape(outsider)) == 0
     assert len(layout.local_shape(outsider)) == max(1, len(written.shape))
-    assert layout.contribution(outsider) == ()
+    assert layout.partial_coordinate(outsider) == ()
 
 
 @laws
@@ -141,7 +141,7 @@ def test_a_rank_outside_the_mesh_holds_nothing(written: Written) -> None:
 def test_explicit_sizes_that_say_what_is_so_make_an_equal_layout(written: Written) -> None:
     layout = written.layout
     said = [
-        Shard(p.dim - len(layout.shape), layout.cut(axis)) if isinstance(p, Shard) else p
+        Shard(p.dim - len(layout.shape), layout.shard_sizes(axis)) if isinstance(p, Shard) else p
         for axis, p in enumerate(layout.placements)
     ]
     again = Layout(layout.mesh, said, layout.shape, layout.shard_order)

@@ -34,7 +34,7 @@ def test_a_line_is_a_row_of_the_grid_along_its_axis(mesh: Mesh, data: st.DataObj
     assert here is not None
     grid = torch.tensor(mesh.ranks).view(mesh.shape)
     line = grid[tuple(slice(None) if i == axis else position for i, position in enumerate(here))]
-    assert list(mesh.line(rank, axis)) == line.tolist()
+    assert list(mesh.axis_ranks(rank, axis)) == line.tolist()
 
 
 @laws

@@ -194,7 +194,7 @@ def test_parts_that_no_cut_of_torch_gives_make_the_right_whole() -> None:
         with count_comms() as comms:
             out = module(part_of(X, 1, 3, sizes))
         assert comms.total_calls == 1
-        assert out.layout_.cut(0) == sizes
+        assert out.layout_.shard_sizes(0) == sizes
         assert_close(whole(out), plain(X))
 
     world(3).run(body)

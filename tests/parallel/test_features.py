@@ -51,7 +51,7 @@ def test_a_pair_is_the_plain_pair_whatever_its_width(ranks: int, width: int, bia
         )
         up = module.get_parameter("up.weight")
         assert isinstance(up, DTensor)
-        assert up.to_local().shape == ((up.layout_.cut(0) or ())[collectives.rank()], 6)
+        assert up.to_local().shape == ((up.layout_.shard_sizes(0) or ())[collectives.rank()], 6)
 
     world(ranks).run(body)
 

@@ -220,7 +220,7 @@ def test_a_new_cut_is_inside_those_that_are_there_and_sends_nothing() -> None:
         with count_comms() as comms:
             out = module(x.split([2, 5])[collectives.rank() % 2])
         assert comms.total_calls == 0
-        assert out.layout_.cut(1) == (2, 5)
+        assert out.layout_.shard_sizes(1) == (2, 5)
         assert_close(out.to_local(), torch.tensor([[0.0], [2.0, 3.0, 4.0], [1.0], [5.0, 6.0]][collectives.rank()]))
         assert_close(whole(out), x)
 

@@ -171,11 +171,11 @@ def test_only_what_is_missing_travels(op: Callable[[Any], Any], sent: int) -> No
 @world(3)
 def test_uneven_cuts_are_kept() -> None:
     x = distribute_tensor(torch.arange(7.0), Mesh((3,)), [Shard(0, [4, 0, 3])])
-    assert as_dtensor(x.roll(1)).layout_.cut(0) == (4, 0, 3)
-    assert as_dtensor(x.repeat(2)).layout_.cut(0) == (8, 0, 6)
-    assert as_dtensor(F.pad(x, (1, 2))).layout_.cut(0) == (5, 0, 5)
-    assert as_dtensor(x.unfold(0, 3, 2)).layout_.cut(0) == (2, 0, 1)
-    assert as_dtensor(x.repeat_interleave(2)).layout_.cut(0) == (8, 0, 6)
+    assert as_dtensor(x.roll(1)).layout_.shard_sizes(0) == (4, 0, 3)
+    assert as_dtensor(x.repeat(2)).layout_.shard_sizes(0) == (8, 0, 6)
+    assert as_dtensor(F.pad(x, (1, 2))).layout_.shard_sizes(0) == (5, 0, 5)
+    assert as_dtensor(x.unfold(0, 3, 2)).layout_.shard_sizes(0) == (2, 0, 1)
+    assert as_dtensor(x.repeat_interleave(2)).layout_.shard_sizes(0) == (8, 0, 6)
 
 
 @world(2)

@@ -160,8 +160,8 @@ def test_slices_and_chunks_of_a_cut_dim_move_nothing_and_share_its_memory() -> N
     want.diagonal(-1).mul_(10)
     want[:, 2:] *= 2
     assert torch.equal(x.full_tensor(), want)
-    assert as_dtensor(x[2:6]).layout_.cut(0) == (0, 3, 1)
-    assert [as_dtensor(part).layout_.cut(0) for part in x.chunk(2)] == [(1, 3, 0), (0, 1, 2)]
+    assert as_dtensor(x[2:6]).layout_.shard_sizes(0) == (0, 3, 1)
+    assert [as_dtensor(part).layout_.shard_sizes(0) for part in x.chunk(2)] == [(1, 3, 0), (0, 1, 2)]
 
 
 @world(3)

@@ -146,8 +146,8 @@ def test_lengths_known_afterwards_are_told_to_all() -> None:
     x = torch.tensor([1.0, -1, -1, -1, 1, 1, -1, 1]).view(8, 1)
     out = as_dtensor(run(positive, distribute_tensor(x, Mesh((2, 2)), [S0, S0])))
     assert out.shape == (4, 1)
-    assert out.layout_.cut(0) == (1, 3)
-    assert out.layout_.cut(1) == ((1, 0), (2, 1))
+    assert out.layout_.shard_sizes(0) == (1, 3)
+    assert out.layout_.shard_sizes(1) == ((1, 0), (2, 1))
 
 
 @world(2)

@@ -36,7 +36,7 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
         TORCH.device_meshes[value] = mesh
         if value.coordinate(rank()) is not None:
             for axis in range(value.ndim):
-                TORCH.groups.setdefault(tuple(sorted(value.line(rank(), axis))), mesh.get_group(axis))
+                TORCH.groups.setdefault(tuple(sorted(value.axis_ranks(rank(), axis))), mesh.get_group(axis))
     return value
 
 

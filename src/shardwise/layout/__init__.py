@@ -2,7 +2,7 @@
 
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import Placements, as_placements, axis_names, placements_text
-from shardwise.layout.layout import Cut, Layout, contiguous_strides
+from shardwise.layout.layout import Layout, ShardSizes, contiguous_strides
 from shardwise.layout.mesh import Mesh, ring_elements
 from shardwise.layout.parse import (
     ITEMSIZES,
@@ -27,8 +27,8 @@ from shardwise.layout.placement import (
 )
 
 __all__ = [
-    "ITEMSIZES", "PARTIAL", "REDUCE_OPS", "REPLICATE", "Box", "Boxes", "Cut", "Layout", "Mesh", "OnRanks", "Partial",
-    "Placement", "Placements", "Replicate", "Shard", "as_placements", "axis_names", "check_cover", "chunk",
-    "contiguous_strides", "dual", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",
+    "ITEMSIZES", "PARTIAL", "REDUCE_OPS", "REPLICATE", "Box", "Boxes", "Layout", "Mesh", "OnRanks", "Partial",
+    "Placement", "Placements", "Replicate", "Shard", "ShardSizes", "as_placements", "axis_names", "check_cover",
+    "chunk", "contiguous_strides", "dual", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",
     "parse_placements", "placements_text", "ring_elements", "split_by_boxes",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from shardwise.layout.by_axis import Placements, as_placements, placements_text
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
 
-Cut = tuple[int, ...] | tuple[tuple[int, ...], ...]
+ShardSizes = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 class Layout:
@@ -157,7 +157,7 @@ class Layout:
         """How many elements `rank` holds."""
         return sum(box.numel for box in self.boxes(rank))
 
-    def cut(self, axis: int) -> Cut | None:
+    def shard_sizes(self, axis: int) -> ShardSizes | None:
         """How `axis` cuts its dim: one size a position (one tuple per outer piece); None if it does not."""
         placement = self.placements[axis]
         if not isinstance(placement, Shard):
@@ -203,7 +203,7 @@ class Layout:
         """The whole tensor on every rank of the mesh."""
         return self.replace([REPLICATE] * self.mesh.ndim)
 
-    def alone_on(self, rank: int) -> "Layout":
+    def gathered_on(self, rank: int) -> "Layout":
         """The whole tensor on one rank, on a mesh of that rank alone."""
         return Layout(Mesh((1,), (rank,), None, self.mesh.device_type), [REPLICATE], self.shape)
 
@@ -211,23 +211,23 @@ class Layout:
         """The same without anything Partial: reduced values on every rank that held contributions."""
         return self.replace([REPLICATE if isinstance(p, Partial) else p for p in self.placements])
 
-    def contribution(self, rank: int) -> tuple[int, ...]:
+    def partial_coordinate(self, rank: int) -> tuple[int, ...]:
         """Where `rank` stands on the Partial axes: ranks with different answers hold different summands."""
         here = self.mesh.coordinate(rank)
         return () if here is None else tuple(here[axis] for axis in self.partial_axes)
 
-    def neutral(self, rank: int) -> int | None:
+    def identity_element(self, rank: int) -> int | None:
         """What `rank` holds where one contribution is to carry the whole value: 0 in sums, 1 in products, so that it
         adds nothing; None if it carries the value itself, as all do of an average, a maximum or a minimum."""
-        for axis, here in zip(self.partial_axes, self.contribution(rank), strict=False):
+        for axis, here in zip(self.partial_axes, self.partial_coordinate(rank), strict=False):
             placement = self.placements[axis]
             assert isinstance(placement, Partial)
             if here and placement.reduce_op in ("sum", "product"):
                 return 0 if placement.reduce_op == "sum" else 1
         return None
 
-    def contributions(self) -> list[tuple[int, ...]]:
-        """All answers of `contribution`, in order; a single empty one without Partial."""
+    def partial_coordinates(self) -> list[tuple[int, ...]]:
+        """All answers of `partial_coordinate`, in order; a single empty one without Partial."""
         return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
 
     def show(self, header: str = "", itemsize: int | None = None) -> None:
@@ -252,7 +252,7 @@ def _cut(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, 
     return _rows(placement.sizes, outer + 1)[outer]
 
 
-def _rows(sizes: Cut, count: int) -> tuple[tuple[int, ...], ...]:
+def _rows(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:
     """One row of sizes per outer piece: those given, or the same for all `count`."""
     nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
     return sizes if nested else (sizes,) * count  # type: ignore[return-value]

@@ -97,7 +97,7 @@ class Mesh:
             index = index * size + position
         return self.ranks[index]
 
-    def line(self, rank: int, axis: int) -> tuple[int, ...]:
+    def axis_ranks(self, rank: int, axis: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` on `axis` only, in the order of the axis, `rank` among them."""
         here = self._coordinates[rank]
         return tuple(self.rank_at((*here[:axis], position, *here[axis + 1 :])) for position in range(self.shape[axis]))

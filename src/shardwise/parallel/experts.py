@@ -133,7 +133,7 @@ def _on_locals(ctx: LocalContext, chosen: Tensor, w1: Tensor, w2: Tensor, tokens
 
 def _experts_of(ctx: LocalContext, rank: int) -> Span:
     """Which experts a rank holds: from, to."""
-    if ctx.layouts[1].cut(0) != ctx.layouts[2].cut(0):
+    if ctx.layouts[1].shard_sizes(0) != ctx.layouts[2].shard_sizes(0):
         raise LayoutError(f"mix_experts: w1 and w2 must be cut alike, got {ctx.layouts[1]} and {ctx.layouts[2]}.")
     boxes = ctx.layouts[1].boxes(rank)
     return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)

@@ -112,7 +112,7 @@ def cells_of(layout: Layout) -> list[Cell]:
     for rank in sorted(layout.mesh.ranks):
         for box in layout.boxes(rank):
             if box.numel:
-                held.setdefault(box, {}).setdefault(layout.contribution(rank), []).append(rank)
+                held.setdefault(box, {}).setdefault(layout.partial_coordinate(rank), []).append(rank)
     operations = {p.reduce_op: None for p in layout.placements if isinstance(p, Partial)}
     reduction = " of ".join(operations)
     return [

@@ -382,6 +382,6 @@ def _group(src: Mesh, dst: Mesh, axes: tuple[int, ...] | None, rank: int) -> tup
     if axes == ():
         return ()
     if axes is not None and len(axes) == 1 and src.ndim > 1:
-        return tuple(sorted(src.line(rank, axes[0]))) if src.coordinate(rank) is not None else ()
+        return tuple(sorted(src.axis_ranks(rank, axes[0]))) if src.coordinate(rank) is not None else ()
     ranks = tuple(sorted({*src.ranks, *dst.ranks}))
     return ranks if rank in ranks else ()

@@ -139,7 +139,7 @@ def whole_on(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.d
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
     with torch.no_grad():
-        whole = moved(x.detach(), layout.alone_on(dst)).to_local()
+        whole = moved(x.detach(), layout.gathered_on(dst)).to_local()
         if rank != dst:
             return None
         if out is None:

@@ -341,7 +341,7 @@ def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tens
 
 def sent_by(source: int, tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's part of the `tensor` of the rank `source`, a copy; nobody else's needs values."""
-    whole, rank = layout.alone_on(source), collectives.rank()
+    whole, rank = layout.gathered_on(source), collectives.rank()
     if rank != source:
         tensor = tensor.new_empty(whole.local_shape(rank), device=layout.mesh.device_type)
     local = move(tensor, whole, layout)

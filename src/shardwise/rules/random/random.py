@@ -155,7 +155,7 @@ def _refill(name: str, ctx: LocalContext, x: Tensor, *args: Any, **kwargs: Any) 
     # Autograd must see one op that changes x, not one a chunk.
     new = torch.empty_like(x) if x.requires_grad and torch.is_grad_enabled() else x
     fill(new, ctx, layout, _law(name, x.dtype, args, kwargs), generator)
-    neutral = layout.neutral(ctx.rank)
+    neutral = layout.identity_element(ctx.rank)
     if neutral is not None:
         new.fill_(neutral)
     return x if new is x else x.copy_(new)

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
-from shardwise.layout import Cut, Layout, Mesh, Placement, Shard
+from shardwise.layout import Layout, Mesh, Placement, Shard, ShardSizes
 from shardwise.rules.row import NO_OPERAND, IndexMap, Row
 
 
@@ -56,7 +56,7 @@ def _is_aligned(row: Row, operand: int) -> bool:
 
 def _cut_to_follow(
     layouts: Sequence[Layout], kinds: Sequence[Sequence[Placement]], row: Row, axis: int, order: tuple[int, ...]
-) -> Cut | None:
+) -> ShardSizes | None:
     """How the row's operands should be cut on `axis`; None for torch.chunk's way."""
     cut = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard) and _is_aligned(row, i)]
     own = [i for i in cut if _keeps(layouts[i], kinds[i], axis, order)]
@@ -66,7 +66,9 @@ def _cut_to_follow(
     return _own_cut(layouts[cut[0]], kinds[cut[0]], row, axis, order) if cut else None
 
 
-def _own_cut(layout: Layout, kinds: Sequence[Placement], row: Row, axis: int, order: tuple[int, ...]) -> Cut | None:
+def _own_cut(
+    layout: Layout, kinds: Sequence[Placement], row: Row, axis: int, order: tuple[int, ...]
+) -> ShardSizes | None:
     """How an operand stays cut on `axis`, or is newly cut there, in multiples of the row's granule."""
     wanted = kinds[axis]
     if not isinstance(wanted, Shard):
@@ -76,11 +78,11 @@ def _own_cut(layout: Layout, kinds: Sequence[Placement], row: Row, axis: int, or
             placement = layout.placements[axis]
             assert isinstance(placement, Shard)
             return placement.sizes
-        return _at(layout.cut(axis), lambda b, n: n if b == n else round(b / row.alignment) * row.alignment)
+        return _at(layout.shard_sizes(axis), lambda b, n: n if b == n else round(b / row.alignment) * row.alignment)
     if row.alignment == 1:
         return None
     units = [n // row.alignment if d == wanted.dim else n for d, n in enumerate(layout.shape)]
-    return _at(Layout(layout.mesh, kinds, units, order).cut(axis), lambda b, n: b * row.alignment)
+    return _at(Layout(layout.mesh, kinds, units, order).shard_sizes(axis), lambda b, n: b * row.alignment)
 
 
 def _keeps(layout: Layout, kinds: Sequence[Placement], axis: int, order: tuple[int, ...]) -> bool:
@@ -149,25 +151,27 @@ def _followed(row: Row) -> int | None:
     return cut_ones[0] if row.layout_from is None else row.layout_from
 
 
-def _output_cut(layouts: Sequence[Layout], row: Row, axis: int, index: int | None) -> Cut | None:
+def _output_cut(layouts: Sequence[Layout], row: Row, axis: int, index: int | None) -> ShardSizes | None:
     layout_from = _followed(row)
     if layout_from is None:
         return None
     layout = layouts[layout_from]
     map_index = row.map_index[index or 0] if isinstance(row.map_index, tuple) else row.map_index
     if map_index is not None:
-        return _at(layout.cut(axis), lambda b, n, f=map_index: f(b))
+        return _at(layout.shard_sizes(axis), lambda b, n, f=map_index: f(b))
     placement = layout.placements[axis]
     assert isinstance(placement, Shard)
     return placement.sizes
 
 
-def measured_cut(mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], lengths: dict[int, int]) -> dict[int, Cut]:
+def measured_cut(
+    mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], lengths: dict[int, int]
+) -> dict[int, ShardSizes]:
     """How `axes` cut a dim of which each rank of `lengths` (those along the axes) holds so much."""
     axes = [axis for axis in order if axis in axes]
     here = {tuple(at[axis] for axis in axes): n for rank, n in lengths.items() if (at := mesh.coordinate(rank))}
     pieces = [n for _, n in sorted(here.items())]
-    found: dict[int, Cut] = {}
+    found: dict[int, ShardSizes] = {}
     for depth, axis in enumerate(axes):
         width = mesh.shape[axis]
         inner = prod(mesh.shape[a] for a in axes[depth + 1 :])
@@ -177,7 +181,7 @@ def measured_cut(mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], length
     return found
 
 
-def _at(cut: Cut | None, move: Callable[[int, int], int] | IndexMap) -> Cut | None:
+def _at(cut: ShardSizes | None, move: Callable[[int, int], int] | IndexMap) -> ShardSizes | None:
     """A cut whose boundaries b, of a dim of length n, moved to `move(b, n)`."""
     if not cut:
         return cut

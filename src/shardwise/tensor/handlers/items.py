@@ -21,7 +21,7 @@ def write_number(x: DTensor, index: Any, value: float) -> bool:
     copies = before_change("x[i] = number", x)
     with DisableTorchFunctionSubclass():
         rank = collectives.rank()
-        neutral = x._layout.neutral(rank)
+        neutral = x._layout.identity_element(rank)
         _write(plain(x), x._layout.boxes(rank), places, value if neutral is None else neutral)
     outdate(copies)
     return True
