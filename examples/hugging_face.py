@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import chunk
-from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, first, parallelize_module
+from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, first_input, parallelize_module
 from shardwise.testing import world
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -155,11 +155,11 @@ def with_fused_weight(model: Any, layout: str, ranks: int) -> Any:
 class Everywhere(ParallelStyle):
     """A layer that every rank computes whole."""
 
-    def parameters(self, module: nn.Module, where: Any) -> dict[str, Any]:
+    def parameters(self, module: nn.Module, context: Any) -> dict[str, Any]:
         return {"weight": WHOLE}
 
-    def before(self, module: nn.Module, where: Any) -> Any:
-        return first(module, where.crossing(WHOLE, WHOLE))
+    def input_fn(self, module: nn.Module, context: Any) -> Any:
+        return first_input(module, context.redistribution(WHOLE, WHOLE))
 
 
 @dataclass(frozen=True)
@@ -169,18 +169,18 @@ class ByConv1D(ParallelStyle):
     dim: int
     unit: int = 1
 
-    def parameters(self, module: nn.Module, where: Any) -> dict[str, Any]:
+    def parameters(self, module: nn.Module, context: Any) -> dict[str, Any]:
         weight = module.get_parameter("weight")
-        sizes = cut(self.dim, weight.shape[self.dim] // self.unit, self.unit, where.positions).sizes
+        sizes = cut(self.dim, weight.shape[self.dim] // self.unit, self.unit, context.axis_size).sizes
         return {"weight": sw.Shard(self.dim, sizes), "bias": sw.Shard(0, sizes) if self.dim else WHOLE}
 
-    def before(self, module: nn.Module, where: Any) -> Any:
-        sizes = self.parameters(module, where)["weight"].sizes
+    def input_fn(self, module: nn.Module, context: Any) -> Any:
+        sizes = self.parameters(module, context)["weight"].sizes
         wanted = WHOLE if self.dim else sw.Shard(-1, sizes)
-        return first(module, where.crossing(wanted, wanted))
+        return first_input(module, context.redistribution(wanted, wanted))
 
-    def after(self, module: nn.Module, where: Any) -> Any:
-        return None if self.dim else where.crossing(None, WHOLE, local=True, what="the output")
+    def output_fn(self, module: nn.Module, context: Any) -> Any:
+        return None if self.dim else context.redistribution(None, WHOLE, use_local_output=True, what="the output")
 
 
 def llama_styles(config: Any, ranks: int) -> dict[str, ParallelStyle]:

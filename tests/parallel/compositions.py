@@ -181,8 +181,8 @@ def around(
     def tried(mesh: Any) -> str:
         if len(mesh.shape) == 1:
             return NONE
-        module = parallelize_module(mlp(), mesh["tp"], PLAN)
-        module = wrap(local_parameters(module) if local else module, mesh["dp"])
+        parallel = parallelize_module(mlp(), mesh["tp"], PLAN)
+        module = wrap(local_parameters(parallel) if local else parallel, mesh["dp"])
         at, group = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
         decomposed = adam if made is None else lambda m: made(m, group)
         trained(module, X.chunk(2)[at], Y.chunk(2)[at], decomposed, step)

@@ -15,15 +15,15 @@ from shardwise.errors import MeshError, MismatchError, PlanError
 from shardwise.layout import Placement
 from shardwise.models import MLPModule, MLPStacked, ModelArgs, Transformer
 from shardwise.parallel import (
-    After,
-    Before,
+    OutputFn,
+    InputFn,
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    Where,
-    first,
+    ModuleContext,
+    first_input,
     loss_parallel,
     parallelize_module,
 )
@@ -88,13 +88,13 @@ def test_all_that_is_wrong_is_told_at_once_on_every_rank_and_nothing_changes() -
     assert text == (
         "The plan does not fit the module:\n"
         "  'net' matches no module. Did you mean 'net2'?\n"
-        "  'zzz.*' matches no module. Modules: net1, relu, net2.\n"
-        "  relu: ColwiseParallel knows Linear, Embedding and EmbeddingBag, not ReLU. "
+        "  'zzz.*' matches no module. Known names: net1, relu, net2.\n"
+        "  relu: ColwiseParallel supports Linear, Embedding and EmbeddingBag, not ReLU. "
         "Fix: name the layers inside it, or write a style for it.\n"
         "  net1: 16 features are no multiple of unit=5. Fix: a unit that divides them.\n"
-        "  net2.weight: two styles want it as Layout((10, 16) as [Shard(1)] on Mesh(0=2)) and as "
+        "  net2.weight: two styles give it the layouts Layout((10, 16) as [Shard(1)] on Mesh(0=2)) and "
         "Layout((10, 16) as [Shard(0)] on Mesh(0=2)).\n"
-        "  net2.bias: two styles want it as Layout((10,) as [Replicate()] on Mesh(0=2)) and as "
+        "  net2.bias: two styles give it the layouts Layout((10,) as [Replicate()] on Mesh(0=2)) and "
         "Layout((10,) as [Shard(0)] on Mesh(0=2))."
     )
 
@@ -124,7 +124,7 @@ def test_ranks_with_different_plans_are_told_the_difference() -> None:
         return str(caught.value)
 
     (text,) = set(world(3).run(body))
-    assert text.startswith("Ranks disagree on the parallel plan:\n  rank 0, 2: ")
+    assert text.startswith("Ranks disagree on the sharding plan:\n  rank 0, 2: ")
     assert "unit=2" in text
 
 
@@ -210,7 +210,7 @@ def test_tied_parameters_stay_one_whatever_the_order_of_the_plans() -> None:
 
 
 def test_styles_that_tear_a_tie_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"table.weight and out.weight are one parameter, but the plan lays them out"):
+    with pytest.raises(PlanError, match=r"table.weight and out.weight are tied, but the plan gives them"):
         cuts(Tied(), {"table": COL, "out": COL})
 
 
@@ -253,14 +253,14 @@ def test_a_module_on_the_meta_device_is_materialised_part_by_part() -> None:
 class ChannelParallel(ParallelStyle):
     """Conv1d: every rank computes some of the channels."""
 
-    def parameters(self, module: nn.Module, where: Where) -> Mapping[str, Placement]:
+    def parameters(self, module: nn.Module, context: ModuleContext) -> Mapping[str, Placement]:
         return {"weight": S0, "bias": S0}
 
-    def before(self, module: nn.Module, where: Where) -> Before:
-        return first(module, where.crossing(R, R))
+    def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
+        return first_input(module, context.redistribution(R, R))
 
-    def after(self, module: nn.Module, where: Where) -> After:
-        return where.crossing(None, R, local=True)
+    def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn:
+        return context.redistribution(None, R, use_local_output=True)
 
 
 def test_a_style_of_one_s_own_is_one_short_class() -> None:

@@ -244,9 +244,9 @@ def test_layouts_that_do_not_fit_the_forward_are_refused(name: str) -> None:
 WRONG_CALLS: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
     "more tensors": ((S0,), (X, X), PlanError, "is called with 2 positional arguments, the plan has layouts for 1"),
     "no tensor": ((S0,), (3,), PlanError, "has a layout, but is int without tensors"),
-    "one for several": (((S0, S0), None), (X,), PlanError, "is one tensor, the plan has layouts for 2 parts"),
-    "several for one": (((S0, S0), None), ([X],), PlanError, "is list of 1, the plan has layouts for 2 parts"),
-    "no list": (((S0, S0), None), ("ab",), PlanError, "is str, the plan has layouts for 2 parts"),
+    "one for several": (((S0, S0), None), (X,), PlanError, "is one tensor, the plan has layouts for 2 items"),
+    "several for one": (((S0, S0), None), ([X],), PlanError, "is list of 1, the plan has layouts for 2 items"),
+    "no list": (((S0, S0), None), ("ab",), PlanError, "is str, the plan has layouts for 2 items"),
     "no such key": (({"a": S0}, None), ({"b": X},), PlanError, "has the keys b, the plan has layouts for keys a"),
     "no dict": (({"a": S0}, None), (3,), PlanError, "is int, the plan has layouts for keys a"),
     "a dim it has not": ((Shard(2),), (X,), LayoutError, r"a tensor of shape (5, 6) cannot be laid out as [Shard(2)]"),

@@ -114,7 +114,7 @@ def test_a_tied_parameter_has_one_spec() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     plan = ShardingPlan({"0.weight": chunks(0, 0, 1), "1.weight": chunks(1, 0, 1)})
-    with pytest.raises(PlanError, match=r"'0\.weight' and '1\.weight' are one tensor, but have different specs"):
+    with pytest.raises(PlanError, match=r"0\.weight and 1\.weight are tied, but the plan gives them different layouts"):
         shard_module(model, plan)
     assert not isinstance(model[0].weight, DTensor)
 
@@ -128,7 +128,7 @@ class Forgetful(Sharder):
 def test_a_sharder_that_returns_no_module_is_told_so() -> None:
     model = Model()
     with pytest.raises(
-        PlanError, match=r"Forgetful\.shard returns the module that takes the place of 'head', got NoneT"
+        PlanError, match=r"Forgetful\.shard must return the module that replaces 'head', got NoneT"
     ):
         shard_module(model, ShardingPlan({"head": Forgetful()}))
     assert isinstance(model.head, nn.Linear)
@@ -161,12 +161,12 @@ def test_everything_wrong_with_a_plan_is_told_at_once_and_nothing_is_done() -> N
             "'inner.0.weight' has a spec, but it belongs to 'inner', which a Sharder replaces",
             "'inner' has a Sharder, and so has 'inner.0', which is inside it",
             "no parent to be replaced in",
-            "'tabel.weight' has a spec, but is no parameter",
+            "'tabel.weight' matches no parameter or buffer. Did you mean 'table.weight'?",
             "'head.weight' needs a ShardingSpec or a Sharder, got str",
-            "'attic' has a Sharder, but is no submodule",
+            "'attic' matches no module",
             "the output of 'head' needs a ShardingSpec, got int",
-            "'cellar' has a plan for its output",
-            "'roof' has a plan for its output",
+            "the plan for the output: 'cellar' matches no module",
+            "the plan for the output: 'roof' matches no module",
         ):
             assert said in str(error.value)
         assert not isinstance(model.table.weight, DTensor)
@@ -187,7 +187,7 @@ def test_a_plan_that_fits_the_module_of_some_ranks_only_is_the_same_error_on_all
     def body() -> None:
         shard_module(nn.Linear(4, 4, bias=rank() != 2), ShardingPlan({"bias": chunks(0, 0, 1)}))
 
-    with pytest.raises(MismatchError, match=r"rank 2: .*'bias' has a spec, but is no parameter") as error:
+    with pytest.raises(MismatchError, match=r"rank 2: .*'bias' matches no parameter") as error:
         world(3).run(body)
     assert "ranks 0, 1, 2 raised the same" in error.value.__notes__
 

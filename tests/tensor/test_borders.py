@@ -46,7 +46,7 @@ def linear(placement: Placement) -> tuple[nn.Linear, nn.Linear]:
     """A sharded layer, and the plain one it was made from."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 4).double()
-    return shard_module(copy.deepcopy(plain), {"weight": placement}, mesh=Mesh((3,))), plain  # type: ignore[return-value]
+    return shard_module(copy.deepcopy(plain), {"weight": placement}, mesh=Mesh((3,))), plain
 
 
 # ---- custom autograd Functions -------------------------------------------------------------------------------------

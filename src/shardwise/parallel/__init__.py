@@ -1,18 +1,26 @@
-"""Tensor and sequence parallelism: a module is cut by a plan of styles, as in `torch.distributed.tensor.parallel`."""
+"""Tensor, sequence and expert parallelism by a plan of styles, as in `torch.distributed.tensor.parallel`."""
 
-from shardwise.parallel.api import parallelize_module
-from shardwise.parallel.boundary import Crossing
+from shardwise.parallel.boundary import BoundaryRedistribution
 from shardwise.parallel.experts import ExpertParallel, mix_experts
-from shardwise.parallel.features import ColwiseParallel, RowwiseParallel
-from shardwise.parallel.local_parameters import local_parameters
 from shardwise.parallel.loss import loss_parallel
-from shardwise.parallel.plan import Plan
+from shardwise.parallel.plan import ParallelPlan, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from shardwise.parallel.sequence import SequenceParallel
-from shardwise.parallel.styles import After, Before, First, ParallelStyle, Where, first
+from shardwise.parallel.shard_module import local_parameters
+from shardwise.parallel.styles import (
+    ColwiseParallel,
+    FirstInput,
+    InputFn,
+    ModuleContext,
+    OutputFn,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    first_input,
+)
 
 __all__ = [
-    "After", "Before", "ColwiseParallel", "Crossing", "ExpertParallel", "First", "ParallelStyle", "Plan",
-    "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel",
-    "Where", "first", "local_parameters", "loss_parallel", "mix_experts", "parallelize_module",
+    "BoundaryRedistribution", "ColwiseParallel", "ExpertParallel", "FirstInput", "InputFn", "ModuleContext", "OutputFn",
+    "ParallelPlan", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
+    "RowwiseParallel", "SequenceParallel", "first_input", "local_parameters", "loss_parallel", "mix_experts",
+    "parallelize_module",
 ]  # fmt: skip

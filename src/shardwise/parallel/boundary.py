@@ -1,7 +1,7 @@
-"""Borders of parallel modules: how a tensor, plain or distributed, comes in and goes out.
+"""Input and output redistribution at the boundaries of parallel modules.
 
-What a border does to a tensor is worked out once for every shape (of plain tensors) or layout (of DTensors); a warm
-one is a dictionary look-up and, where a gradient is wanted, one autograd node for the move there and the move back.
+The plan for a boundary is computed once for every shape of a plain tensor and every layout of a DTensor. After that a
+boundary costs a dictionary look-up and, if a gradient is needed, one autograd node for redistribution and its dual.
 """
 
 from collections.abc import Callable
@@ -22,97 +22,96 @@ from shardwise.tensor.conversion import fitted
 from shardwise.trace.capture_hooks import not_capturable
 from shardwise.trace.comm_trace import Cause
 
-Axes = tuple[Placement | None, ...]  # one an axis of the mesh; None is the default there, or what a DTensor has
-MOST_DIMS = 16  # of a tensor whose parts' shapes are asked for
+AxisPlacements = tuple[Placement | None, ...]
+"""One placement per mesh axis; None is the default there, or keeps the placement of a DTensor."""
+MAX_NDIM = 16  # of a plain tensor whose shapes are exchanged
 
 
-class Way(NamedTuple):
-    """From `src` to `dst` over a border, one side of which is plain; the gradient there is laid out as `border`.
+class BoundaryPlan(NamedTuple):
+    """Redistribution from `src` to `dst` at a boundary, one side of which is a plain tensor.
 
     Args:
-        free: nothing is sent or scaled, there or back: the tensor is an alias.
+        plain_grad: layout of the gradient on the plain side.
+        is_alias: neither forward nor backward sends or scales anything.
     """
 
     src: Layout
     dst: Layout
-    border: Layout
-    free: bool
+    plain_grad: Layout
+    is_alias: bool
 
 
-def _crossed(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
-    """The forward of both borders: a new tensor, for a Function that returns its operand is none to autograd."""
-    ctx.way, ctx.cause = way, cause
-    found = move(local, way.src, way.dst, cause)
-    return local.view_as(local) if found is local else found
+def _forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
+    """A new tensor also if nothing is sent: autograd ignores a Function that returns its operand."""
+    ctx.plan, ctx.cause = plan, cause
+    out = move(local, plan.src, plan.dst, cause)
+    return local.view_as(local) if out is local else out
 
 
-class _Enter(torch.autograd.Function):
-    """A plain tensor becomes the part of a DTensor, moved on the way; its gradient leaves as the way says."""
+class _FromPlain(torch.autograd.Function):
+    """Reads a plain tensor as a local shard and redistributes it."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
-        return _crossed(ctx, local, way, cause)
+    def forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
+        return _forward(ctx, local, plan, cause)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        found = move(grads[0], ctx.way.dst.dual(), ctx.way.border, ctx.cause.for_backward())
-        return given(found, ctx.way.border), None, None
+        grad = move(grads[0], ctx.plan.dst.dual(), ctx.plan.plain_grad, ctx.cause.for_backward())
+        return given(grad, ctx.plan.plain_grad), None, None
 
 
-class _Leave(torch.autograd.Function):
-    """The part of a DTensor becomes a plain tensor, moved on the way.
+class _ToPlain(torch.autograd.Function):
+    """Redistributes a DTensor and returns its local tensor, in one node.
 
-    Moving and leaving in one node keeps a gradient whole that is: that of summands which were added needs no
-    communication.
+    So a replicated gradient stays replicated: that of a Partial tensor that was all-reduced needs no communication.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, way: Way, cause: Cause) -> Tensor:
-        return _crossed(ctx, local, way, cause)
+    def forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
+        return _forward(ctx, local, plan, cause)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        gradient = taken(grads[0], ctx.way.border)
-        return as_cotangent(gradient, ctx.way.border, ctx.way.src, ctx.cause.for_backward()), None, None
+        grad = taken(grads[0], ctx.plan.plain_grad)
+        return as_cotangent(grad, ctx.plan.plain_grad, ctx.plan.src, ctx.cause.for_backward()), None, None
 
 
-def enter(x: Tensor, way: Way, cause: Cause) -> DTensor:
-    """The DTensor of which the plain `x` is this rank's part."""
-    if way.free:
-        return tag(plain(x), way.dst)
+def _from_plain(x: Tensor, plan: BoundaryPlan, cause: Cause) -> DTensor:
+    if plan.is_alias:
+        return tag(plain(x), plan.dst)
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
-            return tag(_Enter.apply(x, way, cause), way.dst)  # type: ignore[no-untyped-call]
-        found = move(x, way.src, way.dst, cause)
-        return tag(plain(found) if found is x else found, way.dst)
+            return tag(_FromPlain.apply(x, plan, cause), plan.dst)  # type: ignore[no-untyped-call]
+        out = move(x, plan.src, plan.dst, cause)
+        return tag(plain(out) if out is x else out, plan.dst)
 
 
-def leave(x: DTensor, way: Way, cause: Cause) -> Tensor:
-    """This rank's part of `x`, moved, as a plain tensor."""
+def _to_plain(x: DTensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
     local = plain(x)
-    if way.free:
+    if plan.is_alias:
         return local
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and local.requires_grad:
-            return _Leave.apply(local, way, cause)  # type: ignore[no-any-return, no-untyped-call]
-        return move(local, way.src, way.dst, cause)
+            return _ToPlain.apply(local, plan, cause)  # type: ignore[no-any-return, no-untyped-call]
+        return move(local, plan.src, plan.dst, cause)
 
 
-class Scope:
-    """The forward of a module, while which a tensor that several of its children take crosses the border once.
+class SharedInput:
+    """The last redistributed input of a module's children, kept while the forward of the module runs.
 
-    Queries, keys and values of one input then send one gradient back, and a cut input is gathered once.
+    Query, key and value projections of one input then share one all-gather forward and one all-reduce backward.
     """
 
     __slots__ = ("depth", "key", "result", "source")
 
     def __init__(self) -> None:
         self.depth = 0
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.source: Tensor | None = None
-        self.key: Any = None
+        self.key: object = None
         self.result: DTensor | None = None
 
     def open(self, *_: Any) -> None:
@@ -120,191 +119,195 @@ class Scope:
         self.depth += 1
 
     def close(self, *_: Any) -> None:
-        """A forward hook, called also where forward raised: what was shared is let go."""
+        """A forward hook, also called if forward raised. Frees the shared input."""
         self.depth = max(self.depth - 1, 0)
-        self._forget()
+        self._clear()
 
-    def find(self, x: Tensor, key: Any) -> DTensor | None:
-        """What `x`, unchanged since, became by `key` a moment ago."""
+    def get(self, x: Tensor, key: object) -> DTensor | None:
+        """The result for `x`, if `x` did not change since."""
         return self.result if self.source is x and self.key == key else None
 
-    def keep(self, x: Tensor, key: Any, result: DTensor) -> DTensor:
-        """Remember what `x` became; only the last is."""
+    def put(self, x: Tensor, key: object, result: DTensor) -> DTensor:
+        """Keep the result for `x`, inside a forward."""
         if self.depth:
             self.source, self.key, self.result = x, key, result
         return result
 
 
-def _state(x: Tensor) -> Any:
-    """What changes when `x` does; of tensors that do not count their changes, a value equal to none."""
+def _version(x: Tensor) -> object:
+    """Differs after `x` changed; for inference tensors, which count no changes, it equals nothing."""
     with DisableTorchFunctionSubclass():
         return object() if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
 
 
-def _is_met(wanted: Placement, have: Placement, ndim: int) -> bool:
-    """Whether nothing has to move on this axis."""
-    if isinstance(wanted, Shard) and wanted.sizes is None and ndim:
-        return have.is_shard(wanted.dim % ndim)
-    return wanted == have
+def _is_met(desired: Placement, placement: Placement, ndim: int) -> bool:
+    """Whether this axis needs no communication: a `Shard` without sizes accepts any sizes."""
+    if isinstance(desired, Shard) and desired.sizes is None and ndim:
+        return placement.is_shard(desired.dim % ndim)
+    return desired == placement
 
 
-class Crossing:
-    """What becomes of one tensor at the border of a module.
+class BoundaryRedistribution:
+    """Redistributes one input or output tensor of a module.
 
     Args:
         mesh: of the module.
-        axis: along which ranks share the work. They compute one loss, so gradients of plain tensors that are whole
-            along it are whole. Along the other axes the loss is the sum of those of the ranks.
-        given: how a plain tensor is laid out: this rank's part of what. None where plain tensors may not come.
-        wanted: the placements to move to; None keeps those of an axis.
-        local: whether it goes on as a plain tensor.
-        what: which tensor of which module this is, for errors and reports.
-        scope: where several crossings of one tensor are one.
+        axis: the tensor-parallel axis. Its ranks compute one loss, so gradients of plain tensors that are replicated
+            on it are replicated. Along the other axes the loss is the sum of those of the ranks.
+        plain_layout: how a plain tensor is laid out; None refuses plain tensors.
+        desired_layout: the placements to redistribute to; None keeps those of an axis.
+        use_local_output: return the local tensor.
+        what: which tensor of which module this is, for errors and communication traces.
+        shared: the input that sibling modules share.
     """
 
     __slots__ = (
-        "_targets", "_ways_in", "_ways_out", "axis", "cause", "given", "local", "mesh", "scope", "wanted", "what",
+        "_dtensor_plans", "_plain_plans", "_targets", "axis", "cause", "desired_layout", "mesh", "plain_layout",
+        "shared", "use_local_output", "what",
     )  # fmt: skip
 
     def __init__(
         self,
         mesh: Mesh,
         axis: int,
-        given: Axes | None,
-        wanted: Axes,
-        local: bool,
+        plain_layout: AxisPlacements | None,
+        desired_layout: AxisPlacements,
+        use_local_output: bool,
         what: str,
-        scope: Scope | None = None,
+        shared: SharedInput | None = None,
     ) -> None:
-        self.mesh, self.axis, self.given, self.wanted, self.local, self.what = mesh, axis, given, wanted, local, what
-        self.scope = scope if scope is not None else Scope()
+        self.mesh, self.axis, self.plain_layout, self.desired_layout = mesh, axis, plain_layout, desired_layout
+        self.use_local_output, self.what = use_local_output, what
+        self.shared = shared if shared is not None else SharedInput()
         self.cause = Cause("explicit", "parallelize_module", what)
-        self._ways_in: dict[torch.Size, Way] = {}
-        self._ways_out: dict[Layout, Way] = {}
+        self._plain_plans: dict[torch.Size, BoundaryPlan] = {}
+        self._dtensor_plans: dict[Layout, BoundaryPlan] = {}
         self._targets: dict[Layout, tuple[Layout, bool]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         if type(x) is DTensor:
-            if self.local:
-                return self._left(x)
+            if self.use_local_output:
+                return self._to_local(x)
             layout = x._layout
-            target, alike = self._targets.get(layout) or self._target(layout)
-            if alike:
+            target, same_shards = self._targets.get(layout) or self._target(layout)
+            if same_shards:
                 return x if target is layout else tag(plain(x), target)
-            return self._shared(x, target, lambda: moved(x, target, self.cause))
-        way = self._ways_in.get(x.shape) or self._way_in(x)
-        found = self._shared(x, way, lambda: enter(x, way, self.cause))
-        return self._left(found) if self.local else found
+            return self._once(x, target, lambda: moved(x, target, self.cause))
+        plan = self._plain_plans.get(x.shape) or self._plan_from_plain(x)
+        out = self._once(x, plan, lambda: _from_plain(x, plan, self.cause))
+        return self._to_local(out) if self.use_local_output else out
 
-    def _left(self, x: DTensor) -> Tensor:
-        return leave(x, self._ways_out.get(x._layout) or self._way_out(x._layout), self.cause)
+    def _to_local(self, x: DTensor) -> Tensor:
+        return _to_plain(x, self._dtensor_plans.get(x._layout) or self._plan_to_plain(x._layout), self.cause)
 
-    def _shared(self, x: Tensor, key: Any, cross: Callable[[], DTensor]) -> DTensor:
-        scope = self.scope
-        if not scope.depth:
-            return cross()
-        full = key, _state(x)
-        found = scope.find(x, full)
-        return scope.keep(x, full, cross()) if found is None else found
+    def _once(self, x: Tensor, key: object, redistribute: Callable[[], DTensor]) -> DTensor:
+        shared = self.shared
+        if not shared.depth:
+            return redistribute()
+        versioned = key, _version(x)
+        out = shared.get(x, versioned)
+        return shared.put(x, versioned, redistribute()) if out is None else out
 
     def _target(self, layout: Layout) -> tuple[Layout, bool]:
-        """Where a DTensor of this layout moves, and whether every rank has there what it has here."""
+        """The layout that a DTensor is redistributed to, and whether every rank keeps its local shard."""
         if layout.mesh != self.mesh:
             raise LayoutError(
                 f"{self.what} is a DTensor on {layout.mesh}, but the module was parallelised on {self.mesh}. "
                 f"Fix: make it on that mesh, or redistribute(mesh, placements) it before."
             )
-        target = self._wanted(layout)
+        target = self._desired(layout)
         found = self._targets[layout] = target, same_parts(layout, target)
         return found
 
-    def _way_out(self, layout: Layout) -> Way:
-        """How a DTensor of this layout becomes plain."""
-        target, alike = self._target(layout)
-        reduced = target.reduced().placements
-        summed = [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(reduced)]
-        border = target.replace(summed)
-        free = alike and same_parts(border, layout.dual())
-        way = self._ways_out[layout] = Way(layout, target, border, free)
-        return way
+    def _plan_to_plain(self, layout: Layout) -> BoundaryPlan:
+        target, same_shards = self._target(layout)
+        placements = target.reduced().placements
+        plain_grad = target.replace(
+            [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(placements)]
+        )
+        is_alias = same_shards and same_parts(plain_grad, layout.dual())
+        plan = self._dtensor_plans[layout] = BoundaryPlan(layout, target, plain_grad, is_alias)
+        return plan
 
-    def _wanted(self, layout: Layout) -> Layout:
-        """`layout` as the module wants it. A cut without sizes is any cut of that dim; new ones are inside others."""
+    def _desired(self, layout: Layout) -> Layout:
+        """`layout` with the desired placements. Axes that shard anew come last in the shard order."""
         placements, new = list(layout.placements), []
-        for axis, wanted in enumerate(self.wanted):
-            if wanted is not None and not _is_met(wanted, placements[axis], len(layout.shape)):
-                placements[axis] = wanted
+        for axis, desired in enumerate(self.desired_layout):
+            if desired is not None and not _is_met(desired, placements[axis], len(layout.shape)):
+                placements[axis] = desired
                 new.append(axis)
         order = [*(axis for axis in layout.shard_order if axis not in new), *new]
-        # Sizes that an axis had inside of a cut that is gone fit nothing.
-        fresh = [Shard(p.dim) if isinstance(p, Shard) and axis not in new else p for axis, p in enumerate(placements)]
-        told = None
-        for candidate in (placements, fresh):
+        # Sizes inside a shard of another axis no longer fit once that axis is not sharded.
+        no_sizes = [Shard(p.dim) if isinstance(p, Shard) and a not in new else p for a, p in enumerate(placements)]
+        try:
+            return Layout(self.mesh, placements, layout.shape, order)
+        except LayoutError as error:
             try:
-                return Layout(self.mesh, candidate, layout.shape, order)
-            except LayoutError as error:
-                told = told or error
-        raise LayoutError(f"{self.what}: {told}") from None
+                return Layout(self.mesh, no_sizes, layout.shape, order)
+            except LayoutError:
+                raise LayoutError(f"{self.what}: {error}") from None
 
-    def _way_in(self, x: Any) -> Way:
-        """How a plain tensor of this shape comes in. Kept, unless other ranks had to be asked for its sizes."""
+    def _plan_from_plain(self, x: object) -> BoundaryPlan:
+        """Cached, unless the shapes had to be exchanged between ranks."""
         if not isinstance(x, Tensor):
             raise PlanError(
                 f"{self.what} must be a tensor, got {type(x).__name__}. Fix: None in the layouts of the plan."
             )
-        if self.given is None:
+        if self.plain_layout is None:
             raise LayoutError(
                 f"{self.what} is a plain tensor, and the plan does not say how it is laid out. "
                 f"Fix: pass a DTensor, or say its layout in the style."
             )
-        src, known = self._layout_of_part(x, [p or (Shard(0) if x.ndim else REPLICATE) for p in self.given])
-        dst, border = self._wanted(src), src.reduced()
-        way = Way(src, dst, border, same_parts(src, dst) and same_parts(dst.dual(), border))
-        if known:
-            self._ways_in[x.shape] = way
-        return way
+        default = Shard(0) if x.ndim else REPLICATE
+        src, is_static = self._global_layout(x, [p or default for p in self.plain_layout])
+        dst, plain_grad = self._desired(src), src.reduced()
+        is_alias = same_parts(src, dst) and same_parts(dst.dual(), plain_grad)
+        plan = BoundaryPlan(src, dst, plain_grad, is_alias)
+        if is_static:
+            self._plain_plans[x.shape] = plan
+        return plan
 
-    def _layout_of_part(self, x: Tensor, placements: list[Placement]) -> tuple[Layout, bool]:
-        """The whole of which `x` is this rank's part, and whether it follows from the plan alone."""
-        shape, told = list(x.shape), list(placements)
-        cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Shard)]
-        dims = [p.dim % max(x.ndim, 1) for _, p in cuts]
-        if any(not -x.ndim <= p.dim < x.ndim for _, p in cuts):
+    def _global_layout(self, x: Tensor, placements: list[Placement]) -> tuple[Layout, bool]:
+        """The layout of which `x` is a local shard, and whether it follows from the plan and the shape of `x` alone."""
+        shape, sized = list(x.shape), list(placements)
+        shards = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Shard)]
+        if any(not -x.ndim <= p.dim < x.ndim for _, p in shards):
             raise LayoutError(f"{self.what}: a tensor of shape {tuple(x.shape)} cannot be laid out as {placements}.")
-        known = len(set(dims)) == len(dims)
-        for (axis, p), dim in zip(cuts, dims, strict=True):
+        dims = [p.dim % x.ndim for _, p in shards]
+        is_static = len(set(dims)) == len(dims)
+        for (axis, p), dim in zip(shards, dims, strict=True):
             if p.sizes is None and self.mesh.shape[axis] == 1:
-                told[axis] = p = Shard(dim, (shape[dim],))
+                sized[axis] = p = Shard(dim, (shape[dim],))
             if p.sizes is None or not isinstance(p.sizes[0], int):
-                known = False
-            elif known:
+                is_static = False
+            elif is_static:
                 shape[dim] = sum(p.sizes)
         try:
-            if not known:
-                return self._asked(x, told), False
-            layout = Layout(self.mesh, told, shape)
+            if not is_static:
+                return self._exchange_shapes(x, sized), False
+            layout = Layout(self.mesh, sized, shape)
         except (LayoutError, MismatchError) as error:
             raise type(error)(f"{self.what}: {error}") from None
         expected = layout.local_shape(collectives.rank())
         if expected != tuple(x.shape):
             raise LayoutError(
-                f"{self.what}: a plain tensor laid out as {list(layout.placements)} on {self.mesh} is a part of shape "
-                f"{expected} on rank {collectives.rank()}, got {tuple(x.shape)}. Fix: pass that part, say in the style "
-                f"how the tensor is laid out, or pass a DTensor."
+                f"{self.what}: a plain tensor laid out as {list(layout.placements)} on {self.mesh} is a local shard of "
+                f"shape {expected} on rank {collectives.rank()}, got {tuple(x.shape)}. Fix: pass that shard, say in "
+                f"the style how the tensor is laid out, or pass a DTensor."
             )
         return layout, True
 
-    def _asked(self, x: Tensor, placements: list[Placement]) -> Layout:
-        """The whole of which `x` is a part, from the shapes of all parts: one small exchange."""
+    def _exchange_shapes(self, x: Tensor, placements: list[Placement]) -> Layout:
+        """The layout of which `x` is a local shard, from the shapes on all ranks: one small all-to-all."""
         not_capturable(
             f"asking other ranks for the shapes of {self.what} there; a DTensor or sizes in its layout avoid it"
         )
         ranks = tuple(sorted(self.mesh.ranks))
-        said = [x.ndim, *x.shape, *[0] * (MOST_DIMS - x.ndim)]
-        sent = torch.tensor(said * len(ranks))
-        heard = collectives.all_to_all(sent, [len(said)] * len(ranks), [len(said)] * len(ranks), ranks)
-        answers = heard.view(len(ranks), len(said)).tolist()
-        shapes = {rank: tuple(shape[:ndim]) for rank, (ndim, *shape) in zip(ranks, answers, strict=True)}
+        sent = [x.ndim, *x.shape, *[0] * (MAX_NDIM - x.ndim)]
+        counts = [len(sent)] * len(ranks)
+        received = collectives.all_to_all(torch.tensor(sent * len(ranks)), counts, counts, ranks)
+        rows = received.view(len(ranks), len(sent)).tolist()
+        shapes = {rank: tuple(shape[:ndim]) for rank, (ndim, *shape) in zip(ranks, rows, strict=True)}
         layout = fitted(self.mesh, placements, shapes, None)
         wrong = {rank: shape for rank, shape in shapes.items() if shape != layout.local_shape(rank)}
         if wrong:
@@ -312,8 +315,9 @@ class Crossing:
                 f"  rank {rank}: expected {layout.local_shape(rank)}, got {shape}" for rank, shape in wrong.items()
             ]
             raise MismatchError(
-                f"plain tensors laid out as {placements} on {self.mesh} are parts of one whole, but these do not fit:\n"
+                f"plain tensors laid out as {placements} on {self.mesh} are local shards of one tensor, but these do "
+                f"not fit:\n"
                 + "\n".join(lines)
-                + "\n  Fix: pass parts of the expected shapes, or say in the style how the tensor is laid out."
+                + "\n  Fix: pass shards of the expected shapes, or say in the style how the tensor is laid out."
             )
         return layout

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardwise.embedding.bad_ids import asked_axes, first_bad, raise_bad_ids, refuse_bad_ids, worst
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
-from shardwise.parallel.styles import After, Before, ParallelStyle, Placed, Where, first
+from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, PlacementsLike, first_input
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.row import LocalContext, register
 
@@ -202,12 +202,12 @@ class ExpertParallel(ParallelStyle):
         sizes: how many experts every rank gets; None cuts as `torch.chunk` does.
     """
 
-    input_layouts: Placed = BY_TOKENS
-    output_layouts: Placed = BY_TOKENS
+    input_layouts: PlacementsLike = BY_TOKENS
+    output_layouts: PlacementsLike = BY_TOKENS
     use_local_output: bool = True
     sizes: tuple[int, ...] | None = None
 
-    def parameters(self, module: nn.Module, where: Where) -> Mapping[str, Placed]:
+    def parameters(self, module: nn.Module, context: ModuleContext) -> Mapping[str, PlacementsLike]:
         names = [
             name for name, p in module.named_parameters() if name.rpartition(".")[2] in ("w1", "w2") and p.ndim == 3
         ]
@@ -218,8 +218,10 @@ class ExpertParallel(ParallelStyle):
             )
         return dict.fromkeys(names, Shard(0, self.sizes))
 
-    def before(self, module: nn.Module, where: Where) -> Before:
-        return first(module, where.crossing(self.input_layouts, None))
+    def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
+        return first_input(module, context.redistribution(self.input_layouts, None))
 
-    def after(self, module: nn.Module, where: Where) -> After:
-        return where.crossing(None, self.output_layouts, local=self.use_local_output, what="the output")
+    def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn:
+        return context.redistribution(
+            None, self.output_layouts, use_local_output=self.use_local_output, what="the output"
+        )

@@ -1,47 +1,121 @@
-"""From a plan, which names modules by path or glob, to what becomes of each module. Pure: nothing changes here."""
+"""`parallelize_module`: applies a plan of parallel styles, which names modules by path or glob."""
 
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from shardwise import collectives
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import REPLICATE, Layout, Mesh
-from shardwise.parallel.boundary import Scope
-from shardwise.parallel.shard_module import torn_ties
-from shardwise.parallel.styles import After, Before, ParallelStyle, Where
+from shardwise.parallel.boundary import SharedInput
+from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle
+from shardwise.tensor import module_sharding
 
-Plan = ParallelStyle | Mapping[str, "Plan"]
-STYLES = "_parallel_styles"  # of a module: the styles that were applied to it
+M = TypeVar("M", bound=nn.Module)
+ParallelPlan = ParallelStyle | Mapping[str, "ParallelPlan"]
+APPLIED = "_parallel_styles"  # attribute of a module: the styles that were applied to it
 
 
-class Styled(NamedTuple):
-    """What becomes of the calls of one module."""
+def parallelize_module(
+    module: M,
+    device_mesh: Any = None,
+    parallelize_plan: ParallelPlan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> M:
+    """Parallelise submodules of `module` as a plan of styles says, in place.
 
-    path: str
+    The whole plan is checked, and compared between ranks, before anything changes. Modules that it does not name stay
+    unchanged. Parameters become new objects: make the optimizer afterwards. Tied parameters stay tied. Submodules on
+    the meta device are materialised one by one by their `reset_parameters()`.
+
+    Args:
+        module: any module, in place.
+        device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks. Styles refer to its only axis, or
+            to the one named "tp", else to the last. The others are data axes: parameters are replicated along them,
+            and a plain input is this rank's shard of the batch.
+        parallelize_plan: a style for the module, or a dict of paths to styles or nested plans. Every component of a
+            path may be a glob, such as "layers.*.attention.w[qkv]"; "" is the module itself. A module that several
+            keys name gets all their styles, in order.
+        src_data_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and
+            sends nothing.
+
+    Returns:
+        The module.
+
+    Raises:
+        PlanError: keys that match nothing, styles that do not fit; all of them in one message.
+        MismatchError: plans or modules differ between ranks.
+        MeshError: this rank is not part of the mesh.
+    """
+    if parallelize_plan is None:
+        raise PlanError("parallelize_module needs a plan. Fix: such as {'path.of.a.module': ColwiseParallel()}.")
+    mesh = module_sharding.module_mesh(module, device_mesh)
+    if mesh.coordinate(collectives.rank()) is None:
+        raise MeshError(f"Rank {collectives.rank()} is not part of {mesh}. Fix: parallelise on its ranks only.")
+    plan = list(flattened(parallelize_plan))
+    named = module_sharding.named_parameters(module)
+    module_sharding.agree_on_plan(plan, named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
+    resolved = resolve(module, plan, mesh)
+    module_sharding.replace_parameters(module, resolved.layouts, src_data_rank)
+    for parent, shared in resolved.shared:
+        parent.register_forward_pre_hook(shared.open)
+        parent.register_forward_hook(shared.close, always_call=True)
+    for styled in resolved.styled:
+        if styled.input_fn is not None:
+            styled.module.register_forward_pre_hook(_PreHook(styled.input_fn), with_kwargs=True)
+        if styled.output_fn is not None:
+            styled.module.register_forward_hook(_Hook(styled.output_fn))
+        styled.module.__dict__.setdefault(APPLIED, []).append(styled.style)
+    return module
+
+
+@dataclass(slots=True)
+class _PreHook:
+    """A forward pre-hook. A class, so that a copy of the module has its own copy of the shared input, too."""
+
+    input_fn: InputFn
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.input_fn(args, kwargs)
+
+
+@dataclass(slots=True)
+class _Hook:
+    """A forward hook."""
+
+    output_fn: OutputFn
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.output_fn(output)
+
+
+class StyledModule(NamedTuple):
+    """A style, and its functions for one module."""
+
     module: nn.Module
     style: ParallelStyle
-    before: Before | None
-    after: After | None
+    input_fn: InputFn | None
+    output_fn: OutputFn | None
 
 
-class Resolved(NamedTuple):
-    """All that a plan comes to: layouts of parameters by name, calls of modules, and the forwards that share inputs."""
+class ResolvedPlan(NamedTuple):
+    """Layouts of parameters by name, styled modules, and modules whose children share inputs."""
 
     layouts: dict[str, Layout]
-    styled: list[Styled]
-    scopes: list[tuple[nn.Module, Scope]]
+    styled: list[StyledModule]
+    shared: list[tuple[nn.Module, SharedInput]]
 
 
-def axis_of(mesh: Mesh) -> int:
-    """The axis that styles speak of: "tp", else the last."""
+def tensor_parallel_axis(mesh: Mesh) -> int:
+    """The axis that styles refer to: "tp", else the last."""
     return mesh.axis("tp") if mesh.names and "tp" in mesh.names else mesh.ndim - 1
 
 
-def flattened(plan: Plan, prefix: str = "") -> Iterator[tuple[str, ParallelStyle]]:
-    """Keys, with those of nested plans behind those of the plans around them, and styles.
+def flattened(plan: ParallelPlan, prefix: str = "") -> Iterator[tuple[str, ParallelStyle]]:
+    """Paths and styles; the keys of nested plans follow those of the plans around them.
 
     Raises:
         PlanError: something that is neither a style nor a plan.
@@ -54,96 +128,62 @@ def flattened(plan: Plan, prefix: str = "") -> Iterator[tuple[str, ParallelStyle
                 raise PlanError(
                     f"A plan has paths of modules as keys, got {key!r}. Fix: a string such as 'layers.*.w1'."
                 )
-            yield from flattened(inner, ".".join(part for part in (prefix, key) if part))
+            yield from flattened(inner, ".".join(component for component in (prefix, key) if component))
     else:
-        where = f" for {prefix!r}" if prefix else ""
+        key = f" for {prefix!r}" if prefix else ""
         raise PlanError(
-            f"A plan is a ParallelStyle, or a dict of paths to styles or plans; got {plan!r}{where}. "
+            f"A plan is a ParallelStyle, or a dict of paths to styles or plans; got {plan!r}{key}. "
             f"Fix: a style such as ColwiseParallel() — with its parentheses."
         )
 
 
-def resolve(module: nn.Module, plan: list[tuple[str, ParallelStyle]], mesh: Mesh) -> Resolved:
-    """What the plan comes to.
+def resolve(module: nn.Module, plan: Sequence[tuple[str, ParallelStyle]], mesh: Mesh) -> ResolvedPlan:
+    """What the plan does to each module; changes nothing.
 
     Raises:
         PlanError: every key that matches nothing and every style that does not fit, in one message.
     """
-    problems: list[str] = []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    keys = dict.fromkeys(key for key, _ in plan)
+    matched, problems = module_sharding.resolve(keys, list(modules), "module", per_component=True)
     layouts: dict[str, Layout] = {}
-    styled: list[Styled] = []
-    scopes: dict[str, tuple[nn.Module, Scope]] = {}
-    done: dict[int, list[ParallelStyle]] = {}
+    styled: list[StyledModule] = []
+    shared: dict[str, tuple[nn.Module, SharedInput]] = {}
+    applied: dict[int, list[ParallelStyle]] = {}
     for key, style in plan:
-        found = list(_matches(module, key.split(".") if key else []))
-        if not found:
-            problems.append(_unknown(key, module))
-        for path, child in found:
-            if style in done.setdefault(id(child), []):
-                continue  # a module that stands in several places, or that several globs name alike
-            done[id(child)].append(style)
+        for path in matched[key]:
+            child, parent = modules[path], path.rpartition(".")[0]
+            if style in applied.setdefault(id(child), []):
+                continue  # a shared module, or one that several globs match
+            applied[id(child)].append(style)
+            shared_input = shared[parent][1] if parent in shared else SharedInput()
+            context = ModuleContext(path, mesh, tensor_parallel_axis(mesh), shared_input)
             try:
-                one, own = _styled(path, child, style, mesh, module, scopes)
+                input_fn, output_fn = style.input_fn(child, context), style.output_fn(child, context)
+                if input_fn is not None and path:
+                    shared.setdefault(parent, (modules[parent], shared_input))
+                found = _layouts(child, style, context)
             except (PlanError, LayoutError, MeshError) as error:
-                problems.append(f"  {path or 'the module'}: {error}")
+                problems.append(f"{path or 'the module'}: {error}")
                 continue
-            styled.append(one)
-            for name, layout in own.items():
+            styled.append(StyledModule(child, style, input_fn, output_fn))
+            for name, layout in found.items():
                 if layouts.setdefault(name, layout) != layout:
-                    problems.append(f"  {name}: two styles want it as {layouts[name]} and as {layout}.")
-    problems += torn_ties(dict(module.named_parameters(remove_duplicate=False)), layouts)
-    if problems:
-        raise PlanError("The plan does not fit the module:\n" + "\n".join(dict.fromkeys(problems)))
-    return Resolved(layouts, styled, list(scopes.values()))
+                    problems.append(f"{name}: two styles give it the layouts {layouts[name]} and {layout}.")
+    named = module_sharding.named_parameters(module)
+    module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
+    return ResolvedPlan(layouts, styled, list(shared.values()))
 
 
-def _matches(module: nn.Module, parts: list[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose path fits the globs, one for every component of a path."""
-    if not parts:
-        yield path, module
-        return
-    for name, child in module._modules.items():
-        if child is not None and fnmatchcase(name, parts[0]):
-            yield from _matches(child, parts[1:], f"{path}.{name}" if path else name)
-
-
-def _unknown(key: str, module: nn.Module) -> str:
-    paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
-    close = get_close_matches(key, paths, n=1) or [p for p in paths if p.rpartition(".")[2] == key.rpartition(".")[2]]
-    few = ", ".join(paths[:12]) + (", …" if len(paths) > 12 else "")
-    hint = f"Did you mean {close[0]!r}?" if close else f"Modules: {few or 'none'}."
-    return f"  {key!r} matches no module. {hint}"
-
-
-def _styled(
-    path: str,
-    module: nn.Module,
-    style: ParallelStyle,
-    mesh: Mesh,
-    root: nn.Module,
-    scopes: dict[str, tuple[nn.Module, Scope]],
-) -> tuple[Styled, dict[str, Layout]]:
-    """What `style` says about the module at `path`: its calls, and the layouts of its parameters."""
-    parent = path.rpartition(".")[0]
-    scope = scopes[parent][1] if parent in scopes else Scope()
-    where = Where(path, mesh, axis_of(mesh), scope)
-    before, after = style.before(module, where), style.after(module, where)
-    if before is not None and path:
-        scopes.setdefault(parent, (root.get_submodule(parent), scope))
-    return Styled(path, module, style, before, after), _layouts(path, module, style, where)
-
-
-def _layouts(path: str, module: nn.Module, style: ParallelStyle, where: Where) -> dict[str, Layout]:
-    wanted = dict(style.parameters(module, where))
-    if not wanted:
+def _layouts(module: nn.Module, style: ParallelStyle, context: ModuleContext) -> dict[str, Layout]:
+    placements = dict(style.parameters(module, context))
+    if not placements:
         return {}
-    if any(other.parameters(module, where) for other in getattr(module, STYLES, ())):
+    if any(other.parameters(module, context) for other in getattr(module, APPLIED, ())):
         raise PlanError("it was parallelised before. Fix: one plan that names it once.")
-    have = dict(module.named_parameters(remove_duplicate=False))
+    named = module_sharding.named_parameters(module)
     absent = {name for name, parameter in module._parameters.items() if parameter is None}  # such as a bias
-    if unknown := [name for name in wanted if name not in have and name not in absent]:
-        raise PlanError(f"{type(style).__name__} cuts {', '.join(unknown)}, the parameters are {', '.join(have)}.")
-    return {
-        f"{path}.{name}" if path else name: where.layout(wanted.get(name, REPLICATE), parameter.shape)
-        for name, parameter in have.items()
-    }
+    if unknown := [name for name in placements if name not in named and name not in absent]:
+        raise PlanError(f"{type(style).__name__} shards {', '.join(unknown)}, the parameters are {', '.join(named)}.")
+    prefix = f"{context.path}." if context.path else ""
+    return {f"{prefix}{name}": context.layout(placements.get(name, REPLICATE), p.shape) for name, p in named.items()}

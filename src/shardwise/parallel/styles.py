@@ -1,4 +1,4 @@
-"""What a parallel style is: plain data that says, for one module, what becomes of parameters, inputs and outputs."""
+"""Parallel styles: how one module is parallelised, as in `torch.distributed.tensor.parallel`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,136 +8,156 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.errors import LayoutError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, axis_names
-from shardwise.parallel.boundary import Axes, Crossing, Scope
+from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, axis_names, chunk
+from shardwise.parallel.boundary import AxisPlacements, BoundaryRedistribution, SharedInput
+from shardwise.tensor import DTensor
 
-Placed = Placement | Sequence[Placement | None] | Mapping[str, Placement | None]
-"""A placement on the axis of the style; or one per mesh axis, in a sequence or by axis name.
+PlacementsLike = Placement | Sequence[Placement | None] | Mapping[str, Placement | None]
+"""A placement on the tensor-parallel axis; or one per mesh axis, in a sequence or by axis name.
 
 None, or an axis that a mapping omits, is the default there: parameters are replicated, plain inputs are this rank's
-rows of the batch, DTensors stay as they are.
+rows of the batch, DTensors keep their placement.
 """
 
-LAST = Shard(-1)
+LAST_DIM = Shard(-1)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Before = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
-After = Callable[[Any], Any]
+InputFn = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+OutputFn = Callable[[Any], Any]
+
+
+# ---- the base class, and what subclasses need -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Where:
-    """The module that a style is asked about, and the ranks it is spread over.
+class ModuleContext:
+    """The module that a style is applied to, and its mesh.
 
     Args:
         path: of the module, for errors; empty for the root.
-        mesh: all ranks of the plan.
-        axis: of the mesh, that a single placement speaks of; the others are data axes.
-        scope: the forward of its parent.
+        mesh: of the plan.
+        axis: the tensor-parallel axis, to which a single placement refers; the others are data axes.
+        shared: the input that the module may share with its siblings.
     """
 
     path: str
     mesh: Mesh
     axis: int
-    scope: Scope = field(default_factory=Scope, compare=False, repr=False)
+    shared: SharedInput = field(default_factory=SharedInput, compare=False, repr=False)
 
     @property
-    def positions(self) -> int:
-        """How many ranks share the module."""
+    def axis_size(self) -> int:
+        """The number of ranks along the tensor-parallel axis."""
         return self.mesh.shape[self.axis]
 
-    def axes(self, placed: Placed | None) -> Axes:
-        """One placement an axis of the mesh, None where nothing is said.
+    def axes(self, placements: PlacementsLike | None) -> AxisPlacements:
+        """One placement per mesh axis, None where none is given.
 
         Raises:
-            PlanError: a wrong number of placements, an unknown axis name, or what is no placement.
+            PlanError: a wrong number of placements, an unknown axis name, or an object that is no placement.
         """
-        if placed is None or isinstance(placed, Placement):
-            return tuple(placed if axis == self.axis else None for axis in range(self.mesh.ndim))
-        if isinstance(placed, Mapping):
+        if placements is None or isinstance(placements, Placement):
+            return tuple(placements if axis == self.axis else None for axis in range(self.mesh.ndim))
+        if isinstance(placements, Mapping):
             try:
-                placed = [placed.get(name) for name in axis_names(self.mesh, placed)]
+                placements = [placements.get(name) for name in axis_names(self.mesh, placements)]
             except LayoutError as error:
                 raise PlanError(str(error)) from None
-        if not isinstance(placed, Sequence) or not all(isinstance(p, Placement | None) for p in placed):
-            raise PlanError(f"{placed!r} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis.")
-        if len(placed) != self.mesh.ndim:
-            raise PlanError(f"{list(placed)} are {len(placed)} placements, {self.mesh} has {self.mesh.ndim} axes.")
-        return tuple(placed)
+        if not isinstance(placements, Sequence) or not all(isinstance(p, Placement | None) for p in placements):
+            raise PlanError(
+                f"{placements!r} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis."
+            )
+        if len(placements) != self.mesh.ndim:
+            raise PlanError(
+                f"{list(placements)} are {len(placements)} placements, {self.mesh} has {self.mesh.ndim} axes."
+            )
+        return tuple(placements)
 
-    def cut_as(self, placed: Placed, cut: Shard) -> Axes:
-        """The same, with the sizes of `cut` where a cut of the last dim is without."""
-        return tuple(cut if axis == self.axis and p == LAST else p for axis, p in enumerate(self.axes(placed)))
+    def axes_with_sizes(self, placements: PlacementsLike, sized: Shard) -> AxisPlacements:
+        """As `axes`, with `Shard(-1)` replaced by `sized`."""
+        return tuple(sized if a == self.axis and p == LAST_DIM else p for a, p in enumerate(self.axes(placements)))
 
-    def layout(self, placed: Placed, shape: Sequence[int]) -> Layout:
-        """The layout of a parameter of that shape, replicated on the axes that nothing is said of."""
-        return Layout(self.mesh, [p or REPLICATE for p in self.axes(placed)], shape)
+    def layout(self, placements: PlacementsLike, shape: Sequence[int]) -> Layout:
+        """The layout of a parameter, replicated on axes without a placement."""
+        return Layout(self.mesh, [p or REPLICATE for p in self.axes(placements)], shape)
 
-    def crossing(
-        self, given: Placed | None, wanted: Placed | None, *, local: bool = False, what: str = "the input"
-    ) -> Crossing:
-        """What becomes of a tensor at the border of the module.
+    def redistribution(
+        self,
+        plain_layout: PlacementsLike | None,
+        desired_layout: PlacementsLike | None,
+        *,
+        use_local_output: bool = False,
+        what: str = "the input",
+    ) -> BoundaryRedistribution:
+        """Redistributes a tensor at the boundary of the module.
 
         Args:
-            given: how a plain tensor is laid out; on data axes it is this rank's part of the batch, `Shard(0)`. None:
-                it must be a DTensor.
-            wanted: where to move it; None leaves it. Other axes stay as they are.
-            local: hand on this rank's part as a plain tensor.
+            plain_layout: how a plain tensor is laid out; along data axes it is this rank's shard of the batch,
+                `Shard(0)`. None requires a DTensor.
+            desired_layout: what to redistribute to; None keeps the layout. Data axes keep theirs.
+            use_local_output: return the local tensor.
+            what: names the tensor in errors.
         """
-        plain = None if given is None else self.axes(given)
+        plain = None if plain_layout is None else self.axes(plain_layout)
         what = f"{what} of {self.path or 'the module'}"
-        return Crossing(self.mesh, self.axis, plain, self.axes(wanted), local, what, self.scope)
+        desired = self.axes(desired_layout)
+        return BoundaryRedistribution(self.mesh, self.axis, plain, desired, use_local_output, what, self.shared)
 
 
 @dataclass(frozen=True)
 class ParallelStyle:
-    """How a module is parallelised. Subclass it as a frozen dataclass and say what differs from doing nothing.
+    """How a module is parallelised. Subclass it as a frozen dataclass and override what differs from doing nothing.
 
-    Everything is asked once, before any module changes; errors that are raised here are collected.
+    All methods are called before any module changes; their errors are collected.
     """
 
-    def parameters(self, module: nn.Module, where: Where) -> Mapping[str, Placed]:
-        """How parameters are laid out, by name. If any is named, the others of the module are replicated."""
+    def parameters(self, module: nn.Module, context: ModuleContext) -> Mapping[str, PlacementsLike]:
+        """Placements of parameters, by name. If any is named, the others of the module are replicated."""
         return {}
 
-    def before(self, module: nn.Module, where: Where) -> Before | None:
-        """What becomes of the positional and keyword arguments of forward."""
+    def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn | None:
+        """A function of the positional and keyword arguments of forward that returns new ones."""
         return None
 
-    def after(self, module: nn.Module, where: Where) -> After | None:
-        """What becomes of the result of forward."""
+    def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn | None:
+        """A function of the output of forward that returns a new one."""
         return None
 
 
 @dataclass(frozen=True)
-class First:
-    """Takes the first argument of a forward across the border, passed by position or by `name`."""
+class FirstInput:
+    """Transforms the first argument of forward, passed by position or by `name`."""
 
-    crossing: Callable[[Tensor], Tensor]
+    transform: Callable[[Tensor], Tensor]
     name: str
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         if args:
-            return (self.crossing(args[0]), *args[1:]), kwargs
+            return (self.transform(args[0]), *args[1:]), kwargs
         if self.name in kwargs:
-            return args, {**kwargs, self.name: self.crossing(kwargs[self.name])}
+            return args, {**kwargs, self.name: self.transform(kwargs[self.name])}
         return args, kwargs
 
 
-class Forward(NamedTuple):
-    """The arguments that a forward takes: names that may be passed by position, all names, and whether any others."""
+def first_input(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> FirstInput:
+    """The `input_fn` of a style that transforms the first argument of forward only."""
+    names = forward_arguments(module).positional
+    return FirstInput(transform, names[0] if names else "")
+
+
+class ForwardArguments(NamedTuple):
+    """The arguments of a forward: those that may be passed by position, all names, and `*args` and `**kwargs`."""
 
     positional: list[str]
     names: list[str]
-    any_number: bool
-    any_name: bool
+    has_var_positional: bool
+    has_var_keyword: bool
 
 
-def forward_of(module: nn.Module) -> Forward:
-    """What the forward of `module` takes."""
+def forward_arguments(module: nn.Module) -> ForwardArguments:
     found = list(signature(module.forward).parameters.values())
     kinds = [p.kind for p in found]
     by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return Forward(
+    return ForwardArguments(
         [p.name for p in found if p.kind in by_position],
         [p.name for p in found if p.kind in (*by_position, Parameter.KEYWORD_ONLY)],
         Parameter.VAR_POSITIONAL in kinds,
@@ -145,7 +165,161 @@ def forward_of(module: nn.Module) -> Forward:
     )
 
 
-def first(module: nn.Module, crossing: Callable[[Tensor], Tensor]) -> First:
-    """`before` of a style that cares for the first argument of forward only."""
-    names = forward_of(module).positional
-    return First(crossing, names[0] if names else "")
+# ---- column-parallel and row-parallel layers ------------------------------------------------------------------------
+
+# The dims of a weight that hold the output features, and the input features (or the rows of a table).
+WEIGHT_DIMS: dict[type[nn.Module], tuple[int, int]] = {
+    nn.Linear: (0, 1),
+    nn.Embedding: (1, 0),
+    nn.EmbeddingBag: (1, 0),
+}
+OUTPUT_FEATURES, INPUT_FEATURES = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FeatureParallel(ParallelStyle):
+    """A `Linear`, `Embedding` or `EmbeddingBag` sharded along its features.
+
+    Args:
+        input_layouts: how a plain input is laid out, by default as the layer needs it. A DTensor may have any layout.
+        output_layouts: what the output is redistributed to.
+        use_local_output: return the local tensor.
+        unit: features that stay on one rank, such as those of a head. Units are sharded as by `torch.chunk`.
+        sizes: the number of units on each rank, instead.
+    """
+
+    input_layouts: PlacementsLike | None = None
+    output_layouts: PlacementsLike | None = None
+    use_local_output: bool = True
+    unit: int = 1
+    sizes: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sizes is not None:
+            if not isinstance(self.sizes, Sequence) or not all(type(n) is int for n in self.sizes):
+                raise PlanError(f"sizes are integers, one per rank, got {self.sizes!r}. Fix: such as sizes=(3, 3, 2).")
+            object.__setattr__(self, "sizes", tuple(self.sizes))
+
+    def weight_shard(self, module: nn.Module, context: ModuleContext, features: int) -> Shard:
+        """The placement of the weight, along its `OUTPUT_FEATURES` or `INPUT_FEATURES`."""
+        kind = next((k for k in WEIGHT_DIMS if isinstance(module, k)), None)
+        if kind is None:
+            raise PlanError(
+                f"{type(self).__name__} supports Linear, Embedding and EmbeddingBag, not {type(module).__name__}. "
+                f"Fix: name the layers inside it, or write a style for it."
+            )
+        dim = WEIGHT_DIMS[kind][features]
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return Shard(dim, _shard_sizes(weight.shape[dim], self.unit, self.sizes, context.axis_size))
+
+    def replicated_input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
+        transform = context.redistribution(self.input_layouts or REPLICATE, REPLICATE)
+        return _BagInputs(transform, context) if isinstance(module, nn.EmbeddingBag) else first_input(module, transform)
+
+
+def _shard_sizes(length: int, unit: int, sizes: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """How many of `length` features each of `count` ranks gets, in multiples of `unit`.
+
+    Raises:
+        PlanError: units that do not fill the length.
+    """
+    if not isinstance(unit, int) or unit < 1 or length % unit:
+        raise PlanError(f"{length} features are no multiple of unit={unit}. Fix: a unit that divides them.")
+    units = chunk(length // unit, count) if sizes is None else tuple(sizes)
+    if len(units) != count or sum(units) != length // unit or min(units) < 0:
+        raise PlanError(
+            f"sizes={units} must be {count} numbers that add up to {length // unit}: {length} features"
+            f"{f' in units of {unit}' if unit > 1 else ''}, on {count} ranks."
+        )
+    return tuple(n * unit for n in units)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColwiseParallel(_FeatureParallel):
+    """Column-parallel: every rank computes some of the output features of `Linear`, `Embedding` or `EmbeddingBag`.
+
+    Input `Replicate()`; output `Shard(-1)`, unless `output_layouts` is given.
+    """
+
+    def parameters(self, module: nn.Module, context: ModuleContext) -> Mapping[str, PlacementsLike]:
+        shard = self.weight_shard(module, context, OUTPUT_FEATURES)
+        return {"weight": shard, "bias": Shard(0, shard.sizes)} if isinstance(module, nn.Linear) else {"weight": shard}
+
+    def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
+        return self.replicated_input_fn(module, context)
+
+    def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn:
+        sizes = self.weight_shard(module, context, OUTPUT_FEATURES).sizes
+        desired = context.axes_with_sizes(self.output_layouts or LAST_DIM, Shard(-1, sizes))
+        return context.redistribution(None, desired, use_local_output=self.use_local_output, what="the output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseParallel(_FeatureParallel):
+    """Row-parallel: every rank sums over some of the input features of a `Linear`, or owns some rows of a table.
+
+    Input of a `Linear`: `Shard(-1)` with the sizes of the weight, which a plain input is assumed to have. Ids of a
+    table: `Replicate()`. Output: `Replicate()`, unless `output_layouts` is given.
+    """
+
+    def parameters(self, module: nn.Module, context: ModuleContext) -> Mapping[str, PlacementsLike]:
+        return {"weight": self.weight_shard(module, context, INPUT_FEATURES)}
+
+    def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
+        if not isinstance(module, nn.Linear):
+            return self.replicated_input_fn(module, context)
+        shard = Shard(-1, self.weight_shard(module, context, INPUT_FEATURES).sizes)
+        plain_layout = context.axes_with_sizes(self.input_layouts or LAST_DIM, shard)
+        return first_input(module, context.redistribution(plain_layout, shard))
+
+    def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn:
+        desired = self.output_layouts or REPLICATE
+        return context.redistribution(None, desired, use_local_output=self.use_local_output, what="the output")
+
+
+@dataclass(frozen=True)
+class _BagInputs:
+    """Redistributes ids and per-sample weights of an `EmbeddingBag`."""
+
+    transform: BoundaryRedistribution
+    context: ModuleContext
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        named = dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
+        offsets, mesh = named.get("offsets"), self.context.mesh
+        if isinstance(offsets, Tensor) and not isinstance(offsets, DTensor) and mesh.size() > self.context.axis_size:
+            raise PlanError(
+                f"{self.transform.what}: on {mesh} plain ids are a shard of the batch, but offsets count from the "
+                f"first of all ids. Fix: 2-D ids, or DTensors for ids and offsets."
+            )
+        named["input"] = self.transform(named["input"])
+        if named.get("per_sample_weights") is not None:
+            named["per_sample_weights"] = self.transform(named["per_sample_weights"])
+        return (), named
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel(ParallelStyle):
+    """Sequence-parallel LayerNorm, RMSNorm, Dropout and the like: replicated parameters, sharded activations.
+
+    Args:
+        sequence_dim: of the input. A plain input is this rank's shard of it; its sizes on other ranks cost one small
+            exchange per call. A DTensor is redistributed if it is sharded otherwise.
+        use_local_output: return the local tensor.
+    """
+
+    sequence_dim: int = 1
+    use_local_output: bool = False
+
+    def parameters(self, module: nn.Module, context: ModuleContext) -> Mapping[str, PlacementsLike]:
+        return {name: REPLICATE for name, _ in module.named_parameters(remove_duplicate=False)}
+
+    def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
+        shard = Shard(self.sequence_dim)
+        return first_input(module, context.redistribution(shard, shard))
+
+    def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn | None:
+        if not self.use_local_output:
+            return None
+        return context.redistribution(None, None, use_local_output=True, what="the output")

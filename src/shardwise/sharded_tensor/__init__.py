@@ -1,10 +1,10 @@
-"""Sharding specs, plans and sharders: how `torch.distributed._shard` says where a model goes, on one tensor."""
+"""Sharding specs, plans and sharders, compatible with `torch.distributed._shard` and TorchRec, on `DTensor`."""
 
 from shardwise.collectives import load_with_process_group
 from shardwise.sharded_tensor.custom_ops import custom_sharding_spec_op
 from shardwise.sharded_tensor.hooks import pre_load_state_dict_hook, state_dict_hook
+from shardwise.sharded_tensor.layouts import layout_of_shards
 from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.sharded_tensor.sharded_tensor import (
     LocalShard,
     ShardedTensor,
@@ -17,6 +17,9 @@ from shardwise.sharded_tensor.sharded_tensor import (
     zeros,
 )
 from shardwise.sharded_tensor.sharding import (
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
     collect_local_shard,
     reshard_output,
     shard_module,
@@ -26,7 +29,6 @@ from shardwise.sharded_tensor.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
-    layout_of_shards,
     spec_of,
 )
 from shardwise.tensor.local_shards import LocalShardsWrapper

@@ -1,4 +1,4 @@
-"""What is written down about the shards of a tensor: where each begins, how far it reaches, and who holds it."""
+"""Metadata of shards: offsets, sizes and placement."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,17 @@ from shardwise.layout import Box
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoteDevice:
-    """A device of a rank, written `rank:1/cuda:0`; without a device, `rank:1`, it is the cpu.
-
-    Ranks are global, whatever the process group.
-    """
+    """A device of a global rank, written `rank:1/cuda:0`; `rank:1` alone means its CPU."""
 
     of_rank: int
     of_device: str = "cpu"
 
     @staticmethod
     def parse(text: Any) -> "RemoteDevice":
-        """From such a string, a `RemoteDevice`, or the object that torch has for it.
+        """From a string, a `RemoteDevice`, or torch's own `_remote_device`.
 
         Raises:
-            LayoutError: not of this form; a worker's name or a device alone says nothing about ranks.
+            LayoutError: another form, such as the name of a worker or a device without a rank.
         """
         if isinstance(text, RemoteDevice):
             return text
@@ -58,9 +55,9 @@ class ShardMetadata:
     """One shard of a tensor.
 
     Args:
-        shard_offsets: where it begins, one integer a dim.
-        shard_sizes: how far it reaches, one a dim.
-        placement: who holds it, such as "rank:0/cpu"; None where that is not said.
+        shard_offsets: where it begins, one integer per dim.
+        shard_sizes: its shape.
+        placement: the rank that holds it, such as "rank:0/cpu"; None if unknown.
 
     Raises:
         LayoutError: not as many offsets as sizes, or negative ones.
@@ -82,7 +79,7 @@ class ShardMetadata:
 
     @property
     def box(self) -> Box:
-        """The same as a box."""
+        """Its offsets and sizes."""
         return Box(self.shard_offsets, self.shard_sizes)
 
     @property
@@ -93,16 +90,21 @@ class ShardMetadata:
             LayoutError: the shard has no placement.
         """
         if self.placement is None:
-            raise LayoutError(f"The shard {self.box} says not who holds it. Fix: placement='rank:R/device'.")
+            raise LayoutError(f"The shard {self.box} has no placement. Fix: placement='rank:R/device'.")
         return self.placement.of_rank
 
     def __str__(self) -> str:
         return f"{self.box} on {self.placement}"
 
 
+def listed(shards: Sequence[ShardMetadata]) -> str:
+    """Shards as text."""
+    return ", ".join(map(str, shards))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
-    """What the shards of a tensor have in common."""
+    """Properties that all shards of a tensor share."""
 
     dtype: torch.dtype = torch.float32
     layout: torch.layout = torch.strided
@@ -118,7 +120,7 @@ class TensorProperties:
 
 @dataclass(frozen=True, slots=True, init=False)
 class ShardedTensorMetadata:
-    """The shards of a whole tensor, its shape, and what they have in common."""
+    """All shards of a tensor, its global shape, and its properties."""
 
     shards_metadata: tuple[ShardMetadata, ...]
     size: torch.Size
@@ -139,5 +141,5 @@ class ShardedTensorMetadata:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return prod(self.size) * self.tensor_properties.dtype.itemsize

@@ -1,36 +1,73 @@
-"""Modules cut by specs: `shard_parameter`, `shard_module`, and what becomes of their outputs."""
+"""Sharding modules by specs: `shard_parameter`, `ShardingPlan`, `shard_module`, and redistribution of outputs."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.layout import Shard
-from shardwise.sharded_tensor.plan import Sharder, ShardingPlan
-from shardwise.sharded_tensor.sharded_tensor import local_tensor, reshard
-from shardwise.sharded_tensor.specs import ShardingSpec, words_of
+from shardwise.sharded_tensor.sharded_tensor import local_tensor
+from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
+from shardwise.tensor import module_sharding
 from shardwise.tensor.dtensor import DTensor
+
+
+class Sharder(ABC):
+    """Replaces a module by a sharded one; subclass it where a spec per parameter is not enough.
+
+    It may merge the tables of a module, change how it is called, or choose another implementation.
+    """
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """The module that replaces `module` in its parent."""
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How to shard a module.
+
+    Args:
+        plan: the path of a parameter, such as "encoder.table.weight", to its spec; or the path of a submodule to the
+            `Sharder` that replaces it. A module with a `Sharder` may not contain parameters with a spec.
+        output_plan: a submodule ("" is the module itself) to the spec that its outputs are resharded to.
+        return_local_tensor: submodules that return local tensors, for data-parallel code after them.
+    """
+
+    plan: Mapping[str, ShardingSpec | Sharder]
+    output_plan: Mapping[str, ShardingSpec] | None = None
+    return_local_tensor: Sequence[str] | None = None
+
+
+class ShardingPlanner(ABC):
+    """Makes plans; subclass it to choose specs by table sizes, measured costs or anything else."""
+
+    @abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """A plan for `module`, the same on every rank."""
 
 
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> None:
-    """Cut one parameter, buffer or other tensor of `module` by a spec, in place; it becomes a `DTensor`.
+    """Shard one parameter, buffer or other tensor of `module` by a spec, in place; it becomes a `DTensor`.
 
     Args:
-        module: the module that owns it; of one on the meta device only the source needs values.
+        module: the module that owns it; on the meta device except on the source rank, if you like.
         param_name: its name there.
-        sharding_spec: how to cut it.
-        src_rank: position in the process group of the rank whose values count.
-        process_group: who takes part; None is everybody.
+        sharding_spec: how to shard it.
+        src_rank: index in the process group of the rank whose values are used.
+        process_group: the ranks that take part; None is all.
 
     Raises:
-        AttributeError: the module has nothing of that name.
+        AttributeError: the module has no attribute of that name.
         PlanError: it is no tensor, or not contiguous.
-        MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or some ranks alone have
+        MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or only some ranks have
             one of the errors above.
         LayoutError: the spec does not fit.
     """
@@ -40,27 +77,24 @@ def shard_parameter(
     if process_group is not None or not resharded:
         ranks.update(collectives.group_ranks(process_group, leaving=resharded))
     problem = _unfit(module, param_name, tensor)
-    said = {"problem": problem and str(problem), "is sharded": resharded, "spec": words_of(sharding_spec)}
+    facts = {"problem": problem and str(problem), "is sharded": resharded, "spec": describe_spec(sharding_spec)}
     fix = "pass the same module and spec on every rank."
-    collectives.agree(f"how to shard {param_name!r}", said, tuple(sorted(ranks)), fix)
+    collectives.agree(f"how to shard {param_name!r}", facts, tuple(sorted(ranks)), fix)
     if problem:
         raise problem
-    if resharded:
-        cut: Tensor = reshard(tensor, sharding_spec, process_group).detach()
-    else:
-        cut = sharding_spec.shard(tensor, src_rank, process_group)
-    cut._spec = sharding_spec  # type: ignore[attr-defined]
+    sharded: Any = sharding_spec.shard(tensor.detach() if resharded else tensor, src_rank, process_group)
+    sharded._spec = sharding_spec
     if param_name in module._parameters:
-        parameter = nn.Parameter(cut.detach(), tensor.requires_grad)
-        parameter._name = param_name  # type: ignore[attr-defined]
+        parameter: Any = nn.Parameter(sharded.detach(), tensor.requires_grad)
+        parameter._name = param_name
         module.register_parameter(param_name, parameter)
     elif param_name in module._buffers:
-        module._buffers[param_name] = cut.detach()
+        module._buffers[param_name] = sharded.detach()
     else:
-        setattr(module, param_name, cut)
+        setattr(module, param_name, sharded)
 
 
-def _unfit(module: nn.Module, name: str, tensor: Any) -> Exception | None:
+def _unfit(module: nn.Module, name: str, tensor: object) -> Exception | None:
     """Why an attribute of `module` cannot be sharded."""
     what = f"{type(module).__name__}.{name}"
     if not hasattr(module, name):
@@ -73,181 +107,137 @@ def _unfit(module: nn.Module, name: str, tensor: Any) -> Exception | None:
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> nn.Module:
-    """Do with `module`, in place, what a `ShardingPlan` says; parameters it does not name stay plain.
+    """Shard `module` by a `ShardingPlan`, in place; parameters that the plan does not name stay plain.
 
     Args:
-        module: any module. Where a `Sharder` is for the module itself, use what is returned.
+        module: any module. To apply a `Sharder` to the module itself, call its `shard()`.
         plan: the same on every rank.
-        src_rank: position in the process group of the rank whose values count.
-        process_group: who takes part; None is everybody.
+        src_rank: index in the process group of the rank whose values are used.
+        process_group: the ranks that take part; None is all.
 
     Returns:
         The module.
 
     Raises:
-        PlanError: names the module has not, entries of another type, a parameter inside a module that a sharder
-            replaces, one parameter with two specs; all of them in one message, before anything is changed. Or a
+        PlanError: unknown names, entries of another type, a spec for a parameter inside a module that a sharder
+            replaces, a tied parameter with two specs; all of them in one message, before anything changes. Or a
             sharder that returned no module.
-        MismatchError: the plan, `src_rank`, or what is wrong with the plan, differs between ranks.
+        MismatchError: the plan, `src_rank`, or the problems of the plan, differ between ranks.
     """
     ranks = collectives.group_ranks(process_group)
     if not isinstance(plan, ShardingPlan):
         raise PlanError(
             f"shard_module needs a ShardingPlan, got {type(plan).__name__}. Fix: ShardingPlan(plan={{...}})."
         )
-    problems = _problems(module, plan)
-    said: dict[str, object] = {f"plan for {name}": _in_words(entry) for name, entry in plan.plan.items()}
-    said |= {f"output of {name}": _in_words(spec) for name, spec in (plan.output_plan or {}).items()}
-    said |= {"return_local_tensor": list(plan.return_local_tensor or ()), "src_rank": src_rank, "problems": problems}
-    fix = "pass the same module, plan and source on every rank."
-    collectives.agree("the sharding plan", said, tuple(sorted(ranks)), fix)
-    if problems:
-        raise PlanError("The plan does not fit the module:\n" + "\n".join(f"  {p}" for p in problems))
-    tensors, modules = _places(module, _tensors(module)), _places(module, _modules(module))
-    done: list[Places] = []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    problems = list(_problems(plan, modules, tensors))
+    outputs = plan.output_plan or {}
+    entries: list[tuple[str, object]] = [(name, _describe(entry)) for name, entry in plan.plan.items()]
+    entries += [(f"the output of {name}", _describe(spec)) for name, spec in outputs.items()]
+    local = list(plan.return_local_tensor or ())
+    module_sharding.agree_on_plan(
+        entries, {}, ranks, return_local_tensor=local, src_rank=src_rank, problems=problems
+    )
+    module_sharding.refuse(problems)
+    owners = module_sharding.owners_of(module, modules | tensors)
     for name, entry in plan.plan.items():
+        (owner, attribute), *_ = owners[name]
         if isinstance(entry, Sharder):
-            _replace_module(modules[name], name, entry)
-        elif tensors[name] not in done:
-            done.append(tensors[name])
-            _cut_everywhere(tensors[name], entry, src_rank, process_group)
-    for name, spec in (plan.output_plan or {}).items():
+            module_sharding.assign(owners[name], _replacement(getattr(owner, attribute), name, entry))
+        elif getattr(owner, attribute) is tensors[name]:  # else sharded under another of its names
+            shard_parameter(owner, attribute, entry, src_rank, process_group)
+            module_sharding.assign(owners[name], getattr(owner, attribute))
+    for name, spec in outputs.items():
         reshard_output(module.get_submodule(name), spec)
-    for name in plan.return_local_tensor or ():
+    for name in local:
         collect_local_shard(module.get_submodule(name))
     return module
 
 
-def _in_words(entry: object) -> str:
-    return words_of(entry) if isinstance(entry, ShardingSpec) else type(entry).__qualname__
+def _describe(entry: object) -> str:
+    return describe_spec(entry) if isinstance(entry, ShardingSpec) else type(entry).__qualname__
 
 
-def _problems(module: nn.Module, plan: ShardingPlan) -> list[str]:
+def _replacement(module: nn.Module, name: str, sharder: Sharder) -> nn.Module:
+    sharded = sharder.shard(module)
+    if not isinstance(sharded, nn.Module):
+        raise PlanError(
+            f"{type(sharder).__name__}.shard must return the module that replaces {name!r}, "
+            f"got {type(sharded).__name__}."
+        )
+    return sharded
+
+
+def _problems(plan: ShardingPlan, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Everything in the plan that cannot be done."""
-    modules, tensors = _modules(module), _tensors(module)
     replaced = {
         name: set(modules[name].modules())
         for name, entry in plan.plan.items()
         if isinstance(entry, Sharder) and name in modules
     }
-    found, first = [], dict[int, str]()
     for name, entry in plan.plan.items():
         if isinstance(entry, Sharder):
             if not name:
-                found.append("'' has a Sharder, but it has no parent to be replaced in. Fix: call shard() on it.")
+                yield "'' has a Sharder, but it has no parent to be replaced in. Fix: call shard() on it."
             elif name not in modules:
-                found.append(f"{name!r} has a Sharder, but is no submodule.")
-            found += [
-                f"{name!r} has a Sharder, and so has {other!r}, which is inside it."
-                for other in replaced
-                if other != name and modules[other] in replaced.get(name, ())
-            ]
+                yield module_sharding.unknown_name(name, modules, "module")
+            for other in replaced:
+                if other != name and modules[other] in replaced.get(name, ()):
+                    yield f"{name!r} has a Sharder, and so has {other!r}, which is inside it."
         elif not isinstance(entry, ShardingSpec):
-            found.append(f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}.")
+            yield f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}."
         elif name not in tensors:
-            found.append(
-                f"{name!r} has a spec, but is no parameter or buffer. There are: {', '.join(tensors) or 'none'}."
-            )
+            yield module_sharding.unknown_name(name, tensors, "parameter or buffer")
         else:
-            found += [
-                f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces."
-                for path, inside in replaced.items()
-                if modules[name.rpartition(".")[0]] in inside
-            ]
-            other = first.setdefault(id(tensors[name]), name)
-            if plan.plan[other] != entry:
-                found.append(f"{other!r} and {name!r} are one tensor, but have different specs.")
+            for path, inside in replaced.items():
+                if modules[name.rpartition(".")[0]] in inside:
+                    yield f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces."
+    specs = {name: entry for name, entry in plan.plan.items() if isinstance(entry, ShardingSpec)}
+    yield from module_sharding.conflicting_ties(tensors, specs)
     for name, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
-            found.append(f"the output of {name!r} needs a ShardingSpec, got {type(spec).__name__}.")
+            yield f"the output of {name!r} needs a ShardingSpec, got {type(spec).__name__}."
     for name in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
         if name not in modules:
-            found.append(f"{name!r} has a plan for its output, but is no submodule.")
-    return found
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-
-
-def _modules(module: nn.Module) -> dict[str, nn.Module]:
-    return dict(module.named_modules(remove_duplicate=False))
-
-
-# Owners, and what each calls it: one list for all names of a tied parameter or a shared module.
-Places = list[tuple[nn.Module, str]]
-
-
-def _places(module: nn.Module, named: Mapping[str, object]) -> dict[str, Places]:
-    """Where each of `named` is, also after modules on the way to it were replaced."""
-    places: dict[int, Places] = {}
-    for name, thing in named.items():
-        path, _, attribute = name.rpartition(".")
-        places.setdefault(id(thing), []).append((module.get_submodule(path), attribute))
-    return {name: places[id(thing)] for name, thing in named.items()}
-
-
-def _replace_module(places: Places, name: str, sharder: Sharder) -> None:
-    owner, child = places[0]
-    sharded = sharder.shard(getattr(owner, child))
-    if not isinstance(sharded, nn.Module):
-        raise PlanError(
-            f"{type(sharder).__name__}.shard returns the module that takes the place of {name!r}, "
-            f"got {type(sharded).__name__}."
-        )
-    for owner, child in places:
-        owner._modules[child] = sharded
-
-
-def _cut_everywhere(places: Places, spec: ShardingSpec, src_rank: int, process_group: Any) -> None:
-    """Cut a parameter or buffer; tied ones stay one."""
-    (first, attribute), *others = places
-    shard_parameter(first, attribute, spec, src_rank, process_group)
-    for owner, name in others:
-        (owner._buffers if name in owner._buffers else owner._parameters)[name] = getattr(first, attribute)
+            yield f"the plan for the output: {module_sharding.unknown_name(name, modules, 'module')}"
 
 
 def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """Let the outputs of `module` that are DTensors be resharded; plain ones are left alone.
+    """Reshard the outputs of `module` that are DTensors; plain ones are unchanged.
 
     Returns:
         The module, with a forward hook.
     """
-
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        return torch.utils._pytree.tree_map(
-            lambda x: reshard(x, resharding_spec) if isinstance(x, DTensor) else x, output
-        )
-
-    module.register_forward_hook(hook)
-    return module
+    return _map_outputs(module, lambda x: reshard(x, resharding_spec))
 
 
 def collect_local_shard(module: nn.Module) -> nn.Module:
-    """Let the outputs of `module` that are DTensors become this rank's plain part, for data-parallel code.
+    """Return local tensors instead of the outputs of `module` that are DTensors, for data-parallel code.
 
-    A dim that is cut into shards of length 1 is dropped: of (4, 16) cut over 4 ranks each has (16,). That is decided
-    by the whole cut, not by this rank's part, so that all ranks get the same number of dims.
+    A dim sharded into shards of size 1 is dropped: of (4, 16) sharded over 4 ranks each has (16,). That follows from
+    the global layout, not from the local shard, so all ranks get the same number of dims.
 
     Returns:
         The module, with a forward hook.
     """
+    return _map_outputs(module, _collected)
 
-    def collected(x: Any) -> Any:
-        if not isinstance(x, DTensor):
-            return x
-        local = local_tensor(x)
-        layout = x._layout
-        cut = [(axis, p.dim) for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
-        if len(cut) == 1 and layout.shape[cut[0][1]] == layout.mesh.shape[cut[0][0]] and local.shape[cut[0][1]] == 1:
-            return local.squeeze(cut[0][1])
-        return local
 
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        return torch.utils._pytree.tree_map(collected, output)
+def _collected(x: DTensor) -> Tensor:
+    local, layout = local_tensor(x), x._layout
+    shards = [(axis, p.dim) for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
+    if len(shards) == 1:
+        ((axis, dim),) = shards
+        if layout.shape[dim] == layout.mesh.shape[axis] and local.shape[dim] == 1:
+            return local.squeeze(dim)
+    return local
+
+
+def _map_outputs(module: nn.Module, change: Callable[[DTensor], Tensor]) -> nn.Module:
+    def hook(_module: nn.Module, _inputs: object, output: object) -> object:
+        return pytree.tree_map_only(DTensor, change, output)
 
     module.register_forward_hook(hook)
     return module

@@ -1,34 +1,34 @@
-"""Sharding specs: how a tensor of any shape is cut into shards, and on which rank each of them lives.
+"""Sharding specs: how a tensor of any shape is sharded, and which rank holds each shard.
 
-A spec says the same as a `Layout`, in the words of `torch.distributed._shard`: `ShardingSpec.layout` and `spec_of`
-translate.
+A spec describes the same as a `Layout`, in the terms of `torch.distributed._shard`; `ShardingSpec.layout` and `spec_of`
+convert between them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from itertools import product as cartesian
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from shardwise import collectives
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard, check_cover, chunk
+from shardwise.layout import Layout, Replicate, Shard, check_cover, chunk
+from shardwise.sharded_tensor.layouts import Ranks, layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    listed,
 )
-
-Ranks = tuple[int, ...]
+from shardwise.tensor.conversion import sent_by
+from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
 
 
 class ShardingSpec(ABC):
-    """How tensors are cut into shards. Subclass it for a cut of your own: `build_metadata` is all it takes."""
-
-    _shard: ClassVar[Callable[..., Any]]  # set by what moves tensors; here they are only described
+    """How tensors are sharded. To define your own, subclass it and implement `build_metadata`."""
 
     @abstractmethod
     def build_metadata(
@@ -46,32 +46,92 @@ class ShardingSpec(ABC):
         Raises:
             LayoutError: shards that overlap, leave a gap, are out of range or on a rank that is not of the group.
         """
-        return layout_of_shards(_told(self, tuple(shape)), tuple(shape), ranks)
+        return layout_of_shards(_shards(self, tuple(shape)), tuple(shape), ranks)
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
-        """A `DTensor`: `tensor` of the rank `src_rank`, cut into shards that are sent to their ranks.
+        """A `DTensor` with the values of `tensor` on the source rank, which sends every rank its shards.
 
         Args:
-            tensor: of one shape and dtype on every rank; only the values of the source are looked at, so the others
-                may pass one on the meta device.
-            src_rank: position in the process group of the rank whose values count.
-            process_group: who takes part; None is everybody.
+            tensor: of one shape and dtype on every rank; only its values on the source are read, so the other ranks
+                may pass one on the meta device. A `DTensor` is resharded, and `src_rank` ignored.
+            src_rank: index in the process group of the rank whose values are used.
+            process_group: the ranks that take part; None is all.
 
         Raises:
             LayoutError: the spec does not fit the tensor, or `src_rank` the group.
-            MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or the source alone
-                has no values, on the meta device.
+            MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or only the source
+                is on the meta device and so has no values.
         """
-        return self._shard(self, tensor, src_rank, process_group)
+        if isinstance(tensor, DTensor):
+            return reshard(tensor, self, process_group)
+        ranks = collectives.group_ranks(process_group)
+        self._agree_on_source(tensor, src_rank, ranks)
+        layout = self.layout(tensor.shape, ranks)
+        with torch.no_grad():
+            source = tensor.detach() if tensor.is_meta else tensor.detach().to(layout.mesh.device_type)
+            result = tag(sent_by(ranks[src_rank], source, layout), layout)
+        result._spec = self
+        return result.requires_grad_(tensor.requires_grad)
+
+    def _agree_on_source(self, tensor: object, src_rank: int, ranks: Ranks) -> None:
+        """Check that all ranks pass the same, and that the source has values."""
+        facts: dict[str, object] = {"spec": repr(self), "src_rank": src_rank}
+        problem = None
+        if not isinstance(tensor, Tensor):
+            problem = f"only a Tensor can be sharded, got {type(tensor).__name__}."
+        else:
+            facts |= {
+                "spec": describe_spec(self, tensor.shape),
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype),
+                "requires_grad": tensor.requires_grad,
+            }
+            if not 0 <= src_rank < len(ranks):
+                problem = f"src_rank is an index in the process group, 0 to {len(ranks) - 1}, got {src_rank}."
+            elif tensor.layout is not torch.strided:
+                problem = f"only a dense tensor can be sharded, got one of layout {tensor.layout}."
+            elif tensor.is_meta and collectives.rank() == ranks[src_rank]:
+                problem = f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device, without values."
+        collectives.agree(
+            "how to shard a tensor",
+            facts | {"problem": problem},
+            tuple(sorted(ranks)),
+            "pass the same spec, source, shape, dtype and requires_grad everywhere, and values on the source.",
+        )
+        if problem:
+            raise LayoutError(f"shard: {problem}")
+
+
+def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: Any = None) -> DTensor:
+    """`x` redistributed to `resharding_spec`; no element is sent twice to the same rank.
+
+    Args:
+        resharding_spec: how to shard it.
+        process_group: the ranks that hold the result; None is the ranks that hold `x`. Ranks that leave also call
+            this, with the ranks of the group: torch does not tell them the members of a group they are not in.
+
+    Raises:
+        LayoutError: the spec does not fit.
+    """
+    if process_group is None:
+        ranks = tuple(sorted(x._layout.mesh.ranks))
+    else:
+        ranks = collectives.group_ranks(process_group, leaving=True)
+    layout = resharding_spec.layout(x._layout.shape, ranks)
+    result = moved(x, layout)
+    if result is x:  # whose own spec stays
+        result = remembering(x, tag(plain(x), layout))
+    result._spec = resharding_spec
+    return result
 
 
 @dataclass(frozen=True, init=False)
 class ChunkShardingSpec(ShardingSpec):
-    """One dim cut as `torch.chunk` cuts it, into as many shards as there are placements.
+    """One dim sharded as by `torch.chunk`, into as many shards as there are placements.
 
     Args:
         dim: the dim, counted from the end if negative.
-        placements: who holds each shard, such as `["rank:1/cpu", "rank:0/cpu"]`; in any order, and a rank may hold
+        placements: the rank that holds each shard, such as `["rank:1/cpu", "rank:0/cpu"]`; in any order, and a rank may hold
             several shards.
 
     Raises:
@@ -84,7 +144,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __init__(self, dim: int, placements: Sequence[Any]) -> None:
         if isinstance(dim, str):
-            raise NotImplementedError(f"ChunkShardingSpec knows dims by number, not by name, got {dim!r}.")
+            raise NotImplementedError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}.")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise LayoutError(f"The dim of a ChunkShardingSpec is an integer, got {dim!r}.")
         if not placements:
@@ -109,13 +169,13 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass(frozen=True, init=False)
 class EnumerableShardingSpec(ShardingSpec):
-    """Every shard by itself: any boxes, any number on a rank, none on some.
+    """A list of shards: any boxes, any number of them on a rank.
 
     Args:
         shards: boxes that cover a tensor exactly once, each with its placement.
 
     Raises:
-        LayoutError: no shards; shards of different numbers of dims, that overlap or have no placement; other things.
+        LayoutError: no shards; shards of different numbers of dims, that overlap or have no placement; or other types.
     """
 
     shards: tuple[ShardMetadata, ...]
@@ -123,12 +183,12 @@ class EnumerableShardingSpec(ShardingSpec):
     def __init__(self, shards: Sequence[ShardMetadata]) -> None:
         if not shards:
             raise LayoutError("An EnumerableShardingSpec needs at least one shard.")
-        strange = [type(shard).__name__ for shard in shards if not isinstance(shard, ShardMetadata)]
-        if strange:
-            raise LayoutError(f"An EnumerableShardingSpec lists ShardMetadata, got {', '.join(strange)}.")
+        wrong_types = [type(shard).__name__ for shard in shards if not isinstance(shard, ShardMetadata)]
+        if wrong_types:
+            raise LayoutError(f"An EnumerableShardingSpec lists ShardMetadata, got {', '.join(wrong_types)}.")
         dims = sorted({len(shard.shard_sizes) for shard in shards})
         if len(dims) > 1:
-            raise LayoutError(f"The shards of a tensor have one number of dims, got {dims}: {_listed(shards)}.")
+            raise LayoutError(f"The shards of a tensor have one number of dims, got {dims}: {listed(shards)}.")
         object.__setattr__(self, "shards", tuple(shards))
         reach = tuple(max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in range(dims[0]))
         check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], reach)
@@ -141,146 +201,40 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(self.shards, shape, tensor_properties)
 
 
-def _told(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadata]:
-    """The shards as a spec tells them, which may be of a user's class."""
-    told = spec.build_metadata(shape)
-    if not isinstance(told, ShardedTensorMetadata):
+def _shards(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadata]:
+    """The shards by `build_metadata`, which may be a user's."""
+    metadata = spec.build_metadata(shape)
+    if not isinstance(metadata, ShardedTensorMetadata):
         raise LayoutError(
-            f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(told).__name__}."
+            f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(metadata).__name__}."
         )
-    return told.shards_metadata
+    return metadata.shards_metadata
 
 
-def words_of(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
-    """What ranks compare a spec by: its repr, or, of a class without one, its name and its shards of `shape`."""
+def describe_spec(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
+    """What ranks compare: the repr of a spec, or, of a class without one, its name and the shards of `shape`."""
     if type(spec).__repr__ is not object.__repr__:
         return repr(spec)
     if shape is None:
         return type(spec).__qualname__
     try:
-        return f"{type(spec).__qualname__}: {_listed(_told(spec, tuple(shape)))}"
-    except LayoutError as error:  # which every rank will meet again, if it is that of every rank
+        return f"{type(spec).__qualname__}: {listed(_shards(spec, tuple(shape)))}"
+    except LayoutError as error:  # raised again by every rank that has it, after they agree
         return f"{type(spec).__qualname__}: {error}"
 
 
-def _listed(shards: Sequence[ShardMetadata]) -> str:
-    return ", ".join(map(str, shards))
-
-
-# ---- a spec as a layout -----------------------------------------------------------------------------------------
-
-
-def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ranks: Ranks) -> Layout:
-    """The layout in which every rank of `ranks` holds the shards that name it.
-
-    A cut along one dim becomes `Shard` on a mesh in the order of the shards, a grid `Shard` on a mesh of its form, a
-    tensor on one rank `OnRanks`: ops have their best rules there. Anything else is `Boxes`.
-
-    Raises:
-        LayoutError: shards that do not cover the shape exactly once, or are on a rank that is not in `ranks`.
-    """
-    check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], shape)
-    ranks = tuple(sorted(ranks))  # the shards say who holds what; a group in another order is the same layout
-    for shard in shards:
-        if shard.rank not in ranks:
-            raise LayoutError(f"The shard {shard} is on a rank that is not of the group, whose ranks are {ranks}.")
-    device = _device_type(shards)
-    rows: dict[int, list[Box]] = {rank: [] for rank in ranks}
-    for shard in shards:
-        rows[shard.rank].append(shard.box)
-    single = all(len(row) <= 1 for row in rows.values())
-    boxes = {shard.rank: shard.box for shard in shards if shard.box.numel or 0 in shape}
-    if single and boxes:
-        dims = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in boxes.values())]
-        if not dims and len(rows) == 1:
-            return Layout(Mesh((1,), ranks, None, device), [Replicate()], shape)
-        if not dims and sum(map(len, rows.values())) == 1:
-            return Layout(Mesh((len(ranks),), ranks, None, device), [OnRanks(ranks.index(next(iter(boxes))))], shape)
-        if len(dims) <= 1:
-            return _line(shards, boxes, dims[0] if dims else _cut_dim(shards), shape, ranks, device)
-        if len(boxes) == len(ranks):
-            grid = _grid(boxes, dims, shape, device)
-            if grid is not None:
-                return grid
-    return Layout(Mesh((len(ranks),), ranks, None, device), [Boxes([rows[rank] for rank in ranks])], shape)
-
-
-def _device_type(shards: Sequence[ShardMetadata]) -> str:
-    types = {shard.placement.device().type: shard for shard in shards if shard.placement is not None}
-    if len(types) > 1:
-        raise LayoutError(f"The shards of a tensor live on one kind of device, got {_listed(list(types.values()))}.")
-    return next(iter(types), "cpu")
-
-
-def _cut_dim(shards: Sequence[ShardMetadata]) -> int:
-    """Of shards of which one holds everything: the dim along which the others are empty."""
-    return next((d for s in shards for d, n in enumerate(s.shard_sizes) if not n), 0)
-
-
-def _line(
-    shards: Sequence[ShardMetadata], boxes: dict[int, Box], dim: int, shape: tuple[int, ...], ranks: Ranks, device: str
-) -> Layout:
-    """One box a rank along one dim: a mesh in their order, ranks without any at the end."""
-    listed = list(dict.fromkeys(shard.rank for shard in shards))
-    filled = sorted(boxes, key=lambda rank: boxes[rank].offsets[dim])
-    order = (*filled, *(r for r in listed if r not in boxes), *(r for r in ranks if r not in listed))
-    if filled == [r for r in ranks if r in boxes]:  # the natural order, with empty shards in between
-        order = ranks
-    sizes = [boxes[rank].sizes[dim] if rank in boxes else 0 for rank in order]
-    return Layout(Mesh((len(order),), order, None, device), [Shard(dim, sizes)], shape)
-
-
-def _grid(boxes: dict[int, Box], dims: list[int], shape: tuple[int, ...], device: str) -> Layout | None:
-    """One box a rank, at every crossing of some cuts; None if they stand otherwise."""
-    cuts = [sorted({(box.offsets[d], box.sizes[d]) for box in boxes.values()}) for d in dims]
-    if any(a + n != b for cut in cuts for (a, n), (b, _) in pairwise(cut)):
-        return None
-    at = {tuple((box.offsets[d], box.sizes[d]) for d in dims): rank for rank, box in boxes.items()}
-    ranks = [at.get(crossing) for crossing in cartesian(*cuts)]
-    if None in ranks or len(ranks) != len(boxes):
-        return None
-    mesh = Mesh(tuple(map(len, cuts)), tuple(r for r in ranks if r is not None), None, device)
-    placements = [Shard(d, [n for _, n in cut]) for d, cut in zip(dims, cuts, strict=True)]
-    return Layout(mesh, placements, shape)
-
-
-# ---- a layout as a spec -----------------------------------------------------------------------------------------
-
-
-def shards_of(layout: Layout) -> list[ShardMetadata]:
-    """The shards of a tensor laid out so; of copies, the first.
-
-    Raises:
-        LayoutError: the layout has summands, which are no shards.
-    """
-    if layout.partial_axes:
-        raise LayoutError(f"{layout} has summands, not shards. Fix: redistribute it first.")
-    mesh = layout.mesh
-    copies = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicate)]
-    found = []
-    for rank in mesh.ranks:
-        here = mesh.coordinate(rank)
-        assert here is not None
-        if not any(here[axis] for axis in copies):
-            found += [ShardMetadata(*box, RemoteDevice(rank, mesh.device_type)) for box in layout.boxes(rank)]
-    return found
-
-
 def spec_of(layout: Layout) -> ShardingSpec:
-    """The spec that says what `layout` says: by chunks where it is cut so, else shard by shard.
+    """The spec that is equivalent to `layout`: a `ChunkShardingSpec` where possible, else a list of shards.
 
     Raises:
-        LayoutError: the layout has copies or summands, of which specs know nothing.
+        LayoutError: the layout is replicated or Partial, which no spec can express.
     """
-    copies = [a for a, p in enumerate(layout.placements) if isinstance(p, Replicate) and layout.mesh.shape[a] > 1]
-    if copies:
-        raise LayoutError(f"No sharding spec tells of copies, and {layout} has them. Fix: ask for its layout instead.")
+    replicated = [a for a, p in enumerate(layout.placements) if isinstance(p, Replicate) and layout.mesh.shape[a] > 1]
+    if replicated:
+        raise LayoutError(f"No sharding spec expresses replication, and {layout} has it. Fix: use its layout instead.")
     shards = shards_of(layout)
-    if layout.mesh.ndim == 1 and _is_chunks(layout.placements[0]):
-        dim = layout.placements[0].dim  # type: ignore[attr-defined]
-        return ChunkShardingSpec(dim, [RemoteDevice(rank, layout.mesh.device_type) for rank in layout.mesh.ranks])
+    placement = layout.placements[0]
+    if layout.mesh.ndim == 1 and isinstance(placement, Shard) and placement.sizes is None:
+        devices = [RemoteDevice(rank, layout.mesh.device_type) for rank in layout.mesh.ranks]
+        return ChunkShardingSpec(placement.dim, devices)
     return EnumerableShardingSpec(shards)
-
-
-def _is_chunks(placement: Placement) -> bool:
-    return isinstance(placement, Shard) and placement.sizes is None

@@ -117,7 +117,7 @@ def test_all_that_is_wrong_with_a_plan_is_said_at_once_and_on_every_rank() -> No
     assert text == (
         "The plan does not fit the module:\n"
         "  'table.wieght' matches no parameter. Did you mean 'table.weight'?\n"
-        "  'zzz*' matches no parameter. Parameters: "
+        "  'zzz*' matches no parameter. Known names: "
         "table.weight, hidden.weight, hidden.bias, out.weight, out.bias.\n"
         "  table.weight: the layout is for shape (3, 3), the parameter has (9, 4).\n"
         "  hidden.weight: Shard(2) on axis 0: a tensor of shape (6, 4) has no dim 2.\n"
@@ -129,7 +129,7 @@ def test_all_that_is_wrong_with_a_plan_is_said_at_once_and_on_every_rank() -> No
 
 
 def test_one_placement_for_a_grid_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"says nothing about 2 axes. Fix: give one placement an axis"):
+    with pytest.raises(PlanError, match=r"is one placement for 2 axes. Fix: one placement per axis"):
         layouts_of(MODEL, {"table.weight": S0}, Mesh((2, 2)))
 
 
@@ -150,7 +150,7 @@ def test_plans_that_differ_are_refused_with_the_differences_only(name: str) -> N
 
     (text,) = set(world(3).run(body))
     assert text.startswith("Ranks disagree on the sharding plan:\n  rank 0")
-    assert text.endswith("\n  Fix: build the same module and plan on every rank.")
+    assert text.endswith("\n  Fix: pass the same module, plan and source rank on every rank.")
     assert "plan for hidden" not in text
     assert "parameter" not in text
     if name == "placement":
@@ -206,7 +206,7 @@ def test_tied_parameters_stay_tied() -> None:
     def body() -> None:
         module = copy.deepcopy(plain)
         module.zero_grad()
-        with pytest.raises(PlanError, match=r"embed.weight and out.weight are one parameter, but the plan lays"):
+        with pytest.raises(PlanError, match=r"embed.weight and out.weight are tied, but the plan gives"):
             shard_module(module, {"embed.weight": S0})
         shard_module(module, {"*.weight": S0})
         assert module.embed.weight is module.out.weight

@@ -13,7 +13,7 @@ from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms,
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.models import RMSNormPython
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from shardwise.parallel.boundary import Scope
+from shardwise.parallel.boundary import SharedInput
 from shardwise.testing import world
 from tests.parallel.alone import own_part, part_of, same_parameters, whole
 
@@ -118,19 +118,19 @@ def test_what_is_shared_ends_with_the_forward_of_the_parent_even_if_it_fails() -
     def body() -> None:
         module = Failing()
         parallelize_module(module, None, {"w[qkv]": ColwiseParallel()})
-        scope = scope_of(module)
+        shared = shared_of(module)
         x = torch.ones(2, 6, requires_grad=True)
         with pytest.raises(ZeroDivisionError):
             module(x)
-        assert (scope.depth, scope.source, scope.result) == (0, None, None)
+        assert (shared.depth, shared.source, shared.result) == (0, None, None)
         module.wq(x)
-        assert scope.source is None
+        assert shared.source is None
 
-    def scope_of(module: nn.Module) -> Scope:
+    def shared_of(module: nn.Module) -> SharedInput:
         """Its hook is bound to it."""
         (hook,) = module._forward_pre_hooks.values()
         found = hook.__self__  # type: ignore[attr-defined]
-        assert isinstance(found, Scope)
+        assert isinstance(found, SharedInput)
         return found
 
     world(2).run(body)
@@ -223,8 +223,8 @@ def test_a_part_of_another_shape_than_the_plan_says_is_refused() -> None:
     every = world(4).run(refused, nn.Linear(10, 6), RowwiseParallel(), torch.ones(2, 10))
     assert [kind for kind, _ in every] == [LayoutError] * 4
     assert every[3][1] == (
-        "the input of 0: a plain tensor laid out as [Shard(1)] on Mesh(0=4) is a part of shape (2, 1) on rank 3, got "
-        "(2, 10). Fix: pass that part, say in the style how the tensor is laid out, or pass a DTensor."
+        "the input of 0: a plain tensor laid out as [Shard(1)] on Mesh(0=4) is a local shard of shape (2, 1) on rank 3, "
+        "got (2, 10). Fix: pass that shard, say in the style how the tensor is laid out, or pass a DTensor."
     )
 
 

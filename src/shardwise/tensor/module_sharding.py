@@ -1,0 +1,220 @@
+"""Replaces parameters of an `nn.Module` by DTensors, in place.
+
+The shared core of `shardwise.shard_module`, `parallelize_module` and `sharded_tensor.shard_module`: it resolves names
+and globs, checks that all ranks pass the same plan, and keeps tied parameters tied.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import collectives
+from shardwise.errors import PlanError
+from shardwise.layout import Layout, Mesh
+from shardwise.tensor.conversion import scattered
+from shardwise.tensor.dtensor import DTensor, default_mesh, moved, plain, tag
+
+LISTED = 12  # names in the error for an unknown one
+Owners = list[tuple[nn.Module, str]]
+"""The modules that own a parameter, buffer or submodule, each with its name there; several if it is tied."""
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name; a tied one is listed under each of its names."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def module_mesh(module: nn.Module, device_mesh: Any) -> Mesh:
+    """`device_mesh` as a `Mesh`; None is one axis of all ranks, on the device of the module."""
+    if device_mesh is not None:
+        return collectives.as_mesh(device_mesh)
+    return default_mesh(next((p.device.type for p in module.parameters() if not p.is_meta), "cpu"))
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    patterns: Iterable[str], names: Sequence[str], kind: str, *, per_component: bool = False
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The names that each pattern matches, and an error for each pattern that matches none.
+
+    Args:
+        patterns: names or globs.
+        names: of the parameters or modules.
+        kind: "parameter" or "module", for errors.
+        per_component: each component of a path matches by itself, so that "layers.*" does not match "layers.0.bias".
+    """
+    matched = {pattern: [n for n in names if _matches(pattern, n, per_component)] for pattern in patterns}
+    return matched, [unknown_name(pattern, names, kind) for pattern, found in matched.items() if not found]
+
+
+def _matches(pattern: str, name: str, per_component: bool) -> bool:
+    if pattern == name or not name:
+        return pattern == name
+    if not per_component:
+        return fnmatchcase(name, pattern)
+    globs, components = pattern.split("."), name.split(".")
+    return len(globs) == len(components) and all(map(fnmatchcase, components, globs))
+
+
+def unknown_name(name: str, names: Iterable[str], kind: str) -> str:
+    """The error for a plan that names no `kind` of the module."""
+    known = [n for n in names if n]
+    last = name.rpartition(".")[2]
+    close = get_close_matches(name, known, n=1) or [n for n in known if n.rpartition(".")[2] == last]
+    if close:
+        return f"{name!r} matches no {kind}. Did you mean {close[0]!r}?"
+    listed = ", ".join([*known[:LISTED], *(["…"] if len(known) > LISTED else [])])
+    return f"{name!r} matches no {kind}. Known names: {listed or 'none'}."
+
+
+def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]) -> list[str]:
+    """An error for each tied parameter whose names are assigned different layouts."""
+    first: dict[int, str] = {}
+    conflicts = []
+    for name in named:
+        if name in assigned:
+            other = first.setdefault(id(named[name]), name)
+            if assigned[name] != assigned[other]:
+                conflicts.append(f"{other} and {name} are tied, but the plan gives them different layouts.")
+    return conflicts
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one `PlanError` that lists all `problems`, if there are any."""
+    lines = [f"  {problem}" for problem in dict.fromkeys(problems)]
+    if lines:
+        raise PlanError("The plan does not fit the module:\n" + "\n".join(lines))
+
+
+def agree_on_plan(
+    plan: Iterable[tuple[str, object]], named: Mapping[str, Tensor], ranks: Iterable[int], **facts: object
+) -> None:
+    """Raise the same `MismatchError` on all `ranks` if they pass different plans.
+
+    Call it before anything else, so that a plan that is wrong on one rank only is the same error on all.
+
+    Args:
+        plan: names or globs, and what the plan says about them.
+        named: the tensors whose dtypes and shapes must agree.
+        facts: what else must agree, as JSON.
+    """
+    members = tuple(sorted(ranks))
+    if collectives.rank() not in members:
+        return
+    entries: dict[str, str] = {}
+    order = []
+    for key, entry in plan:
+        text = _describe(entry)
+        entries[f"plan for {key}"] = f"{entries[f'plan for {key}']}, {text}" if key in order else text
+        order.append(key)
+    said: dict[str, object] = {f"parameter {name}": f"{x.dtype} {tuple(x.shape)}" for name, x in named.items()}
+    said |= entries | {"order of the plan": order} | facts  # of two globs, the later one wins
+    collectives.agree("the sharding plan", said, members, "pass the same module, plan and source rank on every rank.")
+
+
+def _describe(entry: object) -> str:
+    """`entry` as it prints; of one that prints its address, which differs from rank to rank, the type."""
+    text = entry if isinstance(entry, str) else repr(entry)
+    return type(entry).__qualname__ if " at 0x" in text else text
+
+
+# ---- replacement ----------------------------------------------------------------------------------------------------
+
+
+def owners_of(module: nn.Module, named: Mapping[str, object]) -> dict[str, Owners]:
+    """The owners of each of `named`; all names of a tied parameter or shared module have the same list."""
+    owners: dict[int, Owners] = {}
+    for name, value in named.items():
+        path, _, attribute = name.rpartition(".")
+        owners.setdefault(id(value), []).append((module.get_submodule(path), attribute))
+    return {name: owners[id(value)] for name, value in named.items()}
+
+
+def assign(owners: Owners, value: object) -> None:
+    """Replace a parameter, buffer or submodule in all of its owners."""
+    for owner, name in owners:
+        registries: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, owner._modules)
+        next(registry for registry in registries if name in registry)[name] = value
+
+
+def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_rank: int | None) -> None:
+    """Turn the parameters that `layouts` names into DTensors, in place; tied parameters stay tied.
+
+    Submodules on the meta device are materialised if all their own parameters are named.
+    """
+    named = named_parameters(module)
+    owners = owners_of(module, named)
+    replaced: set[int] = set()
+    with torch.no_grad():
+        for name, layout in layouts.items():
+            parameter = named[name]
+            if id(parameter) in replaced:
+                continue
+            replaced.add(id(parameter))
+            if not (isinstance(parameter, DTensor) and parameter._layout == layout):
+                assign(owners[name], _sharded(name, parameter, layout, src_rank))
+        _materialise(module, {name for name, p in named.items() if p.is_meta and id(p) in replaced})
+
+
+def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int | None) -> nn.Parameter:
+    rank = collectives.rank()
+    if isinstance(parameter, DTensor):
+        local = plain(moved(parameter, layout)).detach()
+    elif parameter.is_meta or rank not in layout.mesh.ranks:
+        local = torch.empty(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
+    else:
+        local = scattered(parameter.detach(), layout, src_rank)
+    result = nn.Parameter(tag(local, layout), parameter.requires_grad)
+    result._name = name  # type: ignore[attr-defined]
+    return result
+
+
+def _materialise(module: nn.Module, replaced: set[str]) -> None:
+    """Call `reset_parameters()` of every submodule that was on the meta device."""
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        buffers = {f"{prefix}{name}": name for name, b in child.named_buffers(recurse=False) if b.is_meta}
+        pending = {f"{prefix}{name}" for name, _ in child.named_parameters(recurse=False)} & replaced | set(buffers)
+        if not pending or any(p.is_meta for p in child.parameters(recurse=False)):  # left to a later plan
+            continue
+        what = f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and"
+        if getattr(child, "reset_parameters", None) is None:
+            raise PlanError(
+                f"{what} has no reset_parameters() to fill {', '.join(sorted(pending))}. "
+                f"Fix: give it one, or build it on a device."
+            )
+        for name in buffers.values():
+            child._buffers[name] = _filled_with_nan(child.get_buffer(name))
+        _reset(child)
+        unset = [full for full, name in buffers.items() if bool(torch.isnan(child.get_buffer(name)).any())]
+        if unset:
+            raise PlanError(
+                f"{what} its reset_parameters() does not fill {', '.join(unset)}. "
+                f"Fix: let it do so, or build it on a device."
+            )
+
+
+def _reset(module: Any) -> None:
+    """`reset_parameters()`. torch fills the padding row through a view, which would be a copy of a sharded table."""
+    row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+    if row is None:
+        module.reset_parameters()
+        return
+    module.padding_idx = None
+    try:
+        module.reset_parameters()
+    finally:
+        module.padding_idx = row
+    module.weight[row] = 0.0
+
+
+def _filled_with_nan(buffer: Tensor) -> Tensor:
+    """In place of a buffer on the meta device: NaN wherever `reset_parameters()` does not fill it."""
+    found = torch.zeros_like(buffer, device="cpu")
+    return found.fill_(float("nan")) if buffer.is_floating_point() else found
