@@ -223,8 +223,8 @@ def test_a_part_of_another_shape_than_the_plan_says_is_refused() -> None:
     every = world(4).run(refused, nn.Linear(10, 6), RowwiseParallel(), torch.ones(2, 10))
     assert [kind for kind, _ in every] == [LayoutError] * 4
     assert every[3][1] == (
-        "the input of 0: a plain tensor laid out as [Shard(1)] on Mesh(0=4) is a local shard of shape (2, 1) on rank 3, "
-        "got (2, 10). Fix: pass that shard, say in the style how the tensor is laid out, or pass a DTensor."
+        "the input of 0: a plain tensor laid out as [Shard(1)] on Mesh(0=4) is a local shard of shape (2, 1) on rank 3"
+        ", got (2, 10). Fix: pass that shard, say in the style how the tensor is laid out, or pass a DTensor."
     )
 
 

@@ -183,7 +183,7 @@ def test_a_distributed_input_may_come_in_any_layout(style: type[ParallelStyle], 
 
 
 BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {
-    "another layer": (nn.Conv1d(2, 2, 1), ColwiseParallel(), "knows Linear, Embedding and EmbeddingBag, not Conv1d"),
+    "another layer": (nn.Conv1d(2, 2, 1), ColwiseParallel(), "supports Linear, Embedding and EmbeddingBag, not Conv1d"),
     "unit": (nn.Linear(6, 10), ColwiseParallel(unit=4), "10 features are no multiple of unit=4"),
     "no unit": (nn.Linear(6, 10), RowwiseParallel(unit=0), "6 features are no multiple of unit=0"),
     "sizes": (nn.Linear(6, 10), ColwiseParallel(sizes=(5, 4)), r"sizes=\(5, 4\) must be 2 numbers that add up to 10"),
@@ -214,5 +214,5 @@ def test_what_a_style_cannot_do_is_told_before_anything_changes(name: str) -> No
 
 def test_sizes_are_one_number_a_rank() -> None:
     for sizes in (3, ("a",), "33", (3.0, 3)):
-        with pytest.raises(PlanError, match="sizes are integers, one a rank, got"):
+        with pytest.raises(PlanError, match="sizes are integers, one per rank, got"):
             ColwiseParallel(sizes=sizes)  # type: ignore[arg-type]

@@ -15,14 +15,14 @@ from shardwise.errors import MeshError, MismatchError, PlanError
 from shardwise.layout import Placement
 from shardwise.models import MLPModule, MLPStacked, ModelArgs, Transformer
 from shardwise.parallel import (
-    OutputFn,
-    InputFn,
     ColwiseParallel,
+    InputFn,
+    ModuleContext,
+    OutputFn,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    ModuleContext,
     first_input,
     loss_parallel,
     parallelize_module,
@@ -293,7 +293,7 @@ def test_a_style_that_prints_its_address_is_no_difference_between_ranks() -> Non
 
 
 def test_a_style_that_names_parameters_which_are_not_there_is_told() -> None:
-    with pytest.raises(PlanError, match=r"ChannelParallel cuts weight, bias, the parameters are \."):
+    with pytest.raises(PlanError, match=r"ChannelParallel shards weight, bias, the parameters are \."):
         cuts(nn.Sequential(nn.ReLU()), {"0": ChannelParallel()})
 
 

@@ -216,7 +216,7 @@ WRONG_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "structure": (
         {"input_kwarg_layouts": {"bag": {"a": S0}}, "desired_input_kwarg_layouts": {"bag": R}},
-        "are not layouts of the same thing",
+        "differ in structure",
     ),
     "too many": ({"input_layouts": (S0, R, R), "desired_input_layouts": (S0, R, R)}, "are 3, but forward takes x, y"),
     "no such name": ({"input_kwarg_layouts": {"scal": R}}, "forward has no argument 'scal'. Did you mean 'scale'?"),
@@ -224,7 +224,7 @@ WRONG_PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"input_layouts": (S0, R), "input_kwarg_layouts": {"y": R}},
         "the argument 'y' has layouts by position and by name",
     ),
-    "by key": ({"input_layouts": {"x": R}}, "input_layouts are one entry an argument"),
+    "by key": ({"input_layouts": {"x": R}}, "input_layouts are one entry per argument"),
     "no layout": ({"input_layouts": (7,)}, "7 is no layout"),
 }
 

@@ -127,9 +127,7 @@ class Forgetful(Sharder):
 @world(2)
 def test_a_sharder_that_returns_no_module_is_told_so() -> None:
     model = Model()
-    with pytest.raises(
-        PlanError, match=r"Forgetful\.shard must return the module that replaces 'head', got NoneT"
-    ):
+    with pytest.raises(PlanError, match=r"Forgetful\.shard must return the module that replaces 'head', got NoneT"):
         shard_module(model, ShardingPlan({"head": Forgetful()}))
     assert isinstance(model.head, nn.Linear)
     with pytest.raises(PlanError, match="needs a ShardingPlan, got dict"):

@@ -77,12 +77,12 @@ def test_gradients_go_back_the_way_they_came() -> None:
 
 
 @world(4)
-def test_copies_and_summands_can_be_resharded_too() -> None:
+def test_replicated_and_partial_tensors_can_be_resharded() -> None:
     copies = distribute_tensor(VALUE, Mesh((4,)), [Replicate()])
-    summands = DTensor.from_local(VALUE, Mesh((4,)), [Partial()])
+    partial = DTensor.from_local(VALUE, Mesh((4,)), [Partial()])
     for target in SPECS.values():
         assert_close(copies.reshard(target).full_tensor(), VALUE)
-        assert_close(summands.reshard(target).full_tensor(), VALUE * 4)
+        assert_close(partial.reshard(target).full_tensor(), VALUE * 4)
 
 
 # ---- looked at ----
@@ -109,13 +109,13 @@ def test_every_shard_is_where_its_metadata_say(name: str) -> None:
 @world(4)
 def test_a_tensor_that_no_spec_made_has_shards_all_the_same() -> None:
     x = distribute_tensor(VALUE, Mesh((2, 2)), [Shard(0), Replicate()])
-    assert [m.rank for m in x.metadata()] == [0, 2]  # of the copies the first
+    assert [m.rank for m in x.metadata()] == [0, 2]  # of the replicas the first
     assert len(x.local_shards()) == (rank() in (0, 2))
-    with pytest.raises(LayoutError, match="copies"):
+    with pytest.raises(LayoutError, match="expresses replication"):
         x.sharding_spec()
     y = distribute_tensor(VALUE, Mesh((4,)), [Shard(0)])
     assert y.sharding_spec() == chunks(0, 0, 1, 2, 3)
-    with pytest.raises(LayoutError, match="summands"):
+    with pytest.raises(LayoutError, match="is Partial"):
         DTensor.from_local(VALUE, Mesh((4,)), [Partial()]).metadata()
 
 
@@ -216,11 +216,11 @@ def test_ranks_that_leave_the_group_give_what_they_have() -> None:
 
 
 @world(2)
-def test_a_summand_is_no_shard() -> None:
+def test_a_partial_tensor_has_no_shards() -> None:
     x = DTensor.from_local(VALUE, Mesh((2,)), [Partial()])
-    with pytest.raises(LayoutError, match="has summands, not shards"):
+    with pytest.raises(LayoutError, match="is Partial, it has no shards"):
         x.local_tensor()
-    with pytest.raises(LayoutError, match="has summands, not shards"):
+    with pytest.raises(LayoutError, match="is Partial, it has no shards"):
         collect_local_shard(torch.nn.Identity())(x)
 
 
@@ -317,7 +317,7 @@ def test_shards_that_do_not_make_a_tensor_are_the_same_error_everywhere() -> Non
         (dims, MismatchError, "number"),
         (gradients, MismatchError, "rank 1: requires_grad .*True"),
         (device, MismatchError, "rank 1: passes a shard placed on rank:1/cuda:0 that is on cpu"),
-        (strange, MismatchError, "rank 2: passes a Tensor where a LocalShard belongs"),
+        (strange, MismatchError, "rank 2: passes a Tensor instead of a LocalShard"),
     ):
         with pytest.raises(kind, match=said) as error:
             world(3).run(wrong)

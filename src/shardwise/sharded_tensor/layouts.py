@@ -96,7 +96,7 @@ def shards_of(layout: Layout) -> list[ShardMetadata]:
         LayoutError: the layout is Partial.
     """
     if layout.partial_axes:
-        raise LayoutError(f"{layout} is Partial, so it has no shards. Fix: redistribute it to Shard or Replicate first.")
+        raise LayoutError(f"{layout} is Partial, it has no shards. Fix: redistribute it to Shard or Replicate first.")
     mesh = layout.mesh
     replicated = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     shards = []

@@ -267,16 +267,12 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
     return factory
 
 
-empty, zeros, ones, full, rand, randn = map(
-    _factory, (factories.empty, factories.zeros, factories.ones, factories.full, factories.rand, factories.randn)
-)
+empty, zeros, ones = _factory(factories.empty), _factory(factories.zeros), _factory(factories.ones)
+full, rand, randn = _factory(factories.full), _factory(factories.rand), _factory(factories.randn)
 
-for name, method in {
-    "local_shards": local_shards,
-    "local_tensor": local_tensor,
-    "metadata": metadata,
-    "sharding_spec": sharding_spec,
-    "gather": gather,
-    "reshard": reshard,
-}.items():
-    register_method(name, method)
+register_method("local_shards", local_shards)
+register_method("local_tensor", local_tensor)
+register_method("metadata", metadata)
+register_method("sharding_spec", sharding_spec)
+register_method("gather", gather)
+register_method("reshard", reshard)

@@ -137,9 +137,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     entries: list[tuple[str, object]] = [(name, _describe(entry)) for name, entry in plan.plan.items()]
     entries += [(f"the output of {name}", _describe(spec)) for name, spec in outputs.items()]
     local = list(plan.return_local_tensor or ())
-    module_sharding.agree_on_plan(
-        entries, {}, ranks, return_local_tensor=local, src_rank=src_rank, problems=problems
-    )
+    module_sharding.agree_on_plan(entries, {}, ranks, return_local_tensor=local, src_rank=src_rank, problems=problems)
     module_sharding.refuse(problems)
     owners = module_sharding.owners_of(module, modules | tensors)
     for name, entry in plan.plan.items():
@@ -183,19 +181,23 @@ def _problems(plan: ShardingPlan, modules: Mapping[str, nn.Module], tensors: Map
                 yield "'' has a Sharder, but it has no parent to be replaced in. Fix: call shard() on it."
             elif name not in modules:
                 yield module_sharding.unknown_name(name, modules, "module")
-            for other in replaced:
-                if other != name and modules[other] in replaced.get(name, ()):
-                    yield f"{name!r} has a Sharder, and so has {other!r}, which is inside it."
+            inside = [other for other in replaced if other != name and modules[other] in replaced.get(name, ())]
+            yield from (f"{name!r} has a Sharder, and so has {other!r}, which is inside it." for other in inside)
         elif not isinstance(entry, ShardingSpec):
             yield f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}."
         elif name not in tensors:
             yield module_sharding.unknown_name(name, tensors, "parameter or buffer")
         else:
-            for path, inside in replaced.items():
-                if modules[name.rpartition(".")[0]] in inside:
-                    yield f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces."
+            around = [path for path, inside in replaced.items() if modules[name.rpartition(".")[0]] in inside]
+            yield from (
+                f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces." for path in around
+            )
     specs = {name: entry for name, entry in plan.plan.items() if isinstance(entry, ShardingSpec)}
     yield from module_sharding.conflicting_ties(tensors, specs)
+    yield from _output_problems(plan, modules)
+
+
+def _output_problems(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     for name, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
             yield f"the output of {name!r} needs a ShardingSpec, got {type(spec).__name__}."

@@ -91,7 +91,9 @@ class ShardingSpec(ABC):
             elif tensor.layout is not torch.strided:
                 problem = f"only a dense tensor can be sharded, got one of layout {tensor.layout}."
             elif tensor.is_meta and collectives.rank() == ranks[src_rank]:
-                problem = f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device, without values."
+                problem = (
+                    f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device and has no values."
+                )
         collectives.agree(
             "how to shard a tensor",
             facts | {"problem": problem},
@@ -131,8 +133,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     Args:
         dim: the dim, counted from the end if negative.
-        placements: the rank that holds each shard, such as `["rank:1/cpu", "rank:0/cpu"]`; in any order, and a rank may hold
-            several shards.
+        placements: the rank that holds each shard, such as `["rank:1/cpu", "rank:0/cpu"]`; in any order, and a rank
+            may hold several shards.
 
     Raises:
         NotImplementedError: a dim given by name.
@@ -175,7 +177,7 @@ class EnumerableShardingSpec(ShardingSpec):
         shards: boxes that cover a tensor exactly once, each with its placement.
 
     Raises:
-        LayoutError: no shards; shards of different numbers of dims, that overlap or have no placement; or other types.
+        LayoutError: no shards, another type, different numbers of dims, overlaps, or no placement.
     """
 
     shards: tuple[ShardMetadata, ...]
