@@ -27,8 +27,9 @@ def shard_module(module: M, plan: LayoutPlan, *, mesh: Any = None, src_rank: int
     Args:
         module: any module, in place. A module on the meta device is materialised submodule by submodule, so no rank
             ever allocates more than its local shards; each submodule with parameters needs `reset_parameters()`.
-        plan: parameter name, or glob such as `"tables.*.weight"`, to a placement, one placement per mesh axis (in
-            a sequence or by axis name), a `Layout`, or a sharding spec. A name takes precedence over a glob, and a later glob over an earlier one.
+        plan: parameter name, or glob such as `"tables.*.weight"`, to a placement, one placement per mesh axis (in a
+            sequence or by axis name), a `Layout`, or a sharding spec. A name takes precedence over a glob, and a
+            later glob over an earlier one.
         mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
         src_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and sends
             nothing.
