@@ -138,7 +138,7 @@ def test_too_many_kinds_of_operands_are_an_error_that_says_what_to_do() -> None:
     step = sw.capture(lambda x, n: x * n, limit=3)
     for n in (1.0, 2.0, 3.0, 1.0):
         step(torch.ones(2), n)
-    with pytest.raises(CaptureError, match=r"3 kinds of operands already.*pass numbers that change as tensors"):
+    with pytest.raises(CaptureError, match=r"3 kinds of calls already.*pass numbers that change as tensors"):
         step(torch.ones(2), 4.0)
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import CaptureError
-from shardwise.graph_capture.api import OFTEN
+from shardwise.graph_capture.api import RETRACES
 from shardwise.testing import world
 
 NAMESPACE = SimpleNamespace(scale=2.0)
@@ -267,9 +267,9 @@ def test_who_changes_what_it_reaches_is_told_once() -> None:
     step = sw.capture(function)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for i in range(OFTEN * 2):
+        for i in range(RETRACES * 2):
             assert step(torch.ones(1)).item() == i + 1
-    assert [str(w.message).startswith(f"capture: {OFTEN} calls in a row") for w in told] == [True]
+    assert [str(w.message).startswith(f"capture: {RETRACES} calls in a row") for w in told] == [True]
     assert "a list" in str(told[0].message)
 
 

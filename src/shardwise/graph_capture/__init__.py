@@ -1,4 +1,4 @@
-"""Steps recorded once as FX graphs, and replayed without Python work for their shardings."""
+"""Captures steps as FX graphs, and replays them without Python work for their sharding."""
 
 from shardwise.graph_capture.api import Captured, capture
 

@@ -1,4 +1,4 @@
-"""`capture`: a function or module whose work is recorded once for each kind of operands, and replayed."""
+"""`capture`: traces a function or module once for each kind of call, and replays its graphs."""
 
 import warnings
 from collections.abc import Callable
@@ -9,99 +9,100 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
 from shardwise.graph_capture.compiled import Backend
-from shardwise.graph_capture.context_guards import Surroundings, key_of, looked_on
 from shardwise.graph_capture.graphs import Graphs
-from shardwise.graph_capture.replay import Recording
+from shardwise.graph_capture.guards import StateGuards, cache_key, must_run_eagerly
+from shardwise.graph_capture.replay import CapturedCall
 
 LIMIT = 32
-OFTEN = 16  # recordings in a row that nothing was replayed of
+RETRACES = 16  # in a row before a warning
 
 
 class Captured:
-    """What `capture` returns: called like the function, it records or replays.
+    """What `capture` returns: called like the function, it traces or replays.
 
     Attributes:
-        function: what was captured.
+        function: the captured function.
     """
 
     def __init__(self, function: Callable[..., Any], backend: Backend | None = None, limit: int = LIMIT) -> None:
         self.function = function
         self.backend = backend
         self.limit = limit
-        self._recordings: dict[Any, Recording] = {}
-        self._surroundings: Surroundings | None = None
-        self._dropped = 0
+        self._calls: dict[Any, CapturedCall] = {}
+        self._guards: StateGuards | None = None
+        self._retraces = 0
         if hasattr(function, "__name__"):
             update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if looked_on():
-            return self.function(*args, **kwargs)  # who looks on shall see everything
+        if must_run_eagerly():
+            return self.function(*args, **kwargs)
         if kwargs or any(isinstance(x, list | tuple | dict) for x in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
         else:
             leaves, spec = list(args), None
-        surroundings = self._seen()
-        key = (spec, *key_of(leaves))
-        known = self._recordings.get(key)
-        if known is not None and known.graphs is not None:
-            self._dropped = 0
-            return known.replayed(leaves)
-        if known is None and len(self._recordings) >= self.limit:
+        guards = self._checked_guards()
+        key = (spec, *cache_key(leaves))
+        call = self._calls.get(key)
+        if call is not None and call.graphs is not None:
+            self._retraces = 0
+            return call.replay(leaves)
+        if call is None and len(self._calls) >= self.limit:
             raise CaptureError(
-                f"capture: called with {self.limit} kinds of operands already, and now with another one: {key[1:]}. "
-                f"Fix: pad or cut batches to a few shapes, pass numbers that change as tensors, or raise limit=."
+                f"capture: traced for {self.limit} kinds of calls already, and this call is another one: {key[1:]}. "
+                f"Fix: pad or slice batches to a few shapes, pass numbers that change as tensors, or raise limit=."
             )
-        made = self._recordings[key] = Recording(self.backend, surroundings.tensors)
-        return made.made(self.function, leaves, spec)
+        call = self._calls[key] = CapturedCall(self.backend, guards.tensors)
+        return call.trace(self.function, leaves, spec)
 
-    def _seen(self) -> Surroundings:
-        """What the function reaches, as the recordings took it; those are dropped where that has changed."""
-        changed = "" if self._surroundings is None else self._surroundings.changed()
-        if self._surroundings is None or changed is not None:
-            self._dropped += bool(self._recordings)
-            self._recordings.clear()
-            self._surroundings = Surroundings(self.function)
-            if self._dropped == OFTEN:
+    def _checked_guards(self) -> StateGuards:
+        """The guards of what the function reaches. If one does not hold, all graphs are dropped."""
+        violated = "" if self._guards is None else self._guards.violated()
+        if self._guards is None or violated is not None:
+            self._retraces += bool(self._calls)
+            self._calls.clear()
+            self._guards = StateGuards(self.function)
+            if self._retraces == RETRACES:
                 warnings.warn(
-                    f"capture: {OFTEN} calls in a row recorded anew, since what the function reaches changes between "
-                    f"them: {changed}. Fix: pass it as an argument, or keep it where the function does not look.",
+                    f"capture: {RETRACES} calls in a row were traced anew, because what the function reaches changes "
+                    f"between them: {violated}. Fix: pass it as an argument, or keep it where the function does not "
+                    f"use it.",
                     stacklevel=3,
                 )
-        return self._surroundings
+        return self._guards
 
     def graphs(self) -> list[Graphs]:
-        """The graphs of every recording that is complete, in the order in which they were made."""
-        return [known.graphs for known in self._recordings.values() if known.graphs is not None]
+        """The graphs of every kind of call whose backward has been traced as well, in order."""
+        return [call.graphs for call in self._calls.values() if call.graphs is not None]
 
 
 def capture(function: Callable[..., Any], *, backend: Backend | None = None, limit: int = LIMIT) -> Captured:
-    """Record what `function` does on this rank the first time, and replay it from then on.
+    """Trace what `function` does on this rank the first time, and replay it from then on.
 
-    A recording is an FX graph of local aten ops and collectives, forward and backward. A replay calls them, and
-    nothing else: no rules, no plans, no modules. Values are those of the function itself, bit for bit.
+    The trace is an FX graph of local aten ops and collectives, forward and backward. A replay calls these and nothing
+    else: no rules, no plans, no modules. Values are bitwise those of the function itself.
 
         step = sw.capture(lambda x, y: F.cross_entropy(model(x), y))
-        loss = step(x, y)   # recorded, later replayed
+        loss = step(x, y)   # traced, later replayed
         loss.backward()     # as well
-        optimizer.step()    # as ever
+        optimizer.step()    # as usual
 
-    Recorded anew when layouts, shapes, strides, dtypes or other values among the arguments differ from those met
-    before, with or without grad, under another autocast; and when something has changed that the function reaches by
-    itself: by its closure, globals or defaults, as an attribute that it names, inside a list, a dict, or a module.
-    Parameters and buffers are used where they are: optimizer steps and loaded checkpoints count.
+    Guards decide when a graph is reused. A new kind of call is traced if layouts, shapes, strides, dtypes or other
+    values among the arguments, grad mode or autocast differ. All graphs are dropped if something has changed that the
+    function reaches by itself: through its closure, globals or defaults, as an attribute that it names, in a list, a
+    dict, or a module. Parameters and buffers are used in place: optimizer steps and loaded checkpoints count.
 
-    What a replay does not do is Python's own work: printing, counting, choosing by anything else than the above.
+    A replay does no other Python work of the function: printing, counting, choosing by anything else than the above.
 
     Args:
         function: a function or module of tensors, DTensors or plain; returns those, in lists, tuples and dicts.
-            While a debugging tool, a shadow or a counter of communication looks on, it runs as it is.
-        backend: of `torch.compile`, such as "inductor", for the stretches of local ops between collectives. None calls
-            torch's ops one by one, which alone is the same bit for bit.
-        limit: recordings that are kept.
+            Inside debugging tools, a shadow or `count_comms`, it runs as it is.
+        backend: of `torch.compile`, such as "inductor", for the local ops between collectives. None calls
+            torch's ops one by one; only that is bitwise equal.
+        limit: kinds of calls whose graphs are kept.
 
     Raises:
-        CaptureError: while recording, for what a replay could not repeat, such as looking at values; with more
-            kinds of operands than `limit`.
+        CaptureError: while tracing, for what a replay could not repeat, such as reading values; with more kinds
+            of calls than `limit`.
     """
     return Captured(function, backend, limit)

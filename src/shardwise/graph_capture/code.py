@@ -1,4 +1,4 @@
-"""A graph as a Python function that calls its ops with as little around them as Python allows."""
+"""Generates the Python function that runs an FX graph, with as little overhead per op as Python allows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ Nodes = Sequence[fx.Node | None]
 aten = torch.ops.aten
 _methods, _functions = torch._C.TensorBase, torch._C._VariableFunctions
 
-# What Python's own bindings call by the same arguments, at half the cost of a call by schema.
-BOUND: dict[Any, Callable[..., Any]] = {
+# Python bindings with the same arguments as the op; they cost half of a call by schema.
+BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.t.default: _methods.t,
     aten.view.default: _methods.view,
     aten._unsafe_view.default: _methods.view,
@@ -38,70 +38,68 @@ BOUND: dict[Any, Callable[..., Any]] = {
 }
 
 
-def element(values: Any, i: int) -> Any:
+def getitem(values: Any, i: int) -> Any:
     """One result of a call that has several."""
     return values[i]
 
 
-def module_of(
-    takes: Sequence[fx.Node], calls: Sequence[fx.Node], gives: Nodes, name: str = "Stretch"
-) -> fx.GraphModule:
-    """Some calls of a graph as a graph of their own, of what they take to what is asked of them."""
+def extract(inputs: Sequence[fx.Node], calls: Sequence[fx.Node], outputs: Nodes, name: str) -> fx.GraphModule:
+    """A graph module of some calls of a graph."""
     graph, copies = fx.Graph(), {}
-    for node in takes:
+    for node in inputs:
         copies[node] = graph.placeholder(node.name)
     for node in calls:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(None if n is None else copies[n] for n in gives))
+    graph.output(tuple(None if n is None else copies[n] for n in outputs))
     return fx.GraphModule(torch.nn.Module(), graph, name)
 
 
-def function_of(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
-    """The function of a graph whose placeholders are all in front; what is not needed any more is let go at once."""
+def generate(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
+    """The function of a graph whose placeholders come first. It frees every value after its last use."""
     names = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
-    known: dict[str, Any] = {}
-    last: dict[fx.Node, list[str]] = {}
+    globals_: dict[str, Any] = {}
+    last_uses: dict[fx.Node, list[str]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         for operand in node.all_input_nodes:
             if operand not in seen:
                 seen.add(operand)
-                last.setdefault(node, []).append(names[operand])
-    takes = [names[node] for node in graph.nodes if node.op == "placeholder"]
-    lines = [f"def run({', '.join(takes)}):"]
+                last_uses.setdefault(node, []).append(names[operand])
+    parameters = [names[node] for node in graph.nodes if node.op == "placeholder"]
+    lines = [f"def run({', '.join(parameters)}):"]
     for node in graph.nodes:
         if node.op == "output":
-            lines.append(f" return {_written(node.args[0], names, known)}")
+            lines.append(f" return {_expression(node.args[0], names, globals_)}")
         elif node.op == "call_function":
-            lines.append(f" {names[node]} = {_call(node, names, known)}")
-            left = last.get(node, []) + ([] if node.users else [names[node]])
-            if left:
-                lines.append(f" {' = '.join(left)} = None")
-    exec("\n".join(lines), known)  # noqa: S102 - of names and calls written above, as torch.fx does
-    return known["run"]  # type: ignore[no-any-return]
+            lines.append(f" {names[node]} = {_call(node, names, globals_)}")
+            unused = last_uses.get(node, []) + ([] if node.users else [names[node]])
+            if unused:
+                lines.append(f" {' = '.join(unused)} = None")
+    exec("\n".join(lines), globals_)  # noqa: S102 - of names and calls written above, as torch.fx does
+    return globals_["run"]  # type: ignore[no-any-return]
 
 
-def _call(node: fx.Node, names: dict[fx.Node, str], known: dict[str, Any]) -> str:
-    args = [_written(a, names, known) for a in node.args]
-    if node.target is element:
+def _call(node: fx.Node, names: dict[fx.Node, str], globals_: dict[str, Any]) -> str:
+    args = [_expression(a, names, globals_) for a in node.args]
+    if node.target is getitem:
         return f"{args[0]}[{args[1]}]"
-    op = BOUND.get(node.target, getattr(node.target, "_op", node.target))
-    args += [f"{name}={_written(a, names, known)}" for name, a in node.kwargs.items()]
-    return f"{_bound(op, known)}({', '.join(args)})"
+    op = BINDINGS.get(node.target, getattr(node.target, "_op", node.target))
+    args += [f"{name}={_expression(a, names, globals_)}" for name, a in node.kwargs.items()]
+    return f"{_global(op, globals_)}({', '.join(args)})"
 
 
-def _written(x: Any, names: dict[fx.Node, str], known: dict[str, Any]) -> str:
+def _expression(x: Any, names: dict[fx.Node, str], globals_: dict[str, Any]) -> str:
     if isinstance(x, fx.Node):
         return names[x]
     if isinstance(x, tuple | list):
-        inside = "".join(f"{_written(y, names, known)}, " for y in x)
-        return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+        elements = "".join(f"{_expression(y, names, globals_)}, " for y in x)
+        return f"({elements})" if isinstance(x, tuple) else f"[{elements}]"
     if x is None or isinstance(x, bool | int | str):
         return repr(x)
-    return _bound(x, known)  # dtypes, devices, and floats with all their bits
+    return _global(x, globals_)  # dtypes, devices, and floats with all their bits
 
 
-def _bound(x: Any, known: dict[str, Any]) -> str:
+def _global(x: object, globals_: dict[str, Any]) -> str:
     name = f"k{id(x)}"
-    known[name] = x
+    globals_[name] = x
     return name

@@ -1,4 +1,4 @@
-"""A graph whose stretches of aten ops, between one leaf and the next, are handed to a compiler."""
+"""A graph whose runs of aten ops between opaque calls are compiled by `torch.compile`."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -8,53 +8,54 @@ import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise.graph_capture.code import element, function_of, module_of
+from shardwise.graph_capture.code import extract, generate, getitem
 
 Backend = str | Callable[..., Any]
 
 
 def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]]:
-    """What runs `graph`: its leaves as they are, all else by `torch.compile(backend=…)`, compiled when first run."""
-    whole, copies = fx.Graph(), {}
+    """The function of `graph`: opaque calls as they are, the ops between them compiled when they first run."""
+    outer, copies = fx.Graph(), {}
     (output,) = graph.find_nodes(op="output")
     for node in graph.find_nodes(op="placeholder"):
-        copies[node] = whole.placeholder(node.name)
+        copies[node] = outer.placeholder(node.name)
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    for is_leaf, some in groupby(calls, lambda node: "leaf" in node.meta):
-        if is_leaf:
-            for node in some:
-                copies[node] = whole.node_copy(node, copies.__getitem__)
+    for is_opaque, group in groupby(calls, lambda node: "opaque" in node.meta):
+        nodes = list(group)
+        if is_opaque:
+            for node in nodes:
+                copies[node] = outer.node_copy(node, copies.__getitem__)
             continue
-        stretch = list(some)
-        takes, gives = _borders(stretch)
-        run = torch.compile(module_of(takes, stretch, gives), backend=backend, dynamic=False, fullgraph=True)
-        found = whole.call_function(_named(run), tuple(copies[n] for n in takes))
-        for i, node in enumerate(gives):
-            copies[node] = whole.call_function(element, (found, i))
-    whole.output(fx.map_arg(output.args[0], copies.__getitem__))
-    run_whole = function_of(whole)
+        inputs, outputs = _inputs_and_outputs(nodes)
+        module = extract(inputs, nodes, outputs, "Subgraph")
+        run = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+        results = outer.call_function(_as_function(run), tuple(copies[n] for n in inputs))
+        for i, node in enumerate(outputs):
+            copies[node] = outer.call_function(getitem, (results, i))
+    outer.output(fx.map_arg(output.args[0], copies.__getitem__))
+    run_outer = generate(outer)
 
     def run_all(*operands: Any) -> tuple[Any, ...]:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            return run_whole(*[_plain(x) if isinstance(x, Tensor) else x for x in operands])
+            return run_outer(*[_plain(x) if isinstance(x, Tensor) else x for x in operands])
 
     return run_all
 
 
-def _borders(stretch: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a stretch takes from before, and what of it is used after."""
-    own = set(stretch)
-    takes = dict.fromkeys(n for node in stretch for n in node.all_input_nodes if n not in own)
-    return list(takes), [node for node in stretch if not own.issuperset(node.users)]
+def _inputs_and_outputs(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Values that a subgraph uses from outside of it, and its values that are used outside."""
+    own = set(nodes)
+    inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own)
+    return list(inputs), [node for node in nodes if not own.issuperset(node.users)]
 
 
-def _named(module: Callable[..., Any]) -> Callable[..., Any]:
-    """What a graph can call as a function."""
+def _as_function(module: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph calls functions, not modules."""
 
-    def stretch(*operands: Tensor) -> Any:
+    def subgraph(*operands: Tensor) -> Any:
         return module(*operands)
 
-    return stretch
+    return subgraph
 
 
 def _plain(x: Tensor) -> Tensor:

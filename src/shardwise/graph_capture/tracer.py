@@ -1,4 +1,4 @@
-"""Records what a step does on this rank: aten ops on local tensors, and leaves, as one FX graph."""
+"""Traces a step on this rank into one FX graph of aten ops on local tensors and opaque calls (`allow_in_graph`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import CaptureError
-from shardwise.graph_capture.code import element
+from shardwise.graph_capture.code import getitem
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace import capture_hooks
 
 aten = torch.ops.aten
 
-strides: Any = torch._C.TensorBase.stride  # of the local tensor that a DTensor is
+strides: Callable[[Tensor], tuple[int, ...]] = torch._C.TensorBase.stride  # of the local tensor that a DTensor is
 
-# An alias of its operand, made for autograd's bookkeeping, which a replay has none of.
-SAME = (aten.detach.default, aten.alias.default)
-INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)  # by values only where an index is a mask
-# Ask C++ for the values of a tensor without an op that a dispatch mode would see.
-LOOKS = {
+ALIASES = (aten.detach.default, aten.alias.default)  # autograd's bookkeeping, of which a replay has none
+INDEXING = (aten.index.Tensor, aten._unsafe_index.Tensor)  # data-dependent only if an index is a mask
+# Functions that read values of a tensor without an op that a dispatch mode sees, and their names in errors.
+VALUE_READS = {
     "tolist": "tolist()",
     "numpy": "numpy()",
     "__array__": "numpy.asarray()",
@@ -35,164 +35,160 @@ LOOKS = {
     "__deepcopy__": "copy.deepcopy()",
     "__reduce_ex__": "pickling",
 }
-FIX = "Fix: keep it outside of what is captured"
 
 
-class Number(int):
-    """A whole number that a leaf gave, so another one at every replay."""
+class GraphInt(int):
+    """An int that an opaque call returned: every replay has another one."""
 
     node: fx.Node
 
 
-class Tape:
-    """One recording: `forward` and, later, `backward` run what is to be recorded inside `running()`.
+class Tracer:
+    """Traces what runs inside `tracing()`: the forward and later the backward of one call.
 
     Attributes:
-        graph: calls of aten ops and leaves, in their order. Placeholders stand for what came from outside.
-        outside: placeholder -> the tensor that was there before: arguments, parameters, buffers, constants.
+        graph: aten ops and opaque calls in execution order. Placeholders are the graph inputs.
+        inputs: placeholder -> the tensor it stands for: arguments, parameters, buffers, constants.
     """
 
-    def __init__(self, reached: Sequence[Tensor] = ()) -> None:
+    def __init__(self, reachable: Sequence[Tensor] = ()) -> None:
         self.graph = fx.Graph()
-        self._reached = {id(x) for x in reached}  # never an alias of an argument, even in the same memory
-        self.outside: dict[fx.Node, Tensor] = {}
+        self._reachable = {id(x) for x in reachable}  # never taken for an alias of an argument, even in the same memory
+        self.inputs: dict[fx.Node, Tensor] = {}
         self.in_backward = False
         self._nodes: Any = WeakTensorKeyDictionary()
-        self._places: dict[Any, fx.Node] = {}  # by memory: some aliases are made without an op that is seen
-        self._storages: dict[int, StorageWeakRef] = {}  # whose addresses are not given to others meanwhile
-        self._seeds: dict[int, Number] = {}
-        self._fixed: set[fx.Node] = set()  # values that are the same at every replay
-        self._written: set[int] = set()  # memory of which that is not true any more
+        self._node_by_memory: dict[Any, fx.Node] = {}  # some aliases are made without an op that a mode sees
+        self._storages: dict[int, StorageWeakRef] = {}  # keeps addresses from being reused while tracing
+        self._seeds: dict[int, GraphInt] = {}
+        self._constants: set[fx.Node] = set()  # same value at every replay
+        self._mutated: set[int] = set()  # storages that may have been overwritten with non-constant values
         self.paused = False
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Record what this thread does inside."""
-        if capture_hooks.here.recorder is not None:
+    def tracing(self) -> Iterator[None]:
+        """Trace what this thread does inside."""
+        if capture_hooks.current.tracer is not None:
             raise CaptureError("A captured function calls another one. Fix: capture the outer one only.")
-        capture_hooks.here.recorder = self
+        capture_hooks.current.tracer = self
         try:
-            with _Ops(self), _Looks(self):
+            with _OpMode(self), _ValueReadMode(self):
                 yield
         finally:
-            capture_hooks.here.recorder = None
+            capture_hooks.current.tracer = None
 
     # ---- tensors and their nodes -------------------------------------------------------------------------
 
-    def enter(self, x: Tensor) -> fx.Node:
-        """Take `x` for something that was there before."""
-        before = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
-        with self.graph.inserting_after(before) if before is not None else self.graph.inserting_before(self._first()):
-            node = self.graph.placeholder(f"outside_{len(self.outside)}")
-        self.outside[node] = x
+    def add_input(self, x: Tensor) -> fx.Node:
+        """Make `x` a graph input, after the existing ones."""
+        last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
+        first_call = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before(first_call):
+            node = self.graph.placeholder(f"input_{len(self.inputs)}")
+        self.inputs[node] = x
         self._nodes[x] = node
-        self._stands(x, node)
+        self._remember_memory(x, node)
         return node
 
-    def _first(self) -> fx.Node | None:
-        return next(iter(self.graph.nodes), None)
-
     def node_of(self, x: Tensor) -> fx.Node:
-        """The node that gave `x`; a placeholder where nothing here did."""
-        node = self.known(x)
+        """The node that computed `x`; a new graph input if none did."""
+        node = self.find(x)
         if node is not None:
             return node
         with DisableTorchFunctionSubclass():
             base = x._base
-            if base is not None and _place(base) == _place(x):
+            if base is not None and _memory(base) == _memory(x):
                 return self.node_of(base)
-            inside = x.requires_grad and not x.is_leaf
-        if inside:
+            has_history = x.requires_grad and not x.is_leaf
+        if has_history:
             raise CaptureError(
                 f"A captured function uses a tensor of shape {tuple(x.shape)} that was computed outside of it and "
                 f"requires grad. Fix: pass it as an argument."
             )
-        return self.enter(x)
+        return self.add_input(x)
 
-    def known(self, x: Tensor) -> fx.Node | None:
+    def find(self, x: Tensor) -> fx.Node | None:
+        """The node of `x`, by identity or by memory."""
         node: fx.Node | None = self._nodes.get(x)
-        if node is None and id(x) not in self._reached:
-            node = self._places.get(_place(x))
+        if node is None and id(x) not in self._reachable:
+            node = self._node_by_memory.get(_memory(x))
         return node
 
-    def _stands(self, x: Tensor, node: fx.Node) -> None:
-        place = _place(x)
-        if place is not None:
-            self._places[place] = node
+    def _remember_memory(self, x: Tensor, node: fx.Node) -> None:
+        memory = _memory(x)
+        if memory is not None:
+            self._node_by_memory[memory] = node
             with DisableTorchFunctionSubclass():
-                self._storages.setdefault(place[0], StorageWeakRef(x.untyped_storage()))
+                self._storages.setdefault(memory[0], StorageWeakRef(x.untyped_storage()))
 
-    def _gave(self, node: fx.Node, x: Tensor, fixed: bool) -> None:
-        if self._nodes.get(x) is None:  # an op in place gives its operand back
+    def _add_result(self, node: fx.Node, x: Tensor, constant: bool) -> None:
+        if self._nodes.get(x) is None:  # an in-place op returns its operand
             self._nodes[x] = node
-        self._stands(x, self._nodes[x])
+        self._remember_memory(x, self._nodes[x])
         if x.layout == torch.strided:
             node.meta["shape"] = tuple(x.shape)
-        if fixed:
-            self._fixed.add(node)
+        if constant:
+            self._constants.add(node)
 
-    def _is_fixed(self, x: Tensor) -> bool:
-        return self.known(x) in self._fixed and _storage(x) not in self._written
+    def _is_constant(self, x: Tensor) -> bool:
+        return self.find(x) in self._constants and _storage(x) not in self._mutated
 
-    def _unfix(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Something that differs from replay to replay may have been written into these, and into views of them."""
-        self._written.update(_storage(x) for x in _tensors(tuple(args), kwargs))
-
-    def aliased(self, nodes: list[fx.Node | None]) -> list[fx.Node | None]:
-        """The nodes of results, each a tensor of its own: no parameter or buffer, and none of the others."""
-        own: list[fx.Node | None] = []
-        for node in nodes:
-            if node is not None and (node.op == "placeholder" or node in own):
+    def output_nodes(self, results: Sequence[Tensor]) -> list[fx.Node | None]:
+        """The nodes of results, aliased where one is a graph input or is returned twice."""
+        found: list[fx.Node | None] = []
+        for x in results:
+            node = self.find(x)
+            if node is not None and (node.op == "placeholder" or node in found):
                 node = self.graph.call_function(aten.detach.default, (node,))
-            own.append(node)
-        return own
+            found.append(node)
+        return found
 
-    def check_outside(self) -> None:
-        """Raise where something from outside has become part of the autograd graph of this call."""
-        for x in self.outside.values():
-            if x.grad_fn is not None:
-                self.refuse("writing what requires grad into a tensor from outside")
+    def check_inputs(self) -> None:
+        """Raise if a graph input has become part of the autograd graph of this call."""
+        if any(x.grad_fn is not None for x in self.inputs.values()):
+            self.refuse("writing what requires grad into a tensor from outside")
 
-    # ---- what is recorded ------------------------------------------------------------------------------------
+    # ---- aten ops --------------------------------------------------------------------------------------------
 
-    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an aten op, and record it."""
+    def run_op(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run an aten op, and add it to the graph."""
         if self.paused:
             return func(*args, **kwargs)
         self._check(func, args, kwargs)
-        operands = [self.node_of(x) for x in _tensors(args, kwargs)]
-        if func in SAME:
+        tensors = _tensors(args, kwargs)
+        nodes = [self.node_of(x) for x in tensors]
+        if func in ALIASES:
             out = func(*args, **kwargs)
-            self._nodes[out] = operands[0]
+            self._nodes[out] = nodes[0]
             return out
-        constant = func is aten.lift_fresh.default
-        if constant:  # changed in place, it must be a new one at every replay
+        is_literal = func is aten.lift_fresh.default
+        if is_literal:  # a replay needs a fresh one: the step may change it in place
             func = aten.clone.default
-        changes = func._schema.is_mutable
-        fixed = constant or (not _draws(func, args, kwargs) and all(map(self._is_fixed, _tensors(args, kwargs))))
-        mapped, named = pytree.tree_map(self._as_argument, (args, kwargs))
+        constant = is_literal or (not _draws(func, args, kwargs) and all(map(self._is_constant, tensors)))
+        node_args, node_kwargs = pytree.tree_map(self._node_argument, (args, kwargs))
         out = func(*args, **kwargs)
-        if changes and not fixed:
-            self._unfix(args, kwargs)
-        self._results(self.graph.call_function(func, tuple(mapped), named), out, fixed)
+        if func._schema.is_mutable and not constant:
+            self._mutated.update(map(_storage, tensors))
+        self._add_results(self.graph.call_function(func, tuple(node_args), node_kwargs), out, constant)
         return out
 
-    def _as_argument(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self.node_of(x)
-        if isinstance(x, Number):
-            raise CaptureError(f"A seed that is new at every replay became a number of an op. {FIX}.")
-        return x
+    def _node_argument(self, x: Any) -> Any:
+        if isinstance(x, GraphInt):
+            raise CaptureError(
+                "A seed that differs at every replay is used as a number in an op. Fix: keep it outside of what is "
+                "captured."
+            )
+        return self.node_of(x) if isinstance(x, Tensor) else x
 
-    def _results(self, node: fx.Node, out: Any, fixed: bool) -> None:
+    def _add_results(self, node: fx.Node, out: Any, constant: bool) -> None:
         if isinstance(out, Tensor):
-            self._gave(node, out, fixed)
+            self._add_result(node, out, constant)
         elif isinstance(out, tuple | list):
             for i, x in enumerate(out):
                 if isinstance(x, Tensor) and self._nodes.get(x) is None:
-                    self._gave(self.graph.call_function(element, (node, i)), x, fixed)
+                    self._add_result(self.graph.call_function(getitem, (node, i)), x, constant)
 
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, func: Any, args: Args, kwargs: Kwargs) -> None:
+        """Raise for an op that a replay could not repeat."""
         name = func.name()
         if not self.in_backward and torch._C._current_graph_task_id() != -1:
             raise CaptureError(
@@ -200,25 +196,25 @@ class Tape:
                 "captured function returns."
             )
         dynamic = torch.Tag.dynamic_output_shape in func.tags
-        if func in INDEXED:
+        if func in INDEXING:
             dynamic = any(x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None)
-        by_values = dynamic or torch.Tag.data_dependent_output in func.tags
-        if by_values and not all(map(self._is_fixed, _tensors(args, kwargs))):
-            looks = func is aten._local_scalar_dense.default
-            self.refuse("item(), or an `if`" if looks else f"{name}, whose result or its shape depends on values")
+        data_dependent = dynamic or torch.Tag.data_dependent_output in func.tags
+        if data_dependent and not all(map(self._is_constant, _tensors(args, kwargs))):
+            is_item = func is aten._local_scalar_dense.default
+            self.refuse("item(), or an `if`" if is_item else f"{name}, whose result or its shape depends on values")
         if func.namespace not in ("aten", "prims", "prim"):
             self.refuse(f"{name}, which is not an op of torch")
-        if func is aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():  # keeps nothing for backward without grad
+        if func is aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():  # saves nothing for backward without grad
             self.refuse(f"{name}; torch.backends.mkldnn.flags(enabled=False) around the call avoids it")
         if self.in_backward and _draws(func, args, kwargs):
             self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
 
-    def look(self, name: str, x: Any) -> None:
-        """Python is about to see the values of a tensor."""
-        if not self.paused and isinstance(x, Tensor) and self.known(x) is not None and not self._is_fixed(x):
-            self.refuse(f"{LOOKS[name]}, which shows values to Python")
+    def check_value_read(self, name: str, x: Any) -> None:
+        """Raise if Python is about to read values that differ between replays."""
+        if not self.paused and isinstance(x, Tensor) and self.find(x) is not None and not self._is_constant(x):
+            self.refuse(f"{VALUE_READS[name]}, which shows values to Python")
 
-    def met(self, what: str) -> None:
+    def not_capturable(self, what: str) -> None:
         if not self.paused:
             self.refuse(what)
 
@@ -228,14 +224,32 @@ class Tape:
             f"capture it."
         )
 
-    def whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # ---- opaque calls ----------------------------------------------------------------------------------------
+
+    def call_opaque(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self.paused:
             return function(*args, **kwargs)
-        call, operands = _of_operands(function, args, kwargs)
-        return applied(_Whole, self, call, function.__name__, *operands)
+        call, operands = _bind_constants(function, args, kwargs)
+        operands = [(x.node, int(x)) if isinstance(x, GraphInt) else x for x in operands]
+        node, out = self.opaque_node(function.__name__, call, operands)
+        if not isinstance(out, int) or isinstance(out, bool):
+            self._add_results(node, out, False)
+            return out
+        if out in self._seeds:  # drawn again: backward recomputes a checkpointed forward
+            self.graph.erase_node(node)
+            return self._seeds[out]
+        seed = self._seeds[out] = GraphInt(out)
+        seed.node = node
+        return seed
 
-    def unseen(self, name: str, call: Callable[..., Any], operands: Sequence[Any]) -> tuple[fx.Node, Any]:
-        """Run and record `call` of tensors, or of values whose nodes come beside them, as one."""
+    def call_opaque_with_backward(self, function: Callable[..., Tensor], args: Args, kwargs: Kwargs) -> Tensor:
+        if self.paused:
+            return function(*args, **kwargs)
+        call, operands = _bind_constants(function, args, kwargs)
+        return apply_to_locals(_OpaqueCall, self, call, function.__name__, *operands)  # type: ignore[no-any-return]
+
+    def opaque_node(self, name: str, call: Callable[..., Any], operands: Sequence[Any]) -> tuple[fx.Node, Any]:
+        """Run `call` untraced and add it as one node. An operand is a tensor, or a pair (node, value)."""
         nodes = [x[0] if isinstance(x, tuple) else self.node_of(x) for x in operands]
         values = [x[1] if isinstance(x, tuple) else x for x in operands]
         before, self.paused = self.paused, True
@@ -243,46 +257,30 @@ class Tape:
             out = call(*values)
         finally:
             self.paused = before
-        node = self.graph.call_function(_named(call, name), tuple(nodes))
-        node.meta["leaf"] = name
-        self._unfix(values, {})
+        call.__name__, call.__module__ = name, "shardwise"  # what the code of the graph calls it
+        node = self.graph.call_function(call, tuple(nodes))
+        node.meta["opaque"] = True
+        self._mutated.update(map(_storage, _tensors(tuple(values), {})))
         return node, out
 
-    def part(self, node: fx.Node, i: int, x: Any) -> fx.Node:
-        """Element `i` of what `node` gave, which is `x`."""
-        part = self.graph.call_function(element, (node, i))
+    def element_node(self, node: fx.Node, i: int, x: Any) -> fx.Node:
+        """Element `i` of the result of `node`, whose value is `x`."""
+        element = self.graph.call_function(getitem, (node, i))
         if isinstance(x, Tensor):
-            self._gave(part, x, False)
-        return part
-
-    def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.paused:
-            return function(*args, **kwargs)
-        call, operands = _of_operands(function, args, kwargs)
-        node, out = self.unseen(function.__name__, call, list(map(_operand, operands)))
-        if not isinstance(out, int) or isinstance(out, bool):
-            self._results(node, out, False)
-            return out
-        if out in self._seeds:  # drawn again: backward repeats what an activation checkpoint threw away
-            self.graph.erase_node(node)
-            return self._seeds[out]
-        number = self._seeds[out] = Number(out)
-        number.node = node
-        return number
+            self._add_result(element, x, False)
+        return element
 
 
-def _of_operands(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """`function` of what differs between replays, which is let go of here, and that; the rest is what it was."""
+def _bind_constants(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Callable[..., Any], list[Any]]:
+    """`function` of its tensors and `GraphInt`s only, and these; other arguments are bound. Keeps no tensor alive."""
     flat, spec = pytree.tree_flatten((args, kwargs))
-    places = [i for i, x in enumerate(flat) if isinstance(x, Tensor | Number)]
-    operands = [flat[i] for i in places]
-    rest = [None if isinstance(x, Tensor | Number) else x for x in flat]
+    at = [i for i, x in enumerate(flat) if isinstance(x, Tensor | GraphInt)]
+    operands = [flat[i] for i in at]
+    bound = [None if isinstance(x, Tensor | GraphInt) else x for x in flat]
 
     def call(*operands: Any) -> Any:
-        values = list(rest)
-        for i, x in zip(places, operands, strict=True):
+        values = list(bound)
+        for i, x in zip(at, operands, strict=True):
             values[i] = x
         args, kwargs = pytree.tree_unflatten(values, spec)
         return function(*args, **kwargs)
@@ -290,74 +288,64 @@ def _of_operands(
     return call, operands
 
 
-def _operand(x: Any) -> Any:
-    return (x.node, int(x)) if isinstance(x, Number) else x
-
-
-def _named(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """What the code of a graph calls it."""
-    call.__name__, call.__module__ = name, "shardwise"
-    return call
-
-
-class _Whole(torch.autograd.Function):
-    """A function that decides by values, and its backward: a leaf each."""
+class _OpaqueCall(torch.autograd.Function):
+    """A data-dependent function as two opaque calls: its forward and its backward."""
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, run: Callable[..., Tensor], name: str, *tensors: Tensor) -> Tensor:
-        wanted = [x.requires_grad for x in tensors]
+    def forward(ctx: Any, tracer: Tracer, run: Callable[..., Tensor], name: str, *tensors: Tensor) -> Tensor:
+        requires_grad = [x.requires_grad for x in tensors]
 
-        def begin(*given: Tensor) -> tuple[Any, Tensor]:
+        def forward(*tensors: Tensor) -> tuple[Any, Tensor]:
             with torch.enable_grad():
-                inner = [x.detach().requires_grad_(w) for x, w in zip(given, wanted, strict=True)]
-                end = run(*inner)
-            return (end, [x for x in inner if x.requires_grad]), end.detach()
+                inputs = [x.detach().requires_grad_(r) for x, r in zip(tensors, requires_grad, strict=True)]
+                out = run(*inputs)
+            return (out, [x for x in inputs if x.requires_grad]), out.detach()
 
-        node, (ctx.state, out) = tape.unseen(name, begin, tensors)
-        ctx.tape, ctx.wanted, ctx.name = tape, wanted, name
-        ctx.node = tape.part(node, 0, ctx.state)
-        tape.part(node, 1, out)
+        node, (ctx.state, out) = tracer.opaque_node(name, forward, tensors)
+        ctx.tracer, ctx.differentiable, ctx.name = tracer, requires_grad, name
+        ctx.node = tracer.element_node(node, 0, ctx.state)
+        tracer.element_node(node, 1, out)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        def finish(state: tuple[Tensor, list[Tensor]], cotangent: Tensor) -> tuple[Tensor | None, ...]:
-            end, inner = state
+        def backward(state: tuple[Tensor, list[Tensor]], cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            out, inputs = state
             with torch.enable_grad():
-                return torch.autograd.grad(end, inner, cotangent, retain_graph=True, allow_unused=True)
+                return torch.autograd.grad(out, inputs, cotangent, retain_graph=True, allow_unused=True)
 
-        tape: Tape = ctx.tape
-        node, found = tape.unseen(f"{ctx.name}_backward", finish, [(ctx.node, ctx.state), cotangents[0]])
+        tracer: Tracer = ctx.tracer
+        node, found = tracer.opaque_node(f"{ctx.name}_backward", backward, [(ctx.node, ctx.state), cotangents[0]])
         for i, x in enumerate(found):
-            tape.part(node, i, x)
-        every = iter(found)
-        return None, None, None, *[next(every) if w else None for w in ctx.wanted]
+            tracer.element_node(node, i, x)
+        grads = iter(found)
+        return None, None, None, *[next(grads) if r else None for r in ctx.differentiable]
 
 
-def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Apply it to the local tensors that DTensors are; `Function.apply` would take them for whole ones."""
+def apply_to_locals(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`Function.apply` on the local tensors that DTensors are, without `__torch_function__`."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
     return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op takes random numbers from torch's generators; attention without dropout does not."""
+def _draws(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an op uses torch's generators; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     return not any(a.name == "dropout_p" and given.get(a.name, 0.0) == 0.0 for a in func._schema.arguments)
 
 
-def _place(x: Tensor) -> Any:
-    """What memory a tensor shows, and how."""
+def _memory(x: Tensor) -> Any:
+    """Storage and view of it; equal for aliases."""
     with DisableTorchFunctionSubclass():
         if x.layout != torch.strided:
             return None
-        where = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
-        return (*where, x.is_conj(), x.is_neg())
+        view = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
+        return (*view, x.is_conj(), x.is_neg())
 
 
 def _storage(x: Tensor) -> int:
@@ -365,33 +353,28 @@ def _storage(x: Tensor) -> int:
         return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
 
 
-class _Ops(TorchDispatchMode):
-    def __init__(self, tape: Tape) -> None:
+class _OpMode(TorchDispatchMode):
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
+        self.tracer = tracer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
-            return NotImplemented  # a wrapper that takes the op apart first
+            return NotImplemented  # a wrapper that decomposes the op first
         with DisableTorchFunctionSubclass():
-            return self.tape.op(func, args, kwargs)
+            return self.tracer.run_op(func, args, kwargs or {})
 
 
-class _Looks(TorchFunctionMode):
-    def __init__(self, tape: Tape) -> None:
+class _ValueReadMode(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
-        self.tape = tape
+        self.tracer = tracer
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in LOOKS and args:
-            self.tape.look(name, args[0])
-        if DTensor in types and torch._C._is_torch_function_enabled():  # its rules may look as well
+        if name in VALUE_READS and args:
+            self.tracer.check_value_read(name, args[0])
+        if DTensor in types and torch._C._is_torch_function_enabled():  # its rules may read values as well
             with self:
                 return DTensor.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

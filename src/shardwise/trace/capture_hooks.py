@@ -1,7 +1,7 @@
-"""Which calls are kept whole when a step is recorded, and who records.
+"""How graph capture treats the calls of this library: traced, or kept as one opaque call of the graph.
 
-Most of a step is local aten ops, which a recorder sees by itself. What talks to other ranks, draws a seed, or
-looks at values is a `leaf`: one call of a recording, that runs again, with new operands, whenever it is replayed.
+A tracer sees local aten ops by itself. A function that communicates, draws a seed or reads values is decorated with
+`allow_in_graph`: the graph has one opaque call of it, and every replay runs it again with new operands.
 """
 
 import threading
@@ -17,82 +17,77 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
-    """Who listens to the leaves of this thread.
-
-    Attributes:
-        paused: whether it does so at the moment.
-    """
+class Tracer(Protocol):
+    """What traces this thread; `paused` while it lets calls run untraced."""
 
     paused: bool
 
-    def leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `function`, unseen inside, and record the call."""
+    def call_opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function` untraced, and add the call to the graph."""
         ...
 
-    def whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `function`, unseen inside, and record the call, and later its backward, as one."""
+    def call_opaque_with_backward(
+        self, function: "Callable[..., Tensor]", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "Tensor":
+        """Run `function` untraced, and add the call, and later its backward, to the graph."""
         ...
 
-    def met(self, what: str) -> None:
-        """Raise, unless inside a leaf, because `what` cannot be replayed."""
+    def not_capturable(self, what: str) -> None:
+        """Raise unless paused: `what` cannot be replayed."""
         ...
 
 
-class _Here(threading.local):
-    recorder: Recorder | None = None
+class _Current(threading.local):
+    tracer: Tracer | None = None
 
 
-here = _Here()
+current = _Current()
 
 
 def allow_in_graph(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that a recording calls as a whole. Its tensors must be its arguments and its results."""
+    """A function that is one opaque call of a captured graph. Its tensors must be its arguments and its results."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if here.recorder is None:
+        if current.tracer is None:
             return function(*args, **kwargs)
-        return here.recorder.leaf(function, args, kwargs)  # type: ignore[no-any-return]
+        return current.tracer.call_opaque(function, args, kwargs)  # type: ignore[no-any-return]
 
     return run
 
 
-def allow_in_graph_with_backward(function: Callable[P, "Tensor"]) -> Callable[P, "Tensor"]:
-    """A differentiable function of one tensor result that a recording calls as a leaf, and its backward as another.
-
-    For what decides by values: it decides anew at every replay.
-    """
+def allow_in_graph_with_backward(function: "Callable[P, Tensor]") -> "Callable[P, Tensor]":
+    """A data-dependent differentiable function: one opaque call for its forward and one for its backward."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> "Tensor":
-        if here.recorder is None:
+        if current.tracer is None:
             return function(*args, **kwargs)
-        return here.recorder.whole(function, args, kwargs)  # type: ignore[no-any-return]
+        return current.tracer.call_opaque_with_backward(function, args, kwargs)
 
     return run
 
 
 @contextmanager
 def tracing_paused() -> Iterator[None]:
-    """What is done inside is done once, such as finding out how an op runs, and is no part of a recording."""
-    recorder = here.recorder
-    if recorder is None:
+    """What runs inside is no part of a captured graph."""
+    tracer = current.tracer
+    if tracer is None:
         yield
         return
-    before, recorder.paused = recorder.paused, True
+    before, tracer.paused = tracer.paused, True
     try:
         yield
     finally:
-        recorder.paused = before
+        tracer.paused = before
 
 
 def not_capturable(what: str) -> None:
-    """Called where something happens that a replay could not repeat; raises while somebody records."""
-    if here.recorder is not None:
-        here.recorder.met(what)
+    """Called where something happens that a replay could not repeat; raises while this thread is traced."""
+    if current.tracer is not None:
+        current.tracer.not_capturable(what)
 
 
 def is_capturing() -> bool:
-    """Whether somebody records what this thread does."""
-    return here.recorder is not None
+    """Whether this thread is traced."""
+    return current.tracer is not None
