@@ -9,8 +9,8 @@ from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor
-from shardwise.debug.dispatch_hooks import watched_by
 from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch.hooks import hook_calls
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -175,7 +175,7 @@ def test_who_watches_sees_the_ops_of_a_step() -> None:
         names.append(getattr(func, "__name__", ""))
         return proceed()
 
-    with watched_by(watcher):
+    with hook_calls(watcher):
         optimizer.step()
     assert "_foreach_lerp_" in names
 

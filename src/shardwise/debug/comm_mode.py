@@ -15,11 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.collectives.functional import torch_op
-from shardwise.debug.dispatch_hooks import Args, Kwargs, Proceed, is_op, watched_by
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 from shardwise.layout import Placement
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
+from shardwise.tensor.dispatch.entry import is_op
 from shardwise.tensor.dispatch.fallback import Wrapper
+from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
@@ -98,7 +100,7 @@ class CommDebugMode(Listener):
         self._tracker.start()
         self._entered.callback(self._tracker.stop)
         self._entered.enter_context(listening_with(self))
-        self._entered.enter_context(watched_by(self._see_op))
+        self._entered.enter_context(hook_calls(self._see_op))
         self._entered.enter_context(_LocalOps(self._note_local_op))
         return self
 

@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.debug.compare import Difference, Tolerance, largest_difference, pairs
-from shardwise.debug.dispatch_hooks import Args, Kwargs, Proceed, is_op, watched_by
 from shardwise.errors import RuleError, ShadowError
 from shardwise.layout import REPLICATE, Layout, Mesh
-from shardwise.rules.row import ops_with_rules
+from shardwise.rules.row import Args, Kwargs, ops_with_rules
 from shardwise.tensor import DTensor, moved, plain
 from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch.entry import is_op
+from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.trace.comm_trace import muted
 from shardwise.trace.user_stack import call_site
@@ -218,7 +219,7 @@ def shadow(
     if unknown:
         raise RuleError(f"shadow: torch has no op named {', '.join(map(repr, sorted(unknown)))}.")
     seen = Shadow(every, chosen, Tolerance(rtol, atol))
-    with watched_by(seen):
+    with hook_calls(seen):
         yield seen
 
 

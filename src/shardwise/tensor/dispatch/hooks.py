@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from shardwise import collectives
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import entry
-from shardwise.tensor.dtensor import set_dispatcher
+from shardwise.tensor.dtensor import DTensor, set_dispatcher
 
 Proceed = Callable[[], Any]
 Hook = Callable[[Proceed, Any, Args, Kwargs], Any]  # (proceed, func, args, kwargs); proceed() runs the call
@@ -38,7 +38,7 @@ def hook_calls(hook: Hook) -> Iterator[None]:
 
 def are_installed() -> bool:
     """Whether any rank of this process has a hook installed."""
-    return any(_hooks.values())
+    return DTensor._dispatch is not entry.enter
 
 
 def _enter(func: Any, args: Args, kwargs: Kwargs) -> Any:
