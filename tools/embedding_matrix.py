@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import DTensor, Mesh, count_comms, distribute_tensor, rank
+from shardwise.embedding.grouped import embedding_bags
 from shardwise.errors import RuleError
 from shardwise.layout import Boxes, OnRanks, Placement, Replicate, Shard
 from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardwise.tensor import tag
-from shardwise.tensor.handlers.embedding_bags import embedding_bags
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

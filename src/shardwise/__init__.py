@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shardwise import debug, parallel
     from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
     from shardwise.debug import no_implicit_comm
+    from shardwise.embedding.grouped import embedding_bags
     from shardwise.errors import ShardwiseError
     from shardwise.graph_capture import capture
     from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Placements, Replicate, Shard
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from shardwise.tensor import DTensor, distribute_tensor, strict
     from shardwise.tensor.autograd.buckets import gradient_buckets
     from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
-    from shardwise.tensor.handlers.embedding_bags import embedding_bags
     from shardwise.trace.comm_trace import CommCounts, count_comms
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
@@ -28,7 +28,7 @@ _HOMES = {
     "shardwise.graph_capture": ("capture",),
     "shardwise.collectives": ("DeviceMesh", "init_device_mesh", "rank", "world_size"),
     "shardwise.debug": ("no_implicit_comm",),
-    "shardwise.tensor.handlers.embedding_bags": ("embedding_bags",),
+    "shardwise.embedding.grouped": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
     "shardwise.layout.layout": ("Layout",),
     "shardwise.layout.mesh": ("Mesh",),

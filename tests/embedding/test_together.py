@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Mesh, OnRanks, Placement, Replicate, Shard, collectives, distribute_tensor
-from shardwise.errors import IdError, LayoutError
-from shardwise.tensor.handlers.embedding_bags import embedding_bags
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, distribute_tensor
+from shardwise.debug import explain, no_implicit_comm, shadow
+from shardwise.embedding.grouped import embedding_bags
+from shardwise.errors import IdError, LayoutError, RuleError
 from shardwise.testing import world
 
 PLACEMENTS: list[Placement] = [Shard(0), Shard(1), OnRanks(2), Replicate(), Shard(0, [5, 0, 4]), OnRanks(0)]
@@ -80,6 +81,23 @@ def test_a_bad_id_in_one_table_names_it_on_every_rank() -> None:
 
     (text,) = set(world(3).run(body))
     assert text.startswith("items: id 9 at position (3, 0)")
+
+
+@world(3)
+def test_tools_see_the_op_and_what_it_sends() -> None:
+    mesh = Mesh((3,))
+    weights = [distribute_tensor(t, mesh, [Shard(0)]) for t in tables()[:2]]
+    here = distribute_tensor(torch.arange(6).view(6, 1), mesh, [Shard(0)])
+    with explain() as report, shadow() as shadowed:
+        embedding_bags([here, here], weights)
+    assert shadowed.compared["embedding_bags"] == 1
+    assert [move.cause.op for move in report.moves] == ["embedding_bag", "embedding_bag"]
+    assert report.sent_bytes == sum(move.sent_bytes for move in report.moves) > 0
+    with no_implicit_comm():
+        embedding_bags([here, here], weights)
+    partial = distribute_tensor(tables()[0], mesh, [Partial()])
+    with pytest.raises(RuleError, match="implicit move"), no_implicit_comm():
+        embedding_bags([here, here], [partial, partial])
 
 
 @world(2)

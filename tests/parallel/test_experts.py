@@ -20,7 +20,8 @@ from shardwise import (
     rank,
     shard_module,
 )
-from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
+from shardwise.debug import explain, no_implicit_comm, shadow
+from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError, RuleError
 from shardwise.models import MixtureOfExperts, balance_loss
 from shardwise.parallel import ExpertParallel, mix_experts, parallelize_module
 from shardwise.testing import world
@@ -323,3 +324,24 @@ def test_a_plan_on_a_mesh_of_data_and_experts_takes_parts_along_both() -> None:
     want.square().sum().backward()
     assert as_dtensor(module.w1).placements == (R, S0)
     same_parameters(module, plain)
+
+
+@world(3)
+def test_tools_see_the_op_and_what_it_sends() -> None:
+    mesh, generator = Mesh((3,)), torch.Generator().manual_seed(0)
+
+    def sharded(*shape: int, dim: int = 0) -> Tensor:
+        return distribute_tensor(torch.randn(*shape, generator=generator), mesh, [Shard(dim)])
+
+    chosen = distribute_tensor(torch.arange(10).view(5, 2) % 4, mesh, [Shard(0)])
+    w1, w2, x, weights = sharded(4, 7, 6), sharded(4, 6, 7), sharded(5, 6), sharded(5, 2)
+    with explain() as report, shadow() as shadowed:
+        mix_experts(chosen, w1, w2, x, weights)
+    assert shadowed.compared["mix_experts"] == 1
+    assert [move.cause.op for move in report.moves] == ["mix_experts"] * 3
+    assert {move.cause.why for move in report.moves} == {"tokens are sent to their experts and back"}
+    assert report.sent_bytes == sum(move.sent_bytes for move in report.moves) > 0
+    with no_implicit_comm():
+        mix_experts(chosen, w1, w2, x, weights)
+    with pytest.raises(RuleError, match="implicit move"), no_implicit_comm():
+        mix_experts(chosen, w1, sharded(4, 6, 7, dim=2), x, weights)

@@ -1,4 +1,7 @@
-"""Ids that no table has: found by the rank that has them, raised on every rank before anything is looked up."""
+"""Ids that are not in the table: found by the rank that has them, raised on every rank before anything is looked up.
+
+A rank's verdict on its ids is sent with the headers of an exchange, or exchanged on its own (`refuse_bad_ids`).
+"""
 
 from collections.abc import Sequence
 
@@ -12,20 +15,25 @@ from shardwise.layout import Layout, Shard, contiguous_strides
 from shardwise.rules.row import LocalContext
 from shardwise.trace.capture_hooks import allow_in_graph
 
-Verdict = tuple[int, int, int]  # position in the global ids, id, rank; or one of these for the position
-FINE, BAD_BAGS = -1, -2
+Verdict = tuple[int, int]  # position in the global ids of a rank's first bad id, and that id
+VALID, BAD_BAGS = -1, -2  # in place of a position
 
 
-def first_bad(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> tuple[int, int]:
-    """Position in the global ids and value of this rank's first id outside the table; (FINE, 0) for none."""
+class StraddlingError(LayoutError):
+    """Offsets that do not describe bags of the ids of the same rank."""
+
+
+def verdict_on(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> Verdict:
+    """This rank's verdict on its own ids, and on whether its bags are made of them."""
     if bags is not None and not bags.fit(ids.numel()):
         return BAD_BAGS, 0
     num_rows = ctx.layouts[1].shape[0]
     if ids.numel() == 0:
-        return FINE, 0
+        return VALID, 0
     low, high = torch.aminmax(ids)
     if int(low) >= 0 and int(high) < num_rows:
-        return FINE, 0
+        return VALID, 0
+    ids = ids.reshape(-1)
     local = int(((ids < 0) | (ids >= num_rows)).nonzero()[0])
     return _global_position(ctx.layouts[0], ctx.rank, local), int(ids[local])
 
@@ -38,42 +46,35 @@ def _global_position(layout: Layout, rank: int, local: int) -> int:
     return sum((int(i) + offset) * n for i, offset, n in zip(index, box.offsets, strides, strict=True))
 
 
-class StraddlingError(LayoutError):
-    """Offsets that do not describe bags of the ids of the same rank."""
-
-
-def worst(headers: Sequence[Sequence[int]], ranks: Sequence[int]) -> Verdict:
-    bad = [(head[-2], head[-1], rank) for head, rank in zip(headers, ranks, strict=True) if head[-2] != FINE]
-    return min(bad, default=(FINE, 0, -1))
-
-
 @allow_in_graph
 def refuse_bad_ids(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> None:
-    """The same error on every rank if any has an id that is not in the table, or bags that are not made of its ids."""
-    raise_bad_ids(ctx, _verdict_everywhere(ctx, ids, bags))
-
-
-def _verdict_everywhere(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> Verdict:
-    """The first bad id of all ranks; asks the others only where they have ids that this rank has not."""
-    position, bad = first_bad(ctx, ids.reshape(-1), bags)
-    if not (axes := asked_axes(ctx)):
-        return position, bad, ctx.rank
+    """Exchange verdicts if ranks have different ids, and raise the same error on every rank if one is bad."""
+    verdict, axes = verdict_on(ctx, ids, bags), id_axes(ctx)
+    if not axes:
+        raise_bad_ids(ctx, [verdict], [ctx.rank])
+        return
     ranks = ctx.ranks(axes)
-    own = torch.tensor([position, bad], dtype=torch.int64, device=ids.device)
-    return worst(ctx.all_gather(own, ranks).tolist(), ranks)
+    own = torch.tensor(verdict, dtype=torch.int64, device=ids.device)
+    raise_bad_ids(ctx, ctx.all_gather(own, ranks).tolist(), ranks)
 
 
-def asked_axes(ctx: LocalContext) -> tuple[int, ...]:
-    """The mesh axes along which other ranks have other ids."""
+def id_axes(ctx: LocalContext) -> tuple[int, ...]:
+    """The mesh axes along which ranks have different ids."""
     ids = ctx.layouts[0]
     return tuple(a for a, p in enumerate(ids.placements) if isinstance(p, Shard) and ids.mesh.shape[a] > 1)
 
 
-def raise_bad_ids(ctx: LocalContext, verdict: Verdict) -> None:
-    """Raise IdError, the same on every rank, unless the verdict is that all ids are in the table."""
-    position, bad, rank = verdict
-    if position == FINE:
+def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Raise for the first bad id of `ranks`, whose `verdicts` these are; nothing if all are valid.
+
+    Raises:
+        IdError: an id outside the table.
+        StraddlingError: offsets that are not those of a rank's ids.
+    """
+    bad = [(*verdict, rank) for verdict, rank in zip(verdicts, ranks, strict=True) if verdict[0] != VALID]
+    if not bad:
         return
+    position, value, rank = min(bad)
     if position == BAD_BAGS:
         raise StraddlingError(
             f"{ctx.name_of(1)}: the offsets describe no bags of the ids: they must rise from 0 to at most the "
@@ -81,17 +82,17 @@ def raise_bad_ids(ctx: LocalContext, verdict: Verdict) -> None:
         )
     index = tuple(map(int, np.unravel_index(position, ctx.layouts[0].shape)))
     where = index[0] if len(index) == 1 else index
-    asked, mesh = asked_axes(ctx), ctx.layouts[0].mesh
-    copies = tuple(axis for axis in range(mesh.ndim) if axis not in asked)
-    held = f" (held by rank {min(mesh.submesh(copies, rank).ranks) if copies else rank})" if asked else ""
+    sharded, mesh = id_axes(ctx), ctx.layouts[0].mesh
+    replicas = tuple(axis for axis in range(mesh.ndim) if axis not in sharded)
+    held = f" (held by rank {min(mesh.submesh(replicas, rank).ranks) if replicas else rank})" if sharded else ""
     raise IdError(
-        f"{ctx.name_of(1)}: id {bad} at position {where} of the ids{held} is not in the table, whose valid ids are "
+        f"{ctx.name_of(1)}: id {value} at position {where} of the ids{held} is not in the table, whose valid ids are "
         f"0 to {ctx.layouts[1].shape[0] - 1}. Nothing was looked up."
     )
 
 
 def check_devices(ctx: LocalContext, ids: Tensor, weight: Tensor) -> None:
-    if ids.dtype not in (torch.int32, torch.int64):  # the rule says so too, but is not asked at every call
+    if ids.dtype not in (torch.int32, torch.int64):  # the rule checks it too, but does not run at every call
         raise IdTypeError(f"A lookup takes ids of dtype int32 or int64, got {ids.dtype}. Fix: ids.long().")
     if ids.device != weight.device:
         raise IdTypeError(

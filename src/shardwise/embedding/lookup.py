@@ -1,19 +1,21 @@
-"""Lookups in a cut table: requests to the ranks that hold the rows, and their answers.
+"""Lookups in a sharded table, `F.embedding` and `F.embedding_bag`, on local tensors.
 
-One lookup has three parts with an exchange between each two, so that several lookups can share theirs:
+Where ids and rows of the table are on different ranks (`exchange_axes`), `exchange_lookups` runs three parts with one
+all-to-all between each two, which several lookups share:
 
-    request  ids for every owner: different ones where rows come back, its part of each bag where sums come back
-    serve    an owner looks up, or pools, what others asked for
-    finish   the asking rank puts the answers together
+    request  the ids that each owner is to look up                          (requests.py)
+             ids and verdicts on them go to the owners: `exchange_ids`
+    serve    owners look up, or pool, what other ranks requested: `_serve`
+             answers come back: `_exchange_answers`
+    finish   the requesting rank assembles the answers: `_finish`
 
-All of it is ordinary autograd: the backward of the answers' exchange carries the gradients of the rows (or
-sums) to their owners, and the owner's own lookup makes a gradient of the size of its shard, sparse if asked.
-Every request starts with a verdict on the sender's ids, so an id outside the table raises the same error on
-all ranks before any row has moved.
+All of it is ordinary autograd: the backward of the exchange of answers sends the gradients of rows (or sums) to their
+owners, and the backward of an owner's lookup is a gradient of the size of its shard, sparse if requested.
+Elsewhere each rank looks up the rows that it holds (local.py).
 """
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Iterable, Sequence
+from functools import reduce, wraps
 from itertools import chain, groupby
 from typing import Any
 
@@ -22,21 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.embedding import bad_ids
-from shardwise.embedding.ids import Bags, Grouped, looked_up, plain_lookup, spread
-from shardwise.embedding.requests import (
-    Asked,
-    Request,
-    Span,
-    exchange_ids,
-    parts,
-    requests_of,
-    travelling_axes,
-)
-from shardwise.layout import Box
-from shardwise.rules.row import LocalContext, LocalFunction, arguments
-from shardwise.trace.capture_hooks import allow_in_graph_with_backward, is_capturing
+from shardwise.embedding.ids import Bags, Grouped, looked_up, spread
+from shardwise.embedding.local import empty_lookup, local_lookup, local_rows, table_boxes
+from shardwise.embedding.requests import FIRST_LIMIT, Lookup, Request, Span, exchange_axes, requests_of, wire_dtype
+from shardwise.rules.routing import Route, exchange_words
+from shardwise.rules.row import Args, Kwargs, LocalContext, LocalFunction, arguments
+from shardwise.trace.capture_hooks import allow_in_graph_with_backward
 
-# ---- entry points: the local functions of the rules --------------------------------------------------------
+# ---- entry points: the local functions of the rules ------------------------------------------------------------
 
 
 def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
@@ -45,9 +40,10 @@ def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     return _lookup(ctx, named["input"], named["weight"], None, named["sparse"])
 
 
-def bringing_ids_to_their_bags(local: LocalFunction) -> LocalFunction:
-    """A local function of `F.embedding_bag` that works, too, where ids are cut between other bags than offsets are."""
+def moving_ids_to_their_bags(local: LocalFunction) -> LocalFunction:
+    """A local function of `F.embedding_bag` that also works where ids and offsets are sharded between other bags."""
 
+    @wraps(local)
     def run(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
         try:
             return local(ctx, *args, **kwargs)
@@ -58,128 +54,148 @@ def bringing_ids_to_their_bags(local: LocalFunction) -> LocalFunction:
     return run
 
 
-@bringing_ids_to_their_bags
+@moving_ids_to_their_bags
 def embedding_bag(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     """The local function of `F.embedding_bag`."""
-    return _lookup(*bag_call(ctx, args, kwargs))
+    named = arguments(F.embedding_bag, args, kwargs)
+    return _lookup(ctx, named["input"], named["weight"], bags_of(ctx, named), named["sparse"])
+
+
+def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """The row of every id on every rank that has the id, and never a partial sum of it."""
+    axes = exchange_axes(ctx, replicated_ids=True)
+    if not axes:
+        return _lookup(ctx, ids, weight, None, sparse)
+    (out,) = exchange_lookups([Lookup(ctx, ids, weight, None, sparse, axes)])
+    return out
+
+
+def bags_of(ctx: LocalContext, named: Kwargs) -> Bags:
+    """The bags of a call of `F.embedding_bag`, with offsets counted from this rank's first id."""
+    offsets = named["offsets"]
+    if offsets is not None:
+        (box,) = ctx.layouts[0].boxes(ctx.rank)
+        offsets = offsets - box.offsets[0]
+    return Bags(named["mode"], offsets, named["include_last_offset"])
 
 
 def _lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     bad_ids.check_devices(ctx, ids, weight)
-    if travelling_axes(ctx):
-        return _far(ctx, ids, weight, bags, sparse)
+    if exchange_axes(ctx):
+        return _remote_lookup(ctx, ids, weight, bags, sparse)
     if bags is None and not sparse:
         bad_ids.refuse_bad_ids(ctx, ids, None)
-        return reduce(torch.add, [_rows_here(ctx, ids, *part) for part in parts(ctx, weight, sparse)])
-    return _near(ctx, ids, weight, bags, sparse)
+        return _sum(local_rows(ctx, ids, box, view) for box, view in table_boxes(ctx, weight, sparse))
+    return _local_lookup(ctx, ids, weight, bags, sparse)
 
 
 @allow_in_graph_with_backward
-def _far(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    (out,) = lookup_together([(ctx, ids, weight, bags, sparse)])
+def _remote_lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    (out,) = exchange_lookups([Lookup(ctx, ids, weight, bags, sparse, exchange_axes(ctx))])
     return out
 
 
 @allow_in_graph_with_backward
-def _near(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+def _local_lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     bad_ids.refuse_bad_ids(ctx, ids, bags)
     if bags is not None:
         ids, bags = bags.without_end(ids)
-    return reduce(torch.add, [_lookup_here(ctx, ids, *part, bags, sparse) for part in parts(ctx, weight, sparse)])
+    return _sum(local_lookup(ctx, ids, box, view, bags, sparse) for box, view in table_boxes(ctx, weight, sparse))
 
 
-def whole_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """The row of every id, whole on every rank that has the id, and not a summand of it."""
-    axes = travelling_axes(ctx, replicated_ids=True)
-    if not axes:
-        return _lookup(ctx, ids, weight, None, sparse)
-    (out,) = lookup_together([(ctx, ids, weight, None, sparse, axes)])
-    return out
+def _sum(results: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, results)
 
 
-UsualCall = tuple[LocalContext, Tensor, Tensor, Bags | None, bool]  # ctx, ids, table, bags, sparse gradients
-Call = (
-    UsualCall | tuple[LocalContext, Tensor, Tensor, Bags | None, bool, tuple[int, ...]]
-)  # and the axes on which ids travel
-
-
-def lookup_together(calls: Sequence[Call]) -> list[Tensor]:
+def exchange_lookups(lookups: Sequence[Lookup]) -> list[Tensor]:
     """Several lookups over the same ranks with one exchange of ids and one of answers."""
-    by_call = [requests_of(*call) for call in calls]
-    requests = list(chain(*by_call))
-    for request in (of_call[0] for of_call in by_call):
-        if not set(bad_ids.asked_axes(request.ctx)) <= set(request.axes):  # others, too, must hear of bad ids
-            bad_ids.refuse_bad_ids(request.ctx, request.ids, request.bags)
-    ctx, ranks = requests[0].ctx, requests[0].ranks
-    asked = exchange_ids(ctx, ranks, requests)
-    answers = [_serve(request, ids) for request, ids in zip(requests, asked, strict=True)]
-    found = map(_finish, requests, _exchange_answers(ctx, ranks, requests, answers))
-    return [reduce(torch.add, [next(found) for _ in of_call]) for of_call in by_call]
+    by_lookup = [requests_of(lookup) for lookup in lookups]
+    requests = list(chain(*by_lookup))
+    for lookup in lookups:
+        if not set(bad_ids.id_axes(lookup.ctx)) <= set(lookup.axes):  # ranks that exchange no ids must raise, too
+            bad_ids.refuse_bad_ids(lookup.ctx, lookup.ids, lookup.bags)
+    received = exchange_ids(requests)
+    answers = [_serve(request, ids) for request, ids in zip(requests, received, strict=True)]
+    results = map(_finish, requests, _exchange_answers(requests, answers))
+    return [_sum(next(results) for _ in of_lookup) for of_lookup in by_lookup]
 
 
-def bag_call(ctx: LocalContext, args: Sequence[Any], kwargs: dict[str, Any]) -> UsualCall:
-    """The lookup that a call of `F.embedding_bag` asks for, for `lookup_together`."""
-    named = arguments(F.embedding_bag, tuple(args), kwargs)
-    bags = Bags(named["mode"], from_own_first_id(ctx, named["offsets"]), named["include_last_offset"])
-    return ctx, named["input"], named["weight"], bags, named["sparse"]
+# ---- request ------------------------------------------------------------------------------------------------
+
+Received = tuple[Tensor, int]  # ids and offsets of bags or lengths of runs; how many of these are lengths of runs
 
 
-def from_own_first_id(ctx: LocalContext, offsets: Tensor | None) -> Tensor | None:
-    if offsets is None:
-        return None
-    (box,) = ctx.layouts[0].boxes(ctx.rank)
-    return offsets - box.offsets[0]
+def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
+    """For every request, what each rank requests from this one.
+
+    Headers carry the number of runs and the sender's verdict on its ids, so an id outside the table raises the same
+    error on all ranks before any row is sent.
+    """
+    ctx, ranks, me = requests[0].ctx, requests[0].ranks, requests[0].me
+    wire, positions = wire_dtype(requests), range(len(ranks))
+    verdicts = [bad_ids.verdict_on(r.ctx, r.ids, r.bags) for r in requests]
+    words = [r.words(verdict, wire) for r, verdict in zip(requests, verdicts, strict=True)]
+    limit = FIRST_LIMIT // (len(ranks) * len(requests) * wire.itemsize)
+
+    def check(headers: list[list[int]]) -> None:
+        for i, request in enumerate(requests):
+            bad_ids.raise_bad_ids(request.ctx, [verdict for _, *verdict in headers[i :: len(requests)]], ranks)
+
+    received, headers = exchange_words(
+        ctx,
+        ranks,
+        [of_request[owner] for owner in positions for of_request in words],
+        [(r.num_runs(owner), *v) for owner in positions for r, v in zip(requests, verdicts, strict=True)],
+        [r.room(me, owner, limit) for owner in positions for r in requests],
+        [r.room(sender, me, limit) for sender in positions for r in requests],
+        check,
+    )
+    found = [(x, runs) for x, (runs, *_) in zip(received, headers, strict=True)]
+    return [found[i :: len(requests)] for i in range(len(requests))]
 
 
-def _with_whole_bags(
-    ctx: LocalContext, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[LocalContext, dict[str, Any]]:
-    """A call of `F.embedding_bag` after the ids have gone to the ranks that hold the offsets of their bags."""
-    named = arguments(F.embedding_bag, tuple(args), kwargs)
-    offsets, ranks = named["offsets"], ctx.ranks(bad_ids.asked_axes(ctx))
+def _with_whole_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalContext, Kwargs]:
+    """A call of `F.embedding_bag` after the ids were sent to the ranks that hold the offsets of their bags."""
+    named = arguments(F.embedding_bag, args, kwargs)
+    offsets, ranks = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx))
     own = (*offsets[:1].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, 0)
-    told = ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
+    gathered = ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
     end = ctx.layouts[0].shape[0]
-    by_place = sorted((ctx.layouts[2].boxes(rank)[0].offsets, told[i], rank) for i, rank in enumerate(ranks))
-    starts, lengths = [first for _, (first, _), _ in by_place if first >= 0], {}
-    if starts[:1] != [0] or starts != sorted(starts) or starts[-1] > end or any(falls for _, falls in told):
-        bad_ids.raise_bad_ids(ctx, (bad_ids.BAD_BAGS, 0, ranks[0]))
-    for _, (first, _), rank in reversed(by_place):
+    in_order = sorted((ctx.layouts[2].boxes(rank)[0].offsets, gathered[i], rank) for i, rank in enumerate(ranks))
+    starts, lengths = [first for _, (first, _), _ in in_order if first >= 0], {}
+    if starts[:1] != [0] or starts != sorted(starts) or starts[-1] > end or any(falls for _, falls in gathered):
+        bad_ids.raise_bad_ids(ctx, [(bad_ids.BAD_BAGS, 0)], ranks[:1])
+    for _, (first, _), rank in reversed(in_order):
         lengths[rank], end = (0, end) if first < 0 else (end - first, first)
-    cut = ctx.reshard_like(0, 2, lengths)
-    named["input"] = ctx.fetch(named["input"], 0, lambda rank: cut.layouts[0].boxes(rank)[0])
-    return cut, named
+    resharded = ctx.reshard_like(0, 2, lengths)
+    named["input"] = ctx.fetch(named["input"], 0, lambda rank: resharded.layouts[0].boxes(rank)[0])
+    return resharded, named
 
 
 # ---- serve --------------------------------------------------------------------------------------------------
 
 
-def _serve(request: Request, asked: Sequence[Asked]) -> list[Tensor]:
-    """What this rank answers each rank: rows, or pooled sums, of its own columns."""
-    weight, me = request.weight, request.ranks.index(request.ctx.rank)
-    if request.owners[me].numel == 0:
-        nothing = _nothing_from(weight, request.sparse)
-        return [nothing for _ in asked]
-    if request.pooled:
-        sums = _pool(request, [words for words, _ in asked])
-        return _of_columns(request, sums.split([request.num_bags(sender) for sender in range(len(asked))]))
-    asked_rows = torch.cat([words[:0] if runs else words for words, runs in asked])
-    rows = looked_up(weight, asked_rows, None, request.sparse).split([0 if n else len(words) for words, n in asked])
-    sums = _sums_of_runs(request, asked).split([runs for _, runs in asked])
-    return _of_columns(request, [s if runs else r for (_, runs), s, r in zip(asked, sums, rows, strict=True)])
-
-
-def _of_columns(request: Request, answers: Sequence[Tensor]) -> list[Tensor]:
-    """Of this rank's columns, those that each rank wants."""
-    me = request.ranks.index(request.ctx.rank)
-    first, width = request.owners[me].offsets[1], request.owners[me].sizes[1]
-    spans = [request.part(sender, me) for sender in range(len(answers))]
+def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
+    """This rank's answer to each rank: rows, or pooled sums, in the columns of its box that the rank wants."""
+    weight, box = request.weight, request.owners[request.me]
+    if box.numel == 0:
+        return [empty_lookup(weight, request.sparse)] * len(received)
+    if request.found is None:
+        sums = _pool(request, [words for words, _ in received])
+        answers: Sequence[Tensor] = sums.split([request.num_bags(sender) for sender in range(len(received))])
+    else:
+        ids = torch.cat([words[:0] if runs else words for words, runs in received])
+        rows = looked_up(weight, ids, None, request.sparse).split([0 if n else len(words) for words, n in received])
+        sums_of_runs = _sums_of_runs(request, received).split([runs for _, runs in received])
+        answers = [s if runs else r for (_, runs), s, r in zip(received, sums_of_runs, rows, strict=True)]
+    first, width = box.offsets[1], box.sizes[1]
+    spans = [request.shared_columns(sender, request.me) for sender in range(len(answers))]
     return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
 
 
-def _sums_of_runs(request: Request, asked: Sequence[Asked]) -> Tensor:
-    """What those who asked for sums get, one row a run."""
-    split = [words.tensor_split((words.numel() - runs,)) for words, runs in asked if runs]
+def _sums_of_runs(request: Request, received: Sequence[Received]) -> Tensor:
+    """The answers to the ranks that requested sums, one row a run."""
+    split = [words.tensor_split((words.numel() - runs,)) for words, runs in received if runs]
     if not split:
         return request.weight[:0]
     lengths = torch.cat([lengths for _, lengths in split])
@@ -187,27 +203,22 @@ def _sums_of_runs(request: Request, asked: Sequence[Asked]) -> Tensor:
     return looked_up(request.weight, torch.cat([ids for ids, _ in split]), of_runs, request.sparse)
 
 
-def _nothing_from(weight: Tensor, sparse: bool) -> Tensor:
-    """No rows, yet looked up, so that every rank's backward is the same and every rank has a gradient."""
-    return F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
-
-
-def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
+def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
+    """The sums or means of whole bags, in the order of ranks."""
     bags = request.bags
     assert bags is not None
     if bags.offsets is None:
         width = request.ctx.layouts[0].shape[1]
-        bag_rows = torch.cat(list(asked)).view(-1, width)
+        ids_of_bags = torch.cat(list(received)).view(-1, width)
         if width == 0:
-            nothing = _nothing_from(request.weight, request.sparse).sum()
-            return request.weight.new_zeros(bag_rows.shape[0], request.weight.shape[1]) + nothing
-        return looked_up(request.weight, bag_rows, Bags(bags.mode, None), request.sparse)
+            nothing = empty_lookup(request.weight, request.sparse).sum()
+            return request.weight.new_zeros(ids_of_bags.shape[0], request.weight.shape[1]) + nothing
+        return looked_up(request.weight, ids_of_bags, Bags(bags.mode, None), request.sparse)
     ids: list[Tensor] = []
     offsets: list[Tensor] = []
     before = 0
-    for sender, words in enumerate(asked):
-        count = request.num_offsets(sender)
-        own, starts = words[: words.numel() - count], words[words.numel() - count :]
+    for sender, words in enumerate(received):
+        own, starts = words.tensor_split((words.numel() - request.num_offsets(sender),))
         ids.append(own)
         offsets.append(starts + before)
         before += own.numel()
@@ -217,51 +228,39 @@ def _pool(request: Request, asked: Sequence[Tensor]) -> Tensor:
 # ---- finish -------------------------------------------------------------------------------------------------
 
 
-def _exchange_answers(
-    ctx: LocalContext,
-    ranks: tuple[int, ...],
-    requests: Sequence[Request],
-    answers: Sequence[Sequence[Tensor]],
-) -> list[list[Tensor]]:
+def _exchange_answers(requests: Sequence[Request], answers: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """For every request, this rank's blocks of rows (sums) from each owner."""
-    expected = [[_expected(request, owner) for request in requests] for owner in range(len(ranks))]
-    flat = torch.cat([answer[o].reshape(-1) for o in range(len(ranks)) for answer in answers])
-    send_counts = [sum(answer[o].numel() for answer in answers) for o in range(len(ranks))]
-    received = ctx.all_to_all(flat, send_counts, [sum(r * c for r, c in row) for row in expected], ranks)
-    pieces = iter(received.split([r * c for row in expected for r, c in row]))
-    blocks = [[next(pieces).view(shape) for shape in row] for row in expected]
+    ctx, ranks = requests[0].ctx, requests[0].ranks
+    positions = range(len(ranks))
+    shapes = [[request.answer_shape(owner) for request in requests] for owner in positions]
+    flat = torch.cat([answer[o].reshape(-1) for o in positions for answer in answers])
+    received = [sum(answer[o].numel() for answer in answers) for o in positions]
+    route = Route(ctx, ranks, [sum(r * c for r, c in row) for row in shapes], received)
+    views = iter(route.answer(flat).split([r * c for row in shapes for r, c in row]))
+    blocks = [[next(views).view(shape) for shape in row] for row in shapes]
     return [[row[index] for row in blocks] for index in range(len(requests))]
 
 
-def _expected(request: Request, owner: int) -> tuple[int, int]:
-    """Rows and columns of what rank number `owner` answers this one."""
-    first, last = request.part(request.ranks.index(request.ctx.rank), owner)
-    if first == last:
-        return 0, 0
-    if request.pooled:
-        return request.num_bags(request.ranks.index(request.ctx.rank)), last - first
-    start, stop = request.found.runs[owner] if isinstance(request.found, Grouped) else request.spans[owner]
-    return stop - start, last - first
-
-
 def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
-    me = request.ranks.index(request.ctx.rank)
+    """This rank's rows or bags from the blocks of all owners."""
+    me = request.me
     left, right = request.columns[me]
-    held = [o for o in range(len(blocks)) if request.asks(me, o)]
+    held = [o for o in range(len(blocks)) if request.has_words(me, o)]
     held.sort(key=lambda o: request.owners[o].offsets)
     by_rows = groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
     bands = [list(owners) for _, owners in by_rows]
-    nothing = blocks[0].reshape(-1)[:0].view(0, right - left)  # of what came, so that backward sends something back
+    nothing = blocks[0].reshape(-1)[:0].view(0, right - left)  # of what arrived, so that backward sends something back
     if isinstance(request.found, Grouped):
-        return _added(request, [(request.found.runs[band[0]], _beside(blocks, band)) for band in bands], nothing)
+        return _sum_of_bags(request, [(request.found.runs[b[0]], _beside(blocks, b)) for b in bands], nothing)
     count = request.num_bags(me) if request.found is None else request.found.values.numel()
-    whole = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
-    if bands and whole and sum(blocks[band[0]].shape[0] for band in bands) == count:
+    complete = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
+    if bands and complete and sum(blocks[band[0]].shape[0] for band in bands) == count:
         rows = torch.cat([_beside(blocks, band) for band in bands])
-    else:  # what nobody here holds is zero
+    else:  # what no rank here holds is zero
         rows = nothing.new_zeros(count, right - left) + nothing.sum()
         for o in held:
-            (first, last), (start, stop) = request.part(me, o), request.spans[o] if request.spans else (0, count)
+            first, last = request.shared_columns(me, o)
+            start, stop = request.spans[o] if request.spans else (0, count)
             rows[start:stop, first - left : last - left] = blocks[o]
     return rows if request.found is None else spread(rows, request.found, request.ids, request.bags)
 
@@ -270,53 +269,11 @@ def _beside(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
     return blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1)
 
 
-def _added(request: Request, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor) -> Tensor:
-    """The bags of this rank, from the runs that each owner has added up."""
+def _sum_of_bags(request: Request, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor) -> Tensor:
+    """The bags of this rank, from the sums of their runs."""
     assert isinstance(request.found, Grouped)
     assert request.bags is not None
     bag = torch.cat([request.found.bags[:0], *(request.found.bags[a:b] for (a, b), _ in bands)])
     sums, lengths = torch.cat([nothing, *(x for _, x in bands)]), request.bags.lengths(request.ids)
     out = sums.new_zeros(lengths.numel(), sums.shape[1]).index_add(0, bag, sums)
     return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if request.bags.mode == "mean" else out
-
-
-# ---- lookups that need nobody ------------------------------------------------------------------------------
-
-
-def _lookup_here(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    """What this rank has in one box: the foreign ids of a row-cut table add zero, and so do foreign columns."""
-    (wanted,) = ctx.output.boxes(ctx.rank)
-    num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
-    if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
-        shape = ids.shape if bags is None else bags.lengths(ids).shape
-        return weight.new_zeros(*shape, width) + _nothing_from(weight, sparse).sum()
-    left = box.offsets[1] - wanted.offsets[-1]
-    pad = (left, width - left - box.sizes[1])
-    if box.sizes[0] == num_rows:
-        return _padded(plain_lookup(ids, weight, bags, sparse), pad)
-    flat = ids.reshape(-1)
-    mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
-    own = flat[mine] - box.offsets[0]
-    if bags is None:
-        rows = _padded(F.embedding(own, weight, sparse=sparse), pad)
-        out = rows.new_zeros(flat.numel(), width).index_copy(0, mine.nonzero().squeeze(1), rows)
-        return out.view(*ids.shape, width)
-    lengths, bag_of = bags.lengths(ids), bags.bag_of(ids)[mine]
-    kept = torch.bincount(bag_of, minlength=lengths.numel())
-    sums = _padded(F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse), pad)
-    return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
-
-
-def _rows_here(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
-    """`_lookup_here` without bags. In a recording, shapes do not follow from the ids: a foreign id costs a row."""
-    if not is_capturing() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
-        return _lookup_here(ctx, ids, box, weight, None, False)
-    (wanted,) = ctx.output.boxes(ctx.rank)
-    mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
-    rows = F.embedding(torch.where(mine, ids - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
-    left = box.offsets[1] - wanted.offsets[-1]
-    return _padded(rows, (left, wanted.sizes[-1] - left - box.sizes[1]))
-
-
-def _padded(x: Tensor, columns: tuple[int, int]) -> Tensor:
-    return F.pad(x, columns) if any(columns) else x

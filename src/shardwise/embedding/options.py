@@ -1,7 +1,7 @@
-"""Lookups that do more: padding, rows of bounded norm, gradients by frequency, weights and maxima of bags.
+"""Options of lookups: padding_idx, max_norm, scale_grad_by_freq, per_sample_weights and mode="max".
 
-Each is a step before or after the plain lookup of every id's row, which alone knows how the table is cut. None
-gathers it: what travels besides is at most the ids, and a norm for each looked-up row of a table cut by columns.
+Each is a step before or after the plain lookup of every id's row, which alone depends on how the table is sharded.
+None gathers the table: at most all ids are exchanged, and for a column-wise table the norm of each row looked up.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding import bad_ids, lookup, requests
-from shardwise.embedding.ids import Bags
+from shardwise.embedding import bad_ids, lookup
+from shardwise.embedding.local import table_boxes
 from shardwise.errors import IdError
 from shardwise.layout import Boxes, Shard
 from shardwise.rules.row import LocalContext, arguments
@@ -34,31 +34,31 @@ def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     return rows if factor is None else _graded(rows, factor)
 
 
-@lookup.bringing_ids_to_their_bags
+@lookup.moving_ids_to_their_bags
 def embedding_bag(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
-    """The local function of `F.embedding_bag` with any option: rows come to the ranks that have the ids."""
+    """The local function of `F.embedding_bag` with any option: the ranks that have the ids get the rows."""
     named = arguments(F.embedding_bag, args, kwargs)
     ids, weight, offsets, mode = (named[name] for name in ("input", "weight", "offsets", "mode"))
     weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
-    bags = Bags(mode, lookup.from_own_first_id(ctx, offsets), named["include_last_offset"])
+    bags = lookup.bags_of(ctx, named)
     bad_ids.refuse_bad_ids(ctx, ids, bags)
-    find = lookup.whole_rows if mode == "max" else lookup.embedding  # all but maxima is linear in the rows
+    find = lookup.full_rows if mode == "max" else lookup.embedding  # all but maxima is linear in the rows
     with _bounded(ctx, weight, ids, named["max_norm"], named["norm_type"]):
         rows = find(ctx, ids, weight, sparse=named["sparse"]).flatten(0, -2)
     if named["scale_grad_by_freq"]:
         rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(ctx, ids.reshape(-1)))
-    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+    positions = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     if padding_idx is not None:
-        places = places.masked_fill(ids == _padding_row(ctx, padding_idx), ids.numel())
+        positions = positions.masked_fill(ids == _padding_row(ctx, padding_idx), ids.numel())
     if weights is not None:
         weights = ctx.fetch(weights, 2 + (offsets is not None), lambda rank: ctx.layouts[0].boxes(rank)[0])
-    places, bags = bags.without_end(places)
+    positions, bags = bags.without_end(positions)
     return F.embedding_bag(
-        places,
-        F.pad(rows, (0, 0, 0, 1)),  # and the row that padded places stand for
+        positions,
+        F.pad(rows, (0, 0, 0, 1)),  # and the row of padded positions
         None if bags.offsets is None else bags.offsets.long(),
         mode=mode,
-        per_sample_weights=None if weights is None else weights[: len(places)],
+        per_sample_weights=None if weights is None else weights[: len(positions)],
         padding_idx=ids.numel(),
     )
 
@@ -130,7 +130,7 @@ def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float,
     """Scale what this rank holds of the rows `ids`, which are different ones and the same on all ranks."""
     norms, own = [], []
     axes = [a for a, p in enumerate(ctx.layouts[1].placements) if p.is_shard(1) or isinstance(p, Boxes)]
-    for box, part in requests.parts(ctx, table):
+    for box, part in table_boxes(ctx, table):
         here = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
         rows = ids[here] - box.offsets[0]
         if not axes:

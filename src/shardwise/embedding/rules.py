@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding import bad_ids, lookup, options, requests
+from shardwise.embedding import bad_ids, lookup, options
+from shardwise.embedding.requests import exchange_axes
 from shardwise.errors import IdTypeError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
@@ -50,7 +51,7 @@ def _whole_rows_here(ctx: LocalContext) -> LocalFunction | None:
     boxes = table.boxes(ctx.rank)
     if any(isinstance(placement, Boxes) for placement in table.placements):
         return None
-    if bad_ids.asked_axes(ctx) or requests.travelling_axes(ctx) or ids.mesh.device_type != "cpu" or not boxes:
+    if bad_ids.id_axes(ctx) or exchange_axes(ctx) or ids.mesh.device_type != "cpu" or not boxes:
         return None
     num_rows = table.shape[0]
     if not boxes[0].numel or boxes[0].sizes[0] != num_rows:

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwise.embedding.bad_ids import asked_axes, first_bad, raise_bad_ids, refuse_bad_ids, worst
+from shardwise.embedding.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, verdict_on
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, PlacementsLike, first_input
 from shardwise.rules import Meta, OpRule, Row
+from shardwise.rules.routing import Route, exchange_headers
 from shardwise.rules.row import LocalContext, register
 
 Span = tuple[int, int]
@@ -113,7 +114,7 @@ def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list
         row(cut, whole, whole, cut, "each rank has some tokens and all experts"),
         row(whole, cut, cut, PARTIAL, "each rank adds what its experts make of all tokens"),
         row(whole, Shard(1), Shard(2), PARTIAL, "each rank adds what its hidden features make of all tokens"),
-        row(cut, cut, cut, cut, "tokens travel to their experts and back"),
+        row(cut, cut, cut, cut, "tokens are sent to their experts and back"),
     ]
 
 
@@ -126,7 +127,7 @@ def _on_locals(ctx: LocalContext, chosen: Tensor, w1: Tensor, w2: Tensor, tokens
         if ids.mesh.shape[axis] > 1 and a.is_shard(0) and b.is_shard(0)
     )
     if axes:
-        return _travelled(ctx, ctx.ranks(axes), chosen, w1, w2, tokens, weights)
+        return _exchanged(ctx, ctx.ranks(axes), chosen, w1, w2, tokens, weights)
     refuse_bad_ids(ctx, chosen, None)
     return _mixed(chosen - _experts_of(ctx, ctx.rank)[0], w1, w2, tokens, weights)
 
@@ -139,43 +140,33 @@ def _experts_of(ctx: LocalContext, rank: int) -> Span:
     return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
 
 
-def _travelled(
+def _exchanged(
     ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor
 ) -> Tensor:
-    """Tokens go to the ranks that hold experts of them, with what those have to know, and sums come back."""
+    """Tokens go to the ranks that hold experts of them, with their weights and experts, and sums come back."""
     (num, dim), k = tokens.shape, chosen.shape[1]
-    masks = [(chosen >= first) & (chosen < last) for first, last in (_experts_of(ctx, rank) for rank in ranks)]
+    spans = [_experts_of(ctx, rank) for rank in ranks]
+    masks = [(chosen >= first) & (chosen < last) for first, last in spans]
     rows = [mask.any(1).nonzero().squeeze(1) for mask in masks]
-    sent, received = [len(r) for r in rows], _counts(ctx, ranks, chosen, [len(r) for r in rows])
-    numbers = [
-        torch.where(mask, chosen - _experts_of(ctx, rank)[0], -1)[r]
-        for mask, rank, r in zip(masks, ranks, rows, strict=True)
-    ]
-    there = torch.cat(rows)
-    # Numbers of experts travel as the bits of elements: nobody computes with them on the way.
-    bits = torch.cat(numbers).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
-    message = torch.cat([tokens[there], weights[there].to(tokens.dtype), bits], 1)
-    width = dim + 2 * k
-    arrived = ctx.all_to_all(message.reshape(-1), [n * width for n in sent], [n * width for n in received], ranks).view(
-        -1, width
-    )
-    numbers_here = arrived[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
-    made = _mixed(numbers_here, w1, w2, arrived[:, :dim], arrived[:, dim : dim + k])
-    back = ctx.all_to_all(made.reshape(-1), [n * dim for n in received], [n * dim for n in sent], ranks)
-    return tokens.new_zeros(num, dim).index_add(0, there, back.view(-1, dim))
+    route = _route(ctx, ranks, chosen, [len(r) for r in rows])
+    experts = [torch.where(mask, chosen - first, -1)[r] for mask, (first, _), r in zip(masks, spans, rows, strict=True)]
+    senders = torch.cat(rows)
+    # Numbers of experts are sent as the bits of elements: nobody computes with them on the way.
+    bits = torch.cat(experts).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
+    received = route.send(torch.cat([tokens[senders], weights[senders].to(tokens.dtype), bits], 1))
+    experts_here = received[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
+    mixed = _mixed(experts_here, w1, w2, received[:, :dim], received[:, dim : dim + k])
+    return tokens.new_zeros(num, dim).index_add(0, senders, route.answer(mixed))
 
 
-def _counts(ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, sent: Sequence[int]) -> list[int]:
-    """How many tokens each of `ranks` sends here. All ranks that have other tokens hear whether a number is bad."""
-    everyone = ctx.ranks(asked_axes(ctx))
-    verdict = first_bad(ctx, chosen.reshape(-1), None)
-    counts = dict(zip(ranks, sent, strict=True))
-    own = torch.tensor([(counts.get(rank, 0), *verdict) for rank in everyone], device=chosen.device)
-    three = [3] * len(everyone)
-    heads = ctx.all_to_all(own.reshape(-1), three, three, everyone).view(-1, 3).tolist()
-    raise_bad_ids(ctx, worst(heads, everyone))
-    told = dict(zip(everyone, heads, strict=True))
-    return [told[rank][0] for rank in ranks]
+def _route(ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, sent: Sequence[int]) -> Route:
+    """The route of tokens. All ranks with different tokens exchange headers, so that all raise for a bad expert."""
+    everyone = ctx.ranks(id_axes(ctx))
+    verdict, counts = verdict_on(ctx, chosen, None), dict(zip(ranks, sent, strict=True))
+    headers = exchange_headers(ctx, everyone, [(counts.get(rank, 0), *verdict) for rank in everyone], chosen.device)
+    raise_bad_ids(ctx, [verdict for _, *verdict in headers], everyone)
+    received = {rank: count for rank, (count, *_) in zip(everyone, headers, strict=True)}
+    return Route(ctx, ranks, sent, [received[rank] for rank in ranks])
 
 
 def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from shardwise.tensor.handlers import (
     attributes,
     checkpointable,
     compositions,
+    embedding_bags,
     fused,
     indexing,
     inplace_views,
@@ -25,9 +26,9 @@ from shardwise.tensor.handlers import (
 )
 
 __all__ = [
-    "DTensor", "arriving", "attributes", "checkpointable", "compositions", "distribute_tensor", "entry", "factories",
-    "functions", "fused", "indexing", "inplace_views", "lists", "moved", "native", "optimisers", "plain",
-    "random_functions", "sparse", "strict", "tag",
+    "DTensor", "arriving", "attributes", "checkpointable", "compositions", "distribute_tensor", "embedding_bags",
+    "entry", "factories", "functions", "fused", "indexing", "inplace_views", "lists", "moved", "native",
+    "optimisers", "plain", "random_functions", "sparse", "strict", "tag",
 ]  # fmt: skip
 
 implement(

@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise.errors import PlaceError
 from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, contiguous_strides
 from shardwise.rules.pointwise import PARTIALS, SUMS, cut_at, shape_of_first
+from shardwise.rules.routing import Route, exchange_headers
 from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.shapes.view import box_of, named
 
@@ -194,16 +195,15 @@ def _read(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any
     me = ranks.index(ctx.rank)
     kept, place = _kept(ctx, call), _places(ctx, call, ranks)
     if _cut_axes(ctx, call):
-        order, counts, asked, at = _sent(ctx, ranks, place)
-        found = _taken(x, call, at).reshape(-1)
-        sent = [n * prod(kept) for n in asked]
+        order, route, at = _send_places(ctx, ranks, place)
+        rows = _taken(x, call, at).reshape(len(at), *kept)
     else:  # everybody knows what everybody asks
         refuse(ctx.layouts[0].shape, place.bad)
         order, counts = place.owner.argsort(stable=True), place.owner.bincount(minlength=len(ranks)).tolist()
-        found = _taken(x, call, place.at[place.owner == me]).reshape(-1).repeat(len(ranks))
-        sent = [counts[me] * prod(kept)] * len(ranks)
-    got = ctx.all_to_all(found, sent, [n * prod(kept) for n in counts], ranks).view(sum(counts), *kept)
-    out: Tensor = got.index_select(0, order.argsort()).view((*call.added, *kept))
+        route = Route(ctx, ranks, counts, [counts[me]] * len(ranks))
+        rows = _taken(x, call, place.at[place.owner == me]).reshape(counts[me], *kept)
+        rows = rows.repeat(len(ranks), *(1 for _ in kept))
+    out: Tensor = route.answer(rows).index_select(0, order.argsort()).view((*call.added, *kept))
     return out.movedim(tuple(range(len(call.added))), tuple(range(call.start, call.start + len(call.added))))
 
 
@@ -215,7 +215,7 @@ def _write(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: An
     ranks = ctx.ranks(axes)
     place, values = _places(ctx, call, ranks), _values(call, _kept(ctx, call))
     if axes:
-        order, counts, asked, at = _sent(ctx, ranks, place)
+        order, route, at = _send_places(ctx, ranks, place)
     else:
         refuse(ctx.layouts[0].shape, place.bad)
         order = (place.owner == 0).nonzero().squeeze(1)
@@ -223,9 +223,7 @@ def _write(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: An
     if isinstance(values, Tensor) and values.ndim:
         values = values.index_select(0, order)
         if axes:
-            width, shape = prod(values.shape[1:]), values.shape[1:]
-            sent, received = [n * width for n in counts], [n * width for n in asked]
-            values = ctx.all_to_all(values.reshape(-1), sent, received, ranks).view(sum(asked), *shape)
+            values = route.send(values)
     return _put(ctx, x, call, at, values)
 
 
@@ -301,17 +299,15 @@ def refuse(shape: tuple[int, ...], bad: tuple[int, int]) -> None:
         raise PlaceError(f"index {index} is out of bounds for dimension {dim} with size {shape[dim]}")
 
 
-def _sent(ctx: LocalContext, ranks: tuple[int, ...], place: Place) -> tuple[Tensor, list[int], list[int], Tensor]:
-    """Tell owners the places: own ones in the order they are sent, how many to and from each rank, those received."""
+def _send_places(ctx: LocalContext, ranks: tuple[int, ...], place: Place) -> tuple[Tensor, Route, Tensor]:
+    """Send places to their owners: the order in which own ones are sent, the route, and the places received."""
     order = place.owner.argsort(stable=True)
     order = order[place.owner[order] >= 0]
     counts = place.owner[order].bincount(minlength=len(ranks)).tolist()
-    words = torch.tensor([(n, *place.bad) for n in counts], device=order.device)
-    threes = [3] * len(ranks)
-    told = ctx.all_to_all(words.view(-1), threes, threes, ranks).view(-1, 3).tolist()
-    refuse(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in told if dim), (0, 0)))
-    asked = [n for n, _, _ in told]
-    return order, counts, asked, ctx.all_to_all(place.at[order], counts, asked, ranks)
+    received = exchange_headers(ctx, ranks, [(n, *place.bad) for n in counts], order.device)
+    refuse(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in received if dim), (0, 0)))
+    route = Route(ctx, ranks, counts, [n for n, _, _ in received])
+    return order, route, route.send(place.at[order])
 
 
 def _taken(x: Tensor, call: Call, at: Tensor) -> Tensor:

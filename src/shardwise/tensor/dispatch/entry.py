@@ -11,6 +11,7 @@ from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import FAMILIES, Args, Kwargs
 from shardwise.tensor.dispatch import run as run_
 from shardwise.tensor.dispatch.fallback import through_the_dispatcher
+from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted, promoted
 from shardwise.tensor.dispatch.run import run
 
@@ -49,6 +50,8 @@ DECOMPOSED = OpRule(handler=_decomposed, is_op=True)
 def reason(func: Any, args: Args, kwargs: Kwargs) -> str:
     """The reasons of the rows that `func` runs by on these operands, or why it has none."""
     rule = RULES.get(func)
+    if rule is not None and rule.handler is not None:
+        return f"{name_of(func)} has no rows: its handler runs other ops"
     if rule is None or not rule.has_rule:
         return "it has no rule: torch takes it apart into ops that have"
     try:
