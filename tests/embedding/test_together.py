@@ -91,8 +91,8 @@ def test_tools_see_the_op_and_what_it_sends() -> None:
     with explain() as report, shadow() as shadowed:
         embedding_bags([here, here], weights)
     assert shadowed.compared["embedding_bags"] == 1
-    assert [move.cause.op for move in report.moves] == ["embedding_bag", "embedding_bag"]
-    assert report.sent_bytes == sum(move.sent_bytes for move in report.moves) > 0
+    assert [event.cause.op for event in report.events] == ["embedding_bag", "embedding_bag"]
+    assert report.sent_bytes == sum(event.sent_bytes for event in report.events) > 0
     with no_implicit_comm():
         embedding_bags([here, here], weights)
     partial = distribute_tensor(tables()[0], mesh, [Partial()])

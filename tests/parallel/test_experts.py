@@ -338,9 +338,9 @@ def test_tools_see_the_op_and_what_it_sends() -> None:
     with explain() as report, shadow() as shadowed:
         mix_experts(chosen, w1, w2, x, weights)
     assert shadowed.compared["mix_experts"] == 1
-    assert [move.cause.op for move in report.moves] == ["mix_experts"] * 3
-    assert {move.cause.why for move in report.moves} == {"tokens are sent to their experts and back"}
-    assert report.sent_bytes == sum(move.sent_bytes for move in report.moves) > 0
+    assert [event.cause.op for event in report.events] == ["mix_experts"] * 3
+    assert {event.cause.why for event in report.events} == {"tokens are sent to their experts and back"}
+    assert report.sent_bytes == sum(event.sent_bytes for event in report.events) > 0
     with no_implicit_comm():
         mix_experts(chosen, w1, w2, x, weights)
     with pytest.raises(RuleError, match="implicit move"), no_implicit_comm():
