@@ -27,7 +27,7 @@ from shardwise.sharded_tensor import (
     shard_module,
     shard_parameter,
 )
-from shardwise.tensor.dispatch.spec_ops import forget_implementations, implemented
+from shardwise.sharded_tensor.custom_ops import forget_implementations, implemented
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -323,6 +323,6 @@ def test_what_cannot_be_registered_is_refused() -> None:
         custom_sharding_spec_op(Dealt, "add")
     with pytest.raises(PlanError, match=r"two is called with .* but takes 2 arguments"):
         custom_sharding_spec_op(Dealt, torch.add)(two)
-    with pytest.raises(PlanError, match=r"Tensor.size is answered by DTensor itself"):
+    with pytest.raises(PlanError, match=r"Tensor.size is defined by DTensor itself"):
         custom_sharding_spec_op(Dealt, Tensor.size)
     assert not implemented()

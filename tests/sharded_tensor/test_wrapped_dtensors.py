@@ -423,5 +423,5 @@ def test_what_a_checkpoint_cannot_hold_is_refused() -> None:
     with pytest.raises(LayoutError, match="summands"):
         summands.__create_chunk_list__()  # type: ignore[attr-defined]
     part = LocalShardsWrapper([torch.ones(2, 2)], [(2, 0)])
-    with pytest.raises(LayoutError, match=r"x: .*stand at \[2:4, 0:2\].*Fix: save DTensor"):
+    with pytest.raises(LayoutError, match=r"x: .*are at \[2:4, 0:2\].*Fix: save DTensor"):
         part.__create_write_items__("x", part)

@@ -141,7 +141,7 @@ def test_offsets_have_two_names() -> None:
     a = torch.ones(2, 3)
     assert LocalShardsWrapper(local_shards=[a], offsets=[(3, 0)]).local_offsets() == [torch.Size((3, 0))]
     for both_or_none in ({}, {"local_offsets": [(3, 0)], "offsets": [(3, 0)]}):
-        with pytest.raises(LayoutError, match="one of the two"):
+        with pytest.raises(LayoutError, match="either local_offsets or offsets"):
             LocalShardsWrapper([a], **both_or_none)
 
 
@@ -241,10 +241,10 @@ def test_wrappers_that_stand_at_other_places_are_not_equal_and_mix_to_plain_tens
 
 
 @pytest.mark.parametrize("name", ["t_", "resize_", "transpose_", "squeeze_", "set_"])
-def test_what_would_leave_the_shards_behind_is_refused(name: str) -> None:
+def test_functions_that_would_detach_the_shards_are_refused(name: str) -> None:
     wrapper = LocalShardsWrapper([torch.ones(2, 2)], [(0, 0)])
     arguments: dict[str, tuple[Any, ...]] = {"resize_": (4,), "transpose_": (0, 1), "set_": (torch.ones(2),)}
-    with pytest.raises(RuleError, match="behind"):
+    with pytest.raises(RuleError, match="detach"):
         getattr(wrapper, name)(*arguments.get(name, ()))
 
 
@@ -375,14 +375,14 @@ WRONG: dict[str, tuple[list[Any], list[Any], str]] = {
     "too many offsets": ([], [(0, 0)], "0 shards and 1 offsets"),
     "a dim missing": ([A], [(0,)], r"shard 0 of shape \(2, 3\) needs 2 offsets"),
     "negative": ([A, B], [(0, 0), (-2, 0)], r"shard 1 .* none negative, got \(-2, 0\)"),
-    "overlap": ([A, B], [(4, 4), (5, 4)], r"overlap: .*shard 0, which stands at \[4:6, 4:7\].*shard 1"),
+    "overlap": ([A, B], [(4, 4), (5, 4)], r"overlap: .*shard 0 at \[4:6, 4:7\].*shard 1"),
     "apart": ([A, B], [(0, 0), (0, 5)], r"nobody holds \[0:2, 3:5\].*init_from_local_shards"),
     "corner": ([A, B], [(0, 0), (2, 3)], "gap"),
     "a stair": ([A, B], [(0, 0), (2, 1)], r"gap: nobody holds .*shard 0.*shard 1"),
     "dtypes": ([A, B.double()], [(0, 0), (2, 0)], "one dtype, got torch.float32, torch.float64"),
     "devices": ([A, B.to("meta")], [(0, 0), (2, 0)], "one device"),
     "dims": ([A, B[0]], [(0, 0), (2,)], "one ndim, got 2, 1"),
-    "twice": ([A, A], [(0, 0), (2, 0)], "given before"),
+    "twice": ([A, A], [(0, 0), (2, 0)], "passed before"),
     "a list": ([A, [1.0]], [(0, 0), (2, 0)], "shard 1 must be a plain dense tensor, got list"),
     "a wrapper": ([LocalShardsWrapper([A], [(0, 0)])], [(0, 0)], "got LocalShardsWrapper"),
     "sparse": ([A.to_sparse()], [(0, 0)], "dense"),

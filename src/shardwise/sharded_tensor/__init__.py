@@ -4,6 +4,7 @@ from shardwise.collectives import load_with_process_group
 from shardwise.sharded_tensor.custom_ops import custom_sharding_spec_op
 from shardwise.sharded_tensor.hooks import pre_load_state_dict_hook, state_dict_hook
 from shardwise.sharded_tensor.layouts import layout_of_shards
+from shardwise.sharded_tensor.local_shards import LocalShardsWrapper
 from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharded_tensor import (
     LocalShard,
@@ -31,7 +32,6 @@ from shardwise.sharded_tensor.specs import (
     ShardingSpec,
     spec_of,
 )
-from shardwise.tensor.local_shards import LocalShardsWrapper
 
 __all__ = [
     "ChunkShardingSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper", "RemoteDevice", "ShardMetadata",

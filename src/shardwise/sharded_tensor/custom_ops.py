@@ -1,34 +1,44 @@
-"""Functions of torch, implemented by users for their sharding specs."""
+"""Functions of torch that users implement for their sharding specs: entries of the table of ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from inspect import signature
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from shardwise import collectives
 from shardwise.errors import PlanError
+from shardwise.rules import OpRule
+from shardwise.rules.row import Args, Kwargs, reregister
 from shardwise.sharded_tensor.specs import ShardingSpec
-from shardwise.tensor.dispatch.spec_ops import implement_for_spec
+from shardwise.tensor.dispatch import hooks
+from shardwise.tensor.dispatch.entry import entry_of
+from shardwise.tensor.dispatch.run import run
 from shardwise.tensor.dtensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+Implementation = Callable[[tuple[type, ...], Args, Kwargs, Any], Any]
 
 
 def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) -> Callable[[F], F]:
-    """Decorate what is to run when `func` is called with a `DTensor` that was made by a spec of this very class.
+    """Decorate what runs when `func` is called with a `DTensor` that was made by a spec of this class.
 
     The decorated function is called on every rank as `implementation(types, args, kwargs, process_group)`: the first
-    three as `__torch_function__` gets them; the group is torch's where there is one, or the ranks, and is what
-    `process_group=` takes everywhere. What it returns is the result. Inside, `func` itself goes the usual way. Tensors
-    of other specs, subclasses too, and results of ops, which were made by no spec, are not affected.
+    three as `__torch_function__` gets them; the group is torch's if there is one, otherwise the ranks, as every
+    `process_group=` accepts. Its result is the result of the call. Inside it, `func` dispatches as usual. Tensors
+    of other specs, of subclasses of the spec, and results of ops, which no spec made, are not affected.
 
     Args:
         sharding_spec_class: the class; instances of subclasses do not count.
-        func: such as `torch.nn.functional.embedding`, as it is called: `torch.sum` is not `Tensor.sum`.
+        func: such as `torch.nn.functional.embedding`, exactly as it is called: `torch.sum` is not `Tensor.sum`.
 
     Raises:
-        PlanError: no class of specs, nothing that can be called, a decorated function of other than four arguments,
-            or a method that `DTensor` answers itself.
+        PlanError: not a class of specs, not a callable, a decorated function that does not take four arguments, or a
+            method that `DTensor` itself defines.
     """
     if not (isinstance(sharding_spec_class, type) and issubclass(sharding_spec_class, ShardingSpec)):
         raise PlanError(f"custom_sharding_spec_op needs a class of sharding specs, got {sharding_spec_class!r}.")
@@ -36,7 +46,7 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
         raise PlanError(f"custom_sharding_spec_op needs a function of torch, got {func!r}.")
     name = getattr(func, "__name__", "")
     if name != "detach" and name in vars(DTensor) and getattr(Tensor, name, None) is func:
-        raise PlanError(f"Tensor.{name} is answered by DTensor itself and cannot be implemented for a spec.")
+        raise PlanError(f"Tensor.{name} is defined by DTensor itself and cannot be implemented for a spec.")
 
     def register(implementation: F) -> F:
         count = len(signature(implementation).parameters)
@@ -45,7 +55,63 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
                 f"{implementation.__qualname__} is called with (types, args, kwargs, process_group), "
                 f"but takes {count} argument{'s' * (count != 1)}."
             )
-        implement_for_spec(func, sharding_spec_class, implementation)
+        if func not in _implemented:
+            usual = entry_of(func)
+            _implemented[func] = _SpecOp(usual)
+            reregister(replace(usual, handler=_implemented[func], is_op=True), func)
+        _implemented[func].by_spec[sharding_spec_class] = implementation
         return implementation
 
     return register
+
+
+class _SpecOp:
+    """The handler of a function that is implemented for classes of specs; calls with other tensors run as usual."""
+
+    def __init__(self, usual: OpRule) -> None:
+        self.usual = usual
+        self.by_spec: dict[type, Implementation] = {}
+
+    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        for x in pytree.tree_leaves((args, kwargs)) if func not in _running.get() else ():
+            implementation = self.by_spec.get(type(x._spec)) if type(x) is DTensor else None
+            if implementation is not None:
+                with _usual_inside(func):
+                    return implementation((DTensor,), args, kwargs, collectives.process_group(x._layout.mesh.ranks))
+        if self.usual.handler is None:
+            return run(func, self.usual, args, kwargs)
+        return self.usual.handler(func, args, kwargs)
+
+
+_implemented: dict[Any, _SpecOp] = {}
+_running: ContextVar[Args] = ContextVar("functions whose custom implementation runs", default=())
+
+
+def implemented() -> frozenset[Any]:
+    """The functions that are implemented for some class of specs."""
+    return frozenset(_implemented)
+
+
+def forget_implementations() -> None:
+    """Remove all implementations."""
+    for func, op in _implemented.items():
+        reregister(op.usual, func)
+    _implemented.clear()
+
+
+@contextmanager
+def _usual_inside(func: Any) -> Iterator[None]:
+    token = _running.set((*_running.get(), func))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _any_implemented_for(tensors: Iterable[Any]) -> bool:
+    """Whether some function is implemented for the spec of one of `tensors`."""
+    classes = {spec_class for op in _implemented.values() for spec_class in op.by_spec}
+    return bool(classes) and any(type(getattr(x, "_spec", None)) in classes for x in tensors)
+
+
+hooks.dispatch_each_op_if(_any_implemented_for)

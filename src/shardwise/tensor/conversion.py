@@ -25,8 +25,7 @@ from shardwise.layout import (
 )
 from shardwise.redistribute.run import move
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
-from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag
-from shardwise.tensor.local_shards import LocalShardsWrapper, Tiling
+from shardwise.tensor.dtensor import DTensor, Tiling, default_mesh, plain, tag
 
 
 def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
@@ -61,9 +60,8 @@ def from_local(
 ) -> DTensor:
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
-    tiling: Tiling | None = None
-    if isinstance(local, LocalShardsWrapper):
-        tiling = local.tiling
+    tiling: Tiling | None = getattr(local, "tiling", None)
+    if tiling is not None:
         local = plain(local)
     mesh = default_mesh(local.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
     wanted = as_placements(mesh, placements)

@@ -7,7 +7,7 @@ aten ops, and each of those finds its rule (door 2, `shardwise.tensor.dispatch.f
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
+from shardwise.layout import Box, Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
 from shardwise.redistribute.run import move
 from shardwise.rules.row import Handler
 from shardwise.trace.comm_trace import EXPLICIT, Cause
@@ -38,6 +38,17 @@ class Registered:
         raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
 
 
+class Tiling(Protocol):
+    """The shards that make up one local tensor; see `shardwise.sharded_tensor.LocalShardsWrapper`."""
+
+    @property
+    def boxes(self) -> tuple[Box, ...]: ...
+    @property
+    def bounds(self) -> Box: ...
+    def shards(self, local: Tensor, /) -> list[Tensor]: ...
+    def wrap(self, local: Tensor, /) -> Tensor: ...
+
+
 class DTensor(torch.Tensor):
     """A tensor spread over the ranks of a mesh. Make one with `distribute_tensor` or `DTensor.from_local`."""
 
@@ -49,7 +60,7 @@ class DTensor(torch.Tensor):
     _watched_here: int = 0  # the same among the leaves of its mesh, which all ranks of that count alike
     _name: str | None = None  # of a parameter: what errors call it
     _spec: Any = None  # the sharding spec that it was made by, whose words its shards are told in
-    _tiling: Any = None  # where its part was given as several shards: those
+    _tiling: Tiling | None = None  # of a local tensor that is made of several shards
 
     # Passed by `shardwise.tensor` to `implement`: their modules import this one.
     _dispatch: Handler

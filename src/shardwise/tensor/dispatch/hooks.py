@@ -3,7 +3,7 @@
 While no hook is installed, calls go to `entry.enter` directly.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +39,19 @@ def hook_calls(hook: Hook) -> Iterator[None]:
 def are_installed() -> bool:
     """Whether any rank of this process has a hook installed."""
     return DTensor._dispatch is not entry.enter
+
+
+_conditions: list[Callable[[Iterable[Any]], bool]] = []
+
+
+def dispatch_each_op_if(condition: Callable[[Iterable[Any]], bool]) -> None:
+    """Let composite steps, such as those of optimisers, dispatch op by op for tensors that meet the condition."""
+    _conditions.append(condition)
+
+
+def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
+    """Whether hooks, or functions that are overridden for some of `tensors`, need to see every op."""
+    return are_installed() or any(condition(tensors()) for condition in _conditions)
 
 
 def _enter(func: Any, args: Args, kwargs: Kwargs) -> Any:

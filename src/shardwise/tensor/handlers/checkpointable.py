@@ -1,5 +1,6 @@
 """A `DTensor` as `torch.distributed.checkpoint` asks for it, so that torch's own tools save it and load it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +9,6 @@ from shardwise import collectives
 from shardwise.errors import LayoutError
 from shardwise.layout import Box, split_by_boxes
 from shardwise.tensor.dtensor import DTensor, plain, register_method
-from shardwise.tensor.local_shards import shard_at
 
 
 def pieces(x: DTensor) -> list[tuple[Box, Tensor]]:
@@ -40,6 +40,20 @@ def create_chunk_list(x: DTensor) -> list[Any]:
 def get_tensor_shard(x: DTensor, index: Any) -> Tensor:
     held = pieces(x)
     return shard_at(index, [box for box, _ in held], [part for _, part in held])
+
+
+def shard_at(index: Any, boxes: Sequence[Box], shards: Sequence[Tensor]) -> Tensor:
+    """The shard that torch's `MetadataIndex` refers to, outside of autograd.
+
+    Raises:
+        LayoutError: no shard has this offset.
+    """
+    for box, shard in zip(boxes, shards, strict=True):
+        if tuple(index.offset) == box.offsets and box.numel:
+            return shard.detach()
+    raise LayoutError(
+        f"{index.fqn}: no shard of this rank begins at {index.offset}, only {', '.join(map(str, boxes))}."
+    )
 
 
 register_method("__create_write_items__", create_write_items)

@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 
 from shardwise.layout import Layout
-from shardwise.tensor.dispatch import hooks, spec_ops
+from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import LIVING, before_changes, outdate
 
@@ -77,7 +77,7 @@ def _state_alike(state: dict[str, Any], layout: Layout | None) -> bool:
 def _on_locals(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def run(self: Optimizer, closure: Any = None) -> Any:
-        watched = hooks.are_installed() or spec_ops.concern(_parameters(self))  # ops are asked for
+        watched = hooks.dispatches_each_op(lambda: _parameters(self))
         if closure is not None or watched or type(self) not in ELEMENTWISE or not _has_parts(self):
             return step(self, closure)
         if not _laid_out_alike(self):

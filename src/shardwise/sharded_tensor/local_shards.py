@@ -1,4 +1,4 @@
-"""Several shards of one rank as one local tensor, which knows where in the whole each of them stands."""
+"""`LocalShardsWrapper`: several shards of one rank as one local tensor that knows their offsets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,77 +17,78 @@ from shardwise.rules import pointwise
 from shardwise.rules.row import rule_of
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.handlers.checkpointable import shard_at
 
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 
-# Rules of functions that leave every element where it is.
+# Rules of functions that keep the index of every element.
 ELEMENTWISE = frozenset(
     (pointwise.nonlinear, pointwise.selected, pointwise.homogeneous, pointwise.additive, pointwise.bilinear,
      pointwise.numerator, pointwise.copies, pointwise.conversion, pointwise.filled_like)
 )  # fmt: skip
-# Others that do, as long as the shape stays.
+# Other functions that do, if the shape is unchanged.
 IN_ORDER = frozenset("view view_as reshape reshape_as rand_like randn_like dropout".split())
-# In place they would leave the shards behind.
+# In-place functions that would detach the tensor from its shards.
 REFUSED = frozenset("resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_".split())
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """Boxes of a whole tensor that together are one box, `bounds`; empty ones may stand anywhere."""
+class ShardTiling:
+    """Boxes of a global tensor that tile one box, `bounds`; empty boxes may be anywhere."""
 
     boxes: tuple[Box, ...]
     bounds: Box
 
-    def places(self) -> list[tuple[slice, ...] | None]:
-        """Where each box is in a tensor that holds the bounds; None for an empty one."""
+    def slices(self) -> list[tuple[slice, ...] | None]:
+        """The slices of each box in a tensor of the shape of the bounds; None for an empty box."""
         return [box.relative_to(self.bounds) if box.numel else None for box in self.boxes]
 
     def shards(self, joined: Tensor) -> list[Tensor]:
         """The boxes of `joined`, as views."""
         return [
-            joined.new_empty(box.sizes) if place is None else joined[place]
-            for box, place in zip(self.boxes, self.places(), strict=True)
+            joined.new_empty(box.sizes) if slices is None else joined[slices]
+            for box, slices in zip(self.boxes, self.slices(), strict=True)
         ]
 
     def wrap(self, joined: Tensor) -> "LocalShardsWrapper":
-        """A tensor that holds the bounds, as a wrapper that shares its memory and its autograd history."""
+        """A tensor of the shape of the bounds, as a wrapper that shares its memory and autograd history."""
         with DisableTorchFunctionSubclass():
             wrapper: LocalShardsWrapper = _as_subclass(joined, LocalShardsWrapper)
         wrapper._tiling = self
         return wrapper
 
 
-def tiling_of(boxes: Sequence[Box]) -> Tiling:
+def tiling_of(boxes: Sequence[Box]) -> ShardTiling:
     """The tiling by `boxes`.
 
     Raises:
-        LayoutError: two overlap, or together they are no box.
+        LayoutError: two overlap, or they do not fill one box.
     """
     full = [box for box in boxes if box.numel]
     if not boxes:
-        return Tiling((), Box((0, 0), (0, 0)))
-    bounds = _around(full or boxes)
+        return ShardTiling((), Box((0, 0), (0, 0)))
+    bounds = _bounding_box(full or boxes)
     if not full:
-        return Tiling(tuple(boxes), boxes[0] if bounds.numel else bounds)
+        return ShardTiling(tuple(boxes), boxes[0] if bounds.numel else bounds)
     start = bounds.offsets
     labelled = []
     for number, box in enumerate(boxes):
-        moved = Box(tuple(a - b for a, b in zip(box.offsets, start, strict=True)), box.sizes)
+        relative = Box(tuple(a - b for a, b in zip(box.offsets, start, strict=True)), box.sizes)
         if box.numel:
-            labelled.append((f"shard {number}, which stands at {box}" if any(start) else f"shard {number}", moved))
+            labelled.append((f"shard {number} at {box}" if any(start) else f"shard {number}", relative))
     try:
         check_cover(labelled, bounds.sizes)
     except LayoutError as error:
         raise LayoutError(
-            f"LocalShardsWrapper: the shards must be one box together, here {bounds}."
-            f"{' Seen from its first element:' if any(start) else ''} {error} "
-            f"Fix: correct the offsets; shards that stand apart are for sharded_tensor.init_from_local_shards."
+            f"LocalShardsWrapper: the shards must fill one box, here {bounds}."
+            f"{' Relative to its offset:' if any(start) else ''} {error} "
+            f"Fix: correct the offsets, or pass separate shards to sharded_tensor.init_from_local_shards."
         ) from None
-    return Tiling(tuple(boxes), bounds)
+    return ShardTiling(tuple(boxes), bounds)
 
 
-def _around(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of them."""
+def _bounding_box(boxes: Sequence[Box]) -> Box:
+    """The bounding box."""
     start = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
     stop = map(max, zip(*([a + n for a, n in zip(*box, strict=True)] for box in boxes), strict=True))
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
@@ -96,29 +97,29 @@ def _around(boxes: Sequence[Box]) -> Box:
 class LocalShardsWrapper(torch.Tensor):
     """The shards of one tensor that this rank holds, as one local tensor, for `DTensor.from_local`.
 
-    Shards that lie above or beside each other, or form a grid, make one tensor with memory of its own: an ordinary
-    tensor for every op, optimiser and hook. What works element by element (copies, conversions, arithmetic,
-    `zeros_like`, a `view` of the same shape) gives a wrapper again; anything else (a sum, a row) a plain tensor.
+    Shards that form a column, a row or a grid become one tensor, an ordinary one for every op, optimiser and hook.
+    Elementwise functions (copies, conversions, arithmetic, `zeros_like`, a `view` of the same shape) return a wrapper;
+    other functions (a sum, a row) return a plain tensor.
 
-    Memory is shared with the shards that were given, so that a change of one side is seen on the other. One shard,
-    and shards that are parts of one tensor as they stand here, are taken as they are. Other shards are laid into new
-    memory, and **the given tensors are pointed to it** (`shard.data = view`), Parameters too; what else shared their
-    old memory stays behind, and autograd does not notice that a write on one side changes the other. Gradients reach
-    shards that require them. Shards that autograd has computed are copied.
+    The wrapper shares its memory with the given shards. A single shard, and shards that are adjacent views of one
+    tensor, are used without a copy. Other shards are copied into new memory, and **the given tensors then refer to
+    it** (`shard.data = view`), Parameters too; other tensors that shared their old memory do not, and autograd does
+    not see that a write to one side changes the other. Gradients reach shards that require them. Shards that autograd
+    has computed are copied.
 
     Args:
         local_shards: tensors of one dtype, device and number of dims; none on a rank without shards, where the
             wrapper has shape (0, 0).
-        local_offsets: where each of them begins in the whole tensor, one integer a dim.
+        local_offsets: the shard offsets in the global tensor, one integer per dim.
         offsets: another name for `local_offsets`.
 
     Raises:
-        LayoutError: shards that are no plain tensors, differ in dtype, device or number of dims, or occur twice;
-            offsets that are too few, too many or negative; boxes that overlap or are not one box together.
+        LayoutError: shards that are not plain tensors, differ in dtype, device or number of dims, or occur twice;
+            offsets that are too few, too many or negative; boxes that overlap or do not fill one box.
     """
 
-    _tiling: Tiling
-    _given: list[Tensor] | None = None  # None: views
+    _tiling: ShardTiling
+    _given: list[Tensor] | None = None  # the tensors it was made of; None: its shards are views
 
     @staticmethod
     def __new__(
@@ -130,11 +131,10 @@ class LocalShardsWrapper(torch.Tensor):
     ) -> Self:
         given = local_offsets if offsets is None else offsets
         if given is None or (local_offsets is not None and offsets is not None):
-            raise LayoutError("LocalShardsWrapper: give local_offsets, or offsets, which is the same; one of the two.")
+            raise LayoutError("LocalShardsWrapper: pass either local_offsets or offsets, which are the same.")
         shards = list(local_shards)
-        begins = _checked_offsets(shards, given)
-        boxes = [Box(at, tuple(shard.shape)) for at, shard in zip(begins, shards, strict=True)]
-        tiling = tiling_of(boxes)
+        checked = _checked_offsets(shards, given)
+        tiling = tiling_of([Box(at, tuple(shard.shape)) for at, shard in zip(checked, shards, strict=True)])
         wrapper = tiling.wrap(_joined(shards, tiling))
         wrapper._given = shards
         return wrapper  # type: ignore[return-value]
@@ -150,24 +150,24 @@ class LocalShardsWrapper(torch.Tensor):
         if special is not None:
             return special(*args, **kwargs)
         if getattr(func, "__name__", "") in REFUSED:
-            raise RuleError(_left_behind(name_of(func)))
+            raise RuleError(_detaches(name_of(func)))
         with DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-            if type(out) is not Tensor or not _stays_in_place(func):
+            if type(out) is not Tensor or not _keeps_indices(func):
                 return out
             operands = torch.utils._pytree.tree_leaves((args, kwargs))
-            if any(out is x for x in operands):  # a plain tensor that was changed in place
+            if any(out is x for x in operands):  # a plain tensor that was modified in place
                 return out
             tilings = {x._tiling for x in operands if isinstance(x, LocalShardsWrapper)}
             if len(tilings) > 1 or out.shape != next(iter(tilings)).bounds.sizes:
                 return out
         return tilings.pop().wrap(out)
 
-    # ---- its shards -------------------------------------------------------------------------------------------------
+    # ---- shards -----------------------------------------------------------------------------------------------------
 
     def local_shards(self) -> list[Tensor]:
-        """The shards, in the order given: the tensors it was made of, or views that share its memory."""
-        fresh = self.requires_grad and self.is_leaf  # gradients of what is done with the shards are to arrive here
+        """The shards, in the given order: the tensors it was made of, or views that share its memory."""
+        fresh = self.requires_grad and self.is_leaf  # views, whose gradients arrive at this leaf
         if self._given is not None and not fresh:
             return list(self._given)
         with DisableTorchFunctionSubclass():
@@ -178,27 +178,27 @@ class LocalShardsWrapper(torch.Tensor):
         return [torch.Size(box.sizes) for box in self._tiling.boxes]
 
     def local_offsets(self) -> list[torch.Size]:
-        """Where the shards begin in the whole tensor."""
+        """The offsets of the shards in the global tensor."""
         return [torch.Size(box.offsets) for box in self._tiling.boxes]
 
     @property
     def shards(self) -> list[Tensor]:
-        """The same as `local_shards()`."""
+        """`local_shards()`."""
         return self.local_shards()
 
     @property
     def shard_sizes(self) -> list[torch.Size]:
-        """The same as `local_sizes()`."""
+        """`local_sizes()`."""
         return self.local_sizes()
 
     @property
     def shard_offsets(self) -> list[torch.Size]:
-        """The same as `local_offsets()`."""
+        """`local_offsets()`."""
         return self.local_offsets()
 
     @property
-    def tiling(self) -> Tiling:
-        """Where the shards stand, as boxes."""
+    def tiling(self) -> ShardTiling:
+        """The boxes of the shards."""
         return self._tiling
 
     def is_empty_shard(self) -> bool:
@@ -213,27 +213,27 @@ class LocalShardsWrapper(torch.Tensor):
         return collectives.chunks(self._tiling.boxes)
 
     def storage_metadata(self) -> Any:
-        """The `TensorStorageMetadata` of torch: properties, the shape of this local tensor, and a chunk a shard."""
+        """A `TensorStorageMetadata` of torch: properties, the shape of this local tensor, and a chunk per shard."""
         return collectives.storage_metadata(self, self._tiling.bounds.sizes, self._tiling.boxes)
 
     @property
     def storage_meta(self) -> Any:
-        """The same as `storage_metadata()`."""
+        """`storage_metadata()`."""
         return self.storage_metadata()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What torch's checkpoints write; `object` is what has the shape of the whole tensor.
+        """The write items of torch's checkpoints; `object` has the global shape.
 
         Raises:
-            LayoutError: that is the wrapper itself, and its shards are but a part of the whole.
+            LayoutError: `object` is this wrapper, which does not know the global shape.
         """
-        whole, bounds = tuple(object.shape), self._tiling.bounds
-        if any(a + n > size for a, n, size in zip(*bounds, whole, strict=True)):
+        global_shape, bounds = tuple(object.shape), self._tiling.bounds
+        if any(a + n > size for a, n, size in zip(*bounds, global_shape, strict=True)):
             raise LayoutError(
-                f"{fqn}: the shards of this LocalShardsWrapper stand at {bounds} of a tensor whose shape it does not "
-                f"know, so it cannot be saved by itself. Fix: save DTensor.from_local(wrapper, mesh, placements)."
+                f"{fqn}: the shards of this LocalShardsWrapper are at {bounds} of a tensor whose global shape it does "
+                f"not know, so it cannot be saved by itself. Fix: save DTensor.from_local(wrapper, mesh, placements)."
             )
-        return collectives.write_items(fqn, self, whole, self._tiling.boxes)
+        return collectives.write_items(fqn, self, global_shape, self._tiling.boxes)
 
     def __create_chunk_list__(self) -> list[Any]:
         return self.local_chunks
@@ -263,27 +263,13 @@ class LocalShardsWrapper(torch.Tensor):
             joined = _as_subclass(self.detach(), Tensor)
         return _rebuilt, (joined, self._tiling, self.requires_grad, hasattr(self, "_is_param"))
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which torch asks no subclass about
-        raise RuleError(_left_behind("set_"))
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which torch does not dispatch to subclasses
+        raise RuleError(_detaches("set_"))
 
     __hash__ = torch.Tensor.__hash__
 
 
-def shard_at(index: Any, boxes: Sequence[Box], shards: Sequence[Tensor]) -> Tensor:
-    """The shard that torch's checkpoint means by a `MetadataIndex`, outside of autograd.
-
-    Raises:
-        LayoutError: none begins there.
-    """
-    for box, shard in zip(boxes, shards, strict=True):
-        if tuple(index.offset) == box.offsets and box.numel:
-            return shard.detach()
-    raise LayoutError(
-        f"{index.fqn}: no shard of this rank begins at {index.offset}, only {', '.join(map(str, boxes))}."
-    )
-
-
-def _rebuilt(joined: Tensor, tiling: Tiling, requires_grad: bool, is_param: bool) -> LocalShardsWrapper:
+def _rebuilt(joined: Tensor, tiling: ShardTiling, requires_grad: bool, is_param: bool) -> LocalShardsWrapper:
     wrapper = tiling.wrap(joined).requires_grad_(requires_grad)
     if is_param:
         wrapper._is_param = True
@@ -291,97 +277,95 @@ def _rebuilt(joined: Tensor, tiling: Tiling, requires_grad: bool, is_param: bool
 
 
 def _checked_offsets(shards: Sequence[Any], offsets: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The offsets as integers."""
-    where = "LocalShardsWrapper"
+    what = "LocalShardsWrapper"
     for number, shard in enumerate(shards):
         if not isinstance(shard, Tensor) or isinstance(shard, DTensor | LocalShardsWrapper) or shard.is_sparse:
-            raise LayoutError(f"{where}: shard {number} must be a plain dense tensor, got {type(shard).__name__}.")
+            raise LayoutError(f"{what}: shard {number} must be a plain dense tensor, got {type(shard).__name__}.")
         if any(shard is other for other in shards[:number]):
-            raise LayoutError(f"{where}: shard {number} is a tensor that was given before. Fix: clone() it.")
+            raise LayoutError(f"{what}: shard {number} is a tensor that was passed before. Fix: clone() it.")
     if len(offsets) != len(shards):
-        raise LayoutError(f"{where}: every shard has offsets, got {len(shards)} shards and {len(offsets)} offsets.")
-    for what in ("dtype", "device", "ndim"):
-        found = [str(getattr(shard, what)) for shard in shards]
+        raise LayoutError(f"{what}: every shard has offsets, got {len(shards)} shards and {len(offsets)} offsets.")
+    for field in ("dtype", "device", "ndim"):
+        found = [str(getattr(shard, field)) for shard in shards]
         if len(set(found)) > 1:
-            raise LayoutError(f"{where}: the shards of a tensor have one {what}, got {', '.join(found)}.")
-    frozen = []
+            raise LayoutError(f"{what}: the shards of a tensor have one {field}, got {', '.join(found)}.")
+    checked = []
     for number, (given, shard) in enumerate(zip(offsets, shards, strict=True)):
         at = tuple(map(index, given))
         if len(at) != shard.ndim or min(at, default=0) < 0:
             raise LayoutError(
-                f"{where}: shard {number} of shape {tuple(shard.shape)} needs {shard.ndim} offsets, none negative, "
+                f"{what}: shard {number} of shape {tuple(shard.shape)} needs {shard.ndim} offsets, none negative, "
                 f"got {at}."
             )
-        frozen.append(at)
-    return frozen
+        checked.append(at)
+    return checked
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _joined(shards: list[Tensor], tiling: Tiling) -> Tensor:
-    """One tensor of all shards, which see what becomes of it."""
+def _joined(shards: list[Tensor], tiling: ShardTiling) -> Tensor:
+    """One tensor of all shards that shares its memory with them."""
     if not shards:
         return torch.empty(tiling.bounds.sizes)
     if len(shards) == 1:
         return shards[0]
-    found = _lying_together(shards, tiling)
-    if found is not None:
-        return found
+    view = _common_view(shards, tiling)
+    if view is not None:
+        return view
     joined = shards[0].new_empty(tiling.bounds.sizes)
-    for place, shard in zip(tiling.places(), shards, strict=True):
-        if place is not None:
-            joined[place] = shard
+    for slices, shard in zip(tiling.slices(), shards, strict=True):
+        if slices is not None:
+            joined[slices] = shard
     _point_to(shards, joined.detach(), tiling)
     return joined
 
 
-def _point_to(shards: Sequence[Tensor], joined: Tensor, tiling: Tiling) -> None:
-    """Let the shards have their memory in `joined`, save what autograd computed."""
-    for place, shard in zip(tiling.places(), shards, strict=True):
-        if place is not None and shard.is_leaf:
-            shard.data = joined[place]
+def _point_to(shards: Sequence[Tensor], joined: Tensor, tiling: ShardTiling) -> None:
+    """Turn the shards that autograd did not compute into views of `joined`."""
+    for slices, shard in zip(tiling.slices(), shards, strict=True):
+        if slices is not None and shard.is_leaf:
+            shard.data = joined[slices]
 
 
-def _lying_together(shards: Sequence[Tensor], tiling: Tiling) -> Tensor | None:
-    """The part of their common memory that the shards are, if they lie there as they stand in the whole."""
-    pairs = [(shard, place) for shard, place in zip(shards, tiling.places(), strict=True) if place is not None]
+def _common_view(shards: Sequence[Tensor], tiling: ShardTiling) -> Tensor | None:
+    """The view of their common storage that the shards tile as in the global tensor, if there is one."""
+    pairs = [(shard, slices) for shard, slices in zip(shards, tiling.slices(), strict=True) if slices is not None]
     if not pairs or any(shard.requires_grad or 0 in shard.stride() for shard, _ in pairs):
         return None
     first, strides = pairs[0][0], pairs[0][0].stride()
-    begins = {
-        shard.storage_offset() - sum(part.start * stride for part, stride in zip(place, strides, strict=True))
-        for shard, place in pairs
+    offsets = {
+        shard.storage_offset() - sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
+        for shard, slices in pairs
     }
     storages = {(shard.untyped_storage().data_ptr(), shard.untyped_storage()._cdata) for shard, _ in pairs}
-    if len(begins) > 1 or len(storages) > 1 or any(shard.stride() != strides for shard, _ in pairs):
+    if len(offsets) > 1 or len(storages) > 1 or any(shard.stride() != strides for shard, _ in pairs):
         return None
-    begin = begins.pop()
-    reach = begin + sum((n - 1) * stride for n, stride in zip(tiling.bounds.sizes, strides, strict=True))
-    if begin < 0 or (reach + 1) * first.element_size() > first.untyped_storage().nbytes():
+    offset = offsets.pop()
+    last = offset + sum((n - 1) * stride for n, stride in zip(tiling.bounds.sizes, strides, strict=True))
+    if offset < 0 or (last + 1) * first.element_size() > first.untyped_storage().nbytes():
         return None
-    return first.as_strided(tiling.bounds.sizes, strides, begin)
+    return first.as_strided(tiling.bounds.sizes, strides, offset)
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 
-def _stays_in_place(func: Any) -> bool:
+def _keeps_indices(func: Any) -> bool:
     rule = rule_of(func)
     return (rule is not None and rule.rows in ELEMENTWISE) or getattr(func, "__name__", "") in IN_ORDER
 
 
-def _left_behind(name: str) -> str:
-    return (
-        f"{name}() would leave the shards of a LocalShardsWrapper behind. Fix: use a function that gives a new tensor."
-    )
+def _detaches(name: str) -> str:
+    return f"{name}() would detach a LocalShardsWrapper from its shards. Fix: use a function that returns a new tensor."
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Of two wrappers the shards must also stand at the same places."""
-    alike = not (isinstance(a, LocalShardsWrapper) and isinstance(b, LocalShardsWrapper)) or a._tiling == b._tiling
+    """Two wrappers must also have the same shard offsets."""
+    if isinstance(a, LocalShardsWrapper) and isinstance(b, LocalShardsWrapper) and a._tiling != b._tiling:
+        return False
     with DisableTorchFunctionSubclass():
-        return alike and torch.equal(a, b)
+        return torch.equal(a, b)
 
 
 def _read_data(x: LocalShardsWrapper) -> LocalShardsWrapper:
@@ -390,7 +374,7 @@ def _read_data(x: LocalShardsWrapper) -> LocalShardsWrapper:
 
 
 def _write_data(x: LocalShardsWrapper, value: Tensor) -> None:
-    """Other memory: the shards that were given go along."""
+    """Sets new memory, also of the given shards."""
     if value.shape != x._tiling.bounds.sizes:
         raise LayoutError(f".data = needs a tensor of shape {x._tiling.bounds.sizes}, got {tuple(value.shape)}.")
     with DisableTorchFunctionSubclass():
