@@ -10,9 +10,9 @@ from shardwise.errors import RuleError
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import FAMILIES, Args, Kwargs
 from shardwise.tensor.dispatch import run as run_
-from shardwise.tensor.dispatch.fallback import through_the_dispatcher
+from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.promotion import all_promoted, promoted
+from shardwise.tensor.dispatch.promotion import all_promoted
 from shardwise.tensor.dispatch.run import run
 
 _found: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
@@ -41,7 +41,7 @@ def is_op(func: Any) -> bool:
 
 
 def _decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return through_the_dispatcher(func, args, kwargs, promoted)
+    return run_decomposed(func, args, kwargs)
 
 
 DECOMPOSED = OpRule(handler=_decomposed, is_op=True)

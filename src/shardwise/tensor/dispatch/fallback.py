@@ -1,10 +1,11 @@
-"""Door 2: a function that has no rule under its own name is taken apart by C++ into aten ops that have.
+"""Ops without a rule: torch decomposes a function into aten ops, and an aten op without a rule runs replicated.
 
-The function runs once on wrappers that carry the global shape. Autograd records what the rules do on the
-locals, because the wrappers themselves never require grad.
+A decomposed function runs once on wrappers that have the global shape. Its aten ops arrive at
+`Wrapper.__torch_dispatch__`, and run by their rules on the local tensors. Autograd records only those, because wrappers
+never require grad.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -15,41 +16,37 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import RuleError
-from shardwise.layout import REPLICATE, Layout, Mesh, contiguous_strides
+from shardwise.layout import REPLICATE, Layout, contiguous_strides
 from shardwise.redistribute.run import move
-from shardwise.rules.row import rule_of
+from shardwise.rules.row import Args, Kwargs, rule_of
 from shardwise.tensor.dispatch import meshes, seeds
+from shardwise.tensor.dispatch.promotion import promoted
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.handlers.copies import before_change, copied, outdate
 from shardwise.trace.comm_trace import Cause
 
-Promote = Callable[[Tensor, Mesh, str], DTensor]
-
 
 class Wrapper(torch.Tensor):
-    """Lives for one call: the global shape for C++ to take ops apart with, and the DTensor it stands for."""
+    """A DTensor inside one call of a function that torch decomposes: it has the global shape, and no memory."""
 
-    stands_for: DTensor
+    dtensor: DTensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: DTensor) -> Self:
+    def __new__(cls, dtensor: DTensor) -> Self:
+        shape = dtensor._layout.shape
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner._layout.shape,
-            strides=contiguous_strides(inner._layout.shape),
-            dtype=inner.dtype,
-            device=inner.device,
+            cls, shape, strides=contiguous_strides(shape), dtype=dtensor.dtype, device=dtensor.device
         )
-        self.stands_for = inner
+        self.dtensor = dtensor
         return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map(_inner, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(lambda x: x.dtensor if isinstance(x, Wrapper) else x, (args, kwargs or {}))
         with enable_reentrant_dispatch():
             out = _run_aten(func, args, kwargs)
         if func._schema.is_mutable:
@@ -57,105 +54,22 @@ class Wrapper(torch.Tensor):
         return pytree.tree_map(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
 
 
-def _inner(x: Any) -> Any:
-    return x.stands_for if isinstance(x, Wrapper) else x
-
-
-def _run_aten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if rule_of(func) is not None:
         return DTensor._dispatch(func, args, kwargs)
     if func.name() == "aten::is_same_size":
         return args[0]._layout.shape == args[1]._layout.shape
-    return run_on_whole(func, args, kwargs, "it has no rule")
+    return run_replicated(func, args, kwargs, "it has no rule")
 
 
-def run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-    """An aten op without a row runs on whole copies: right for every layout, and noted as an implicit move.
-
-    What it changes in place is changed in the copy and brought back into the layout it has. Random numbers are
-    the same on every rank, and depend on no layout.
-    """
-    changed = _changed_operands(func, args, kwargs)
-    if meshes.are_several(args, kwargs):
-        args, kwargs = meshes.on_one_mesh(func, args, kwargs, 0 if changed else None)
-        if not all(any(x is y for y in pytree.tree_leaves((args, kwargs))) for x in changed):
-            raise RuleError(f"{func} changes an operand that is on another mesh than its first. Fix: redistribute it.")
-    first = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor)
-    mesh, device = first._layout.mesh, first.device
-    generator = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)), None)
-    seeded = torch.Tag.nondeterministic_seeded in func.tags
-    outdated = [copy for x in changed for copy in before_change(str(func), x)]
-    view = not changed and any(a.alias_info is not None for a in func._schema.arguments)
-    moves = view and not first._layout.is_replicated
-    if meshes.outside(mesh):
-        if seeded:
-            seeds.draw_seed(mesh, generator)
-        outdate(outdated)
-        return args[0] if changed else meshes.nothing(func, None, mesh, args, kwargs, view, moves)
-    operands = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor}
-    copies = {}  # one of an operand that is read as well as changed
-    for key, x in operands.items():
-        copies[key] = _whole(x, Cause("no rule", str(func), x._name or "an operand", why))
-        if any(x is y for y in changed) and not x._layout.is_replicated:
-            copies[key] = copies[key].clone()  # autograd may have kept what the move gave
-    back = [(operands[key], copies[key]) for key in dict.fromkeys(map(id, changed))]
-    args, kwargs = pytree.tree_map(lambda x: copies.get(id(x), x), (args, kwargs))
-    numbers = seeds.seeded_alike(mesh, generator, device) if seeded else nullcontext()
-    if generator is not None:
-        args, kwargs = pytree.tree_map(lambda x: None if x is generator else x, (args, kwargs))
-    with DisableTorchFunctionSubclass(), numbers:
-        out = func(*args, **kwargs)
-        for x, copy in back:
-            _bring_back(func, x, copy)
-    outdate(outdated)
-    originals = {id(copy): x for x, copy in back}
-
-    def labelled(x: Any) -> Any:
-        if not isinstance(x, Tensor) or type(x) is DTensor:
-            return x
-        original = originals.get(id(x))
-        return original if original is not None else tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
-
-    return pytree.tree_map(labelled, copied(out, first) if moves else out)
-
-
-def _changed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
-    """The operands that the op's schema says it writes to."""
-    if not func._schema.is_mutable:
-        return []
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    leaves = pytree.tree_leaves([named.get(name) for name in written])
-    return [x for x in leaves if type(x) is DTensor]
-
-
-def _whole(x: DTensor, cause: Cause) -> Tensor:
-    target = x._layout.replicated()
-    copy = moved(x, target, cause._replace(wanted=target))
-    with DisableTorchFunctionSubclass():
-        return plain(copy)
-
-
-def _bring_back(func: Any, x: DTensor, copy: Tensor) -> None:
-    """Give `x` the value of the whole copy, in the layout it has."""
-    if tuple(copy.shape) != x._layout.shape:
-        raise RuleError(
-            f"{func} would change the shape of a distributed tensor from {x._layout.shape} to {tuple(copy.shape)} "
-            f"in place. Fix: use the op that returns a new tensor."
-        )
-    if not x._layout.is_replicated:
-        cause = Cause("no rule", str(func), x._name or "the result", "what was changed in a whole copy goes back")
-        plain(x).copy_(move(copy, x._layout.replicated(), x._layout, cause))
-
-
-def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], promote: Promote) -> Any:
-    """Run `func` on wrappers and unwrap what comes back; `promote` makes DTensors of plain tensors on a mesh."""
+def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run `func` on wrappers, which torch decomposes, and unwrap the results."""
     entered: dict[int, tuple[DTensor, Wrapper]] = {}
     mesh = next((x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor), None)
 
     def enter(x: Any) -> Any:
         if mesh is not None and isinstance(x, Tensor) and type(x) is not DTensor and not x.is_sparse:
-            x = promote(x, mesh, str(getattr(func, "__name__", func)))
+            x = promoted(x, mesh, str(getattr(func, "__name__", func)))
         if type(x) is DTensor:
             if id(x) not in entered:
                 entered[id(x)] = (x, Wrapper(x))
@@ -165,5 +79,98 @@ def through_the_dispatcher(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     args, kwargs = pytree.tree_map(enter, (args, kwargs))
     out = func(*args, **kwargs)
     assert mesh is not None or not entered
-    back = {id(wrapper): inner for inner, wrapper in entered.values()}
-    return pytree.tree_map(lambda x: back.get(id(x), x.stands_for) if isinstance(x, Wrapper) else x, out)
+    operands = {id(wrapper): dtensor for dtensor, wrapper in entered.values()}
+    return pytree.tree_map(lambda x: operands.get(id(x), x.dtensor) if isinstance(x, Wrapper) else x, out)
+
+
+# ---- replicated -----------------------------------------------------------------------------------------------
+
+
+def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
+    """Gather the operands of an aten op and run it replicated: right for every layout, an implicit redistribution.
+
+    An operand that the op writes to keeps its layout: the gathered tensor is written, and resharded into it. Random
+    numbers are the same on every rank, whatever the layout.
+    """
+    written = _written_operands(func, args, kwargs)
+    args, kwargs = _on_one_mesh(func, args, kwargs, written)
+    leaves = pytree.tree_leaves((args, kwargs))
+    first = next(x for x in leaves if type(x) is DTensor)
+    mesh = first._layout.mesh
+    generator = next((x for x in leaves if isinstance(x, torch.Generator)), None)
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    outdated = [copy for x in written for copy in before_change(str(func), x)]
+    view = not written and any(a.alias_info is not None for a in func._schema.arguments)
+    copies_view = view and not first._layout.is_replicated
+    if meshes.outside(mesh):
+        if seeded:
+            seeds.draw_seed(mesh, generator)
+        outdate(outdated)
+        return args[0] if written else meshes.nothing(func, None, mesh, args, kwargs, view, copies_view)
+    full = _gathered(func, leaves, written, why)
+
+    def operand(x: Any) -> Any:
+        return full[id(x)] if type(x) is DTensor else None if isinstance(x, torch.Generator) else x
+
+    args, kwargs = pytree.tree_map(operand, (args, kwargs))
+    seed = seeds.same_on_all_ranks(mesh, generator, first.device) if seeded else nullcontext()
+    with DisableTorchFunctionSubclass(), seed:
+        out = func(*args, **kwargs)
+        for x in {id(x): x for x in written}.values():
+            _reshard_written(func, x, full[id(x)])
+    outdate(outdated)
+    originals = {id(full[id(x)]): x for x in written}
+
+    def as_dtensor(x: Any) -> Any:
+        if not isinstance(x, Tensor) or type(x) is DTensor:
+            return x
+        original = originals.get(id(x))
+        return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)) if original is None else original
+
+    return pytree.tree_map(as_dtensor, copied(out, first) if copies_view else out)
+
+
+def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[DTensor]:
+    """The operands that the op writes to, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in pytree.tree_leaves([named.get(name) for name in names]) if type(x) is DTensor]
+
+
+def _on_one_mesh(func: Any, args: Args, kwargs: Kwargs, written: Sequence[DTensor]) -> tuple[Args, Kwargs]:
+    if not meshes.are_several(args, kwargs):
+        return args, kwargs
+    args, kwargs = meshes.on_one_mesh(func, args, kwargs, 0 if written else None)
+    kept = {id(x) for x in pytree.tree_leaves((args, kwargs))}
+    if not all(id(x) in kept for x in written):
+        raise RuleError(f"{func} changes an operand that is on another mesh than its first. Fix: redistribute it.")
+    return args, kwargs
+
+
+def _gathered(func: Any, leaves: Sequence[Any], written: Sequence[DTensor], why: str) -> dict[int, Tensor]:
+    """The full tensor of each DTensor, by its id; one that the op writes to is nobody else's memory."""
+    full: dict[int, Tensor] = {}
+    for x in leaves:
+        if type(x) is not DTensor or id(x) in full:
+            continue
+        target = x._layout.replicated()
+        replicated = moved(x, target, Cause("no rule", str(func), x._name or "an operand", why, target))
+        with DisableTorchFunctionSubclass():
+            full[id(x)] = plain(replicated)
+        if any(x is y for y in written) and not x._layout.is_replicated:
+            full[id(x)] = full[id(x)].clone()  # autograd may have saved the gathered tensor
+    return full
+
+
+def _reshard_written(func: Any, x: DTensor, full: Tensor) -> None:
+    """Give `x` the value of the full tensor that was written, in the layout it has."""
+    if tuple(full.shape) != x._layout.shape:
+        raise RuleError(
+            f"{func} would change the shape of a distributed tensor from {x._layout.shape} to {tuple(full.shape)} "
+            f"in place. Fix: use the op that returns a new tensor."
+        )
+    if not x._layout.is_replicated:
+        cause = Cause("no rule", str(func), x._name or "the result", "the full tensor that was written is resharded")
+        plain(x).copy_(move(full, x._layout.replicated(), x._layout, cause))

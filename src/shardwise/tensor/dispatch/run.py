@@ -21,11 +21,11 @@ from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import meshes, recipes, resolve
 from shardwise.tensor.dispatch.consistent_errors import guarded
-from shardwise.tensor.dispatch.fallback import run_on_whole, through_the_dispatcher
+from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors, into_plain, promoted
+from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors, into_plain
 from shardwise.tensor.dispatch.recipes import Found
 from shardwise.tensor.dispatch.results import labelled, measured
 from shardwise.tensor.dispatch.run_local import Copying, Looks, OnLocals, first, known_outputs, watched
@@ -127,8 +127,8 @@ def _without_row(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, error: Rul
     if rule.fallback is not None:
         return rule.fallback(func, args, kwargs)
     if isinstance(func, torch._ops.OpOverload):
-        return run_on_whole(func, args, kwargs, str(error))
-    return through_the_dispatcher(func, args, kwargs, promoted)
+        return run_replicated(func, args, kwargs, str(error))
+    return run_decomposed(func, args, kwargs)
 
 
 def _into_out(func: Any, args: Args, kwargs: Kwargs) -> Any:

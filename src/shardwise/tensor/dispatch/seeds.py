@@ -1,9 +1,9 @@
-"""The seed of a random op: drawn from torch's generator, and watched to be the same on all ranks.
+"""The seed of a random op: drawn from torch's generator, and compared between the ranks.
 
-One random op draws one number, on every rank, from torch's default CPU generator or from the `generator=` it
-was given, and makes its elements from it and their places (`counter_rng`). So `torch.manual_seed`,
-`torch.get_rng_state`, `torch.set_rng_state`, `torch.random.fork_rng` and activation checkpoints govern random
-DTensors too, and a state saved on some ranks may be restored on another number of them.
+A random op draws one number, on every rank, from torch's default CPU generator or from the `generator=` that it gets.
+Each element is a function of that number and its index (`counter_rng`). So `torch.manual_seed`, `torch.get_rng_state`,
+`torch.set_rng_state`, `torch.random.fork_rng` and activation checkpoints govern random DTensors too, and a state can be
+restored on another number of ranks.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from shardwise.errors import MismatchError
 from shardwise.layout import Mesh
 from shardwise.trace.capture_hooks import allow_in_graph, not_capturable
 
-CHECK_EVERY = 64  # draws: how late at most ranks learn that they draw different numbers
+CHECK_EVERY = 64  # draws: ranks that draw different numbers find out after at most as many
 
 Ranks = tuple[int, ...]
 
 
 @dataclass
 class _Ledger:
-    """What this rank has drawn together with the others of a group."""
+    """What this rank has drawn with the others of a group."""
 
     draws: int = 0
     digest: int = 0
@@ -41,12 +41,11 @@ _ledgers: "WeakKeyDictionary[Any, dict[Ranks, _Ledger]]" = WeakKeyDictionary()
 def draw_seed(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     """A number for one random op on `mesh`, the same on all its ranks.
 
-    The ranks compare what they have drawn at draws number 1, 2, 4, … 64, at every 64th from then on, and when
-    they first draw from a `generator`. All ranks count alike, so they agree on when to compare without asking.
+    The ranks compare digests of what they have drawn at draws 1, 2, 4, … 64, at every 64th from then on, and when they
+    first draw from a `generator`. All count the same draws, so they agree on when to compare without communication.
 
     Raises:
-        MismatchError: the ranks' generators are, or were at a draw since the last comparison, not in the same
-            state.
+        MismatchError: the ranks' generators differ, or differed at a draw since the last comparison.
     """
     seed = collectives.draw_from_torch(generator) if generator is not None else collectives.transport().draw_seed()
     ranks = _members(mesh)
@@ -75,7 +74,7 @@ def _compare(ledger: _Ledger, ranks: Ranks) -> None:
             "them inside torch.random.fork_rng().",
         )
     except MismatchError:
-        _ledgers[collectives.transport()].pop(ranks)  # what is drawn next is compared at once
+        _ledgers[collectives.transport()].pop(ranks)  # the next draw is compared at once
         raise
 
 
@@ -85,9 +84,9 @@ def _members(mesh: Mesh) -> Ranks:
 
 
 @contextmanager
-def seeded_alike(mesh: Mesh, generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Inside, torch's generators of the CPU and of `device` start from one drawn seed, the same on all ranks."""
-    not_capturable("random numbers of torch's own generators for whole copies")
+def same_on_all_ranks(mesh: Mesh, generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+    """Inside, torch's generators of the CPU and of `device` are seeded with one drawn number."""
+    not_capturable("random numbers of torch's own generators in an op that runs replicated")
     seed = draw_seed(mesh, generator)
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     devices = [] if accelerator is None else [device]

@@ -11,9 +11,8 @@ from torch._guards import TracingContext
 from shardwise.errors import CaptureError, RuleError
 from shardwise.rules.row import handler, handler_of_family
 from shardwise.tensor.autograd import gradients
-from shardwise.tensor.dispatch.fallback import through_the_dispatcher
+from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.promotion import promoted
 from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
 from shardwise.trace.comm_trace import Cause
 
@@ -138,7 +137,7 @@ def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of itself it is an alias with a node of its own, by which torch finds the leaf that gradients go to."""
     x, other = args
     if x is not other:
-        return x.view(other.shape) if type(x) is DTensor else through_the_dispatcher(func, args, kwargs, promoted)
+        return x.view(other.shape) if type(x) is DTensor else run_decomposed(func, args, kwargs)
     with DisableTorchFunctionSubclass():
         return tag(func(x, x), x._layout)
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.rules.row import fallback, handler
-from shardwise.tensor.dispatch.fallback import through_the_dispatcher
-from shardwise.tensor.dispatch.promotion import promoted
+from shardwise.tensor.dispatch.fallback import run_decomposed
 
 
 @fallback(torch.roll, Tensor.roll)
@@ -60,6 +59,6 @@ def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError("Class values must be non-negative.")
         if x.numel() and -1 < num_classes <= x.max().item():
             raise RuntimeError("Class values must be smaller than num_classes.")
-        return through_the_dispatcher(func, (x, num_classes), {}, promoted)
+        return run_decomposed(func, (x, num_classes), {})
 
     return coded(*args, **{"x" if k in ("tensor", "input", "self") else k: a for k, a in kwargs.items()})

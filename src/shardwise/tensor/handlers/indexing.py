@@ -19,7 +19,7 @@ from shardwise.rules.shapes.index import masked
 from shardwise.rules.shapes.view import View, basic, box_of, index_in, position, views_of
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, meshes
-from shardwise.tensor.dispatch.fallback import run_on_whole, through_the_dispatcher
+from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
 from shardwise.tensor.dtensor import DTensor, call, moved, tag
 from shardwise.tensor.handlers.copies import before_change
@@ -382,5 +382,5 @@ def _with_places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(func, torch._ops.OpOverload):
-        return run_on_whole(func, args, kwargs, "no row fits its operands")
-    return through_the_dispatcher(func, args, kwargs, promoted)
+        return run_replicated(func, args, kwargs, "no row fits its operands")
+    return run_decomposed(func, args, kwargs)
