@@ -164,7 +164,7 @@ def _output_cut(layouts: Sequence[Layout], row: Row, axis: int, index: int | Non
     return placement.sizes
 
 
-def measured_cut(
+def sizes_by_axis(
     mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], lengths: dict[int, int]
 ) -> dict[int, ShardSizes]:
     """How `axes` cut a dim of which each rank of `lengths` (those along the axes) holds so much."""

@@ -1,8 +1,8 @@
-"""Errors that depend on values are the same on every rank, also on those whose part holds none of the values.
+"""Errors that depend on values are raised on every rank, also on those whose shards hold none of the values.
 
-Torch finds a bad index, or a division of integers by zero, while it looks at elements: a rank without elements finds
-nothing, goes on, and waits for the others for ever. Such a rank looks at the indices that all ranks know, or tries the
-op on one element. And where the others keep an operand for backward, it keeps its own, to find that it was changed.
+Torch finds a bad index, or an integer division by zero, when it reads elements. A rank with an empty shard reads none
+and would wait for the others forever. Such a rank checks the indices that all ranks know, or tries the op on one element.
+And if the other ranks save an operand for backward, it saves its own, so that backward finds in-place changes.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from shardwise.rules.row import amend
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import Form
 from shardwise.tensor.dispatch.resolve import Recipe
-from shardwise.tensor.dispatch.run_local import Looks, watched
+from shardwise.tensor.dispatch.run_local import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dtensor import DTensor, tag
 
 amend(F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss, torch.batch_norm, torch.instance_norm,
@@ -28,21 +28,21 @@ for _name in ("floor_divide", "floordiv", "fmod", "remainder", "mod", "div", "di
     amend(*(op for op, _ in spellings(_name) if op in RULES), value_errors=True)
 
 
-def guarded(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs `func` on this rank, with errors that are those of all ranks."""
-    if rule.saves_operands and (recipe.moves or _some_have_none(recipe)):
-        return _Keeping(call)
-    if rule.index_form is not None or (rule.value_errors and _some_have_none(recipe)):
-        return _Guarded(func, rule.index_form, recipe, call)
+def with_consistent_errors(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, raising on this rank what `func` raises on any."""
+    if rule.saves_operands and (recipe.redistributed or _some_shards_are_empty(recipe)):
+        return _SavesOperands(call)
+    if rule.index_form is not None or (rule.value_errors and _some_shards_are_empty(recipe)):
+        return _ErrorsOfAllRanks(func, rule.index_form, recipe, call)
     return call
 
 
-def _some_have_none(recipe: Recipe) -> bool:
+def _some_shards_are_empty(recipe: Recipe) -> bool:
     x = recipe.layouts[0]
     return prod(x.shape) > 0 and not all(x.local_numel(rank) for rank in x.mesh.ranks)
 
 
-class _Guarded(Looks):
+class _ErrorsOfAllRanks(ReadsLayouts):
     __slots__ = ("call", "form", "func", "recipe")
 
     def __init__(self, func: Any, form: Form | None, recipe: Recipe, call: Callable[..., Any]) -> None:
@@ -52,10 +52,11 @@ class _Guarded(Looks):
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.recipe.moves or not self.recipe.layouts[0].local_numel(collectives.rank()):  # perhaps indices are cut
+        empty = not self.recipe.layouts[0].local_numel(collectives.rank())
+        if empty or self.recipe.redistributed:  # then the indices may be sharded
             self._refuse(args, kwargs)
         try:
-            return watched(self.call, args, kwargs, self.recipe.output is None)
+            return call_under_hooks(self.call, args, kwargs, self.recipe.output is None)
         except (IndexError, RuntimeError):
             self._refuse(args, kwargs)
             raise
@@ -68,24 +69,26 @@ class _Guarded(Looks):
             self.func(*map(_one, args), **{k: _one(a) for k, a in kwargs.items()})
 
 
-class _Keeping(Looks):
+class _SavesOperands(ReadsLayouts):
     __slots__ = ("call",)
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return watched(self.call, tuple(map(_kept, args)), {k: _kept(a) for k, a in kwargs.items()}, in_place=False)
+        return call_under_hooks(
+            self.call, tuple(map(_saved, args)), {k: _saved(a) for k, a in kwargs.items()}, in_place=False
+        )
 
 
-def _kept(a: Any) -> Any:
-    """An operand of which this rank has nothing, and whose gradient finds that it was changed in place."""
+def _saved(a: Any) -> Any:
+    """An operand; an empty shard is saved for backward, which raises if it was changed in place."""
     if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
         return a
-    return tag(_Kept.apply(a), a._layout) if torch.is_grad_enabled() else a  # type: ignore[no-untyped-call]
+    return tag(_Saved.apply(a), a._layout) if torch.is_grad_enabled() else a  # type: ignore[no-untyped-call]
 
 
-class _Kept(torch.autograd.Function):
+class _Saved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -93,7 +96,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        assert ctx.saved_tensors  # looking at it is the question
+        assert ctx.saved_tensors  # raises if it was changed
         return grads[0]
 
 
@@ -107,7 +110,7 @@ def _refuse_indices(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _one(a: Any) -> Any:
-    """Stands for an operand where an op is tried: itself if it is one number on all ranks, else a 1."""
+    """An operand for a try of the op: itself if it is one number on all ranks, else a 1."""
     if type(a) is not DTensor:
         return a
     local: torch.Tensor = a.detach()

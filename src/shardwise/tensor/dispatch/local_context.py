@@ -12,7 +12,7 @@ from shardwise.layout import Box, Layout, Mesh, Shard
 from shardwise.redistribute import run
 from shardwise.redistribute.fetch import fetch
 from shardwise.tensor.dispatch import seeds
-from shardwise.tensor.dispatch.align_shards import measured_cut
+from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.handlers.copies import marked
 from shardwise.trace.comm_trace import Cause
 
@@ -97,7 +97,7 @@ class RankContext:
     def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
         layouts, model = list(self.layouts), self.layouts[like]
         axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
-        cut = measured_cut(model.mesh, axes, model.shard_order, lengths)
+        cut = sizes_by_axis(model.mesh, axes, model.shard_order, lengths)
         placements = [Shard(0, cut[axis]) if axis in cut else p for axis, p in enumerate(model.placements)]
         layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
         return RankContext(self.op, tuple(layouts), self.outputs, self.axes, self.operands, self.cause)

@@ -52,11 +52,11 @@ def find(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwargs: Kwar
         with DisableTorchFunctionSubclass(), tracing_paused():  # reading the dtype of a DTensor is not an op
             found = _resolved(func, rule, args, kwargs)
         if NO_KEY not in key:
-            _remember(_found, key, found)
+            remember(_found, key, found)
     return found
 
 
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
     if len(cache) >= CACHE_LIMIT:
         cache.clear()
     cache[key] = value
@@ -116,5 +116,5 @@ def _choice(
     if chosen is None:
         chosen = resolve.choose(name, rule, operands, slotted, named)
         if NO_KEY not in key[1]:
-            _remember(_chosen, key, chosen)
+            remember(_chosen, key, chosen)
     return chosen

@@ -1,4 +1,4 @@
-"""From an op and the layouts of its operands to what has to be done. Pure; the tensor caches the answers."""
+"""From an op and the layouts of its operands to a recipe. Pure; `recipes.py` caches the answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from shardwise.trace.comm_trace import INTERNAL, Cause
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor argument as rules see it: its layout, or what a plain tensor is promoted to, and its dtype."""
+    """A tensor argument as rules see it."""
 
     layout: Layout
     dtype: torch.dtype
@@ -29,22 +29,22 @@ class Operand:
 class Recipe:
     """How to run one op on one combination of layouts."""
 
-    moves: tuple[tuple[int, Layout], ...]  # operands that must move, and to where
-    layouts: tuple[Layout, ...]  # of all operands after the moves
+    redistributed: tuple[tuple[int, Layout], ...]  # (index of an operand, the layout it is redistributed to)
+    layouts: tuple[Layout, ...]  # of all operands after that
     local_impl: Callable[..., Any] | None
     local_axes: tuple[int, ...]
     output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
-    rows: tuple[Row, ...] = ()  # where only running the op tells how long its results are: the rows to lay them out by
-    cause: Cause = INTERNAL  # of what the op moves
-    copied: bool = False  # the results are copies where torch gives views
+    rows: tuple[Row, ...] = ()  # those that give results of data-dependent shape their layouts
+    cause: Cause = INTERNAL  # of the op's communication
+    copied: bool = False  # the results are copies where torch returns views
 
 
 class SeveralMeshesError(RuleError):
-    """Operands on different meshes, to be brought to one."""
+    """Operands on different meshes."""
 
 
 class NoRowError(RuleError):
-    """The op has no row for these operands; it may still run on whole copies."""
+    """The op has no row for these operands; it may still run decomposed or replicated."""
 
 
 ALL_REPLICATED = "every rank has everything"
@@ -66,11 +66,11 @@ def choose(
     for other in layouts:
         if other.mesh != mesh:
             raise SeveralMeshesError(f"{name}: operands live on different meshes, {mesh} and {other.mesh}.")
-    whole = _replicated(len(layouts), rule.replicated_impl)
+    replicated = _replicated(len(layouts), rule.replicated_impl)
     chosen = [_choose(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim)]
     local = _local_of(chosen, rule)
-    return tuple(  # one local function a call: an axis that wanted another one has everything everywhere instead
-        row if row.local_impl in (None, local, rule.replicated_impl) else whole for row in chosen
+    return tuple(  # one local implementation per call: an axis that chose another one is replicated instead
+        row if row.local_impl in (None, local, rule.replicated_impl) else replicated for row in chosen
     )
 
 
@@ -86,34 +86,33 @@ def recipe(
     chosen: Sequence[Row],
     output_shape: Callable[[], Shapes],
 ) -> Recipe:
-    """Lay the operands and the result out for the chosen rows."""
-    whole = _replicated(len(layouts), rule.replicated_impl)
+    """The recipe of the chosen rows."""
+    replicated = _replicated(len(layouts), rule.replicated_impl)
     try:
         wanted = operand_layouts(layouts, chosen)
         output = None if rule.in_place or rule.data_dependent_shape else output_layouts(wanted, chosen, output_shape())
-    except LayoutError:  # rows that are right one by one may ask together for a sum of maxima
-        if all(row == whole for row in chosen):
+    except LayoutError:  # rows that are valid one by one may together want a sum of maxima
+        if all(row == replicated for row in chosen):
             raise
-        return recipe(name, rule, layouts, [whole] * len(chosen), output_shape)
-    moves = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
-    if moves and layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
-        moves = tuple((i, b) for i, b in moves if not _same_on_one_rank(layouts[i], b))
-    if rule.in_place and moves and moves[0][0] == 0:
+        return recipe(name, rule, layouts, [replicated] * len(chosen), output_shape)
+    redistributed = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
+    if redistributed and layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
+        redistributed = tuple((i, b) for i, b in redistributed if not _same_on_one_rank(layouts[i], b))
+    if rule.in_place and redistributed and redistributed[0][0] == 0:
         raise NoRowError(
-            f"{name} works in place, but would have to move its operand from {layouts[0]} to {wanted[0]}. "
+            f"{name} works in place, but would have to redistribute its operand from {layouts[0]} to {wanted[0]}. "
             f"Fix: redistribute the operand first, or use the out-of-place op."
         )
     local = _local_of(chosen, rule)
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local_impl is local) if local is not None else ()
     cause = Cause("internal", name, "", _why(chosen))
-    copied = rule.view and (bool(moves) or any(row.copies for row in chosen))
-    return Recipe(
-        moves, tuple(wanted), local, axes, output, tuple(chosen) if rule.data_dependent_shape else (), cause, copied
-    )
+    copied = rule.view and (bool(redistributed) or any(row.copies for row in chosen))
+    rows = tuple(chosen) if rule.data_dependent_shape else ()
+    return Recipe(redistributed, tuple(wanted), local, axes, output, rows, cause, copied)
 
 
 def _why(chosen: Sequence[Row]) -> str:
-    """The reasons of the rows, one an axis where they differ."""
+    """The reasons of the rows, by axis if they differ."""
     if len({row.why for row in chosen}) == 1:
         return chosen[0].why
     return "; ".join(f"axis {axis}: {row.why}" for axis, row in enumerate(chosen))
@@ -126,13 +125,13 @@ def _same_on_one_rank(a: Layout, b: Layout) -> bool:
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for tensor operand number `index` in the arguments of a call."""
+    """In the arguments of a call: the place of tensor operand number `index`."""
 
     index: int
 
 
 def with_metas(tree: Any, metas: Sequence[Any]) -> Any:
-    """The arguments with the slots filled; looks into lists and tuples one level deep."""
+    """The arguments with slots replaced, also in lists and tuples one level deep."""
     if isinstance(tree, Slot):
         return metas[tree.index]
     if isinstance(tree, list | tuple):
@@ -144,8 +143,8 @@ def with_metas(tree: Any, metas: Sequence[Any]) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _replicated(count: int, everywhere: Callable[..., Any] | None = None) -> Row:
-    return Row((REPLICATE,) * count, REPLICATE, ALL_REPLICATED, everywhere)
+def _replicated(count: int, replicated_impl: Callable[..., Any] | None = None) -> Row:
+    return Row((REPLICATE,) * count, REPLICATE, ALL_REPLICATED, replicated_impl)
 
 
 def _choose(
@@ -178,18 +177,16 @@ def _choose(
             f"{' that keeps its first operand where it is' if rule.in_place else ''}. "
             f"Fix: redistribute the operands, for example to Replicate()."
         )
-    row = min(rows, key=lambda row: _price(row, layouts, axis))
+    row = min(rows, key=lambda row: _cost(row, layouts, axis))
     return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
 
 
 def _alone(row: Row, every: Sequence[Row]) -> Row:
-    """On an axis of one rank nothing is cut: that rank computes what it would of whole operands."""
-    if row.local_impl is None or any(
-        isinstance(p, Boxes) for p in row.inputs
-    ):  # boxes are not in the order of the whole
+    """On an axis of one rank nothing is sharded, so the rank runs what it runs on replicated operands."""
+    if row.local_impl is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are in an order of their own
         return row
-    whole = next(r for r in every if all(p == REPLICATE for p in r.inputs))
-    return replace(row, local_impl=whole.local_impl, copies=False)
+    replicated = next(r for r in every if all(p == REPLICATE for p in r.inputs))
+    return replace(row, local_impl=replicated.local_impl, copies=False)
 
 
 def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:
@@ -197,52 +194,52 @@ def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:
 
 
 def _follows(row: Row, kinds: tuple[Placement, ...]) -> bool:
-    """A row that cuts something must find a cut to follow: ops do not shard what nobody sharded."""
-    cuts = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard | OnRanks | Boxes)]
-    return not cuts or any(
-        row.inputs[i] == kinds[i] or (isinstance(row.inputs[i], Shard) and isinstance(kinds[i], Shard)) for i in cuts
+    """A row that shards an operand must find one that is sharded: ops do not shard what nobody sharded."""
+    sharded = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard | OnRanks | Boxes)]
+    return not sharded or any(
+        row.inputs[i] == kinds[i] or (isinstance(row.inputs[i], Shard) and isinstance(kinds[i], Shard)) for i in sharded
     )
 
 
-def _price(row: Row, layouts: Sequence[Layout], axis: int) -> float:
-    """Bytes to move plus bytes of memory that grows: what is cut should stay cut.
+def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
+    """Bytes of communication, plus bytes by which local tensors grow: what is sharded should stay sharded.
 
-    A sum that stays a sum is added up later. Where others travel for that, such as a cut weight to meet summands, its
-    later way is priced too: the sum would be put off at the price of cut work.
+    A row that keeps a Partial operand Partial defers its all-reduce. If it redistributes other operands for that, such as
+    a sharded weight for a Partial input, the cost of the deferred all-reduce is included.
     """
-    price = others = later = 0.0
+    cost = of_others = deferred = 0.0
     for layout, placement in zip(layouts, row.inputs, strict=True):
-        now, cost = layout.placements[axis], 0.0
-        if kind(now) != placement:
+        have, own = layout.placements[axis], 0.0
+        if kind(have) != placement:
             try:
                 target = layout.with_axis(axis, placement)
             except LayoutError:  # such as a sum on this axis of maxima on another
                 return float("inf")
             growth = max(target.local_numel(r) - layout.local_numel(r) for r in layout.mesh.ranks)
-            cost = plan_move(layout, target).cost
-            price += cost + 4 * max(growth, 0)
-        if not isinstance(now, Partial):
-            others += cost
+            own = plan_move(layout, target).cost
+            cost += own + 4 * max(growth, 0)
+        if not isinstance(have, Partial):
+            of_others += own
         elif placement != REPLICATE:
-            later += plan_move(layout, layout.with_axis(axis, REPLICATE)).cost
-    return price + later if others and isinstance(row.output, Partial) else price
+            deferred += plan_move(layout, layout.with_axis(axis, REPLICATE)).cost
+    return cost + deferred if of_others and isinstance(row.output, Partial) else cost
 
 
 def meta_shape(
     op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]
 ) -> Shapes:
-    """The shape that torch's meta device gives the result; a list of shapes for several results.
+    """The shape of the result on torch's meta device; a list of shapes for several results.
 
     Raises:
-        NoRowError: torch cannot tell without running the op.
+        NoRowError: the shape is data-dependent.
     """
     metas = [torch.empty(o.layout.shape, dtype=o.dtype, device="meta") for o in operands]
     try:
         out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
     except NotImplementedError as error:
-        raise NoRowError(f"The shape of what {op} gives is known only after it has run.") from error
+        raise NoRowError(f"The shape of the result of {op} is data-dependent.") from error
     if isinstance(out, Tensor):
         return tuple(out.shape)
     if isinstance(out, list | tuple):
         return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]  # type: ignore[misc]
-    raise RuleError(f"{op} gives {type(out).__name__}, which no rule describes yet.")
+    raise RuleError(f"{op} returns {type(out).__name__}, which no rule describes.")

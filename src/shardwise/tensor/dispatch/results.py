@@ -12,8 +12,8 @@ from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dtensor import DTensor, tag
 
 
-def labelled(out: Any, layouts: Layout | tuple[Layout | None, ...]) -> Any:
-    """The result, or the results in what they came in, as DTensors."""
+def as_dtensors(out: Any, layouts: Layout | tuple[Layout | None, ...]) -> Any:
+    """The result, or each tensor of a tuple or list of results, as a DTensor."""
     if isinstance(layouts, Layout):
         return out if type(out) is DTensor else tag(out, layouts)
     for x, layout in zip(out, layouts, strict=True):
@@ -22,14 +22,14 @@ def labelled(out: Any, layouts: Layout | tuple[Layout | None, ...]) -> Any:
     return out
 
 
-def measured(recipe: resolve.Recipe, ctx: RankContext, out: Any) -> Any:
-    """Layouts of results whose pieces are as long as they came out: the ranks tell each other."""
+def layouts_of_results(recipe: resolve.Recipe, ctx: RankContext, out: Any) -> Any:
+    """The layouts of results with data-dependent shapes: the ranks exchange the sizes of their local tensors."""
     if isinstance(out, Tensor):
-        return _measured_layout(recipe, ctx, out, None)
-    return tuple(_measured_layout(recipe, ctx, x, i) if isinstance(x, Tensor) else None for i, x in enumerate(out))
+        return _layout_of_result(recipe, ctx, out, None)
+    return tuple(_layout_of_result(recipe, ctx, x, i) if isinstance(x, Tensor) else None for i, x in enumerate(out))
 
 
-def _measured_layout(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index: int | None) -> Layout:
+def _layout_of_result(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index: int | None) -> Layout:
     mesh = recipe.layouts[0].mesh
     placements, shape = [align_shards.output_at(row, index) for row in recipe.rows], tuple(x.shape)
     order = align_shards.leader(recipe.layouts, recipe.rows).shard_order
@@ -38,9 +38,9 @@ def _measured_layout(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index:
         axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
         ranks = ctx.ranks(axes)
         ones = [1] * len(ranks)
-        lengths = exchange_now(torch.tensor([x.shape[dim]] * len(ranks)), ones, ones, ranks, ctx.cause).tolist()
-        cut = align_shards.measured_cut(mesh, axes, order, dict(zip(ranks, lengths, strict=True)))
-        shape = (*shape[:dim], sum(lengths), *shape[dim + 1 :])
-        for axis, sizes in cut.items():
-            found[axis] = Shard(dim, sizes)
+        sizes = exchange_now(torch.tensor([x.shape[dim]] * len(ranks)), ones, ones, ranks, ctx.cause).tolist()
+        shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
+        of_axes = align_shards.sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
+        for axis, axis_sizes in of_axes.items():
+            found[axis] = Shard(dim, axis_sizes)
     return Layout(mesh, found, shape, order)

@@ -1,39 +1,52 @@
-"""What runs on the local tensors of DTensors that already lie as an op wants them."""
+"""What a recipe runs on the local tensors of its operands."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_of_saved
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
 from shardwise import collectives
 from shardwise.layout import Layout
-from shardwise.rules.row import specialization
+from shardwise.redistribute.run import move
+from shardwise.rules import OpRule
+from shardwise.rules.row import Args, Kwargs, LocalFunction, specialization
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
-from shardwise.tensor.dtensor import DTensor, _as_subclass
+from shardwise.tensor.dispatch.recipes import Found
+from shardwise.tensor.dispatch.results import as_dtensors, layouts_of_results
+from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
 from shardwise.tensor.handlers.copies import copied
 from shardwise.trace.capture_hooks import tracing_paused
 
 
-class Looks:
-    """Runs an op, and looks at the layouts of its operands for that."""
+def local_call(rule: OpRule, found: Found) -> Callable[..., Any]:
+    """What a rank calls with the DTensors of a call, where DTensors count as their local tensors."""
+    recipe, op, needs_plain = found
+    if recipe.redistributed or recipe.rows:
+        return _RedistributeCall(found)
+    local = needs_plain and (not rule.takes_dtensors or recipe.local_impl is not None)
+    call = _LocalCall(recipe, op) if local else op
+    return _CopyCall(call) if recipe.copied else call
+
+
+class ReadsLayouts:
+    """A call that reads the layouts of its operands, so it must get them as DTensors."""
 
     __slots__ = ()
 
 
-class OnLocals(Looks):
-    """An op that wants plain local tensors: Python code, or a row's local function."""
+class _LocalCall(ReadsLayouts):
+    """An op on plain local tensors: Python code, or a local implementation."""
 
-    __slots__ = ("op", "outputs", "ready", "recipe")
+    __slots__ = ("op", "outputs", "recipe", "specialized")
 
     def __init__(self, recipe: resolve.Recipe, op: Callable[..., Any]) -> None:
         self.recipe = recipe
         self.op = op
-        self.outputs = known_outputs(recipe)
-        # By rank, for simulated ones share this: what the local function comes to, and whether that is Python code.
-        self.ready: dict[int, tuple[Callable[..., Any] | None, bool]] = {}
+        self.outputs = _known_outputs(recipe)
+        self.specialized: dict[int, tuple[LocalFunction | None, bool]] = {}  # by rank: simulated ranks share this call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recipe = self.recipe
@@ -41,30 +54,30 @@ class OnLocals(Looks):
             locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
             return self.op(*locals_, **{k: a if type(a) in PLAIN_VALUES else _local(a) for k, a in kwargs.items()})
         rank = collectives.rank()
-        if rank not in self.ready:
+        if rank not in self.specialized:
             with tracing_paused():
-                self.ready[rank] = specialization(recipe.local_impl, self._site([]))
-        ready, python = self.ready[rank]
-        if ready is not None and not python:
-            out = ready(*args, **kwargs)
+                self.specialized[rank] = specialization(recipe.local_impl, self._context([]))
+        specialized, python = self.specialized[rank]
+        if specialized is not None and not python:
+            out = specialized(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         operands: list[DTensor] = []
         locals_ = [_local(a, operands) for a in args]
         named = {k: _local(a, operands) for k, a in kwargs.items()}
-        if ready is not None and python:
-            out = ready(*locals_, **named)
+        if specialized is not None and python:
+            out = specialized(*locals_, **named)
             if out is not NotImplemented:
                 return out
-        return recipe.local_impl(self._site(operands), *locals_, **named)
+        return recipe.local_impl(self._context(operands), *locals_, **named)
 
-    def _site(self, operands: list[DTensor]) -> RankContext:
+    def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
         return RankContext(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
 
 
-class Copying(Looks):
-    """An op that gives copies where torch gives views."""
+class _CopyCall(ReadsLayouts):
+    """An op that returns copies where torch returns views."""
 
     __slots__ = ("call",)
 
@@ -72,42 +85,84 @@ class Copying(Looks):
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return copied(self.call(*args, **kwargs), first(args, kwargs))
+        return copied(self.call(*args, **kwargs), _first_dtensor(args, kwargs))
 
 
-def watched(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
-    """Run an op while there may be hooks on what is saved for backward: operands without a gradient go in plain.
+class _RedistributeCall(ReadsLayouts):
+    """An op some of whose operands are redistributed first, or whose result has a data-dependent shape."""
 
-    Torch saves an operand as the Python object it is. A hook meets it inside the op, where its shape is the local one,
-    and may keep it; later its shape is that of the whole. Checkpointing compares the two.
+    __slots__ = ("found",)
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recipe, ctx, locals_, named = redistributed(self.found, args, kwargs)
+        out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
+        if recipe.copied:
+            out = copied(out, _first_dtensor(args, kwargs))
+        return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
+
+
+def redistributed(found: Found, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
+    """The arguments as local tensors, in the layouts that the recipe wants, and the context for its local function."""
+    recipe, op, needs_plain = found
+    targets = dict(recipe.redistributed)
+    operands: list[DTensor] = []
+    hooked = saved_tensors_hooks(True) is not None
+
+    def operand(x: Any) -> Any:
+        if type(x) is not DTensor:
+            return [operand(y) for y in x] if isinstance(x, list | tuple) else x
+        index = len(operands)
+        operands.append(x)
+        if index in targets:
+            name = x._name or f"operand {index}"
+            cause = recipe.cause._replace(kind="operand", operand=name, wanted=targets[index])
+            return move(plain(x), x._layout, targets[index], cause)
+        # Python code would read the global shape of a DTensor, and so would saved-tensor hooks: see `call_under_hooks`.
+        hide = needs_plain or (hooked and not x.requires_grad and (index > 0 or recipe.output is not None))
+        return plain(x) if hide else x
+
+    locals_ = [operand(a) for a in args]
+    named = {k: operand(a) for k, a in kwargs.items()}
+    ctx = RankContext(op, recipe.layouts, _known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
+    return recipe, ctx, locals_, named
+
+
+def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
+    """Run an op with operands that do not require grad as plain tensors, if there are saved-tensor hooks.
+
+    Torch saves an operand as the Python object it is. A hook that gets a DTensor inside the op reads its local shape, and
+    later its global one. Checkpointing compares the two.
     """
-    if hooks_of_saved(True) is None or isinstance(call, Looks):
+    if saved_tensors_hooks(True) is None or isinstance(call, ReadsLayouts):
         return call(*args, **kwargs)
-    changed = args[0] if in_place else None
+    written = args[0] if in_place else None
 
     def shown(a: Any) -> Any:
         if type(a) is list or type(a) is tuple:
             return type(a)(map(shown, a))
-        hidden = type(a) is DTensor and a is not changed and not (a.requires_grad or a.is_sparse)
-        return _as_subclass(a, Tensor) if hidden else a
+        hide = type(a) is DTensor and a is not written and not (a.requires_grad or a.is_sparse)
+        return _as_subclass(a, Tensor) if hide else a
 
     return call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()})
 
 
-def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _first_dtensor(args: Args, kwargs: Kwargs) -> DTensor:
     return next(a for a in (*args, *kwargs.values()) if type(a) is DTensor)
 
 
-def _local(x: Any, seen: list[DTensor] | None = None) -> Any:
-    """An argument with local tensors for DTensors, which are added to `seen`; for where DTensors count as local."""
+def _local(x: Any, operands: list[DTensor] | None = None) -> Any:
+    """An argument with local tensors in place of DTensors, which are appended to `operands`."""
     kind = type(x)
     if kind is DTensor:
-        if seen is not None:
-            seen.append(x)
+        if operands is not None:
+            operands.append(x)
         return x.detach() if x.is_sparse else _as_subclass(x, Tensor)
-    return [_local(y, seen) for y in x] if kind is list or kind is tuple else x
+    return [_local(y, operands) for y in x] if kind is list or kind is tuple else x
 
 
-def known_outputs(recipe: resolve.Recipe) -> tuple[Layout, ...]:
+def _known_outputs(recipe: resolve.Recipe) -> tuple[Layout, ...]:
     outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output or recipe.layouts[0],)
     return tuple(layout for layout in outputs if layout is not None)
