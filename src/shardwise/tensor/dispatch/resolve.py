@@ -204,8 +204,8 @@ def _follows(row: Row, kinds: tuple[Placement, ...]) -> bool:
 def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
     """Bytes of communication, plus bytes by which local tensors grow: what is sharded should stay sharded.
 
-    A row that keeps a Partial operand Partial defers its all-reduce. If it redistributes other operands for that, such as
-    a sharded weight for a Partial input, the cost of the deferred all-reduce is included.
+    A row that keeps a Partial operand Partial defers its all-reduce. If it redistributes other operands for that, such
+    as a sharded weight for a Partial input, the cost of the deferred all-reduce is included.
     """
     cost = of_others = deferred = 0.0
     for layout, placement in zip(layouts, row.inputs, strict=True):

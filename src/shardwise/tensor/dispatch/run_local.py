@@ -133,8 +133,8 @@ def redistributed(found: Found, args: Args, kwargs: Kwargs) -> tuple[resolve.Rec
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
     """Run an op with operands that do not require grad as plain tensors, if there are saved-tensor hooks.
 
-    Torch saves an operand as the Python object it is. A hook that gets a DTensor inside the op reads its local shape, and
-    later its global one. Checkpointing compares the two.
+    Torch saves an operand as the Python object it is. A hook that gets a DTensor inside the op reads its local shape,
+    and later its global one. Checkpointing compares the two.
     """
     if saved_tensors_hooks(True) is None or isinstance(call, ReadsLayouts):
         return call(*args, **kwargs)
