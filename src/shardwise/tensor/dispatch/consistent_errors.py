@@ -1,7 +1,7 @@
 """Errors that depend on values are raised on every rank, also on those whose shards hold none of the values.
 
 Torch finds a bad index, or an integer division by zero, when it reads elements. A rank with an empty shard reads none
-and would wait for the others forever. Such a rank checks the indices that all ranks know, or tries the op on one element.
+and would wait for the others forever. So it checks the indices that all ranks know, or tries the op on one element.
 And if the other ranks save an operand for backward, it saves its own, so that backward finds in-place changes.
 """
 
