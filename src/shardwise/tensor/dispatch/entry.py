@@ -40,20 +40,16 @@ def is_op(func: Any) -> bool:
     return rule.has_rule or rule.is_op
 
 
-def _decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return run_decomposed(func, args, kwargs)
-
-
-DECOMPOSED = OpRule(handler=_decomposed, is_op=True)
+DECOMPOSED = OpRule(handler=run_decomposed, is_op=True)
 
 
 def reason(func: Any, args: Args, kwargs: Kwargs) -> str:
     """The reasons of the rows that `func` runs by on these operands, or why it has none."""
     rule = RULES.get(func)
-    if rule is not None and rule.handler is not None:
-        return f"{name_of(func)} has no rows: its handler runs other ops"
     if rule is None or not rule.has_rule:
-        return "it has no rule: torch takes it apart into ops that have"
+        if rule is None or rule.handler is None:
+            return "it has no rule: torch decomposes it into ops that have"
+        return f"{name_of(func)} has no rows: its handler runs other ops"
     try:
         args, kwargs = all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
         return run_.find(func, args, kwargs).recipe.cause.why
@@ -62,6 +58,6 @@ def reason(func: Any, args: Args, kwargs: Kwargs) -> str:
 
 
 def forget() -> None:
-    """Drop what was worked out so far; needed after an entry of `RULES` was replaced."""
+    """Drop what is cached; needed after an entry of `RULES` was replaced."""
     _found.clear()
     run_.forget()
