@@ -243,7 +243,7 @@ def test_the_report_is_sorted_and_names_what_to_do() -> None:
     lines = text.splitlines()
     # Two gathers of 21 elements of 8 bytes to two ranks each, then 3 elements of 4 bytes.
     assert [line.split()[:3] for line in lines if "test_explain.py" in line] == [["672", "224", "2"], ["24", "8", "1"]]
-    assert lines[0] == "Rank 0 sent 232 bytes, 232 of them without being asked."
+    assert lines[0] == "Rank 0 sent 232 bytes, 232 of them implicitly."
     assert "(7, 3) on Mesh(0=3): [Shard(1)] -> [Replicate()]" in text
     assert "why: it has no rule" in text
     assert "avoid: .redistribute(placements=[Replicate()]) of an operand before the loop" in text
@@ -253,7 +253,7 @@ def test_a_report_of_nothing_says_so() -> None:
     with explain() as report:
         torch.ones(3) + 1
     assert report.events == ()
-    assert str(report) == "Rank 0 sent 0 bytes, 0 of them without being asked."
+    assert str(report) == "Rank 0 sent 0 bytes, 0 of them implicitly."
 
 
 def test_a_call_is_explained_with_its_arguments_and_result() -> None:

@@ -182,7 +182,7 @@ def test_a_gather_of_scores_that_a_loss_was_made_of_is_refused() -> None:
         return texts
 
     (texts,) = {frozenset(t) for t in world(4).run(body)}
-    assert "a move that was asked for" in texts
+    assert "an explicit redistribution" in texts
     assert any("svdvals" in text for text in texts)
 
 

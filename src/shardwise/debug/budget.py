@@ -1,4 +1,4 @@
-"""A limit on what ops may send without being asked."""
+"""A limit on implicit communication."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 class Budget(Listener):
     """What `no_implicit_comm` allows, and what is spent of it.
 
-    Ranks decide alike because they count alike: a move is charged with what all ranks of its mesh send, and every
-    mesh has an account of its own, since a rank need not know what happens on meshes that it is not part of.
+    Every rank must come to the same decision. So an event is charged with what all ranks of its mesh send, and each
+    mesh has a budget of its own: a rank does not know what happens on meshes that it is not part of.
     """
 
     wants_call_sites = True
@@ -23,61 +23,60 @@ class Budget(Listener):
 
     @property
     def spent_bytes(self) -> int:
-        """What all ranks of a mesh together have sent implicitly; of several meshes, the one that sent most."""
+        """What all ranks of a mesh together have sent implicitly; the largest number of any mesh."""
         return max(self._spent.values(), default=0)
 
-    def check(self, move: CommEvent) -> None:
-        if not self._counts(move):
+    def check(self, event: CommEvent) -> None:
+        if not self._counts(event):
             return
-        if move.total_bytes is None:
+        if event.total_bytes is None:
             raise RuleError(
-                f"no_implicit_comm cannot count {move}: no rank knows beforehand how many rows the others send. "
+                f"no_implicit_comm cannot count {event}: no rank knows in advance how many rows the others send. "
                 f"Fix: no_implicit_comm(gradients=False), or dense gradients (sparse=False)."
             )
-        spent = self._spent.get(move.ranks, 0)
-        if spent + move.total_bytes > self.max_bytes:
-            raise RuleError(_refusal(move, self.max_bytes, spent))
+        spent = self._spent.get(event.ranks, 0)
+        if spent + event.total_bytes > self.max_bytes:
+            raise RuleError(_refusal(event, self.max_bytes, spent))
 
-    def record(self, move: CommEvent) -> None:
-        if self._counts(move) and move.total_bytes is not None:
-            self._spent[move.ranks] = self._spent.get(move.ranks, 0) + move.total_bytes
+    def record(self, event: CommEvent) -> None:
+        if self._counts(event) and event.total_bytes is not None:
+            self._spent[event.ranks] = self._spent.get(event.ranks, 0) + event.total_bytes
 
-    def _counts(self, move: CommEvent) -> bool:
-        return move.cause.implicit and (self.gradients or move.cause.kind != "gradient")
+    def _counts(self, event: CommEvent) -> bool:
+        return event.cause.implicit and (self.gradients or event.cause.kind != "gradient")
 
 
-def _refusal(move: CommEvent, max_bytes: int, spent: int) -> str:
-    """The same text on every rank, so not what one of them would send."""
-    cause = move.cause
+def _refusal(event: CommEvent, max_bytes: int, spent: int) -> str:
+    """The same text on every rank, so without what one of them would send."""
+    cause = event.cause
     allowed = f"{max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
-    fix = f"{move.avoid}; or allow it: " if move.avoid else ""
+    fix = f"{event.avoid}; or allow it: " if event.avoid else ""
     return (
-        f"An implicit move over the budget: {move}\n"
+        f"Implicit communication exceeds the budget: {event}\n"
         f"  Where: {cause.call_site or 'unknown'}\n"
-        f"  Sends: {move.total_bytes:,} bytes over all ranks; allowed: {allowed}.\n"
+        f"  Sends: {event.total_bytes:,} bytes over all ranks; allowed: {allowed}.\n"
         f"  Why: {cause.why}.\n"
-        f"  Fix: {fix}no_implicit_comm(max_bytes={spent + (move.total_bytes or 0)})."
+        f"  Fix: {fix}no_implicit_comm(max_bytes={spent + (event.total_bytes or 0)})."
     )
 
 
 @contextmanager
 def no_implicit_comm(max_bytes: int = 0, *, gradients: bool = False) -> Iterator[Budget]:
-    """Inside, ops and their backward may send `max_bytes` without being asked; what would exceed it is an error.
+    """Inside, ops and their backward may send at most `max_bytes` implicitly.
 
-    Implicit are moves of operands that a rule wants elsewhere, the gathers of ops that have no rule, and the moves of
-    their gradients in backward. Not implicit are `redistribute`, `full_tensor`, `item` and other requests, their
-    backward, and exchanges that an op consists of, such as ids that travel to the rows of an embedding table. Moves
-    that send nothing cost nothing. Budgets nest: what an inner one allows must fit the outer one as well.
+    Implicit are redistributions of operands for a rule, the gathers of ops that have no rule, and both for gradients
+    in backward. Not implicit are `redistribute`, `full_tensor`, `item` and the like, their backward, and exchanges
+    that are part of an op, such as those of an embedding lookup. Budgets nest: communication must fit all of them.
 
     Args:
         max_bytes: what all ranks of a mesh together may send inside the block.
-        gradients: count what reading `.grad` reduces, and gradients that cross to plain tensors, as well.
+        gradients: also count the reductions of gradients by `.grad`, and of gradients of plain tensors.
 
     Raises:
-        RuleError: before anything is sent, the same on every rank: where, what, why, how many bytes, and the fix.
+        RuleError: before anything is sent, the same text on every rank.
     """
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
-        raise RuleError(f"no_implicit_comm: max_bytes is a whole number of bytes, 0 or more, got {max_bytes!r}.")
+        raise RuleError(f"no_implicit_comm: max_bytes is an int of 0 or more, got {max_bytes!r}.")
     budget = Budget(max_bytes, gradients)
     with listening_with(budget):
         yield budget

@@ -77,7 +77,7 @@ class CommDebugMode(Listener):
     """Counts the collectives of this rank and the bytes it sends, by module, forward and backward.
 
     A context manager with the methods of `torch.distributed.tensor.debug.CommDebugMode`. Collectives are counted under
-    the same keys, ops of `torch.ops.c10d_functional`; a move between layouts is one `all_to_all_single` or
+    the same keys, ops of `torch.ops.c10d_functional`; a event between layouts is one `all_to_all_single` or
     `all_reduce`, whatever torch's DTensor would make of it. What is agreed on before tensors are made counts too.
     Gradients that `.grad` reduces count as backward of no module ("Global").
 
@@ -112,11 +112,11 @@ class CommDebugMode(Listener):
 
     # ---- what it is told ------------------------------------------------------------------------------------
 
-    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
+    def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         key = torch_op(kind)
         self._counts[key] += 1
         self._bytes[key] += sent_bytes
-        of_gradients = move is not None and move.cause.kind == "gradient"
+        of_gradients = event is not None and event.cause.kind == "gradient"
         phase = BACKWARD if in_backward() or of_gradients else FORWARD
         for name in self._tracker.around(self._tracker.current):
             traffic = self._traffic.setdefault(name, _Traffic())

@@ -1,4 +1,4 @@
-"""What a piece of code sends, line by line, and how to send less."""
+"""What code sends, by line, and how to send less."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -12,20 +12,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _TITLES: dict[Kind, str] = {
-    "operand": "Implicit: operands that an op wants elsewhere",
-    "no rule": "Implicit: ops without a rule, on whole copies",
-    "gradient": "Gradients, brought to where they are read",
-    "internal": "Inside ops that consist of an exchange",
-    "explicit": "Asked for",
+    "operand": "Implicit: operands redistributed for an op",
+    "no rule": "Implicit: ops without a rule, run replicated",
+    "gradient": "Gradients, reduced when they are read",
+    "internal": "Exchanges that are part of an op",
+    "explicit": "Explicit",
 }
 
 
 class Explanation(Listener, Generic[R]):
-    """What one rank sent, and why; grows while it is entered as a context manager.
+    """What one rank sent, and why; records inside its `with` block.
 
     Attributes:
-        sent_bytes: what this rank sent to others: the bytes of the moves, and `other_bytes`.
-        other_bytes: sent to agree on something or to check it, by `other_calls` collectives.
+        sent_bytes: what this rank sent to others: in `events`, and `other_bytes`.
+        other_bytes: sent to check that ranks agree, by `other_calls` collectives.
         result: what the function returned, of `explain(fn, …)`.
     """
 
@@ -33,28 +33,28 @@ class Explanation(Listener, Generic[R]):
     result: R
 
     def __init__(self) -> None:
-        self._moves: list[CommEvent] = []
+        self._events: list[CommEvent] = []
         self.sent_bytes = self.other_bytes = self.other_calls = 0
         self._entered: list[AbstractContextManager[None]] = []
 
-    def record(self, move: CommEvent) -> None:
-        self._moves.append(move)
+    def record(self, event: CommEvent) -> None:
+        self._events.append(event)
 
-    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
+    def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         self.sent_bytes += sent_bytes
-        if move is None:
+        if event is None:
             self.other_bytes += sent_bytes
             self.other_calls += 1
 
     @property
     def events(self) -> tuple[CommEvent, ...]:
-        """Everything that moved, in order; those with `move.cause.implicit` nobody asked for."""
-        return tuple(self._moves)
+        """Redistributions and exchanges in order; `event.cause.implicit` says which are implicit."""
+        return tuple(self._events)
 
     @property
     def implicit_bytes(self) -> int:
-        """What this rank sent without being asked, gradients included."""
-        return sum(move.sent_bytes for move in self.events if move.cause.implicit)
+        """What this rank sent implicitly, gradients included."""
+        return sum(event.sent_bytes for event in self.events if event.cause.implicit)
 
     def __enter__(self) -> Self:
         listening = listening_with(self)
@@ -66,50 +66,50 @@ class Explanation(Listener, Generic[R]):
         self._entered.pop().__exit__(None, None, None)
 
     def __str__(self) -> str:
-        sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them without being asked"
+        sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
         lines = [f"Rank {collectives.rank()} sent {sent}."]
         silent = 0
         for kind, title in _TITLES.items():
-            groups = _grouped(move for move in self.events if move.cause.kind == kind)
-            loud = [group for group in groups if group[0].total_bytes != 0]
-            silent += sum(map(len, groups)) - sum(map(len, loud))
-            if loud:
+            groups = _grouped(event for event in self.events if event.cause.kind == kind)
+            sending = [group for group in groups if group[0].total_bytes != 0]
+            silent += sum(map(len, groups)) - sum(map(len, sending))
+            if sending:
                 lines += ["", title, "  all ranks   this rank  times"]
-                lines += [line for group in loud for line in _described(group)]
-        notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that compare what ranks say."]
+                lines += [line for group in sending for line in _described(group)]
+        notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree."]
         notes = notes if self.other_calls else []
-        notes += [f"Moves that send nothing, left out: {silent}."] if silent else []
+        notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
         return "\n".join([*lines, "", *notes] if notes else lines)
 
 
-def _grouped(moves: Iterable[CommEvent]) -> list[list[CommEvent]]:
-    """Equal moves together, those that send most first."""
+def _grouped(events: Iterable[CommEvent]) -> list[list[CommEvent]]:
+    """Equal events grouped, those that send most first."""
     groups: dict[Any, list[CommEvent]] = {}
-    for move in moves:
-        groups.setdefault((move.cause, move.src, move.dst, move.total_bytes is None), []).append(move)
+    for event in events:
+        groups.setdefault((event.cause, event.src, event.dst, event.total_bytes is None), []).append(event)
     return sorted(groups.values(), key=lambda group: -max(_total(group) or 0, sum(m.sent_bytes for m in group)))
 
 
 def _total(group: list[CommEvent]) -> int | None:
-    totals = [move.total_bytes for move in group if move.total_bytes is not None]
+    totals = [event.total_bytes for event in group if event.total_bytes is not None]
     return sum(totals) if len(totals) == len(group) else None
 
 
 def _described(group: list[CommEvent]) -> Iterator[str]:
-    move, total = group[0], _total(group)
-    everywhere, here = "unknown" if total is None else f"{total:,}", sum(move.sent_bytes for move in group)
-    place = "" if move.cause.call_site is None else f"{move.cause.call_site}: "
-    yield f"{everywhere:>11} {here:>11,} {len(group):>6}  {place}{move.cause}"
+    event, total = group[0], _total(group)
+    total_text, here = "unknown" if total is None else f"{total:,}", sum(event.sent_bytes for event in group)
+    where = "" if event.cause.call_site is None else f"{event.cause.call_site}: "
+    yield f"{total_text:>11} {here:>11,} {len(group):>6}  {where}{event.cause}"
     margin = " " * 32
-    if move.src is not None and move.dst is not None:
-        yield f"{margin}{_way(move.src, move.dst)}"
-    for label, text in (("why", move.cause.why), ("avoid", move.avoid)):
+    if event.src is not None and event.dst is not None:
+        yield f"{margin}{_change(event.src, event.dst)}"
+    for label, text in (("why", event.cause.why), ("avoid", event.avoid)):
         if text:
             yield f"{margin}{label}: {text}"
 
 
-def _way(src: Layout, dst: Layout) -> str:
-    """From and to, without repeating what stays."""
+def _change(src: Layout, dst: Layout) -> str:
+    """Source and destination, without repeating what they have in common."""
     if src.mesh != dst.mesh or src.shape != dst.shape or src.shard_order != dst.shard_order:
         return f"{src} -> {dst}"
     placements = [f"[{', '.join(map(str, layout.placements))}]" for layout in (src, dst)]
@@ -125,10 +125,10 @@ def explain(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Explana
 
 
 def explain(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Explanation[Any]:
-    """Every move of a block, or of one call, on this rank: where, what, why, exact bytes, and how to avoid it.
+    """All communication of a block or a call on this rank: where, what, why, exact bytes, and how to avoid it.
 
     `with explain() as report: …` or `report = explain(fn, *args)`; then `print(report)`, or read `report.events`.
-    Forward and backward. A backward is told with the line of its forward where that was inside as well.
+    Includes backward, reported with the line of its forward if that was inside as well.
 
     Returns:
         The report; of a call, with what `fn` returned as `result`.

@@ -29,7 +29,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
+from shardwise.layout import read_toml
 
 T = TypeVar("T")
 
@@ -103,11 +104,11 @@ def _sources(
     """Nested tables, later ones win, each with how a message names it."""
     if toml_path is not None:
         try:
-            yield tomllib.loads(Path(toml_path).read_text(encoding="utf-8-sig")), f"{toml_path}: "
-        except OSError as error:
-            problems.append(f"{toml_path}: cannot be read: {error.strerror}")
-        except ValueError as error:
-            problems.append(f"{toml_path}: is not TOML: {error}")
+            content = read_toml(Path(toml_path))
+        except PlanError as error:
+            problems.append(str(error))
+        else:
+            yield content, f"{toml_path}: "
     for override in overrides:
         key, equals, text = override.partition("=")
         nested: Any = _Text(text.strip())

@@ -11,6 +11,7 @@ from shardwise.layout.parse import (
     parse_mesh,
     parse_placement,
     parse_placements,
+    read_toml,
 )
 from shardwise.layout.placement import (
     PARTIAL,
@@ -30,5 +31,5 @@ __all__ = [
     "ITEMSIZES", "PARTIAL", "REDUCE_OPS", "REPLICATE", "Box", "Boxes", "Layout", "Mesh", "OnRanks", "Partial",
     "Placement", "Placements", "Replicate", "Shard", "ShardSizes", "as_placements", "axis_names", "check_cover",
     "chunk", "contiguous_strides", "dual", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",
-    "parse_placements", "placements_text", "ring_elements", "split_by_boxes",
+    "parse_placements", "placements_text", "read_toml", "ring_elements", "split_by_boxes",
 ]  # fmt: skip

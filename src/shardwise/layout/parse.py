@@ -2,8 +2,11 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout.mesh import Mesh
@@ -25,6 +28,20 @@ ITEMSIZES = {
     "complex128": 16,
 }  # fmt: skip
 """Bytes of an element, by the name of the dtype. Torch knows them too, but takes a second to import."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises:
+        PlanError: it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path}: is not TOML: {error}") from error
 
 
 def parse_placement(text: object) -> Placement:

@@ -23,7 +23,6 @@ shards = [                         # boxes that cover it exactly once
 """
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -41,6 +40,7 @@ from shardwise.layout import (
     parse_itemsize,
     parse_mesh,
     parse_placements,
+    read_toml,
 )
 from shardwise.pictures.drawing import Picture
 from shardwise.pictures.table import Table, placed
@@ -70,12 +70,7 @@ def read_plan(path: Path) -> PlanFile:
     Raises:
         PlanError: it cannot be read, or says something that is not described above; the first such thing.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: is not TOML: {error}.") from error
+    content = read_toml(path)
     try:
         _known_keys(content, HEAD)
         if "mesh" not in content:

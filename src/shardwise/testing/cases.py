@@ -215,7 +215,7 @@ class RankedTestCase(TensorAssertions):
 
 def _show_test(error: BaseException, test: Callable[[], object]) -> None:
     """Let the report of an error that has no line of the user's code show the test."""
-    if not any(place.is_users for place in _places(error)):
+    if not any(place.is_user_code for place in _places(error)):
         code = inspect.unwrap(test).__code__
         point_at(error, StackFrame(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
 

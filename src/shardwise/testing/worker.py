@@ -132,7 +132,7 @@ def _failure(error: BaseException) -> Failure:
     while trace is not None:
         code = trace.tb_frame.f_code
         here = StackFrame(code.co_filename, trace.tb_lineno, code.co_name)
-        if here.is_users:
+        if here.is_user_code:
             place, first_line = here, code.co_firstlineno
         trace = trace.tb_next
     return Failure(pickled, summary(error), text, place, first_line)

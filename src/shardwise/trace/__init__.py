@@ -1,1 +1,1 @@
-"""Communication events, user stack frames, and hooks for graph capture."""
+"""The communication trace, call sites in user code, and hooks for graph capture."""

@@ -1,8 +1,8 @@
-"""Who listens to what a rank sends: every move with its cause, every collective with its bytes.
+"""Communication trace: every redistribution and collective of a rank, with its cause and its bytes.
 
-Low in the layers, because movement and collectives report here. Nothing is worked out, and no stack is looked at,
-unless somebody listens. The threads of a process are one rank, so that the threads in which autograd runs the
-backward of an accelerator are heard as well; a thread that is a simulated rank has ears of its own.
+In a low layer, because redistributions and collectives report here. While nobody listens nothing is computed, and no
+stack is read. All threads of a process are one rank, including those in which autograd runs the backward of an
+accelerator; a thread that is a simulated rank has listeners of its own.
 """
 
 import threading
@@ -14,23 +14,25 @@ from typing import Literal, NamedTuple
 from shardwise.layout import Layout
 from shardwise.trace.user_stack import StackFrame, call_site
 
-# asked: the user asked for it (redistribute, full_tensor, item, …). operand: a row wants an operand elsewhere. no row:
-# an op that has no row runs on whole copies. gradient: a gradient is brought to where it is read. inside: an exchange
-# that the op itself consists of, such as ids that travel to the rows of their table.
+# explicit: the user called redistribute, full_tensor, item, …
+# operand: the rows of an op need an operand in another layout.
+# no rule: an op without a rule gathers its operands and runs replicated.
+# gradient: a gradient is reduced when it is read.
+# internal: an exchange that is part of the op, such as the ids of an embedding lookup.
 Kind = Literal["explicit", "operand", "no rule", "gradient", "internal"]
 
 
 class Cause(NamedTuple):
-    """Why something moves. Kept by the move's node in the autograd graph, so that its backward can tell as well.
+    """Why a tensor is redistributed. Kept by its autograd node, so that backward can report it as well.
 
     Args:
         op: what the user called.
-        operand: what moves, by name or number.
-        why: the reason of the rows, or why there is none.
-        wanted: the layout that the op wants the operand in; in backward still that of forward.
-        backward: a gradient moves, because the tensor moved in forward.
-        place: where the user called the op, if anybody listened then; else where backward was called.
-        together: where lines of a mesh do the same side by side: all its ranks, and the bytes that they send together.
+        operand: which operand, by name or number.
+        why: the reason that the rows give, or why there are none.
+        wanted: the layout that the op needs the operand in; in backward still that of forward.
+        backward: a gradient is redistributed because its tensor was in forward.
+        call_site: where the user called the op, if anybody listened then; else where backward was called.
+        group_total: if several groups of a mesh do the same side by side: all their ranks, and the bytes of all.
     """
 
     kind: Kind
@@ -44,16 +46,16 @@ class Cause(NamedTuple):
 
     @property
     def implicit(self) -> bool:
-        """Whether a tensor moves though nobody asked for it."""
+        """Whether the user did not call for it."""
         return self.kind in ("operand", "no rule", "gradient")
 
     def for_backward(self) -> "Cause":
-        """The cause of the dual move, in backward."""
+        """The cause of the dual redistribution, in backward."""
         return self if self.backward else self._replace(backward=True, group_total=None)
 
     def __str__(self) -> str:
         where = " in backward" if self.backward else ""
-        return f"{self.op or 'a move that was asked for'}{where}{f', {self.operand}' if self.operand else ''}"
+        return f"{self.op or 'an explicit redistribution'}{where}{f', {self.operand}' if self.operand else ''}"
 
 
 EXPLICIT = Cause("explicit")
@@ -62,14 +64,14 @@ INTERNAL = Cause("internal", "an op")
 
 @dataclass(frozen=True)
 class CommEvent:
-    """One move of a tensor, or one exchange inside an op, as known before anything is sent.
+    """One redistribution, or one exchange inside an op, as known before anything is sent.
 
     Args:
-        src, dst: of the tensor that moves, in backward its gradient; None for an exchange inside an op, and for
+        src, dst: of the redistributed tensor, in backward its gradient; None for an exchange inside an op, and for
             gradients that are reduced together.
-        ranks: those that make the same decision about it, in rising order.
+        ranks: those that take part, ascending.
         sent_bytes: what this rank sends to others.
-        total_bytes: what all of `ranks` send together; None where a rank knows its own part only.
+        total_bytes: what all of `ranks` send together; None if a rank knows its own share only.
     """
 
     cause: Cause
@@ -81,10 +83,10 @@ class CommEvent:
 
     @property
     def avoid(self) -> str:
-        """What to write so that it does not happen at every call; empty where there is nothing to avoid."""
+        """What to write so that it does not happen at every call; empty if there is nothing to avoid."""
         cause, wanted = self.cause, self.cause.wanted
         if cause.kind == "gradient":
-            return "read gradients once, after the last backward: what waits is reduced together"
+            return "read gradients once, after the last backward: pending gradients are reduced together"
         if not cause.implicit or wanted is None or self.src is None or self.dst is None:
             return ""
         placements, order = list(wanted.placements), wanted.shard_order
@@ -102,107 +104,107 @@ class CommEvent:
 
 
 class Listener:
-    """Told of everything that a rank sends while it listens; a subclass says what it cares for."""
+    """Gets everything that a rank sends while it listens; a subclass overrides what it needs."""
 
-    wants_call_sites = False  # a walk up the stack for every move
+    wants_call_sites = False  # a walk up the stack for every event
 
-    def check(self, move: CommEvent) -> None:
-        """Called before anything is sent; may raise, the same on all of `move.ranks`."""
+    def check(self, event: CommEvent) -> None:
+        """Called before anything is sent; may raise, the same on all of `event.ranks`."""
 
-    def record(self, move: CommEvent) -> None:
-        """Called before anything is sent, after nobody objected."""
+    def record(self, event: CommEvent) -> None:
+        """Called before anything is sent, if no listener's check raised."""
 
-    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
-        """A collective, what this rank sends in it, and the move it is part of, if any."""
+    def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
+        """A collective, what this rank sends in it, and the event that it is part of, if any."""
 
 
-class _Ears:
-    """The listeners of one rank, and the move that it makes at the moment."""
+class _RankState:
+    """The listeners of one rank, and its current event."""
 
     listeners: tuple[Listener, ...] = ()
-    moving: CommEvent | None = None
+    event: CommEvent | None = None
 
 
-class _Here(threading.local):
-    ears = _Ears()  # one for all threads but those that are simulated ranks
+class _Local(threading.local):
+    rank = _RankState()  # one for all threads but those that are simulated ranks
 
 
-_here = _Here()
+_local = _Local()
 
 
 @contextmanager
 def separate_rank() -> Iterator[None]:
     """Let this thread be a rank of its own."""
-    before, _here.ears = _here.ears, _Ears()
+    before, _local.rank = _local.rank, _RankState()
     try:
         yield
     finally:
-        _here.ears = before
+        _local.rank = before
 
 
 def listening() -> bool:
     """Whether anybody listens to this rank."""
-    return bool(_here.ears.listeners)
+    return bool(_local.rank.listeners)
 
 
 @contextmanager
 def listening_with(listener: Listener) -> Iterator[None]:
     """Let `listener` listen to this rank, forward and backward."""
-    ears = _here.ears
-    ears.listeners = (*ears.listeners, listener)
+    rank = _local.rank
+    rank.listeners = (*rank.listeners, listener)
     try:
         yield
     finally:
-        ears.listeners = tuple(other for other in ears.listeners if other is not listener)
+        rank.listeners = tuple(other for other in rank.listeners if other is not listener)
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Nobody listens to this rank inside: for what a debugging tool sends itself."""
-    ears = _here.ears
-    before, ears.listeners = ears.listeners, ()
+    """Nobody listens to this rank inside: for what a debugging tool itself sends."""
+    rank = _local.rank
+    before, rank.listeners = rank.listeners, ()
     try:
         yield
     finally:
-        ears.listeners = before
+        rank.listeners = before
 
 
 def with_call_site(cause: Cause) -> Cause:
-    """`cause` with the line of the user's code, if anybody wants to know it."""
-    if cause.call_site is not None or not any(listener.wants_call_sites for listener in _here.ears.listeners):
+    """`cause` with the line of the user's code, if a listener wants it."""
+    if cause.call_site is not None or not any(listener.wants_call_sites for listener in _local.rank.listeners):
         return cause
     return cause._replace(call_site=call_site())
 
 
 @contextmanager
-def emitting(move: CommEvent) -> Iterator[None]:
-    """Announce a move; the collectives made inside are part of it.
+def emitting(event: CommEvent) -> Iterator[None]:
+    """Report an event; the collectives called inside are part of it.
 
     Raises:
-        Exception: what a listener that objects raises; then nobody has recorded the move.
+        Exception: what the check of a listener raises; then nobody has recorded the event.
     """
-    ears = _here.ears
-    for listener in ears.listeners:
-        listener.check(move)
-    for listener in ears.listeners:
-        listener.record(move)
-    before, ears.moving = ears.moving, move
+    rank = _local.rank
+    for listener in rank.listeners:
+        listener.check(event)
+    for listener in rank.listeners:
+        listener.record(event)
+    before, rank.event = rank.event, event
     try:
         yield
     finally:
-        ears.moving = before
+        rank.event = before
 
 
 def current_event() -> CommEvent | None:
-    """The move that this rank makes at the moment; known only while somebody listens."""
-    return _here.ears.moving
+    """The event that this rank is in; known only while somebody listens."""
+    return _local.rank.event
 
 
 def record_collective(kind: str, sent_bytes: int) -> None:
-    """Tell the listeners of one collective and what this rank sends in it."""
-    ears = _here.ears
-    for listener in ears.listeners:
-        listener.collective(kind, sent_bytes, ears.moving)
+    """Report one collective and what this rank sends in it."""
+    rank = _local.rank
+    for listener in rank.listeners:
+        listener.collective(kind, sent_bytes, rank.event)
 
 
 # ---- counting -----------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def record_collective(kind: str, sent_bytes: int) -> None:
 
 @dataclass
 class CommCounts(Listener):
-    """Collectives and bytes that one rank sent to others inside `count_comms`."""
+    """Collectives of one rank and the bytes it sent to others, by kind, and its implicit redistributions."""
 
     calls: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -224,11 +226,11 @@ class CommCounts(Listener):
     def total_bytes(self) -> int:
         return sum(self.sent_bytes.values())
 
-    def record(self, move: CommEvent) -> None:
-        if move.cause.kind in ("operand", "no rule"):
-            self.implicit.append(str(move))
+    def record(self, event: CommEvent) -> None:
+        if event.cause.kind in ("operand", "no rule"):
+            self.implicit.append(str(event))
 
-    def collective(self, kind: str, sent_bytes: int, move: CommEvent | None) -> None:
+    def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent_bytes
 
@@ -236,6 +238,6 @@ class CommCounts(Listener):
 @contextmanager
 def count_comms() -> Iterator[CommCounts]:
     """Count this rank's collectives and the bytes it sends, forward and backward, inside the block."""
-    comms = CommCounts()
-    with listening_with(comms):
-        yield comms
+    counts = CommCounts()
+    with listening_with(counts):
+        yield counts

@@ -1,4 +1,4 @@
-"""Where a rank stands, in the terms of the person who wrote the code that runs on it."""
+"""Call sites: the frames of the user's code on a stack or in a traceback."""
 
 import os
 import sys
@@ -17,15 +17,15 @@ _MACHINERY = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class StackFrame:
-    """One line of a stack."""
+    """A file, line and function."""
 
     file: str
     line: int
     function: str
 
     @property
-    def is_users(self) -> bool:
-        """Whether this is code that uses shardwise: not its own, torch's or the standard library's."""
+    def is_user_code(self) -> bool:
+        """Whether it is code of neither shardwise, torch nor the standard library."""
         in_stdlib = self.file.startswith(_STDLIB) and not self.file.startswith(_INSTALLED)
         return not in_stdlib and not self.file.startswith((*_MACHINERY, "<"))
 
@@ -34,43 +34,44 @@ class StackFrame:
 
 
 def frames_of(frame: FrameType | None) -> Iterator[StackFrame]:
-    """The stack that ends in `frame`, innermost first."""
+    """The stack of `frame`, innermost first."""
     while frame is not None:
         yield StackFrame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
 
 
 def user_call_site(trace: TracebackType | None) -> str:
-    """The innermost line of the user's code in a traceback, or its innermost line; "" if it is empty."""
-    places = []
+    """The innermost user frame in a traceback, or its innermost frame; "" if it is empty."""
+    frames = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        places.append(StackFrame(code.co_filename, trace.tb_lineno, code.co_name))
+        frames.append(StackFrame(code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    users = [place for place in places if place.is_users] or places
-    return str(users[-1]) if users else ""
+    in_user_code = [frame for frame in frames if frame.is_user_code] or frames
+    return str(in_user_code[-1]) if in_user_code else ""
 
 
 def call_site() -> StackFrame | None:
-    """The innermost line of the user's code on the stack; a line typed at a prompt where there is none."""
-    typed = None
-    for place in frames_of(sys._getframe(1)):
-        if place.is_users:
-            return place
-        if typed is None and place.file.startswith("<") and not place.file.startswith("<frozen"):
-            typed = place
-    return typed
+    """The innermost user frame on the stack, or a line typed at a prompt."""
+    prompt = None
+    for frame in frames_of(sys._getframe(1)):
+        if frame.is_user_code:
+            return frame
+        if prompt is None and frame.file.startswith("<") and not frame.file.startswith("<frozen"):
+            prompt = frame
+    return prompt
 
 
 def format_call_sites(stack: Sequence[StackFrame], limit: int = 3) -> str:
-    """The innermost lines of the user's code, one a line, indented to stand under `  rank 0: …`."""
-    users = [place for place in stack if place.is_users] or list(stack)
-    return "".join(f"\n      {'called at' if i == 0 else '     from'} {place}" for i, place in enumerate(users[:limit]))
+    """The innermost user frames, one a line, indented below `  rank 0: …`."""
+    in_user_code = [frame for frame in stack if frame.is_user_code] or list(stack)
+    shown = enumerate(in_user_code[:limit])
+    return "".join(f"\n      {'called at' if i == 0 else '     from'} {frame}" for i, frame in shown)
 
 
 def format_running(stack: Sequence[StackFrame]) -> str:
-    """As `called_at`, after the line that runs now where that is not the user's own."""
+    """As `format_call_sites`, after the innermost frame if that is not user code."""
     if not stack:
         return "running, and gave no stack"
-    inside = "" if stack[0].is_users else f" {stack[0]}"
+    inside = "" if stack[0].is_user_code else f" {stack[0]}"
     return f"running{inside}{format_call_sites(stack)}"

@@ -8,7 +8,6 @@ that match the later one wins:
     num_args.weight = "OnRanks(1)"
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.layout import REPLICATE, Mesh, OnRanks, Partial, Placement, Shard, parse_placement
+from shardwise.layout import REPLICATE, Mesh, OnRanks, Partial, Placement, Shard, parse_placement, read_toml
 from shardwise.parallel.shard_module import layouts_of
 from shardwise.pictures import Placed
 
@@ -99,12 +98,7 @@ def _one_rank_each(tables: Mapping[str, int], num_ranks: int) -> dict[str, Place
 
 
 def _from_file(path: Path) -> dict[str, Placement]:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: is not TOML: {error}") from error
+    content = read_toml(path)
     plan: dict[str, Placement] = {}
     problems = []
     for name, entry in _flat(content, ""):
