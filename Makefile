@@ -2,6 +2,7 @@
 # make check   format check, lint, types
 # make quick   the tests on simulated ranks
 # make test    check, and all tests              (make test ARGS="-k layering")
+# make test-torch TORCH=2.14.1   the tests on simulated ranks with another torch, in an environment of its own (6 GB)
 # Each prepares .venv when pyproject.toml or constraints.txt changed; otherwise it starts at once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,7 +14,7 @@ DEV_READY := .venv/.ready-to-test
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: train check quick test
+.PHONY: train check quick test test-torch
 
 train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
@@ -34,6 +35,19 @@ else
 	$(BIN)/pytest -m "not survey" $(PARALLEL)
 	$(BIN)/pytest -m survey $(PARALLEL)
 endif
+
+TORCH_ENV := .venv-torch-$(TORCH)
+TORCH_READY := $(TORCH_ENV)/.ready-to-test
+
+test-torch: $(TORCH_READY)
+	$(TORCH_ENV)/bin/pytest -m "not processes and not survey" $(or $(ARGS),$(PARALLEL))
+
+$(TORCH_READY): pyproject.toml constraints.txt
+	$(if $(TORCH),,$(error make test-torch needs a version: make test-torch TORCH=2.14.1))
+	$(PYTHON) -m venv $(TORCH_ENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(TORCH_ENV)/bin/python -m pip install --quiet --constraint $(TORCH_ENV)/constraints.txt --editable ".[dev]"
+	touch $@
 
 $(RUN_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

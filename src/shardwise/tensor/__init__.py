@@ -4,7 +4,7 @@ This file is where the class `DTensor` is completed, and where the modules that 
 """
 
 import shardwise.embedding  # noqa: F401  (registers the rules of lookups)
-from shardwise.tensor import conversion, factories
+from shardwise.tensor import conversion, factories, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dispatch import entry, native
@@ -28,7 +28,7 @@ from shardwise.tensor.handlers import (
 __all__ = [
     "DTensor", "arriving", "attributes", "checkpointable", "compositions", "distribute_tensor", "embedding_bags",
     "entry", "factories", "functions", "fused", "indexing", "inplace_views", "lists", "moved", "native",
-    "optimisers", "plain", "random_functions", "sparse", "strict", "tag",
+    "optimisers", "plain", "random_functions", "sparse", "strict", "tag", "torch_patches",
 ]  # fmt: skip
 
 implement(

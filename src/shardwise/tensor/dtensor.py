@@ -7,6 +7,7 @@ aten ops, and each of those finds its rule (door 2, `shardwise.tensor.dispatch.f
 """
 
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -392,8 +393,27 @@ def _local_only(what: str) -> str:
     )
 
 
+_before_first: list[Callable[[], None]] = []
+_preparing = RLock()  # simulated ranks are threads
+
+
+def before_first_dtensor(action: Callable[[], None]) -> None:
+    """Call `action` once, before the next DTensor is made by `tag`."""
+    if action not in _before_first:
+        _before_first.append(action)
+
+
+def _prepare() -> None:
+    with _preparing:
+        while _before_first:
+            _before_first[-1]()
+            _before_first.pop()
+
+
 def tag(local: Tensor, layout: Layout) -> DTensor:
     """Turn a fresh local result into a DTensor, in place: no alias, no autograd node."""
+    if _before_first:
+        _prepare()
     local.__class__ = DTensor
     local._layout = layout  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]

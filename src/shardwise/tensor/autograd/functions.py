@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch._functorch import eager_transforms, predispatch, vmap
 from torch.autograd.function import Function
 from torch.nn.modules import _functions as of_modules
 
@@ -103,10 +102,10 @@ def _local_gradient(grad: Any, of: Layout | None) -> Any:
     return as_cotangent(grad, of.replicated(), of)
 
 
-def _apply(original: Callable[..., Any], cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply(original: Any, cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if issubclass(cls, of_modules.BackwardHookFunction):
         return BackwardHookFunction.apply(*args)  # type: ignore[no-untyped-call]
-    out = original(_on_dtensors(cls), *args, **kwargs)
+    out = original.__get__(None, _on_dtensors(cls))(*args, **kwargs)
     if isinstance(out, Tensor) and type(out) is not DTensor:  # an input that was returned: torch made a view of it
         layout = next((x._layout for x in args if type(x) is DTensor and x.shape == out.shape), None)
         return out if layout is None else tag(out, layout)
@@ -159,43 +158,35 @@ def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> C
     return run
 
 
-# ---- the questions --------------------------------------------------------------------------------------------
+# ---- replacements for torch's own functions ---------------------------------------------------------------------
 
 
-def _ask_before_applying() -> None:
-    original = Function.apply.__func__  # type: ignore[attr-defined]
+def apply_with_dtensors(original: Any) -> Any:
+    """`Function.apply`, aware of DTensors; `original` is the class method as `Function` or its base has it."""
 
-    @wraps(original)
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
         for x in args:
             if type(x) is DTensor and torch._C._is_torch_function_enabled():
                 return _apply(original, cls, args, kwargs)
-        return original(cls, *args, **kwargs)
+        return bound(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-
-
-def _refusing(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def ask(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is DTensor:
-            raise RuleError(
-                f"{what} would transform this rank's part of a DTensor as if it were the whole. Fix: transform a "
-                f"function of local tensors inside shardwise.experimental.local_map, or use torch.autograd."
-            )
-        return original(x, *args, **kwargs)
-
-    return ask
+    return classmethod(apply)
 
 
-def install() -> None:
-    """Put the questions before torch's own functions; once a process."""
-    _ask_before_applying()
-    vmap._add_batch_dim = _refusing("torch.func.vmap", vmap._add_batch_dim)  # type: ignore[attr-defined]
-    eager_transforms._wrap_tensor_for_grad = _refusing(
-        "torch.func.grad, vjp, jvp or a jacobian", eager_transforms._wrap_tensor_for_grad
-    )
-    predispatch._make_dual = _refusing("forward-mode autograd", predispatch._make_dual)
+def refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """From a function of `torch.func` to one that refuses a DTensor as its first argument."""
 
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def refuse(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(x) is DTensor:
+                raise RuleError(
+                    f"{what} would transform this rank's part of a DTensor as if it were the whole. Fix: transform a "
+                    f"function of local tensors inside shardwise.experimental.local_map, or use torch.autograd."
+                )
+            return original(x, *args, **kwargs)
 
-install()
+        return refuse
+
+    return replacement

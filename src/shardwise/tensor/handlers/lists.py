@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch.nn.utils import clip_grad
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
 
 from shardwise import collectives
 from shardwise.errors import RuleError
@@ -30,9 +27,6 @@ ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
 }
 _SUMMANDS = Cause("operand", "_foreach_norm", "a tensor in summands", "a norm is of the reduced values")
 
-# torch takes the foreach way by itself for the types in these lists of its own.
-for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _types.append(DTensor)
 
 
 @handler_of_family(
@@ -217,8 +211,8 @@ def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = N
     return row.to(result)
 
 
-def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's norm of a model, which need not ask for the norm of each tensor."""
+def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.nn.utils.get_total_norm` without a DTensor for each tensor's norm."""
 
     @wraps(original)
     def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
@@ -231,7 +225,3 @@ def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return tag(total, _of_numbers(mesh))
 
     return total_norm
-
-
-clip_grad._get_total_norm = _of_all(clip_grad._get_total_norm)
-torch.nn.utils.get_total_norm = clip_grad._get_total_norm

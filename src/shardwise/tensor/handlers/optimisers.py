@@ -1,13 +1,12 @@
-"""Optimisers that work element by element take their steps on the local tensors, as if these were all there is.
+"""Elementwise optimisers take a step on the local tensors.
 
-Asked op by op, a step over a hundred parameters is a thousand questions with the same answer. torch opens no door
-around a step, so `install` puts a question before those of its own optimisers: are parameters, gradients and states
-laid out alike? Then the step is one local op. Where not (the first step, which makes the state; a gradient moved
-elsewhere; a closure, which is the user's code), every op finds its own way as always.
+A step over a hundred parameters dispatches a thousand ops that all have the same layouts. `step_on_locals` is a pre-hook
+of all optimisers: where parameters, gradients and states share layouts, torch's own step runs on the local tensors.
+Where not (the first step, which makes the state; a gradient in another layout; a closure), every op is dispatched.
 """
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 from torch import Tensor, optim
@@ -35,13 +34,13 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 
-def _laid_out_alike(optimizer: Optimizer) -> bool:
-    """Whether a step reads and writes elements that stand at the same place of this rank's parts."""
+def _layouts_agree(optimizer: Optimizer) -> bool:
+    """Whether a step reads and writes elements at the same index of this rank's local tensors."""
     with DisableTorchFunctionSubclass():
-        return all(_group_alike(optimizer, group) for group in optimizer.param_groups)
+        return all(_group_agrees(optimizer, group) for group in optimizer.param_groups)
 
 
-def _group_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _group_agrees(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if group["differentiable"] or any(type(value) is DTensor for value in group.values()):
         return False
     stateless = group.get("momentum") == 0 and type(optimizer) is optim.SGD
@@ -59,12 +58,12 @@ def _group_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
                 return False
         elif type(grad) is DTensor:
             return False
-        if state and not _state_alike(state, layout):
+        if state and not _state_agrees(state, layout):
             return False
     return True
 
 
-def _state_alike(state: dict[str, Any], layout: Layout | None) -> bool:
+def _state_agrees(state: dict[str, Any], layout: Layout | None) -> bool:
     for value in state.values():
         if type(value) is DTensor:
             if value._layout is not layout:
@@ -74,44 +73,43 @@ def _state_alike(state: dict[str, Any], layout: Layout | None) -> bool:
     return True
 
 
-def _on_locals(step: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(step)
-    def run(self: Optimizer, closure: Any = None) -> Any:
-        watched = hooks.dispatches_each_op(lambda: _parameters(self))
-        if closure is not None or watched or type(self) not in ELEMENTWISE or not _has_parts(self):
-            return step(self, closure)
-        if not _laid_out_alike(self):
-            return step(self)
-        copies = before_changes("an optimiser's step", _parameters(self) if LIVING else ())
-        with DisableTorchFunctionSubclass():
-            found = step(self)
-        outdate(copies)
-        return found
+class _LocalStep:
+    """Takes the optimiser's place as `self` of its `step`, after all hooks of the user's have run.
 
-    return run
+    The first thing that such a step needs is `param_groups`. Reading it takes the optimiser's own step, on the local
+    tensors where possible, and leaves the step that reads it nothing to do.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:  # a property would hide an AttributeError raised by the step
+        if name != "param_groups":
+            return getattr(self._optimizer, name)
+        _step(self._optimizer)
+        return ()
 
 
-def _has_parts(optimizer: Optimizer) -> bool:
+def _step(optimizer: Optimizer) -> None:
+    step: Callable[[Optimizer], None] = unwrap(type(optimizer).step)  # hooks and grad mode are around the caller
+    if hooks.dispatches_each_op(lambda: _parameters(optimizer)) or not _layouts_agree(optimizer):
+        return step(optimizer)
+    copies = before_changes("an optimiser's step", _parameters(optimizer) if LIVING else ())
+    with DisableTorchFunctionSubclass():
+        step(optimizer)
+    return outdate(copies)
+
+
+def step_on_locals(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
+    if type(optimizer) not in ELEMENTWISE or any(x is not None for x in (*args[1:], *kwargs.values())):
+        return None  # a closure is the user's code
+    return ((_LocalStep(optimizer), *args[1:]), kwargs) if _has_dtensors(optimizer) else None
+
+
+def _has_dtensors(optimizer: Optimizer) -> bool:
     return any(type(p) is DTensor for p in _parameters(optimizer))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def install() -> None:
-    """Put the question before the steps; once a process."""
-    for kind in ELEMENTWISE:
-        step: Any = vars(kind).get("step")
-        if step is None:  # inherited from one that has it
-            continue
-        asking: Any
-        if hasattr(step, "hooked"):  # hooks of the user's are called around the question
-            asking = Optimizer.profile_hook_step(_on_locals(step.__wrapped__))
-            asking.hooked = True
-        else:
-            asking = _on_locals(step)
-        kind.step = asking  # type: ignore[method-assign]
-
-
-install()

@@ -1,0 +1,189 @@
+"""Everything that shardwise changes in torch. The list is also a page, docs/torch-patches.md.
+
+`install` runs before the first DTensor of the process is made, not on import; `uninstall` undoes it.
+"""
+
+import inspect
+import pkgutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.errors import RuleError
+from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing
+from shardwise.tensor.dtensor import DTensor, before_first_dtensor
+from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
+from shardwise.tensor.handlers.optimisers import step_on_locals
+
+TESTED = ("2.13", "2.14")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of torch that is replaced.
+
+    Attributes:
+        target: its full name.
+        what: what the replacement does.
+        why: why no official hook does.
+        without: what breaks without it.
+        replacement: from the original, as it lies in its module or class, to what takes its place.
+    """
+
+    target: str
+    what: str
+    why: str
+    without: str
+    replacement: Callable[[Any], Any]
+
+    def original(self) -> tuple[Any, str, Any]:
+        """The module or class, the attribute's name and its present value."""
+        owner_name, _, name = self.target.rpartition(".")
+        try:
+            owner = pkgutil.resolve_name(owner_name)
+            return owner, name, inspect.getattr_static(owner, name)
+        except (ImportError, AttributeError):
+            raise RuleError(
+                f"torch {torch.__version__} has no {self.target}, which shardwise has to replace, because without it "
+                f"{self.without}. Fix: install torch {' or '.join(TESTED)}."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Hook:
+    """An official hook of torch or Python that is used for the whole process."""
+
+    target: str
+    what: str
+    since: str
+
+
+def _with_dtensor(types: list[type]) -> list[type]:
+    return [*types, DTensor]
+
+
+_SUBCLASS = "torch offers `__torch_function__` for ops only"
+
+PATCHES = (
+    Patch(
+        "torch.autograd.Function.apply",
+        "Runs a custom Function on DTensors: forward and backward see DTensors, and gradients may be returned in any "
+        "placements. Also puts a Function of shardwise in the place of the one that carries full backward hooks of "
+        "modules. Calls without a DTensor go to the original.",
+        f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
+        "custom autograd Functions and module backward hooks get local tensors for gradients",
+        apply_with_dtensors,
+    ),
+    Patch(
+        "torch._functorch.vmap._add_batch_dim",
+        "Refuses a DTensor under `torch.func.vmap` with an error.",
+        f"{_SUBCLASS}; `torch.func` wraps the local tensor in a batched tensor, which is no subclass any more.",
+        "vmap silently maps over the local shard",
+        refusing("torch.func.vmap"),
+    ),
+    Patch(
+        "torch._functorch.eager_transforms._wrap_tensor_for_grad",
+        "Refuses a DTensor under `torch.func.grad`, `vjp`, `jvp` and the jacobians with an error.",
+        "The same as for vmap.",
+        "torch.func.grad silently differentiates with respect to the local shard",
+        refusing("torch.func.grad, vjp, jvp or a jacobian"),
+    ),
+    Patch(
+        "torch._functorch.predispatch._make_dual",
+        "Refuses a DTensor in forward-mode autograd with an error.",
+        "The same as for vmap.",
+        "forward-mode autograd silently uses local tangents",
+        refusing("forward-mode autograd"),
+    ),
+    Patch(
+        "torch.optim.optimizer._foreach_supported_types",
+        "The list with `DTensor` added: optimisers use their foreach implementation by default.",
+        "torch has no function that adds a type; its own DTensor appends to the same list.",
+        "an optimiser step dispatches every op of every parameter on its own",
+        _with_dtensor,
+    ),
+    Patch(
+        "torch.utils._foreach_utils._foreach_supported_types",
+        "The list with `DTensor` added: `clip_grad_norm_` uses `torch._foreach_norm`.",
+        "The same as for optimisers.",
+        "clipping gradients takes one exchange a parameter",
+        _with_dtensor,
+    ),
+    Patch(
+        "torch.nn.utils.clip_grad._get_total_norm",
+        "Computes the norm over all DTensors of one mesh in one exchange, without a DTensor for each norm.",
+        f"{_SUBCLASS}.",
+        "clipping makes and stacks one 0-d DTensor a parameter",
+        total_norm_in_one_exchange,
+    ),
+    Patch(
+        "torch.nn.utils.get_total_norm",
+        "The public name of the same function.",
+        "The same.",
+        "the same holds for calls by the public name",
+        total_norm_in_one_exchange,
+    ),
+)
+
+HOOKS = (
+    Hook(
+        "torch.optim.optimizer.register_optimizer_step_pre_hook",
+        "Elementwise optimisers take a step on the local tensors where parameters, gradients and states share layouts.",
+        "the first DTensor",
+    ),
+    Hook(
+        "sys.excepthook",
+        "Reports the uncaught exception of this rank to the other ranks, then calls the hook that was there.",
+        "the first world of several processes",
+    ),
+    Hook(
+        "threading.excepthook",
+        "Notes the uncaught exception of a thread for the error that other ranks may raise, then calls the hook that "
+        "was there.",
+        "the first world of several processes",
+    ),
+)
+
+_undo: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Apply all patches. Runs by itself before the first DTensor; a second call does nothing.
+
+    Raises:
+        RuleError: this torch lacks an attribute to replace; nothing was changed.
+    """
+    if _undo:
+        return
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+        warnings.warn(
+            f"shardwise is tested with torch {' and '.join(TESTED)}, not with torch {torch.__version__}.", stacklevel=2
+        )
+    originals = [(patch, *patch.original()) for patch in PATCHES]
+    for patch, owner, name, value in originals:
+        inherited = name not in vars(owner)
+        setattr(owner, name, patch.replacement(value))
+        _undo.append(_delete(owner, name) if inherited else _restore(owner, name, value))
+    _undo.append(register_optimizer_step_pre_hook(step_on_locals).remove)
+
+
+def _delete(owner: Any, name: str) -> Callable[[], None]:
+    return lambda: delattr(owner, name)
+
+
+def _restore(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+def uninstall() -> None:
+    """Undo `install`; the next DTensor installs again."""
+    while _undo:
+        _undo.pop()()
+    before_first_dtensor(install)
+
+
+before_first_dtensor(install)

@@ -1,0 +1,157 @@
+"""shardwise changes in torch what the list of patches says, from the first DTensor on, and nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from shardwise import Mesh, Shard, distribute_tensor
+from shardwise.errors import RuleError
+from shardwise.tensor import torch_patches
+from tools.torch_patches_page import PAGE, page
+
+# Every attribute of torch's modules and classes, and the elements of lists and dicts among them.
+SNAPSHOT = """
+import sys, types, warnings
+warnings.simplefilter("ignore")  # attributes that are deprecated say so when they are read
+def contents(value):
+    if type(value) is dict or type(value).__name__ == "OrderedDict":
+        return [*value, *value.values()]
+    return list(value) if type(value) in (list, set) else [value.__code__] if type(value) is types.FunctionType else []
+def snapshot():
+    found, classes = {}, set()
+    for module in [m for name, m in sys.modules.items() if name == "torch" or name.startswith("torch.")]:
+        if type(module) is not types.ModuleType:  # torch.ops and torch.classes: loaded name by name
+            continue
+        for name, value in vars(module).items():
+            if not issubclass(type(value), types.ModuleType):
+                found[f"{module.__name__}.{name}"] = value, contents(value)
+            if issubclass(type(value), type) and value.__module__.partition(".")[0] == "torch" and value not in classes:
+                classes.add(value)
+                for key, member in vars(value).items():
+                    found[f"{value.__module__}.{value.__qualname__}.{key}"] = member, contents(member)
+    return found
+def difference(a, b):
+    def same(x, y):
+        return x[0] is y[0] and len(x[1]) == len(y[1]) and all(p is q for p, q in zip(x[1], y[1]))
+    return sorted(name for name in {*a, *b} if name not in a or name not in b or not same(a[name], b[name]))
+"""
+SCENARIO = """
+import torch
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+def step(convert):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    for layer in model:
+        for name, p in list(layer.named_parameters()):
+            setattr(layer, name, torch.nn.Parameter(convert(p.detach())))
+    for make in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer = make(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            Double.apply(model(convert(torch.ones(2, 4)))).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+"""
+
+
+def run_python(code: str, *args: str) -> Any:
+    """What `code` prints last, from JSON, in a process of its own."""
+    command = [sys.executable, "-c", SNAPSHOT + SCENARIO + code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+DISTRIBUTED = """
+from shardwise import Mesh, Shard, distribute_tensor
+step(lambda x: distribute_tensor(x, Mesh((1,)), [Shard(0)]))
+"""
+
+
+def test_only_the_listed_attributes_of_torch_change_and_only_with_the_first_dtensor(tmp_path: Path) -> None:
+    modules = run_python(f"{DISTRIBUTED}\nimport json\nprint(json.dumps([m for m in sys.modules if m[:6] == 'torch.']))")
+    names = tmp_path / "modules.json"
+    names.write_text(json.dumps(modules), encoding="utf-8")
+    code = f"""
+import importlib, json, pathlib
+for name in json.loads(pathlib.Path(sys.argv[1]).read_text()):
+    try:
+        importlib.import_module(name)
+    except ImportError:  # an attribute that acts as a module
+        pass
+step(lambda x: x)
+before = snapshot()
+import shardwise
+for name in shardwise.__all__:
+    getattr(shardwise, name)
+import shardwise.checkpoint
+imported = snapshot()
+{DISTRIBUTED}
+used = snapshot()
+shardwise.tensor.torch_patches.uninstall()
+print(json.dumps([difference(before, imported), difference(before, used), difference(before, snapshot())]))
+"""
+    imported, used, undone = run_python(code, str(names))
+    hooks = ["torch.optim.optimizer._global_optimizer_pre_hooks"]
+    assert imported == []
+    assert used == sorted([*(p.target for p in torch_patches.PATCHES), *hooks])
+    assert undone == []
+
+
+def test_the_page_lists_the_patches() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.fixture
+def uninstalled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    torch_patches.uninstall()
+    return monkeypatch
+
+
+def test_a_torch_without_an_attribute_to_replace_is_refused_in_one_sentence_and_left_alone(
+    uninstalled: pytest.MonkeyPatch,
+) -> None:
+    gone = replace(torch_patches.PATCHES[0], target="torch.autograd.Function.gone")
+    uninstalled.setattr(torch_patches, "PATCHES", (*torch_patches.PATCHES, gone))
+    apply = vars(torch.autograd.Function)["apply"]
+    with pytest.raises(RuleError, match=re.escape(torch.__version__)) as error:
+        distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+    assert str(error.value) == (
+        f"torch {torch.__version__} has no torch.autograd.Function.gone, which shardwise has to replace, because without "
+        f"it {gone.without}. Fix: install torch 2.13 or 2.14."
+    )
+    assert vars(torch.autograd.Function)["apply"] is apply
+
+
+def test_an_untested_torch_warns_once(uninstalled: pytest.MonkeyPatch) -> None:
+    uninstalled.setattr(torch_patches, "TESTED", ("1.13", "1.14"))
+    said = re.escape(f"shardwise is tested with torch 1.13 and 1.14, not with torch {torch.__version__}.")
+    with pytest.warns(UserWarning, match=f"^{said}$"):
+        distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+
+
+def test_an_attribute_error_of_a_step_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)]))
+    p.grad = distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+    optimizer = optim.SGD([p])
+    with monkeypatch.context() as patch:
+        patch.delattr(optim.SGD, "_init_group")
+        with pytest.raises(AttributeError, match="_init_group"):
+            optimizer.step()

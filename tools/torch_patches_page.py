@@ -1,0 +1,36 @@
+"""The page docs/torch-patches.md, made from the list in the code: `python -m tools.torch_patches_page`."""
+
+from pathlib import Path
+
+from shardwise.tensor.torch_patches import HOOKS, PATCHES, TESTED
+
+PAGE = Path(__file__).parents[1] / "docs" / "torch-patches.md"
+
+HEADER = f"""# What shardwise changes in torch
+
+Made by `python -m tools.torch_patches_page` from `shardwise/tensor/torch_patches.py`.
+
+`import shardwise` changes nothing. Before the first DTensor of a process is made, the attributes below are replaced;
+`shardwise.tensor.torch_patches.uninstall()` undoes it. Tensors that are no DTensors behave as before.
+`tests/tensor/test_torch_patches.py` compares all attributes of torch before and after a training step: nothing else
+changes. All patches apply to torch {" and ".join(TESTED)}, the tested versions. Another version warns once; a version
+without one of the attributes is refused.
+
+## Replaced attributes
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    lines = [HEADER]
+    for patch in PATCHES:
+        lines += [f"### `{patch.target}`", "", patch.what, ""]
+        lines += [f"* Why no official hook: {patch.why}", f"* Without it: {patch.without}.", ""]
+    lines += ["## Official hooks in use", "", "| hook | what it does | installed before |", "|---|---|---|"]
+    lines += [f"| `{hook.target}` | {hook.what} | {hook.since} |" for hook in HOOKS]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
