@@ -222,7 +222,7 @@ TRANSFORMATIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch's own jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of torch's own jvp
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @world(1)
 def test_function_transformations_are_refused_with_a_way_out(name: str) -> None:

@@ -10,17 +10,15 @@ an order of magnitude cheaper on CPUs than torch's own backward of a lookup, whi
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 
-@dataclass(frozen=True)
-class Bags:
+class Bags(NamedTuple):
     """How ids form bags."""
 
     mode: str
@@ -60,13 +58,6 @@ class Bags:
         if self.offsets is None:
             return places.div(max(ids.shape[1], 1), rounding_mode="floor")
         return torch.searchsorted(self.ends(ids), places, right=True)
-
-
-pytree.register_pytree_node(  # so that a recorded step finds the tensor in it
-    Bags,
-    lambda bags: ([bags.offsets], (bags.mode, bags.include_last_offset)),
-    lambda x, how: Bags(how[0], next(iter(x)), how[1]),
-)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
 _SUMMANDS = Cause("operand", "_foreach_norm", "a tensor in summands", "a norm is of the reduced values")
 
 
-
 @handler_of_family(
     lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
 )

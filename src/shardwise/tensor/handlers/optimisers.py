@@ -1,7 +1,7 @@
 """Elementwise optimisers take a step on the local tensors.
 
-A step over a hundred parameters dispatches a thousand ops that all have the same layouts. `step_on_locals` is a pre-hook
-of all optimisers: where parameters, gradients and states share layouts, torch's own step runs on the local tensors.
+A step over a hundred parameters dispatches a thousand ops, all with the same layouts. `step_on_locals` is a pre-hook of
+all optimisers: where parameters, gradients and states share layouts, torch's own step runs on the local tensors.
 Where not (the first step, which makes the state; a gradient in another layout; a closure), every op is dispatched.
 """
 
