@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.shapes.index import masked
+from shardwise.rules.shapes.index import boolean_index
 from shardwise.testing.judge import Sample
 
 aten = torch.ops.aten
@@ -91,9 +91,9 @@ SAMPLES = [
     # Places and masks.
     Sample(aten.scatter.value_reduce, (X, 0, COUNTS[:2] % 5, 2.0), {"reduce": "add"}),
     Sample(aten.scatter_.value_reduce, (X, 0, COUNTS[:2] % 5, 2.0), {"reduce": "add"}),
-    Sample(masked, (X, 0, X > 0)),
-    Sample(masked, (X, 0, X[:, 0] > 0)),
-    Sample(masked, (X, 1, ROW > 0)),
+    Sample(boolean_index, (X, 0, X > 0)),
+    Sample(boolean_index, (X, 0, X[:, 0] > 0)),
+    Sample(boolean_index, (X, 1, ROW > 0)),
     # Recurrent layers: four sequences of at most five steps of three features; states of two numbers.
     *(Sample(getattr(torch, n), (normal(5, 4, 3), normal(1, 4, 2), weights(g), *PLAIN)) for n, g in RECURRENT.items()),
     Sample(torch.lstm, (normal(5, 4, 3), STATES, weights(4), *PLAIN)),

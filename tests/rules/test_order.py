@@ -228,7 +228,7 @@ def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data:
         layouts = (Layout(Mesh((len(pieces),)), [R], ()),)
         here = RankContext(torch.sort, layouts, layouts, (0,), (), INTERNAL)
         own = torch.tensor(sorted(pieces[here.rank] * times), dtype=torch.int64)
-        below, equal = order.split(here, own, [n * times for n in wanted], sizes, range(len(pieces)))
+        below, equal = order.count_below(here, own, [n * times for n in wanted], sizes, range(len(pieces)))
         return below.tolist(), equal.tolist()
 
     for below, equal in world(len(pieces)).run(body):

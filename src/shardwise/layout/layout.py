@@ -120,6 +120,10 @@ class Layout:
             found = self._boxes[rank] = self._boxes_of(rank)  # type: ignore[attr-defined]
         return found  # type: ignore[no-any-return]
 
+    def box(self, rank: int) -> Box:
+        """The first box of `rank`, an empty one if it has none."""
+        return (self.boxes(rank) or (Box((0,) * len(self.shape), (0,) * len(self.shape)),))[0]
+
     def _boxes_of(self, rank: int) -> tuple[Box, ...]:
         here = self.mesh.coordinate(rank)
         if here is None:

@@ -1,4 +1,4 @@
-"""Ops that count, find and tell apart: counts add up, and found elements are as many as there are."""
+"""Counts, which are Partial over shards, and ops with data-dependent shapes: nonzero, masked_select, unique."""
 
 from math import prod
 from typing import Any
@@ -8,41 +8,41 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Shard
 from shardwise.rules.pointwise import shard_rows
-from shardwise.rules.reductions.order import in_one
-from shardwise.rules.reductions.reduce import given, register_reduction, seat
+from shardwise.rules.reductions.order import gather_rows
+from shardwise.rules.reductions.over_dims import group_rank, on_operand, register_reduction
 from shardwise.rules.row import LocalContext, Meta, Row
 
 WHY = "each rank counts its own elements"
 
 
 def bincount(input: Meta, weights: Meta | None = None, minlength: int = 0) -> list[Row]:
-    """out[i] = how often input has i, or the sum of the weights there."""
+    """out[i] = how often i is in input, or the sum of the weights of these elements."""
     return [Row((Shard(0),) * (1 if weights is None else 2), PARTIAL, WHY, _bincount)]
 
 
 def _bincount(ctx: LocalContext, /, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     low, high = _range(ctx, input, (0, -1))
     if low < 0 or minlength < 0:
-        return torch.bincount(input.new_tensor([low]), None, minlength)  # torch's own error
-    ids = input if input.numel() else input.new_zeros(1)  # torch would forget the dtype of the weights
+        return torch.bincount(input.new_tensor([low]), None, minlength)  # raises torch's error
+    ids = input if input.numel() else input.new_zeros(1)  # of no element, torch's result ignores the weights' dtype
     numbers = weights if weights is None or input.numel() else weights.new_zeros(1)
     length = max(int(high) + 1, minlength)
     return torch.bincount(ids, numbers, length)[:length] * min(input.numel(), 1)
 
 
-def _range(ctx: LocalContext, x: Tensor, nothing: tuple[float, float]) -> tuple[float, float]:
-    """The smallest and the largest of all ranks' elements."""
-    own = torch.stack(x.detach().reshape(-1).aminmax()) if x.numel() else x.new_tensor(nothing)
+def _range(ctx: LocalContext, x: Tensor, default: tuple[float, float]) -> tuple[float, float]:
+    """The smallest and the largest element on all ranks; `default` if there is none."""
+    own = torch.stack(x.detach().reshape(-1).aminmax()) if x.numel() else x.new_tensor(default)
     every = ctx.all_gather(torch.cat([own, own.new_tensor([x.numel() > 0])]))
     full = every[every[:, 2] > 0]
-    return (full[:, 0].min().item(), full[:, 1].max().item()) if len(full) else nothing
+    return (full[:, 0].min().item(), full[:, 1].max().item()) if len(full) else default
 
 
 def histc(input: Meta, bins: int = 100, min: float = 0, max: float = 0) -> list[Row]:
     """out[i] = how many elements are in the i-th of equal bins from min to max."""
-    anywhere = [input.placement] if isinstance(input.placement, OnRanks | Boxes) else []
-    cuts = [*map(Shard, range(input.ndim)), *anywhere]
-    return [Row((cut,), PARTIAL, WHY, given(_histc, bins, min, max)) for cut in cuts]
+    others = [input.placement] if isinstance(input.placement, OnRanks | Boxes) else []
+    placements = [*map(Shard, range(input.ndim)), *others]
+    return [Row((p,), PARTIAL, WHY, on_operand(_histc, bins, min, max)) for p in placements]
 
 
 def _histc(ctx: LocalContext, x: Tensor, bins: int, low: float, high: float) -> Tensor:
@@ -51,58 +51,66 @@ def _histc(ctx: LocalContext, x: Tensor, bins: int, low: float, high: float) -> 
 
 
 def isin(elements: Any, test_elements: Any, *, invert: bool = False, **_: Any) -> list[Row]:
-    """out[i] = whether test_elements has elements[i]."""
-    looked, among = ([x.ndim] if isinstance(x, Meta) else [] for x in (elements, test_elements))
-    whole, cut = (REPLICATE,), Partial("min" if invert else "max")
-    rows = [Row((Shard(d), *whole * len(among)), Shard(d), "each rank looks at its own") for d in range(sum(looked))]
-    return rows + [Row((*whole * len(looked), Shard(d)), cut, "each looks among its own") for d in range(sum(among))]
+    """out[i] = whether elements[i] is in test_elements."""
+    first, second = ([x.ndim] if isinstance(x, Meta) else [] for x in (elements, test_elements))
+    full, p = (REPLICATE,), Partial("min" if invert else "max")
+    rows = [Row((Shard(d), *full * len(second)), Shard(d), "each rank tests its elements") for d in range(sum(first))]
+    why = "each rank searches its shard of test_elements"
+    return rows + [Row((*full * len(first), Shard(d)), p, why) for d in range(sum(second))]
 
 
 def nonzero(input: Meta, *, as_tuple: bool = False) -> list[Row]:
     """out = the indices of all elements that are not zero, in row-major order."""
     if as_tuple:
-        raise NotImplementedError("a tuple is made of the columns")
-    return [Row((Shard(0),), Shard(0), "each rank finds its own", given(_nonzero))] if input.ndim else []
+        raise NotImplementedError("the tuple consists of the columns of the result")
+    return [Row((Shard(0),), Shard(0), "each rank searches its own shard", on_operand(_nonzero))] if input.ndim else []
 
 
 def _nonzero(ctx: LocalContext, x: Tensor) -> Tensor:
     found = x.nonzero()
-    found[:, 0] += ctx.boxes(0)[seat(ctx)].offsets[0]
+    found[:, 0] += ctx.boxes(0)[group_rank(ctx)].offsets[0]
     return found
 
 
 def masked_select(input: Meta, mask: Meta) -> list[Row]:
     """out = the elements where mask is true, in row-major order."""
-    return [row for row in shard_rows([input, mask], "each rank selects its own") if row.output == Shard(0)]
+    return [row for row in shard_rows([input, mask], "each rank selects from its own shard") if row.output == Shard(0)]
 
 
 def unique(
     input: Meta, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> list[Row]:
-    """out = the different elements (slices of dim) in order, where each went, how often each was."""
+    """out = the unique elements (slices of dim) in order, the index of each element among them, their counts."""
     wanted = (True, return_inverse, return_counts)
     rows = []
     for d in range(input.ndim):
         if dim is None or d == dim % input.ndim:
             every = (REPLICATE, Shard(d if dim is None else 0), REPLICATE)
-            parts = tuple(p for p, wants in zip(every, wanted, strict=True) if wants)
-            local = given(_unique, None if dim is None else d, wanted)
-            rows.append(Row((Shard(d),), parts if len(parts) > 1 else REPLICATE, "each's different ones meet", local))
+            outputs = tuple(p for p, wants in zip(every, wanted, strict=True) if wants)
+            local = on_operand(_unique, None if dim is None else d, wanted)
+            rows.append(
+                Row(
+                    (Shard(d),),
+                    outputs if len(outputs) > 1 else REPLICATE,
+                    "ranks all-gather their unique elements",
+                    local,
+                )
+            )
     return rows
 
 
 def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) -> Any:
-    lines, along = (x.reshape(-1), None) if dim is None else (x.movedim(dim, 0), 0)
-    own, inverse, numbers = torch.unique(lines, return_inverse=True, return_counts=True, dim=along)
+    slices, along = (x.reshape(-1), None) if dim is None else (x.movedim(dim, 0), 0)
+    own, inverse, numbers = torch.unique(slices, return_inverse=True, return_counts=True, dim=along)
     wide = torch.float64 if x.is_floating_point() else torch.int64
     lengths = ctx.all_gather(numbers.new_tensor(len(own))).tolist()
-    table = torch.cat([own.reshape(len(own), prod(lines.shape[1:])).to(wide), numbers.to(wide).unsqueeze(1)], 1)
-    table = in_one(ctx, table, lengths, range(len(lengths)))
-    every = table[:, :-1].to(x.dtype).view(-1, *lines.shape[1:])
-    values, places = torch.unique(every, return_inverse=True, dim=along)
-    start = sum(lengths[: seat(ctx)])
-    inverse = places[start : start + len(own)][inverse].view(x.shape if dim is None else -1)
-    counts = places.new_zeros(len(values)).index_add(0, places, table[:, -1].long())
+    table = torch.cat([own.reshape(len(own), prod(slices.shape[1:])).to(wide), numbers.to(wide).unsqueeze(1)], 1)
+    table = gather_rows(ctx, table, lengths, range(len(lengths)))
+    every = table[:, :-1].to(x.dtype).view(-1, *slices.shape[1:])
+    values, numbering = torch.unique(every, return_inverse=True, dim=along)
+    start = sum(lengths[: group_rank(ctx)])
+    inverse = numbering[start : start + len(own)][inverse].view(x.shape if dim is None else -1)
+    counts = numbering.new_zeros(len(values)).index_add(0, numbering, table[:, -1].long())
     results = (values if dim is None else values.movedim(0, dim), inverse, counts)
     found = tuple(result for result, wants in zip(results, wanted, strict=True) if wants)
     return found if len(found) > 1 else found[0]

@@ -23,7 +23,7 @@ from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, cont
 from shardwise.rules.pointwise import PARTIALS, SUMS, cut_at, shape_of_first
 from shardwise.rules.routing import Route, exchange_headers
 from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
-from shardwise.rules.shapes.view import box_of, named
+from shardwise.rules.shapes.common import functions_named
 
 aten = torch.ops.aten
 VALUES = ("values", "source", "src", "value")
@@ -229,7 +229,7 @@ def _write(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: An
 
 def _kept(ctx: LocalContext, call: Call) -> list[int]:
     """How long the kept dims are on those of `ctx.ranks()` that hold anything."""
-    boxes = [box_of(ctx.layouts[0], rank) for rank in ctx.ranks()]
+    boxes = [ctx.layouts[0].box(rank) for rank in ctx.ranks()]
     return [max(box.sizes[d] for box in boxes) for d in call.kept]
 
 
@@ -245,7 +245,7 @@ def _shared_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
     if call.form.kind != "along":
         return ctx.axes
     x, index = ctx.layouts[:2]
-    pairs = [(box_of(x, rank), box_of(index, rank)) for rank in ctx.ranks() if x.boxes(rank)]
+    pairs = [(x.box(rank), index.box(rank)) for rank in ctx.ranks() if x.boxes(rank)]
     own = [
         d
         for d in range(len(x.shape))
@@ -261,7 +261,7 @@ def _places(ctx: LocalContext, call: Call, ranks: tuple[int, ...]) -> Place:
         index, bad = checked(call, call.ids[0], prod(shape), len(shape))
         where = [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)]
     elif call.form.kind == "along":
-        (index,), box = call.ids, box_of(ctx.layouts[1], ctx.rank)
+        (index,), box = call.ids, ctx.layouts[1].box(ctx.rank)
         for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
             line = torch.arange(offset, offset + n, device=index.device)
             where.append(line.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
@@ -272,7 +272,7 @@ def _places(ctx: LocalContext, call: Call, ranks: tuple[int, ...]) -> Place:
     owner = torch.full_like(where[0], -1)
     at = torch.zeros_like(owner)
     for position, rank in enumerate(ranks):
-        box = box_of(ctx.layouts[0], rank)
+        box = ctx.layouts[0].box(rank)
         sizes = [box.sizes[d] for d in call.touched]
         own = [i - box.offsets[d] for i, d in zip(where, call.touched, strict=True)]
         held = torch.stack([(i >= 0) & (i < n) for i, n in zip(own, sizes, strict=True)]).all(0)
@@ -352,7 +352,7 @@ def _put(ctx: LocalContext, x: Tensor, call: Call, at: Tensor, values: Any) -> A
 # ---- masks -------------------------------------------------------------------------------------------------------
 
 
-def masked(x: Tensor, start: int, mask: Tensor) -> Tensor:
+def boolean_index(x: Tensor, start: int, mask: Tensor) -> Tensor:
     """x[:, …, mask] with `start` dims before those of the mask."""
     index: Any = (*(slice(None),) * start, mask)
     return x[index]
@@ -377,7 +377,7 @@ def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
 
 def _own_places(ctx: LocalContext, x: Tensor, mask: Tensor, source: Tensor) -> Any:
     counts = ctx.all_gather(mask.sum().view(1)).view(-1).tolist()
-    here, boxes = box_of(ctx.layouts[0], ctx.rank).offsets[0], ctx.boxes(0)
+    here, boxes = ctx.layouts[0].box(ctx.rank).offsets[0], ctx.boxes(0)
     before = sum(n for n, box in zip(counts, boxes, strict=True) if box.sizes[0] and box.offsets[0] < here)
     if source.numel() < sum(counts):
         raise RuntimeError(
@@ -419,7 +419,7 @@ def _of_tensors(op: Any) -> bool:
 def _spelled(name: str) -> list[Any]:
     packet = getattr(aten, name)
     overloads = [op for op in (getattr(packet, o) for o in packet.overloads()) if _of_tensors(op)]
-    return [*(op for op in named(name) if name != "index"), *overloads]  # Tensor.index is of named dims
+    return [*(op for op in functions_named(name) if name != "index"), *overloads]  # Tensor.index is of named dims
 
 
 for _name, _mode, _names, _kind, _wraps in OPS:
@@ -429,6 +429,6 @@ for _name, _mode, _names, _kind, _wraps in OPS:
         register(
             OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form), *_spelled(_name + "_" * _in_place)
         )
-register(OpRule(masked_rows, data_dependent_shape=True), masked)
+register(OpRule(masked_rows, data_dependent_shape=True), boolean_index)
 register(OpRule(masked_scatter, shape=shape_of_first), *_spelled("masked_scatter"))
 register(OpRule(masked_scatter, True, shape_of_first), *_spelled("masked_scatter_"))

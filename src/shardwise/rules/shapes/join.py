@@ -1,7 +1,8 @@
-"""Joined, repeated, rolled, flipped and padded: along each dim a result is made of runs of its operands.
+"""cat, stack, repeat, roll, flip, pad, unfold: along a dim, the result consists of runs of indices of the operands.
 
-Where such a dim is cut, every rank fetches the runs that its part of the result is made of, in one exchange; nothing
-is gathered.
+    roll(x, 2) along a dim of 5:   Run(0, start=3, length=2), Run(0, start=0, length=3)
+
+If the dim is sharded, every rank fetches the runs of its shard of the result in one all-to-all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +17,23 @@ from torch import Tensor
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
 from shardwise.rules.row import NO_OPERAND, LocalContext, Meta, OpRule, Row, local_with, register
-from shardwise.rules.shapes.view import OWNER, Along, box_of, named, nothing, position, uncut_rows
+from shardwise.rules.shapes.common import OWNER, empty_result, functions_named, unsharded_rows
+from shardwise.rules.shapes.probe import DimSlice
 
 aten = torch.ops.aten
 FILLED = -1
 
 
 class Run(NamedTuple):
-    """`length` indices of a dim of operand number `operand` from `start` on, going on (1), back (-1) or nowhere (0)."""
+    """`length` indices of a dim of operand number `operand`: start, start + step, … with a step of 1, -1 or 0."""
 
     operand: int
     start: int
     length: int
     step: int = 1
 
-    def part(self, low: int, high: int) -> "Run":
-        """What lies between `low` and `high` of its own places."""
+    def slice(self, low: int, high: int) -> "Run":
+        """Elements `low` to `high` of the run."""
         low, high = max(low, 0), min(high, self.length)
         return Run(self.operand, self.start + self.step * low, max(high - low, 0), self.step)
 
@@ -40,18 +42,18 @@ Runs = tuple[Run, ...]
 
 
 def _between(runs: Runs, low: int, high: int) -> list[Run]:
-    """The runs that the places low to high of a result are made of."""
+    """The runs of elements `low` to `high` of the result."""
     found, at = [], 0
     for run in runs:
-        part = run.part(low - at, high - at)
-        if part.length:
-            found.append(part)
+        within = run.slice(low - at, high - at)
+        if within.length:
+            found.append(within)
         at += run.length
     return found
 
 
 def _box_of_run(run: Run, dim: int, held: Box) -> Box:
-    """Of what its operand holds elsewhere, the indices of the run along `dim`."""
+    """The box of the operand with the indices of the run along `dim`, and those of `held` along other dims."""
     length = run.length if run.step else 1
     return held.along(dim, run.start - length + 1 if run.step < 0 else run.start, length)
 
@@ -59,33 +61,33 @@ def _box_of_run(run: Run, dim: int, held: Box) -> Box:
 def assembled(
     dims: tuple[tuple[int, Runs], ...], value: float, ctx: LocalContext, xs: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> Tensor:
-    """This rank's part of the result that along each of `dims` is made of runs of `xs`; FILLED runs are `value`.
+    """The local shard of a result that along each of `dims` consists of runs of `xs`; FILLED runs are `value`.
 
     Args:
-        layouts: of `xs`, which may have fewer dims than the result; new ones are in front.
+        layouts: of `xs`, which may have fewer dims than the result; new dims are the first ones.
     """
     lead = len(ctx.output.shape) - len(layouts[0].shape)
     xs = [x[(None,) * lead] for x in xs]
-    held = [{rank: _with_lead(box_of(layout, rank), lead) for rank in ctx.ranks()} for layout in layouts]
+    held = [{rank: _with_lead(layout.box(rank), lead) for rank in ctx.ranks()} for layout in layouts]
     for dim, runs in dims:
-        result = {rank: box_of(ctx.output, rank) for rank in held[0]}
-        parts = {r: _between(runs, box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for r, box in result.items()}
+        result = {rank: ctx.output.box(rank) for rank in held[0]}
+        runs_of = {r: _between(runs, box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for r, box in result.items()}
         boxes = {
             r: [(run.operand, _box_of_run(run, dim, held[run.operand][r])) for run in runs if run.operand != FILLED]
-            for r, runs in parts.items()
+            for r, runs in runs_of.items()
         }
-        nothing = {r: [(0, box.along(dim, 0, 0))] for r, box in held[0].items()}
-        wanted = {r: list(dict.fromkeys(boxes[r])) or nothing[r] for r in boxes}
+        empty = {r: [(0, box.along(dim, 0, 0))] for r, box in held[0].items()}
+        wanted = {r: list(dict.fromkeys(boxes[r])) or empty[r] for r in boxes}
         found = ctx.fetch_boxes(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
         by_box, mine = dict(zip(wanted[ctx.rank], found, strict=True)), iter(boxes[ctx.rank])
-        pieces = [
+        blocks = [
             _along(found[0] if run.operand == FILLED else by_box[next(mine)], dim, run, value)
-            for run in parts[ctx.rank]
+            for run in runs_of[ctx.rank]
         ]
-        # Every operand belongs to the graph of every rank, whether it has a part in the result or not.
-        unused = [x for i, x in enumerate(xs) if all(run.operand != i for run in parts[ctx.rank])]
+        # Every operand is in the autograd graph of every rank, also where the rank's shard has none of its elements.
+        unused = [x for i, x in enumerate(xs) if all(run.operand != i for run in runs_of[ctx.rank])]
         if ctx.output.boxes(ctx.rank):
-            xs = [torch.cat([*(pieces or found), *(x.narrow(dim, 0, 0) for x in unused)], dim)]
+            xs = [torch.cat([*(blocks or found), *(x.narrow(dim, 0, 0) for x in unused)], dim)]
         else:
             shape = ctx.output.local_shape(ctx.rank)
             xs = [torch.cat([x.reshape(-1)[:0] for x in (*found, *xs)]).view(shape)]
@@ -108,7 +110,7 @@ def _along(x: Tensor, dim: int, run: Run, value: float) -> Tensor:
 
 
 def _legacy(xs: Sequence[Meta]) -> list[bool]:
-    """Which operands of a cat are empty and 1-D, and so joined to tensors of any number of dims."""
+    """Which operands of a cat have shape (0,), which torch accepts beside tensors of any number of dims."""
     return [x.shape == (0,) and any(y.shape != (0,) for y in xs) for x in xs]
 
 
@@ -128,7 +130,7 @@ def _dim(ndim: int, dim: int) -> int:
 
 
 def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[Row]:
-    """The operands one after the other along `dim`; a cut `dim` is cut anew, evenly, and each row travels once."""
+    """The operands along `dim`; a sharded `dim` is sharded evenly in the result, and each element is sent once."""
     skipped = _legacy(tensors)
     first = next(x for x, skip in zip(tensors, skipped, strict=True) if not skip)
     dim = _dim(first.ndim, dim if axis is None else axis)
@@ -136,14 +138,21 @@ def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[
     def inputs(placement: Placement) -> tuple[Placement, ...]:
         return tuple(REPLICATE if skip else placement for skip in skipped)
 
-    rows = [Row(inputs(Shard(d)), Shard(d), "other dims stay cut") for d in range(first.ndim) if d != dim]
+    rows = [Row(inputs(Shard(d)), Shard(d), "other dims stay sharded") for d in range(first.ndim) if d != dim]
     used = [i for i, skip in enumerate(skipped) if not skip]
     runs = tuple(Run(i, 0, tensors[j].shape[dim]) for i, j in enumerate(used))
     local = local_with(_local_cat, dim, runs, tuple(used))
     rows.append(
-        Row(inputs(Shard(dim)), Shard(dim), "pieces go where they belong", local, aligned=False, layout_from=NO_OPERAND)
+        Row(
+            inputs(Shard(dim)),
+            Shard(dim),
+            "each rank fetches its shard of the result",
+            local,
+            aligned=False,
+            layout_from=NO_OPERAND,
+        )
     )
-    rows += [Row(inputs(p), p, "summands are joined one by one") for p in PARTIALS]
+    rows += [Row(inputs(p), p, "Partial operands are joined rank by rank") for p in PARTIALS]
     owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
     return rows + [Row(inputs(p), p, OWNER) for p in owners[:1]]
 
@@ -153,7 +162,7 @@ def _local_cat(
 ) -> Tensor:
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors])
     own = [tensors[i].to(dtype) for i in used]
-    if len(used) < len(tensors):  # they join nothing but the graph
+    if len(used) < len(tensors):  # only for the autograd graph
         own[0] = torch.cat([own[0], *(x for i, x in enumerate(tensors) if i not in used)], dim)
     return assembled(((dim, runs),), 0, ctx, own, [ctx.layouts[i] for i in used])
 
@@ -169,14 +178,16 @@ def stack(tensors: Sequence[Meta], dim: int = 0) -> list[Row]:
     """The operands along a new dim."""
     ndim, count = tensors[0].ndim, len(tensors)
     at = _dim(ndim + 1, dim)
-    rows = [Row((Shard(d),) * count, Shard(d + (d >= at)), "the new dim is not cut") for d in range(ndim)]
-    rows += [Row((p,) * count, p, "summands are joined one by one") for p in PARTIALS]
+    rows = [Row((Shard(d),) * count, Shard(d + (d >= at)), "the new dim is not sharded") for d in range(ndim)]
+    rows += [Row((p,) * count, p, "Partial operands are joined rank by rank") for p in PARTIALS]
     owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
     return rows + [Row((p,) * count, p, OWNER, _stack_on_owner) for p in owners[:1]]
 
 
 def _stack_on_owner(ctx: LocalContext, tensors: Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-    return ctx.call(tensors, *args, **kwargs) if ctx.output.boxes(ctx.rank) else nothing(ctx, torch.cat([*tensors]))
+    return (
+        ctx.call(tensors, *args, **kwargs) if ctx.output.boxes(ctx.rank) else empty_result(ctx, torch.cat([*tensors]))
+    )
 
 
 # ---- one operand -------------------------------------------------------------------------------------------------
@@ -187,14 +198,16 @@ IndexMap = Callable[[int], int] | None
 def _rows(
     x: Meta, dims: Mapping[int, tuple[Runs, IndexMap]], lead: int = 0, value: float = 0, empty_too: bool = False
 ) -> list[Row]:
-    """Rows of an op that makes each of `dims` of runs, and keeps the others; negative dims are new ones in front."""
+    """Rows of an op whose result consists of runs along `dims`; negative dims are new ones before the first."""
     local = local_with(_local_runs, tuple((d + lead, runs) for d, (runs, _) in dims.items()), value)
     others = [d for d in range(x.ndim) if d not in dims]
-    rows = [Row((Shard(d),), Shard(d + lead), "other dims stay cut", local if empty_too else None) for d in others]
-    why = "indices go where they belong"
-    cut = {d: map_index for d, (_, map_index) in dims.items() if d >= 0}
-    rows += [Row((Shard(d),), Shard(d + lead), why, local, map_index=map_index) for d, map_index in cut.items()]
-    return rows + uncut_rows(x, local, PARTIALS if value == 0 else (), "summands are treated one by one")
+    rows = [Row((Shard(d),), Shard(d + lead), "other dims stay sharded", local if empty_too else None) for d in others]
+    why = "each rank fetches the indices of its shard"
+    sharded = {d: map_index for d, (_, map_index) in dims.items() if d >= 0}
+    rows += [Row((Shard(d),), Shard(d + lead), why, local, map_index=map_index) for d, map_index in sharded.items()]
+    return rows + unsharded_rows(
+        x, local, PARTIALS if value == 0 else (), "Partial operands are processed rank by rank"
+    )
 
 
 def _local_runs(dims: Any, value: float, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
@@ -202,7 +215,7 @@ def _local_runs(dims: Any, value: float, ctx: LocalContext, x: Tensor, /, *args:
 
 
 def _numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Numbers given one by one, or as one list."""
+    """Numbers given as arguments, or as one sequence."""
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
 
 
@@ -210,7 +223,7 @@ def roll(x: Meta, shifts: Any, dims: Any = ()) -> list[Row]:
     """out[i] = x[(i - shift) mod n]."""
     shifts, dims = _numbers((shifts,)), _numbers((dims,))
     if not dims and x.ndim != 1:
-        raise NotImplementedError("without dims it runs through all elements")
+        raise NotImplementedError("without dims it rolls the flattened tensor")
     found: dict[int, int] = {}
     for shift, d in zip(shifts, dims or (0,), strict=True):
         found[_dim(x.ndim, d)] = found.get(_dim(x.ndim, d), 0) + shift
@@ -225,14 +238,14 @@ def _rolled(n: int, shift: int) -> Runs:
 def flip(x: Meta, *dims: Any, **kwargs: Any) -> list[Row]:
     """out[i] = x[n - 1 - i]."""
     wanted = [_dim(x.ndim, d) for d in _numbers(dims or (kwargs["dims"],))]
-    found = {d: x.shape[d] for d in wanted if x.ndim}  # torch gives a tensor without dims one to name
+    found = {d: x.shape[d] for d in wanted if x.ndim}  # torch accepts a dim for a 0-d tensor
     return _rows(x, {d: ((Run(0, n - 1, n, -1),), None) for d, n in found.items()})
 
 
 def repeat(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
     """out[i] = x[i mod n]."""
     counts = _numbers(sizes or (kwargs.get("repeats", kwargs.get("dims")),))
-    counts = (1,) * (x.ndim - len(counts)) + counts  # for tile; repeat refuses
+    counts = (1,) * (x.ndim - len(counts)) + counts  # tile allows fewer numbers than dims
     lead = len(counts) - x.ndim
     runs = [(Run(0, 0, k, 0),) if n == 1 else (Run(0, 0, n),) * k for n, k in zip(x.shape, counts[lead:], strict=False)]
     new = [((Run(0, 0, k, 0),), None) for k in counts[:lead]]
@@ -241,29 +254,29 @@ def repeat(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
 
 
 def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> list[Row]:
-    """Before and after each dim, from the last on: a value, the mirror image, the edge, or the other end."""
+    """F.pad: a number of elements before and after each dim, from the last dim on."""
     dims = {}
     for i, (left, right) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         d = x.ndim - 1 - i
         if mode != "constant" and min(left, right) < 0:
-            raise NotImplementedError("negative padding is for constants")
+            raise NotImplementedError("negative padding is only for mode='constant'")
         if left or right:
             n = x.shape[d]
             map_index = local_with(_padded, left, n, n + left + right)
             dims[d] = _padding(mode, n, left, right), map_index
-    return _rows(x, dims, 0, value or 0, mode != "constant")  # torch pads no empty tensors in other modes
+    return _rows(x, dims, 0, value or 0, mode != "constant")  # torch refuses empty tensors in other modes
 
 
 def _padding(mode: str, n: int, left: int, right: int) -> Runs:
-    whole = Run(0, max(-left, 0), n + min(left, 0) + min(right, 0))
+    kept = Run(0, max(-left, 0), n + min(left, 0) + min(right, 0))
     match mode:
         case "reflect":
-            return Run(0, left, left, -1), whole, Run(0, n - 2, right, -1)
+            return Run(0, left, left, -1), kept, Run(0, n - 2, right, -1)
         case "replicate":
-            return Run(0, 0, left, 0), whole, Run(0, n - 1, right, 0)
+            return Run(0, 0, left, 0), kept, Run(0, n - 1, right, 0)
         case "circular":
-            return Run(0, n - left, left), whole, Run(0, 0, right)
-    return Run(FILLED, 0, max(left, 0)), whole, Run(FILLED, 0, max(right, 0))
+            return Run(0, n - left, left), kept, Run(0, 0, right)
+    return Run(FILLED, 0, max(left, 0)), kept, Run(FILLED, 0, max(right, 0))
 
 
 def _padded(left: int, n: int, length: int, map_index: int) -> int:
@@ -271,39 +284,46 @@ def _padded(left: int, n: int, length: int, map_index: int) -> int:
 
 
 def padded_as(mode: str, x: Meta, padding: Sequence[int], value: float = 0) -> list[Row]:
-    """The ops behind `F.pad`, one a mode."""
+    """The aten ops of `F.pad`, one per mode."""
     return pad(x, padding, mode, value)
 
 
 def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
-    """out[…, w, …, i] = x[…, w step + i, …]: a window belongs to the rank that has its first index."""
+    """out[…, w, …, i] = x[…, w step + i, …]: a window is on the rank that has its first index."""
     dim = _dim(x.ndim, dimension)
     if x.ndim == 0:
         return []
     count = (x.shape[dim] - size) // step + 1
     local = local_with(_windows, dim, size, step)
-    map_index = local_with(position, Along(dim, 0, step, count))
-    rows = [Row((Shard(d),), Shard(d), "other dims stay cut") for d in range(x.ndim) if d != dim]
+    map_index = local_with(DimSlice.offset_of, DimSlice(dim, 0, step, count))
+    rows = [Row((Shard(d),), Shard(d), "other dims stay sharded") for d in range(x.ndim) if d != dim]
     rows.append(
-        Row((Shard(dim),), Shard(dim), "the rest of a window is fetched", local, map_index=map_index, copies=True)
+        Row(
+            (Shard(dim),),
+            Shard(dim),
+            "each rank fetches the rest of its last windows",
+            local,
+            map_index=map_index,
+            copies=True,
+        )
     )
-    return rows + [Row((p,), p, "windows of summands are summands") for p in PARTIALS]
+    return rows + [Row((p,), p, "windows of a Partial tensor are Partial") for p in PARTIALS]
 
 
 def _windows(dim: int, size: int, step: int, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     def wanted(rank: int) -> Box:
-        own = box_of(ctx.output, rank)
+        own = ctx.output.box(rank)
         first, count = own.offsets[dim], own.sizes[dim]
-        return box_of(ctx.layouts[0], rank).along(dim, first * step, (count - 1) * step + size if count else 0)
+        return ctx.layouts[0].box(rank).along(dim, first * step, (count - 1) * step + size if count else 0)
 
     own = ctx.fetch(x, 0, wanted)
     return own.unfold(dim, size, step) if own.shape[dim] else own.unsqueeze(-1).expand(*own.shape, size)
 
 
-register(OpRule(cat, shape=_cat_shape), *named("cat", "concat", "concatenate"), aten.cat.default)
+register(OpRule(cat, shape=_cat_shape), *functions_named("cat", "concat", "concatenate"), aten.cat.default)
 register(OpRule(stack, shape=_stack_shape, shape_independent=True), torch.stack, aten.stack.default)
-register(OpRule(roll, shape=shape_of_first), *named("roll"), aten.roll.default)
-register(OpRule(flip, shape=shape_of_first), *named("flip"), aten.flip.default)
+register(OpRule(roll, shape=shape_of_first), *functions_named("roll"), aten.roll.default)
+register(OpRule(flip, shape=shape_of_first), *functions_named("flip"), aten.flip.default)
 register(OpRule(repeat), Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default)
 register(OpRule(pad), F.pad, aten.pad.default)
 register(OpRule(partial(padded_as, "constant")), aten.constant_pad_nd.default)

@@ -1,4 +1,4 @@
-"""The same elements in row-major order under other dims."""
+"""reshape, view, flatten, unflatten: the same elements in row-major order under other dims."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -21,16 +21,16 @@ from shardwise.rules.row import (
     register,
     specialized,
 )
-from shardwise.rules.shapes.view import box_of, named, uncut_rows
+from shardwise.rules.shapes.common import functions_named, unsharded_rows
 
 aten = torch.ops.aten
 
 
 def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """The same elements in row-major order under other dims.
+    """Rows of a reshape.
 
-    Where dims merge or split, a cut of the first dim concerned stays a cut: pieces of dim 0 of (6, 4) are pieces of
-    the merged dim of 24, four times as long. Where a later one is cut, elements go straight to the ranks that hold
+    Where dims merge or split, shards of the first dim stay on their ranks: shards of dim 0 of (6, 4) are shards of the
+    merged dim of 24, four times as long. If a later dim is sharded, elements are sent directly to the ranks that hold
     them in the result.
     """
     after = reshaped_to(op, x, *args, **kwargs)
@@ -43,14 +43,14 @@ def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list
         if not longer or into is None or not prod(x.shape) or not prod(after):
             continue
         scale = Fraction(after[into], x.shape[longer[0]])
-        why = "pieces stay in one piece"
+        why = "shards stay contiguous"
         map_index = local_with(_scaled, scale)
         rows.append(Row((Shard(longer[0]),), Shard(into), why, local, map_index=map_index, alignment=scale.denominator))
-        why = "elements go to the ranks that hold them under other dims"
+        why = "elements are sent to the ranks that hold them under the new dims"
         rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
     if after == x.shape and isinstance(x.placement, Boxes):
-        return [Row((x.placement,), x.placement, "the same dims", _unchanged)]
-    return rows + uncut_rows(x, local)
+        return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
+    return rows + unsharded_rows(x, local)
 
 
 def reshaped_to(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
@@ -61,12 +61,12 @@ def _unchanged(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Te
     return x.view_as(x)
 
 
-def _scaled(scale: Fraction, map_index: int) -> int:
-    return int(map_index * scale)
+def _scaled(scale: Fraction, index: int) -> int:
+    return int(index * scale)
 
 
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:
-    """The smallest runs of neighbouring dims, before and after, that hold the same number of elements."""
+    """The smallest ranges of dims, before and after, with equal numbers of elements: (2, 3, 4), (6, 4): 0-1|0, 2|1."""
     groups = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -80,83 +80,83 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range
     return groups
 
 
-def _in_place_already(groups: Any, must_view: bool, ctx: LocalContext) -> LocalFunction | None:
-    """Where no element goes to another rank: this rank's part under its new dims."""
+def _specialize_view(groups: Any, must_view: bool, ctx: LocalContext) -> LocalFunction | None:
+    """If no element is sent: the local tensor under its new dims."""
     held = _held(ctx)
     if any(_to_regroup(ctx, held, old) for old, _ in groups):
         return None
     return partial(_viewed, ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.mark_copy)
 
 
-@specialized(_in_place_already)
+@specialized(_specialize_view)
 def _local_reshape(groups: Any, must_view: bool, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     held = _held(ctx)
     for old, new in reversed(groups):
         if _to_regroup(ctx, held, old):
             x, held = _regrouped(ctx, x, held, old, new)
-            must_view = True  # a copy already
+            must_view = True  # it is a copy, so a view of it is not a view of the operand
     return _viewed(ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.mark_copy, x)
 
 
 def _held(ctx: LocalContext) -> dict[int, Box]:
-    return {rank: box_of(ctx.layouts[0], rank) for rank in ctx.ranks()}
+    return {rank: ctx.layouts[0].box(rank) for rank in ctx.ranks()}
 
 
 def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
-    """Whether some rank's elements of the run of dims `old` are not in one piece."""
+    """Whether some rank's shard of the dims `old`, taken as one dim, is not contiguous."""
     layout = ctx.layouts[0]
-    first = next((d for d in old if layout.shape[d] != 1), old.start)  # whose cut is the result's
+    first = next((d for d in old if layout.shape[d] != 1), old.start)  # its shards are those of the result
     later = [d for d in old if d != first]
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
 
 
-def row_major(x: Tensor, whole: tuple[int, ...]) -> bool:
-    """Whether the tensor of shape `whole` that `x` is a part of seems to have the strides of a new one.
+def row_major(x: Tensor, global_shape: tuple[int, ...]) -> bool:
+    """Whether the global tensor of which `x` is a shard seems to be contiguous.
 
-    A part of one row is contiguous however the whole was turned; what its strides say of that row tells them apart, so
-    that a copy is made where torch makes one of the whole.
+    A shard of one row is contiguous even if the global tensor was transposed; the strides of its dims of size 1 show
+    that, so that a reshape copies where it would copy the global tensor.
     """
-    base = torch._C.TensorBase  # a DTensor would answer for the whole
+    base = torch._C.TensorBase  # a DTensor has the sizes of the global tensor
     size, stride = base.size(x), base.stride(x)
-    if len(size) != len(whole):  # several boxes, or none
+    if len(size) != len(global_shape):  # several boxes, or none
         return True
-    strides = zip(stride, contiguous_strides(size), whole, strict=True)
+    strides = zip(stride, contiguous_strides(size), global_shape, strict=True)
     return all(have == new for have, new, length in strides if length != 1)
 
 
 def _viewed(
-    shape: tuple[int, ...], of: Layout | None, copied: Callable[[Tensor], Tensor], x: Tensor, *_: Any, **__: Any
+    shape: tuple[int, ...], of: Layout | None, mark_copy: Callable[[Tensor], Tensor], x: Tensor, *_: Any, **__: Any
 ) -> Tensor:
-    """`x` under other dims: a view, or what torch would make of a tensor laid out as `of`."""
+    """`x` under other dims: a view, or a copy where torch would copy the global tensor of layout `of`."""
     try:
         if of is not None and not row_major(x, of.shape):
             return x.clone(memory_format=torch.contiguous_format).view(shape)
         return x.view(shape)
-    except RuntimeError:  # the strides of this part allow no view
-        return copied(x.reshape(shape)) if of is None else x.reshape(shape)
+    except RuntimeError:  # the strides of the local tensor allow no view
+        return mark_copy(x.reshape(shape)) if of is None else x.reshape(shape)
 
 
 def _regrouped(
     ctx: LocalContext, x: Tensor, held: dict[int, Box], old: range, new: range
 ) -> tuple[Tensor, dict[int, Box]]:
-    """Fetch the elements of the run of dims `old` that the result has under `new`, as one dim."""
+    """Fetch the elements of the dims `old` that the rank's shard of the result has under `new`, as one dim."""
     shape, after = ctx.layouts[0].shape, ctx.output.shape
-    goals, parts = {}, {}
+    goals, wanted = {}, {}
     for rank, box in held.items():
-        result = box_of(ctx.output, rank)
+        result = ctx.output.box(rank)
         lengths = [(result.offsets[d], result.sizes[d], prod(after[d + 1 : new.stop])) for d in new]
         low = sum(offset * inner for offset, _, inner in lengths)
         span = prod(n for _, n, _ in lengths)
         goals[rank] = _with_dims(box, old, Box((low,), (span,)))
         found = _flat_boxes(low, low + span, tuple(shape[d] for d in old)) or [Box((0,) * len(old), (0,) * len(old))]
-        parts[rank] = [(0, _with_dims(box, old, part)) for part in found]
-    pieces = ctx.fetch_boxes([x], [list(held.values())], parts.__getitem__)
-    return torch.cat([piece.flatten(old.start, old.stop - 1) for piece in pieces], old.start), goals
+        wanted[rank] = [(0, _with_dims(box, old, dims)) for dims in found]
+    blocks = ctx.fetch_boxes([x], [list(held.values())], wanted.__getitem__)
+    return torch.cat([block.flatten(old.start, old.stop - 1) for block in blocks], old.start), goals
 
 
-def _with_dims(box: Box, dims: range, part: Box) -> Box:
-    """`box` with its run of `dims` replaced by the dims of `part`."""
-    return Box(*(a[: dims.start] + b + a[dims.stop :] for a, b in zip(box, part, strict=True)))
+def _with_dims(box: Box, dims: range, other: Box) -> Box:
+    """`box` with its `dims` replaced by the dims of `other`."""
+    return Box(*(a[: dims.start] + b + a[dims.stop :] for a, b in zip(box, other, strict=True)))
 
 
 def _flat_boxes(low: int, high: int, shape: tuple[int, ...]) -> list[Box]:
@@ -166,7 +166,7 @@ def _flat_boxes(low: int, high: int, shape: tuple[int, ...]) -> list[Box]:
     if len(shape) == 1:
         return [Box((low,), (high - low,))]
     inner = prod(shape[1:])
-    first, last = -(-low // inner), high // inner  # whole rows
+    first, last = -(-low // inner), high // inner  # full rows
     if first > last:
         return _in_row(last, low - last * inner, high - last * inner, shape)
     rows = [Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))] if first < last else []
@@ -179,29 +179,29 @@ def _in_row(row: int, low: int, high: int, shape: tuple[int, ...]) -> list[Box]:
 
 
 def other_dtype(x: Meta, dtype: torch.dtype) -> list[Row]:
-    """The same bits as numbers of another dtype: numbers of another length change the last dim."""
+    """x.view(dtype): the same bits as another dtype, which changes the last dim if the item size differs."""
     ratio = Fraction(x.dtype.itemsize, dtype.itemsize)
-    why = "each rank reads its own bits"
-    rows = [Row((Shard(d),), Shard(d), why, _own_bits) for d in range(x.ndim - (ratio != 1))]
+    why = "each rank views its own bits"
+    rows = [Row((Shard(d),), Shard(d), why, _local_view) for d in range(x.ndim - (ratio != 1))]
     if ratio != 1 and x.ndim:
         map_index = local_with(_scaled, ratio)
-        cut = Shard(x.ndim - 1)
-        rows.append(Row((cut,), cut, why, _own_bits, map_index=map_index, alignment=ratio.denominator))
-    return rows + uncut_rows(x, None, ())
+        last = Shard(x.ndim - 1)
+        rows.append(Row((last,), last, why, _local_view, map_index=map_index, alignment=ratio.denominator))
+    return rows + unsharded_rows(x, None, ())
 
 
-def _own_bits(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-    shape = ctx.output.local_shape(ctx.rank)  # the strides of nothing may not allow numbers of another length
+def _local_view(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    shape = ctx.output.local_shape(ctx.rank)  # the strides of an empty tensor may not allow another item size
     return ctx.call(x if x.numel() else x.new_empty(0), *args, **kwargs).view(shape)
 
 
 def viewed(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """Tensor.view takes sizes, or a dtype."""
+    """Tensor.view, with sizes or a dtype."""
     given = kwargs.get("dtype", args[0] if args else None)
     return other_dtype(x, given) if isinstance(given, torch.dtype) else reshaped(Tensor.view, x, *args, **kwargs)
 
 
-for _op in (*named("reshape", "flatten", "ravel", "unflatten"), aten.view.default, aten._unsafe_view.default):
+for _op in (*functions_named("reshape", "flatten", "ravel", "unflatten"), aten.view.default, aten._unsafe_view.default):
     register(OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op), view=True), _op)
 register(OpRule(viewed, shape=partial(reshaped_to, Tensor.view), view=True), Tensor.view)
 register(OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view), view=True), aten.view.dtype)

@@ -1,4 +1,4 @@
-"""Ops that treat each vector, matrix or signal along their last dims by itself: any dim before those may be cut."""
+"""Batched ops on vectors, matrices or signals in the last dims (linalg, fft): batch dims may be sharded."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -15,41 +15,41 @@ from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, local_with, re
 
 aten = torch.ops.aten
 
-# How many of its last dims an op looks at, one number an operand; further operands are looked at whole.
+# How many last dims of each operand an op works on; of further operands, all.
 LINALG = {
     "det slogdet inv inv_ex cholesky cholesky_ex eig eigvals eigh eigvalsh svd svdvals qr lu lu_factor": (2,),
     "lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power matrix_rank pinv": (2,),
     "solve_triangular": (2, 2), "lu_solve ldl_solve": (2, 1, 2), "vander": (1,),
 }  # fmt: skip
-OLDER = {
+TORCH = {
     "det slogdet logdet inverse cholesky cholesky_inverse qr svd pinverse matrix_exp matrix_power lu": (2,),
     "cholesky_solve triangular_solve": (2, 2), "lu_unpack": (2, 1), "lu_solve": (2, 2, 1),
 }  # fmt: skip
 
 
 def slice_rows(
-    operands: Sequence[tuple[Meta, int]], seen: Collection[int] = (), local: LocalFunction | None = None
+    operands: Sequence[tuple[Meta, int]], core: Collection[int] = (), local: LocalFunction | None = None
 ) -> list[Row]:
-    """Rows of an op that looks at some last dims of each operand; those before are stretched to one shape.
+    """Rows of an op on some last dims of each operand; the batch dims before are broadcast.
 
     Args:
-        operands: the tensors, and how many of their dims.
-        seen: which of the dims before them it looks at as well.
+        operands: the tensors, and how many of their last dims the op works on.
+        core: batch dims that it works on as well.
     """
     leads = [x._replace(shape=x.shape[: max(x.ndim - k, 0)]) for x, k in operands]
     shape = broadcast(*leads)
     return [
-        Row(tuple(cut_at(x, d, shape) for x in leads), Shard(d), f"slices along dim {d} are on their own", local)
+        Row(tuple(cut_at(x, d, shape) for x in leads), Shard(d), f"dim {d} is a batch dim", local)
         for d in range(len(shape))
-        if d not in seen
+        if d not in core
     ]
 
 
-def sliced(looks: Sequence[int], *args: Any, **kwargs: Any) -> list[Row]:
+def batched(last_dims: Sequence[int], *args: Any, **kwargs: Any) -> list[Row]:
     """out[batch] = f(a[batch], b[batch], …)."""
     operands = tensors_of(args, kwargs)
-    further = [x.ndim for x in operands[len(looks) :]]
-    return slice_rows(list(zip(operands, [*looks, *further], strict=True)))
+    further = [x.ndim for x in operands[len(last_dims) :]]
+    return slice_rows(list(zip(operands, [*last_dims, *further], strict=True)))
 
 
 def solve(A: Meta, B: Meta, **_: Any) -> list[Row]:
@@ -60,22 +60,22 @@ def solve(A: Meta, B: Meta, **_: Any) -> list[Row]:
 
 def cross(input: Meta, other: Meta, dim: int | None = -1) -> list[Row]:
     """Products of vectors along one dim."""
-    if dim is None:  # a piece may have 3 of something else
-        raise NotImplementedError("the first dim of length 3 is found when the op is taken apart")
-    seen = dim % len(torch.broadcast_shapes(input.shape, other.shape))
-    return slice_rows([(input, 0), (other, 0)], (seen,))
+    if dim is None:  # a shard of another dim may have length 3
+        raise NotImplementedError("the first dim of length 3 is found when the op is decomposed")
+    core = dim % len(torch.broadcast_shapes(input.shape, other.shape))
+    return slice_rows([(input, 0), (other, 0)], (core,))
 
 
 def fourier(
     dims: Any, input: Meta, n: Any = None, dim: Any = None, norm: str | None = None, *, s: Any = None
 ) -> list[Row]:
-    """A transform along some dims; where all cut ones are, their cuts are brought to another dim."""
+    """A transform along some dims, which are not sharded for it."""
     lengths, dim = (n if s is None else s), (dims if dim is None else dim)
     if dim is None:
         dim = range(-(input.ndim if lengths is None else len(lengths)), 0)
-    seen = {d % input.ndim for d in ([dim] if isinstance(dim, int) else dim)}
-    rows = slice_rows([(input, 0)], seen, local_with(never_empty, (input.ndim,)))
-    return [*rows, *(Row((p,), p, "a transform of summands") for p in SUMS if p == input.placement)]
+    core = {d % input.ndim for d in ([dim] if isinstance(dim, int) else dim)}
+    rows = slice_rows([(input, 0)], core, local_with(never_empty, (input.ndim,)))
+    return [*rows, *(Row((p,), p, "a transform of partial sums is Partial") for p in SUMS if p == input.placement)]
 
 
 def short_time(input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
@@ -86,21 +86,21 @@ def short_time(input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 
 
 def unpool(dims: int, input: Meta, indices: Meta, *_: Any, **__: Any) -> list[Row]:
-    """Elements go back to the places in their plane that pooling took them from."""
+    """The inverse of max pooling: elements return to the indices that pooling took them from."""
     return slice_rows([(input, dims), (indices, dims)], (), local_with(never_empty, (dims + 1,) * 2))
 
 
 def pairs(last: int, input: Meta) -> list[Row]:
-    """Complex numbers as pairs in a last dim, and back."""
-    return [*slice_rows([(input, last)]), *(Row((p,), p, "a view of summands") for p in SUMS)]
+    """view_as_real, view_as_complex: complex numbers as pairs in a last dim."""
+    return [*slice_rows([(input, last)]), *(Row((p,), p, "a view of partial sums is Partial") for p in SUMS)]
 
 
-for _homes, _table in (((torch.linalg,), LINALG), ((torch, Tensor), OLDER)):
-    for _names, _looks in _table.items():
+for _homes, _table in (((torch.linalg,), LINALG), ((torch, Tensor), TORCH)):
+    for _names, _last_dims in _table.items():
         _ops = [getattr(home, name) for name in _names.split() for home in _homes if hasattr(home, name)]
-        register(OpRule(partial(sliced, _looks)), *_ops)
+        register(OpRule(partial(batched, _last_dims)), *_ops)
 _decompositions = [getattr(aten, f"_linalg_{name}").default for name in ("det", "slogdet", "svd", "eigh")]
-register(OpRule(partial(sliced, (2,))), *_decompositions)
+register(OpRule(partial(batched, (2,))), *_decompositions)
 register(OpRule(solve), torch.linalg.solve, torch.linalg.solve_ex)
 register(OpRule(cross), torch.linalg.cross, aten.linalg_cross.default)
 register(OpRule(lambda input, other, dim=None: cross(input, other, dim)), torch.cross, Tensor.cross)

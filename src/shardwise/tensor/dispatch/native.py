@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.rules.row import amend
 from shardwise.rules.shapes.reshape import row_major
-from shardwise.rules.shapes.view import basic
+from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import marked
 
@@ -46,6 +46,6 @@ for _op, _native in {
     amend(_op, native=_native)
 
 amend(
-    basic, F.silu, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
+    basic_index, F.silu, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
     F.binary_cross_entropy_with_logits, takes_dtensors=True,
 )  # fmt: skip

@@ -15,8 +15,9 @@ from shardwise import collectives
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
 from shardwise.rules.row import IndexMap, fallback, handler, local_with
-from shardwise.rules.shapes.index import masked
-from shardwise.rules.shapes.view import View, basic, box_of, index_in, position, views_of
+from shardwise.rules.shapes.index import boolean_index
+from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
+from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, meshes
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
@@ -34,7 +35,7 @@ NUMBERS = frozenset((int, type(None)))
 class Index(NamedTuple):
     """What stands in brackets: slices, single indices and new dims first, then tensors along dims of that."""
 
-    items: tuple[Any, ...]  # for `basic`
+    items: tuple[Any, ...]  # for `basic_index`
     tensors: dict[int, Any]  # by the dim, of what `items` give, that they begin at
 
     @property
@@ -69,16 +70,16 @@ def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = promoted(x, lead._layout.mesh, "x[…]")
     items = _plain_items(x, brackets)
     if items is not None:
-        return call(basic, x, *items)
+        return call(basic_index, x, *items)
     x, brackets = _on_one_mesh(func, (x, brackets))
     index = _parsed(x, brackets)
     if index.is_basic or index.has_items:
-        x = call(basic, x, *index.items)
+        x = call(basic_index, x, *index.items)
     if index.is_basic:
         return x
     mask = _only_mask(index)
     if mask is not None:
-        return call(masked, x, *mask)
+        return call(boolean_index, x, *mask)
     return call(aten.index.Tensor, x, _as_list(index))
 
 
@@ -291,23 +292,23 @@ def _own_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
 def _own_part(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
     """The layout of that view, and what to write in brackets behind the local tensor; None for nothing."""
     with DisableTorchFunctionSubclass():
-        (view,), _ = views_of(basic, Meta(layout.shape, torch.float32, REPLICATE), items, {})
+        (view,), _ = probe_views(basic_index, Meta(layout.shape, torch.float32, REPLICATE), items, {})
     rows = [_row(layout, view, axis) for axis in range(layout.mesh.ndim)]
     found = align_shards.output_layouts([layout], rows, view.shape)
     assert not isinstance(found, tuple)
-    return found, index_in(view, box_of(layout, rank)) if found.boxes(rank) else None
+    return found, view.local_index(layout.box(rank)) if found.boxes(rank) else None
 
 
-def _row(layout: Layout, view: View, axis: int) -> Row:
+def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
     placement = layout.placements[axis]
     boundary: IndexMap | None = None
     output: Placement = placement
     if isinstance(placement, Shard):
-        at = view.place_of(placement.dim)
+        at = view.dim_of(placement.dim)
         if at is None:
             output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
-            output, boundary = Shard(at), local_with(position, view.dims[at])
+            output, boundary = Shard(at), local_with(DimSlice.offset_of, view.dims[at])
     return Row((align_shards.kind(placement),), output, "", map_index=boundary)
 
 
