@@ -352,7 +352,7 @@ def test_in_place_activations_change_their_input() -> None:
 @world(2)
 def test_aliases_of_the_local_part_are_refused() -> None:
     x = distribute_tensor(FULL, Mesh((2,)), [Partial()])
-    with pytest.raises(RuleError, match=r"as_subclass\(\) would show only this rank's part"):
+    with pytest.raises(RuleError, match=r"as_subclass\(\) would show only the local shard"):
         x.as_subclass(torch.Tensor)
 
 

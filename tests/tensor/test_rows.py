@@ -5,13 +5,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.layout import Box
-from shardwise.rules.row import NO_OPERAND, RULES, LocalContext, Meta, OpRule, Row, decomposed, op_rule, register
+from shardwise.rules.row import (
+    NO_OPERAND,
+    RULES,
+    LocalContext,
+    Meta,
+    OpRule,
+    Row,
+    amend,
+    decomposed,
+    handler,
+    op_rule,
+    register,
+    unregister,
+)
 from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dtensor import register_method
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
@@ -207,3 +222,32 @@ def test_out_of_several_results_keeps_its_layouts(layout: Any) -> None:
     found = torch.sort(x, 0, out=into)
     assert found.values is into[0]
     assert (found.values.tolist(), found.indices.tolist()) == tuple(y.tolist() for y in plain.sort(0))
+
+
+def test_a_method_registered_twice_is_refused() -> None:
+    with pytest.raises(RuleError, match="DTensor.local_shards is registered already"):
+        register_method("local_shards", len)
+
+
+def test_a_fact_about_an_op_given_twice_is_refused() -> None:
+    with pytest.raises(RuleError, match="is registered with native="):
+        amend(F.softmax, native=torch.softmax)
+    with pytest.raises(RuleError, match="has no entry to amend"):
+        amend(len, native=len)
+
+
+def test_a_handler_answers_calls_and_a_second_one_is_refused() -> None:
+    before = dict(RULES)
+    handler(halves_of, is_op=True)(lambda func, args, kwargs: (func, args))
+    try:
+        assert entry.is_op(halves_of)
+        assert entry.enter(halves_of, (1,), {}) == (halves_of, (1,))
+        with pytest.raises(RuleError, match="is registered already"):
+            handler(halves_of)(lambda func, args, kwargs: None)
+    finally:
+        unregister(halves_of)
+    assert before == RULES
+
+
+def halves_of() -> None:
+    """A function that is no op of torch."""

@@ -1,9 +1,7 @@
-"""The distributed tensor: a `torch.Tensor` that is its local shard, and answers for the whole.
+"""The distributed tensor: a `torch.Tensor` that is its local shard, and has the global shape.
 
-Storage, C++ shape and autograd history are the local shard's; Python sees the global shape through a layout
-that travels beside it. Ops come in through two doors. Functions that have a rule run on the locals at once
-(door 1, here). Any other function runs once on wrappers that carry the global shape; C++ takes it apart into
-aten ops, and each of those finds its rule (door 2, `shardwise.tensor.dispatch.fallback`).
+Storage, C++ shape and autograd history are those of the local shard. Python reads the global shape from the layout
+beside it. Every torch function called with a DTensor arrives at `__torch_function__`; see docs/dispatch.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,16 +49,16 @@ class Tiling(Protocol):
 
 
 class DTensor(torch.Tensor):
-    """A tensor spread over the ranks of a mesh. Make one with `distribute_tensor` or `DTensor.from_local`."""
+    """A tensor on the ranks of a mesh. Make one with `distribute_tensor` or `DTensor.from_local`."""
 
     _layout: Layout
-    _reduced_grad: "DTensor | None" = None  # of a leaf: what was already reduced over its Replicate axes
-    _grad_batch: Any = None  # of a leaf: the backward whose gradients wait to be reduced together
-    _grad_plan: Any = None  # of a leaf: the plan by which that was last done
-    _watched: int = 0  # of a leaf: if its accumulated gradients join a batch, its place in the order of the program
-    _watched_here: int = 0  # the same among the leaves of its mesh, which all ranks of that count alike
+    _reduced_grad: "DTensor | None" = None  # of a leaf: the part of its gradient that is all-reduced already
+    _grad_batch: Any = None  # of a leaf: the backward whose gradients wait for one bucketed all-reduce
+    _grad_plan: Any = None  # of a leaf: the bucket plan of the last one
+    _watched: int = 0  # of a leaf whose gradients join a batch: its number in program order
+    _watched_here: int = 0  # the same among the leaves of its mesh, so equal on all ranks of that
     _name: str | None = None  # of a parameter: what errors call it
-    _spec: Any = None  # the sharding spec that it was made by, whose words its shards are told in
+    _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards
 
     # Passed by `shardwise.tensor` to `implement`: their modules import this one.
@@ -99,44 +97,40 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Placements | None = None,
     ) -> "DTensor":
-        """The distributed tensor of which every rank passes its own part.
+        """The distributed tensor of which every rank passes its local tensor.
 
         Args:
-            local_tensor: this rank's part; its storage is shared, not copied. On ranks outside the mesh,
-                anything of the same dtype. A `LocalShardsWrapper` is compared with the boxes of this rank.
+            local_tensor: its storage is shared, not copied. On ranks outside the mesh, anything of the same dtype.
+                A `LocalShardsWrapper` is compared with the boxes of this rank.
             device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
             placements: one per mesh axis, in a sequence or by axis name; None replicates. A `Shard` without sizes
                 gets those of the local tensors, not those of torch.chunk.
             run_check: compare shapes, dtypes and placements over the ranks (one small exchange) and find the
-                sizes of uneven parts. False skips it and needs `shape` unless all parts are equally long.
-            shape: the global shape, if known; checked against the parts.
+                sizes of uneven shards. False skips it and needs `shape` unless all shards have equal sizes.
+            shape: the global shape, if known; checked against the local tensors.
             stride: accepted for callers that pass a global stride; must be row-major.
-            grad_placements: how the gradient that arrives at `local_tensor` is laid out; None gives it the
-                placements of the tensor, with Partial read as Replicate.
+            grad_placements: placements of the gradient of `local_tensor`; None is those of the tensor, with Partial
+                read as Replicate.
 
         Raises:
-            MismatchError: parts that do not fit together; the same error on every rank.
-            LayoutError: parts that do not fit `placements` or `shape`.
+            MismatchError: local tensors that do not fit together; the same error on every rank.
+            LayoutError: local tensors that do not fit `placements` or `shape`.
         """
         return DTensor._from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """This rank's part as a plain tensor that shares the storage; the whole on a Replicate axis.
-
-        Where the part was given as a `LocalShardsWrapper`, it is one again, of the same shards.
+        """The local tensor as a plain one that shares its storage; a `LocalShardsWrapper` if it was made from one.
 
         Args:
-            grad_placements: how the gradient that comes back is laid out over the ranks. None means that
-                every rank computes the same loss from what it holds: Shard stays Shard, and Replicate and
-                Partial get a Replicate gradient.
+            grad_placements: placements of the gradient of the result. None is right if every rank computes the same
+                loss from it: Shard stays Shard, and Replicate and Partial get a Replicate gradient.
         """
         local = DTensor._to_local(self, grad_placements)
         return local if self._tiling is None else self._tiling.wrap(local)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """The whole tensor, on every rank of the mesh. May be called again and again."""
-        whole = moved(self, self._layout.replicated())
-        return DTensor._to_local(whole, grad_placements)
+        """The full tensor, on every rank of the mesh."""
+        return DTensor._to_local(moved(self, self._layout.replicated()), grad_placements)
 
     def redistribute(
         self,
@@ -151,16 +145,16 @@ class DTensor(torch.Tensor):
         """The same global tensor in another layout, on this mesh or another one.
 
         Args:
-            device_mesh: where to; None keeps the mesh. All ranks of both meshes must call.
+            device_mesh: the new mesh; None keeps the mesh. All ranks of both meshes must call.
             placements: one per axis of the new mesh, in a sequence or by axis name; axes that a mapping omits are
                 replicated. None keeps the placements.
-            async_op: return while the elements travel; the first look at the result waits for them.
-            forward_dtype: convert to it before the move; the dtype of the result.
-            backward_dtype: convert the gradient to it for its move back, and then to the dtype of this tensor.
-            shard_order: which axis cuts first where several cut one dim.
+            async_op: return before the communication is done; the first use of the result waits for it.
+            forward_dtype: convert to it before communication; the dtype of the result.
+            backward_dtype: convert the gradient to it before communication, and then to the dtype of this tensor.
+            shard_order: which axis shards first if several shard one dim.
 
         Sends: every element at most once to every rank that lacks it.
-        Gradient: the dual move back.
+        Gradient: redistributed back, to the dual layout.
         """
         mesh = self._layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
         wanted = self._layout.placements if placements is None else placements
@@ -188,7 +182,7 @@ class DTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        if not torch._C._is_torch_function_enabled():  # among local tensors, such as what autograd saves
+        if not torch._C._is_torch_function_enabled():  # inside torch, such as where autograd saves tensors
             return _local_shape.__get__(self)  # type: ignore[no-any-return]
         return torch.Size(self._layout.shape)
 
@@ -218,7 +212,7 @@ class DTensor(torch.Tensor):
     nelement = numel
 
     def stride(self, dim: int | None = None) -> Any:
-        """Row-major strides of the whole tensor; local tensors may have others."""
+        """Row-major strides of the global tensor; local tensors may have others."""
         strides = contiguous_strides(self._layout.shape)
         return strides if dim is None else strides[dim]
 
@@ -230,13 +224,13 @@ class DTensor(torch.Tensor):
     # ---- values ---------------------------------------------------------------------------------------------
 
     def item(self) -> Any:
-        """The value of a tensor of one element, on every rank of the mesh; reduces or fetches it if need be."""
+        """The value of a tensor of one element, on every rank of the mesh; all-reduced or broadcast if necessary."""
         if self.numel() != 1:
             raise RuntimeError(f"A tensor of shape {tuple(self.shape)} has no single value to convert to a number.")
         if self._layout.mesh.coordinate(collectives.rank()) is None:
             raise RuleError(
                 f"item(): rank {collectives.rank()} is outside {self._layout.mesh} and holds no value. "
-                f"Fix: redistribute the tensor to a mesh of all ranks, or ask on the ranks of its mesh only."
+                f"Fix: redistribute the tensor to a mesh of all ranks, or call item() on the ranks of its mesh only."
             )
         with torch.no_grad():
             return self.full_tensor().item()
@@ -286,15 +280,14 @@ class DTensor(torch.Tensor):
     # ---- autograd -------------------------------------------------------------------------------------------
 
     def detach(self) -> "DTensor":
-        """The same tensor without history; what is known of its shards stays known, as `nn.Parameter` detaches."""
+        """The same tensor without history; it keeps its sharding spec and shards, because `nn.Parameter` detaches."""
         return remembering(self, _detach(self))
 
     @property
     def grad(self) -> "DTensor | None":
         """The gradient in the layout of the tensor.
 
-        Gradients of Replicate axes wait as summands until they are read; then all that wait are reduced
-        together.
+        Gradients stay Partial on Replicate axes until one is read; then all are all-reduced in buckets.
         """
         return self._read_grad(self)
 
@@ -313,10 +306,10 @@ class DTensor(torch.Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Gradients of this tensor, a scalar unless `gradient` is given, into the leaves it was made from."""
+        """Add the gradients of this tensor, a scalar unless `gradient` is given, to the leaves of its graph."""
         self._backward(self, gradient, retain_graph, create_graph, inputs)
 
-    # ---- what would leak the local shard ---------------------------------------------------------------------
+    # ---- refused: would return the local shard ---------------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise RuleError(_local_only("numpy()"))
@@ -331,7 +324,7 @@ class DTensor(torch.Tensor):
         raise RuleError(_local_only("data_ptr()"))
 
     def set_(self, *args: Any, **kwargs: Any) -> "DTensor":
-        """Take over the storage of another DTensor of the same shape; nothing else, which would be this rank's only."""
+        """Take over the storage of another DTensor of the same shape; other forms of `Tensor.set_` are refused."""
         return self._set(self, *args, **kwargs)
 
     def as_subclass(self, cls: Any) -> NoReturn:
@@ -339,8 +332,8 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise RuleError(
-            "A DTensor cannot be pickled: one rank holds only its part. Fix: save it with shardwise.checkpoint, or "
-            "pickle full_tensor() (the whole) or to_local() (this rank's part)."
+            """Take over the storage of another DTensor of the same shape; other forms of `Tensor.set_` raise."""
+            "pickle full_tensor() or to_local()."
         )
 
 
@@ -382,13 +375,13 @@ def register_method(name: str, function: Callable[..., Any]) -> None:
 
 
 def call(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `func` as if torch did with a DTensor among the arguments: also what is no torch function, and aten ops."""
+    """Call `func`, a torch function, an aten op or any other entry of `RULES`, with a DTensor among the arguments."""
     return DTensor._dispatch(func, args, kwargs)
 
 
 def _local_only(what: str) -> str:
     return (
-        f"{what} would show only this rank's part of a DTensor. "
+        f"{what} would show only the local shard of a DTensor. "
         f"Fix: call full_tensor() or to_local() first, or work inside shardwise.experimental.local_map."
     )
 
@@ -420,7 +413,7 @@ def tag(local: Tensor, layout: Layout) -> DTensor:
 
 
 def remembering(x: DTensor, alias: DTensor) -> DTensor:
-    """An alias of `x`, of which is known what is known of the shards of `x`."""
+    """An alias of `x`, with its sharding spec and shards."""
     if type(alias) is DTensor and (x._spec is not None or x._tiling is not None):
         alias._spec, alias._tiling = x._spec, x._tiling
     return alias
