@@ -225,7 +225,7 @@ def test_out_of_several_results_keeps_its_layouts(layout: Any) -> None:
 
 
 def test_a_method_registered_twice_is_refused() -> None:
-    with pytest.raises(RuleError, match="DTensor.local_shards is registered already"):
+    with pytest.raises(RuleError, match=r"DTensor\.local_shards is registered already"):
         register_method("local_shards", len)
 
 

@@ -332,8 +332,8 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise RuleError(
-            """Take over the storage of another DTensor of the same shape; other forms of `Tensor.set_` raise."""
-            "pickle full_tensor() or to_local()."
+            "A DTensor cannot be pickled: a rank holds only its local shard. "
+            "Fix: save it with shardwise.checkpoint, or pickle full_tensor() or to_local()."
         )
 
 
