@@ -1,4 +1,4 @@
-"""Models of Hugging Face, built from configs, cut as the example cuts them: all that they do equals the plain model."""
+"""Models of Hugging Face, built from configs and sharded as in the example, equal the plain models."""
 
 import importlib
 import importlib.util
@@ -73,20 +73,20 @@ MODELS: dict[str, Callable[..., Any]] = {
     "tied llama": lambda attention="sdpa": llama(attention, tie_word_embeddings=True),
     "gpt2": gpt2,
 }
-MAKERS = {"by layouts": hf.by_layouts, "by styles": hf.by_styles}
+MAKERS = {"by layouts": hf.shard_by_layouts, "by styles": hf.shard_by_styles}
 IDS = torch.randint(3, VOCAB, (3, 7), generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]])  # padded on the left
 
 
 def full(x: Any) -> Tensor:
-    """The whole, without history."""
-    result: Tensor = hf.whole(x).detach()
+    """The full tensor, detached."""
+    result: Tensor = hf.full(x).detach()
     return result
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """By the names that they have in the plain model."""
-    found: dict[str, Tensor] = hf.put_together({name: full(p.grad) for name, p in model.named_parameters()})
+    found: dict[str, Tensor] = hf.plain_state_dict({name: full(p.grad) for name, p in model.named_parameters()})
     return found
 
 
@@ -117,7 +117,7 @@ def test_logits_loss_and_gradients_equal_the_plain_model(name: str, attention: s
     world(4).run(body, 4, False, True)
 
 
-def test_batch_and_heads_are_cut_on_two_axes() -> None:
+def test_batch_and_heads_are_sharded_on_two_axes() -> None:
     plain = llama()
     logits, loss, expected = learnt(deepcopy(plain), IDS)
     mesh = Mesh((2, 2), names=("dp", "tp"))
@@ -132,17 +132,17 @@ def test_batch_and_heads_are_cut_on_two_axes() -> None:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_styles_cut_the_ranks_of_one_part_of_the_batch(make: Any) -> None:
+def test_styles_on_the_tensor_axis_for_each_shard_of_the_batch(make: Any) -> None:
     """Each pair of ranks has its examples; the model that it shares knows nothing of the other pair."""
     plain = make()
-    expected = [learnt(deepcopy(plain), IDS[part]) for part in (slice(0, 1), slice(1, 3))]
+    expected = [learnt(deepcopy(plain), IDS[rows]) for rows in (slice(0, 1), slice(1, 3))]
     mesh = Mesh((2, 2), names=("dp", "tp"))
 
     def body() -> None:
         here = mesh.submesh("tp", collectives.rank())
-        model = hf.by_styles(deepcopy(plain), 2, here)
-        part = collectives.rank() // 2
-        assert_close(learnt(model, (IDS[:1], IDS[1:])[part]), expected[part], rtol=1e-4, atol=1e-6)
+        model = hf.shard_by_styles(deepcopy(plain), 2, here)
+        replica = collectives.rank() // 2
+        assert_close(learnt(model, (IDS[:1], IDS[1:])[replica]), expected[replica], rtol=1e-4, atol=1e-6)
 
     world(4).run(body)
 
@@ -163,13 +163,13 @@ def test_a_pass_by_styles_sends_two_sums_a_layer_each_way(make: Any) -> None:
 
     ((forward, backward),) = set(world(4).run(body, "by styles"))
     assert (forward, backward) == (2 * LAYERS + 2, 2 * LAYERS + 1)
-    ((by_layouts, _),) = set(world(4).run(body, "by layouts"))
-    assert by_layouts == 2 * LAYERS + 1 or (make is llama and by_layouts > 2 * LAYERS + 1)
+    ((shard_by_layouts, _),) = set(world(4).run(body, "by layouts"))
+    assert shard_by_layouts == 2 * LAYERS + 1 or (make is llama and shard_by_layouts > 2 * LAYERS + 1)
 
 
-@pytest.mark.parametrize(("layout", "calls"), [("whole", 0), ("by columns", 5), ("by rows", 3), ("apart", 0)])
-def test_what_the_fused_weight_of_gpt2_costs_in_each_layout(layout: str, calls: int) -> None:
-    """Values are right in all of them; only apart do ranks compute just their own heads and send nothing."""
+@pytest.mark.parametrize(("layout", "calls"), [("replicated", 0), ("column-wise", 5), ("row-wise", 3), ("split", 0)])
+def test_communication_of_the_fused_weight_of_gpt2_in_each_layout(layout: str, calls: int) -> None:
+    """Values are correct in all of them; with the split weight ranks compute their own heads and send nothing."""
     plain = gpt2()
     expected = learnt(deepcopy(plain), IDS)
 
@@ -185,7 +185,7 @@ def test_what_the_fused_weight_of_gpt2_costs_in_each_layout(layout: str, calls: 
 
 
 class WholeLogits(TorchDispatchMode):
-    """Whether any result of an op has the whole vocabulary as a dim, on this rank."""
+    """Whether any result of an op has the full vocabulary as a dim, on this rank."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -199,12 +199,12 @@ class WholeLogits(TorchDispatchMode):
         return out
 
 
-def test_with_a_cut_vocabulary_no_rank_ever_holds_whole_logits() -> None:
+def test_with_a_sharded_vocabulary_no_rank_ever_holds_full_logits() -> None:
     """Neither in the loss that `labels=` asks for nor in its backward."""
     plain = llama()
 
     def body() -> None:
-        model = hf.by_layouts(deepcopy(plain), 4)
+        model = hf.shard_by_layouts(deepcopy(plain), 4)
         with WholeLogits() as watched:
             model(IDS, labels=IDS).loss.backward()
         assert watched.seen == []
@@ -247,7 +247,7 @@ def test_greedy_generation_gives_the_tokens_of_the_plain_model(make: Any, option
 
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_sampled_generation_is_that_of_the_plain_model_or_of_one_rank(make: Any) -> None:
-    """Whole logits are sampled by torch; of cut ones the library draws, the same on any number of ranks."""
+    """torch samples gathered logits; shardwise samples sharded ones, the same on any number of ranks."""
     plain = make()
     options = {"do_sample": True, "top_p": 0.9, "temperature": 0.8}
     expected = generated(plain, IDS, MASK, **options)
@@ -307,7 +307,7 @@ def test_a_sharded_model_is_saved_as_a_plain_one(make: Any, maker: str, tmp_path
 
     def body() -> None:
         model = MAKERS[maker](deepcopy(plain), 3)
-        state = hf.put_together(model.state_dict())
+        state = hf.plain_state_dict(model.state_dict())
         if collectives.rank() == 0:
             model.save_pretrained(tmp_path, state_dict=state)
 
@@ -360,8 +360,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_run_with_every_parameter_and_the_batch_cut(name: str) -> None:
-    """No plan that anybody would want: whatever their code does meets cut tensors."""
+def test_other_models_run_with_every_parameter_and_the_batch_sharded(name: str) -> None:
+    """Not a useful plan, but every op of their code gets sharded tensors."""
     transformers = importlib.import_module("transformers")
     kind = "ForConditionalGeneration" if name == "Bart" else "ForCausalLM"
     torch.manual_seed(0)

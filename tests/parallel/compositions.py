@@ -32,7 +32,7 @@ from shardwise.testing.assertions import as_dtensor
 from tests.parallel.alone import whole
 
 NONE, YES = "–", "yes"
-LOST = "right, but whole along tp"
+LOST = "correct, but each tp rank stores the full parameter"
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 GENERATOR = torch.Generator().manual_seed(0)
@@ -230,7 +230,7 @@ ROWS: dict[str, Callable[[Any], str]] = {
     "activation checkpointing": by(step=recomputed),
     "gradient accumulation": by(step=accumulated),
     "`torch.distributed.checkpoint`, into other layouts": saved,
-    "parameters cut along dp by their layout": gathered_for_each_op,
+    "parameters sharded along dp by their layout": gathered_for_each_op,
     "`DistributedDataParallel`": around(ddp),
     "`DistributedDataParallel(gradient_as_bucket_view=True)`": around(ddp_with_views),
     "`DistributedDataParallel.no_sync`": around(ddp, step=without_sync),
