@@ -80,7 +80,7 @@ def test_the_traceback_of_the_rank_starts_at_the_user_function() -> None:
 
 
 def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
-    with pytest.raises(RankFailedError, match=r"rank 0 failed: RemoteRankError: Rank 1 did not come to collective #2"):
+    with pytest.raises(RankFailedError, match=r"rank 0 failed: RemoteRankError: Rank 1 did not join collective #2"):
         launch(fail_on, 1, "hang", nproc=2, timeout_seconds=4.0)
 
 

@@ -167,7 +167,7 @@ def test_a_forbidden_import_is_refused(tmp_path: Path, file: str, code: str, why
         ("collectives/x.py", "import torch\nimport torch.distributed as dist\ntorch.distributed.barrier()"),
         (
             "collectives/failures/store.py",
-            "from torch.distributed import FileStore\nfrom shardwise.collectives.calls import Call",
+            "from torch.distributed import FileStore\nfrom shardwise.collectives.collective_call import CollectiveCall",
         ),
         ("redistribute/run.py", "import torch\nimport numpy.distributed\ntorch.distributions.Normal"),
         ("redistribute/run.py", "import shardwise_plugins"),

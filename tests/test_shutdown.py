@@ -1,25 +1,28 @@
-"""A world that was left is gone, whatever torch imported meanwhile."""
+"""A world that was left is gone, whatever torch imported meanwhile, and so are its hooks."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 CODE = """
-import os, sys
+import sys, threading
 from pathlib import Path
 from shardwise import collectives
+hooks = sys.excepthook, threading.excepthook
 collectives.init_processes(0, 1, sys.argv[1])
 import torch._dynamo, torch.distributed.fsdp
 def gloo():
     return [t for t in Path("/proc/self/task").iterdir() if "gloo" in (t / "comm").read_text()]
+assert hooks[0] != sys.excepthook and hooks[1] != threading.excepthook
 assert gloo(), "no thread of gloo has that name any more, so this test sees nothing"
 collectives.shutdown()
+assert hooks == (sys.excepthook, threading.excepthook)
 assert not gloo(), "gloo's threads are alive after the shutdown"
 """
 
 
-def test_no_thread_of_gloo_survives_the_shutdown(tmp_path: Path) -> None:
-    """They would abort the process at its end, now and then, after all its work was done."""
+def test_no_thread_of_gloo_and_no_hook_survives_the_shutdown(tmp_path: Path) -> None:
+    """Threads would abort the process at its end, now and then, after all its work was done."""
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(tmp_path / "store")], capture_output=True, text=True, check=False
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.collectives import processes
-from shardwise.collectives.failures import monitor
+from shardwise.collectives.failures import reports
 from tests.collectives import jobs
 from tests.collectives.real_ranks import Outcome, outcomes, stderr_of
 
@@ -35,9 +35,9 @@ def errors(found: dict[int, Outcome]) -> dict[int, tuple[str, str, int | None]]:
     [
         ("raise", r"Rank 1 failed: Broken: no such row"),
         ("sys.exit", r"Rank 1 called sys.exit\(0\) while others wait for it."),
-        ("return", r"Rank 1 came to the end of its program while others wait for it."),
-        ("os._exit", r"Rank 1 ended without a word: it was killed, crashed, or called os._exit \(process \d+\)."),
-        ("kill", r"Rank 1 ended without a word: it was killed, crashed, or called os._exit \(process \d+\)."),
+        ("return", r"Rank 1 reached the end of its program while others wait for it."),
+        ("os._exit", r"Rank 1 ended without a report: it was killed, crashed, or called os._exit \(process \d+\)."),
+        ("kill", r"Rank 1 ended without a report: it was killed, crashed, or called os._exit \(process \d+\)."),
     ],
 )
 def test_survivors_name_the_rank_that_ended_and_how(how: str, said: str, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_error_has_all_that_the_failed_rank_said_and_where_the_survivor_wait
         f"  at {place}",
         "  Rank 2 waited in collective #5 of ranks (0, 1, 2): all_reduce sum of float32 (5,)",
     ]
-    assert lines[-1] == "  Fix: its own output has the traceback; mend that rank first."
+    assert lines[-1] == "  Fix: its own output has the traceback; fix that rank first."
     assert "Broken: no such row" in stderr_of(tmp_path, 1)  # the process says itself what it always said
     assert "RemoteRankError: Rank 1 failed" in stderr_of(tmp_path, 2)
 
@@ -83,8 +83,8 @@ def test_a_collective_that_was_begun_raises_where_it_is_waited_for(tmp_path: Pat
 
 
 def test_what_is_promised_leaves_room_for_a_slow_store() -> None:
-    assert monitor.PATIENCE_SECONDS + monitor.SPARE_SECONDS < PROMISED_SECONDS
-    assert processes.SLICE.total_seconds() + monitor.POLL_SECONDS < monitor.PATIENCE_SECONDS
+    assert reports.PATIENCE_SECONDS + reports.SPARE_SECONDS < PROMISED_SECONDS
+    assert processes.SLICE.total_seconds() + reports.POLL_SECONDS < reports.PATIENCE_SECONDS
 
 
 def test_a_rank_in_an_endless_loop_is_named_with_the_line_where_it_is(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_rank_in_an_endless_loop_is_named_with_the_line_where_it_is(tmp_path: 
     for survivor in (0, 2):
         assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
         assert found[survivor].first_line.startswith(
-            "Rank 1 did not come to collective #2 of ranks (0, 1, 2), which failed after 2"
+            "Rank 1 did not join collective #2 of ranks (0, 1, 2), which failed after 2"
         )
         assert "  rank 1: running" in found[survivor].text
         assert "in loop_until_the_others_fail" in found[survivor].text
@@ -104,14 +104,14 @@ def test_a_stopped_process_is_named_and_called_stopped(tmp_path: Path) -> None:
     found = outcomes(tmp_path, jobs.stop_until_the_others_fail, str(tmp_path), timeout=2.0)
     for survivor in (0, 2):
         assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
-        assert re.search(r"  rank 1: gave no sign; its process \d+ is stopped\n", found[survivor].text)
+        assert re.search(r"  rank 1: did not respond; its process \d+ is stopped\n", found[survivor].text)
 
 
 def test_a_rank_that_came_late_itself_is_not_taken_for_the_one_that_did_not_come(tmp_path: Path) -> None:
     found = outcomes(tmp_path, jobs.come_one_after_the_other, str(tmp_path), timeout=2.0)
     for survivor in (0, 2):
         assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
-        assert found[survivor].first_line.startswith("Rank 1 did not come to collective #2")
+        assert found[survivor].first_line.startswith("Rank 1 did not join collective #2")
 
 
 def test_a_thread_that_died_is_mentioned_where_its_rank_does_not_come(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_the_timeout_of_the_world_holds_in_every_group(size: int, tmp_path: Path
     assert found[1].returned == "the others have failed"
     survivors = {3: [0, 2], 4: [0]}[size]
     assert [found[rank].named for rank in survivors] == [1] * len(survivors)
-    assert all(found[rank].first_line.startswith("Rank 1 did not come to") for rank in survivors)
+    assert all(found[rank].first_line.startswith("Rank 1 did not join") for rank in survivors)
 
 
 # ---- ranks that disagree ----------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_too_many_elements_end_the_receiver_and_the_others_name_it_and_the_check
     assert found.keys() == {0, 1}
     for survivor in (0, 1):
         assert found[survivor].named == 2
-        assert found[survivor].first_line.startswith("Rank 2 ended without a word")
+        assert found[survivor].first_line.startswith("Rank 2 ended without a report")
         assert "check_ranks()" in found[survivor].text
 
 
@@ -228,4 +228,4 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
     assert found.keys() == {0, 2}
     for survivor in (0, 2):
         assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
-        assert found[survivor].first_line.startswith("Rank 1 of 3 did not come to the world within 2 s: ")
+        assert found[survivor].first_line.startswith("Rank 1 of 3 did not join the world within 2 s: ")

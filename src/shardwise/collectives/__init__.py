@@ -1,18 +1,14 @@
-"""The one unit that talks to `torch.distributed`.
+"""The only package that uses `torch.distributed`.
 
-Everything above speaks to a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
-process (`shardwise.testing`). Two collectives carry all data: an all-to-all with split sizes, and an
-all-reduce. What is sent is told to `shardwise.trace.comm_trace`, so plans can be checked against it. A rank that fails
-tells the others through the store of the world (`failures`), so all of them raise the same.
+The rest of the library uses a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
+process (`shardwise.testing`). Two collectives send all data: an all-to-all with split sizes, and an
+all-reduce. `shardwise.trace.comm_trace` records them, so plans can be checked against it. A rank that fails
+publishes that in the store of the world (`failures`), so all ranks raise the same error.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives.agreement import agree, agree_if_checked, contents, gather_bytes, gather_json
-from shardwise.collectives.calls import Ranks, describing
-from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
-from shardwise.collectives.failures.monitor import report_failure
-from shardwise.collectives.front import (
+from shardwise.collectives.api import (
     all_reduce,
     all_to_all,
     barrier,
@@ -26,14 +22,18 @@ from shardwise.collectives.front import (
     using,
     world_size,
 )
+from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
+from shardwise.collectives.collective_call import Ranks, describing
+from shardwise.collectives.consistency import agree, agree_if_checked, contents, gather_bytes, gather_json
+from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
-from shardwise.collectives.transport import AtOnce, Finish, Transport, draw_from_torch, reduce_stack
+from shardwise.collectives.transport import Finish, SynchronousTransport, Transport, draw_from_torch, reduce_stack
 from shardwise.trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "AtOnce", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked",
+    "CommCounts", "DeviceMesh", "Finish", "Ranks", "SynchronousTransport", "Transport", "agree", "agree_if_checked",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "chunks", "contents", "count_comms", "describing",
     "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "init_device_mesh",
     "init_from_environment", "init_processes", "is_simulated", "load_with_process_group", "process_group", "rank",

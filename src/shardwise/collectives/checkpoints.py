@@ -1,7 +1,4 @@
-"""What torch's checkpoints know of a tensor: its shape, its dtype, and the boxes that a rank holds.
-
-`torch.distributed.checkpoint` takes long to import, so that is done when the first of this is asked for.
-"""
+"""Metadata of tensors for `torch.distributed.checkpoint`, which takes long to import and is imported on first use."""
 
 from collections.abc import Sequence
 from typing import Any

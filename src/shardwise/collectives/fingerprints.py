@@ -1,4 +1,4 @@
-"""Comparing what ranks are about to do, before each collective; see `fingerprint` and `check_ranks`."""
+"""Collective fingerprints: comparing what ranks are about to call; see `fingerprint` and `check_ranks` in `api`."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwise.collectives.calls import (
+from shardwise.collectives.collective_call import (
     SAME_CALLS,
-    Call,
+    CollectiveCall,
     Ranks,
     call_from,
     describing,
-    disagreement,
-    disagreement_text,
+    mismatch,
+    mismatch_text,
 )
 from shardwise.collectives.transport import Transport, gather_with
 from shardwise.errors import MismatchError
@@ -27,7 +27,7 @@ _checked: WeakKeyDictionary[Transport, ExitStack] = WeakKeyDictionary()  # simul
 
 
 def switch(here: Transport, on: bool) -> None:
-    """Compare, or do not compare, what the rank of this transport does from now on."""
+    """Compare the calls of the rank of this transport before its collectives, or stop that."""
     if on and here not in _checked:
         _checked[here] = ExitStack()
         _checked[here].enter_context(comm_trace.listening_with(comm_trace.Listener()))  # so that events have a cause
@@ -39,15 +39,15 @@ def are_on(here: Transport) -> bool:
     return bool(_checked) and here in _checked
 
 
-def compare(here: Transport, call: Call, ranks: Ranks) -> None:
-    """Raise the same MismatchError on all `ranks` unless they are about to make one and the same collective."""
+def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
+    """Raise the same MismatchError on all `ranks` unless their calls are one collective."""
     move = comm_trace.current_event()
     if move is not None and not call.purpose:
         call = replace(call, purpose=str(move))
     call.check(ranks)
     number, count = here.calls[ranks], len(ranks)
-    alike = [call.reduce_op, call.dtype, call.shape if call.reduce_op else (), call.purpose, number]
-    digest = int.from_bytes(hashlib.blake2b(json.dumps(alike).encode(), digest_size=7).digest())
+    common = json.dumps([call.must_match, call.purpose, number])
+    digest = int.from_bytes(hashlib.blake2b(common.encode(), digest_size=7).digest())
     zeros = (0,) * count
     row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)])
     counts = [len(row)] * count
@@ -61,12 +61,12 @@ def compare(here: Transport, call: Call, ranks: Ranks) -> None:
             "number": number,
             "where": format_call_sites(list(frames_of(sys._getframe())), 1),
         }
-        said = [json.loads(text) for text in gather_with(here.all_to_all, json.dumps(facts).encode(), ranks)]
-    calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, said, strict=True)}
-    numbers = [facts["number"] for facts in said]
-    why = disagreement(ranks, calls, purposes=True)
+        all_facts = [json.loads(text) for text in gather_with(here.all_to_all, json.dumps(facts).encode(), ranks)]
+    calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, all_facts, strict=True)}
+    numbers = [facts["number"] for facts in all_facts]
+    why = mismatch(ranks, calls, purposes=True)
     if len(set(numbers)) > 1:
         why = f"it is collective {', '.join(f'#{number}' for number in numbers)} to them"
-    lines = {rank: f"{calls[rank]}{facts['where']}" for rank, facts in zip(ranks, said, strict=True)}
+    lines = {rank: f"{calls[rank]}{facts['where']}" for rank, facts in zip(ranks, all_facts, strict=True)}
     assert why is not None
-    raise MismatchError(f"{disagreement_text(ranks, numbers[0], why, lines)}\n  Fix: {SAME_CALLS}.")
+    raise MismatchError(f"{mismatch_text(ranks, numbers[0], why, lines)}\n  Fix: {SAME_CALLS}.")

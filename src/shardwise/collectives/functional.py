@@ -1,4 +1,4 @@
-"""What torch's own tools call the collectives."""
+"""The ops by which torch's own tools count collectives."""
 
 from functools import cache
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Process groups, as the ranks that they are of."""
+"""Process groups, converted to and from tuples of ranks."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives.calls import Ranks
-from shardwise.collectives.front import is_simulated, rank, world_size
+from shardwise.collectives.api import is_simulated, rank, world_size
+from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.meshes import as_mesh
-from shardwise.collectives.processes import TORCH
+from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import GroupError
 from shardwise.layout import Mesh
 
@@ -22,20 +22,20 @@ def group_ranks(process_group: Any = None, *, leaving: bool = False) -> Ranks:
     """The global ranks of a process group, in its order.
 
     Args:
-        process_group: one of torch's; a mesh, ours or torch's, or some ranks, as simulated ranks have no groups; None
-            is that of `load_with_process_group`, or everybody.
-        leaving: whether this rank may be none of it, as it gives away what it has.
+        process_group: one of torch's; a mesh, ours or torch's, or ranks, as simulated ranks have no groups; None is
+            that of `load_with_process_group`, or all ranks.
+        leaving: whether this rank may be outside the group, as it only sends.
 
     Raises:
-        GroupError: this rank is not of it; no such ranks, one named twice, or nothing of these kinds.
+        GroupError: this rank is not in it; ranks that do not exist or are repeated; another type.
     """
     group = _current.get() if process_group is None else process_group
     if group is None:
         return tuple(range(world_size()))
     if isinstance(group, dist.ProcessGroup):
-        TORCH.attend()
+        TORCH_TRANSPORT.attach()
         ranks = tuple(dist.get_process_group_ranks(group))
-        TORCH.groups.setdefault(tuple(sorted(ranks)), group)
+        TORCH_TRANSPORT.groups.setdefault(tuple(sorted(ranks)), group)
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         ranks = ()
     elif isinstance(group, Mesh | DeviceMesh):
@@ -55,16 +55,16 @@ def group_ranks(process_group: Any = None, *, leaving: bool = False) -> Ranks:
 
 
 def process_group(ranks: Ranks) -> Any:
-    """What `group_ranks` takes for these ranks: torch's process group where one of them is known, else the ranks."""
+    """An argument of `group_ranks` for these ranks: torch's process group where one is known, else the ranks."""
     if is_simulated() or not dist.is_initialized():
         return ranks
     members = tuple(sorted(ranks))
-    return dist.group.WORLD if len(members) == world_size() else TORCH.groups.get(members, ranks)
+    return dist.group.WORLD if len(members) == world_size() else TORCH_TRANSPORT.groups.get(members, ranks)
 
 
 @contextmanager
 def load_with_process_group(process_group: Any) -> Iterator[Any]:
-    """Let `process_group` be the one that is used where none is given, in this thread.
+    """Use `process_group` where none is given, in this thread.
 
     Raises:
         GroupError: inside another such block.

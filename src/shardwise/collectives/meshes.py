@@ -1,4 +1,4 @@
-"""Meshes: plain values of ours, torch's `DeviceMesh`, and the process groups that belong to them."""
+"""Conversion between `Mesh`, a plain value, and torch's `DeviceMesh` with its process groups."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,34 +9,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from shardwise.collectives.front import is_simulated, rank, world_size
-from shardwise.collectives.processes import TORCH, timeout_of
+from shardwise.collectives.api import is_simulated, rank, world_size
+from shardwise.collectives.processes import TORCH_TRANSPORT, timeout_of
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
 
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
-    """The plain value of a torch DeviceMesh; its process groups are remembered for these ranks.
+    """The `Mesh` of a torch DeviceMesh, whose process groups are registered for their ranks.
 
     Raises:
-        MeshError: the mesh names ranks that this world does not have, or is none.
+        MeshError: the world does not have all ranks of the mesh, or it is of another type.
     """
     if isinstance(mesh, Mesh):
         return _checked(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"A Mesh is wanted, or torch's DeviceMesh; got {mesh!r}. Fix: such as Mesh((4,)).")
     if dist.is_initialized():
-        TORCH.attend()
-    value = TORCH.mesh_values.get(id(mesh))
-    if value is None or TORCH.device_meshes.get(value) is not mesh:
+        TORCH_TRANSPORT.attach()
+    value = TORCH_TRANSPORT.mesh_values.get(id(mesh))
+    if value is None or TORCH_TRANSPORT.device_meshes.get(value) is not mesh:
         names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
         value = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), names, mesh.device_type)
         _checked(value)
-        TORCH.mesh_values[id(mesh)] = value
-        TORCH.device_meshes[value] = mesh
+        TORCH_TRANSPORT.mesh_values[id(mesh)] = value
+        TORCH_TRANSPORT.device_meshes[value] = mesh
         if value.coordinate(rank()) is not None:
             for axis in range(value.ndim):
-                TORCH.groups.setdefault(tuple(sorted(value.axis_ranks(rank(), axis))), mesh.get_group(axis))
+                ranks = tuple(sorted(value.axis_ranks(rank(), axis)))
+                TORCH_TRANSPORT.groups.setdefault(ranks, mesh.get_group(axis))
     return value
 
 
@@ -57,7 +58,7 @@ def _checked(mesh: Mesh) -> Mesh:
 
 def device_mesh(mesh: Mesh) -> Mesh | DeviceMesh:
     """The torch DeviceMesh that `mesh` was made from, or `mesh` itself."""
-    return TORCH.device_meshes.get(mesh, mesh)
+    return TORCH_TRANSPORT.device_meshes.get(mesh, mesh)
 
 
 def init_device_mesh(

@@ -1,4 +1,4 @@
-"""Ranks that are processes: worlds of `torch.distributed`, entered, used and left."""
+"""Ranks that are processes: joining, using and leaving the worlds of `torch.distributed`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,27 +11,26 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-# Its functions have the world of the moment of their import as a default argument. Where a world exists by then
-# (torch.optim imports it by way of torch._dynamo), that world is never freed, and gloo's threads abort the process
-# at its end, once in some dozens of times.
+# Its functions have the world at the time of this import as a default argument. If one exists by then (torch.optim
+# imports it through torch._dynamo), it is never freed, and gloo's threads sometimes abort the process at its end.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives.calls import Ranks, Stand, exchange_call, reduce_call
-from shardwise.collectives.failures.monitor import (
-    GaveUpError,
-    board_of_world,
+from shardwise.collectives.collective_call import PendingCollective, Ranks, exchange_call, reduce_call
+from shardwise.collectives.failures.hooks import ExitHooks
+from shardwise.collectives.failures.monitor import FailureMonitor
+from shardwise.collectives.failures.reports import (
+    WaitAbortedError,
     explain,
-    install_hooks,
+    is_invalid_call,
     is_of_transport,
-    is_own_fault,
     known_root,
-    report_end,
+    report_exit,
+    store_of_world,
 )
-from shardwise.collectives.failures.reports import Watch
-from shardwise.collectives.failures.store import Board
-from shardwise.collectives.recv_check import Seal
+from shardwise.collectives.failures.store import FailureStore
+from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.layout import Mesh
@@ -40,19 +39,20 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 T = TypeVar("T")
 
-SLICE = timedelta(seconds=0.5)  # of waiting, between looks at whether another rank is in trouble
-HURRIED = timedelta(seconds=0.1)  # the same, when one is
+SLICE = timedelta(seconds=0.5)  # of waiting, between checks whether another rank has failed
+SHORT_SLICE = timedelta(seconds=0.1)  # the same, when one has
 
 
-class TorchTransport:  # a Transport by shape: rank and world_size are asked of torch
-    """The default process group of this process, and the groups of the device meshes it was shown."""
+class TorchTransport:  # a Transport by structure: `rank` and `world_size` are properties
+    """The default process group of this process, and the groups of the device meshes that it has seen."""
 
     def __init__(self) -> None:
         self.calls: dict[Ranks, int] = {}
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
-        self.watch = Watch()
+        self.monitor = FailureMonitor()
+        self._hooks: ExitHooks | None = None
         self._world: ReferenceType[Any] | None = None
         self._rank = -1
         self._everyone: Ranks = ()
@@ -62,32 +62,35 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
     def rank(self) -> int:
         if self._world is None or self._world() is not dist.group.WORLD:
             return dist.get_rank()
-        return self._rank  # which costs less than to ask
+        return self._rank  # cheaper than torch.distributed
 
     @property
     def world_size(self) -> int:
-        self.attend()  # every mesh is checked against the size: a rank that fails soon after can already say so
+        self.attach()  # every mesh is checked against the size, so a rank that fails soon after can already report it
         return len(self._everyone)
 
-    def attend(self) -> None:
-        """Take note of the world, which others may have made, and let the other ranks know who this one is."""
+    def attach(self) -> None:
+        """Register this rank in the world, which others may have made, and monitor failures; cheap if that is done."""
         world = dist.group.WORLD
         if self._world is not None and self._world() is world:
             return
-        self.forget()
+        self.detach()
         self._world = ref(world)
         self._rank = dist.get_rank()
         self._everyone = tuple(range(dist.get_world_size()))
-        install_hooks(self.watch.stop)
-        board = board_of_world()
-        if board is not None and dist.get_world_size() > 1:
-            with suppress(Exception):  # a world without a store that works only tells less when it fails
-                board.greet()
-            self.watch.start(board_of_world)
+        self._hooks = ExitHooks(self.monitor.stop)
+        store = store_of_world()
+        if store is not None and dist.get_world_size() > 1:
+            with suppress(Exception):  # without a store that works, errors only have less detail
+                store.register()
+            self.monitor.start(store_of_world)
 
-    def forget(self) -> None:
-        """Let go of the world, its groups and its meshes."""
-        self.watch.stop()
+    def detach(self) -> None:
+        """Release the world, its groups and its meshes."""
+        self.monitor.stop()
+        if self._hooks is not None:
+            self._hooks.uninstall()
+        self._hooks = None
         self._world = None
         for kept in (self.calls, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
@@ -98,19 +101,19 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
     def start_all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
-        self.attend()
+        self.attach()
         here, group = self.rank, self._group(ranks)
         own = ranks.index(here)
         number = self.calls.get(ranks, 0)
 
-        def stand() -> Stand:
-            return Stand(exchange_call(send, send_counts, recv_counts), number, ranks)
+        def pending() -> PendingCollective:
+            return PendingCollective(exchange_call(send, send_counts, recv_counts), number, ranks)
 
         if send_counts[own] != recv_counts[own]:
-            raise MismatchError(_unequal(here, here, send_counts[own], recv_counts[own], stand()))
+            raise MismatchError(_unequal(here, here, send_counts[own], recv_counts[own], pending()))
         out = send.new_empty(sum(recv_counts))
         wire_out, wire_send = _wire(out), _wire(send.contiguous())
-        seal = Seal(out, recv_counts, own)
+        check = RecvCheck(out, recv_counts, own)
 
         def start() -> Sequence[Any]:
             if group is None:
@@ -118,13 +121,13 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             counts = list(recv_counts), list(send_counts)
             return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
 
-        wait = self._started(start, stand, self._timeout(ranks, send.device.type))
+        wait = self._started(start, pending, self._timeout(ranks, send.device.type))
 
         def finish() -> Tensor:
             wait()
-            short = seal.unbroken()
+            short = check.short_position()
             if short is not None:
-                raise MismatchError(_unequal(ranks[short], here, "fewer", recv_counts[short], stand()))
+                raise MismatchError(_unequal(ranks[short], here, "fewer", recv_counts[short], pending()))
             return out
 
         return finish
@@ -133,20 +136,20 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         return self.start_all_reduce(local, reduce_op, ranks)()
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-        self.attend()
+        self.attach()
         group = self._group(ranks)
         if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
             out, number = local.clone(memory_format=torch.contiguous_format), self.calls.get(ranks, 0)
             wait = self._started(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
-                lambda: Stand(reduce_call(local, reduce_op), number, ranks),
+                lambda: PendingCollective(reduce_call(local, reduce_op), number, ranks),
                 self._timeout(ranks, local.device.type),
             )
             return lambda: (wait(), out)[1]
         count = len(ranks)
         flat = local.reshape(-1)
-        arrive = self.start_all_to_all(flat.repeat(count), [flat.numel()] * count, [flat.numel()] * count, ranks)
-        return lambda: reduce_stack(arrive().view(count, *local.shape), reduce_op)
+        receive = self.start_all_to_all(flat.repeat(count), [flat.numel()] * count, [flat.numel()] * count, ranks)
+        return lambda: reduce_stack(receive().view(count, *local.shape), reduce_op)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
@@ -155,9 +158,9 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         return dist.group.WORLD if ranks == self._everyone else self.groups.get(ranks)
 
     def _timeout(self, ranks: Ranks, device: str) -> float | None:
-        """How many seconds a collective waits; None where its backend does not tell, or does not wait in this thread.
+        """How many seconds a collective waits; None where that is unknown, or the wait is not in this thread.
 
-        NCCL would wait in this thread for every collective that is given a limit; its own watchdog has one.
+        NCCL would wait in this thread for every collective that has a timeout; its own watchdog has one.
         """
         if (ranks, device) not in self._timeouts:
             found = timeout_of(self._group(ranks), device) if device == "cpu" else None
@@ -165,10 +168,13 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
         return self._timeouts[ranks, device]
 
     def _started(
-        self, start: Callable[[], Sequence[Any]], stand: Callable[[], Stand], timeout_seconds: float | None
+        self,
+        start: Callable[[], Sequence[Any]],
+        pending: Callable[[], PendingCollective],
+        timeout_seconds: float | None,
     ) -> Callable[[], None]:
-        """Start a collective; what waits until it is done. Where either fails, say who is to blame."""
-        works = self._blaming(stand, start)
+        """Start a collective; the returned function waits for it. Errors of both name the rank that caused them."""
+        works = self._explained(pending, start)
 
         def wait() -> None:
             if timeout_seconds is None:
@@ -179,28 +185,28 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
             else:
                 _wait_pairwise(works, monotonic() + timeout_seconds)
 
-        return lambda: self._blaming(stand, wait, started=bool(works))
+        return lambda: self._explained(pending, wait, started=bool(works))
 
-    def _blaming(self, stand: Callable[[], Stand], act: Callable[[], T], started: bool = False) -> T:
+    def _explained(self, pending: Callable[[], PendingCollective], act: Callable[[], T], started: bool = False) -> T:
         began = monotonic()
-        self.watch.waiting = stand
+        self.monitor.pending = pending
         try:
             return act()
         except RuntimeError as error:
-            if is_own_fault(error) or not (started or is_of_transport(error)):
+            if is_invalid_call(error) or not (started or is_of_transport(error)):
                 raise
-            raise explain(error, stand(), monotonic() - began) from None
+            raise explain(error, pending(), monotonic() - began) from None
         finally:
-            self.watch.waiting = None
+            self.monitor.pending = None
 
     def _wait(self, work: Any, deadline: float) -> Any:
-        """Wait in slices, to hear of failures of which the connections tell nothing, and to end in time.
+        """Wait in slices, to notice failures that break no connection, and to end in time.
 
-        Gloo alone waits for one peer after the other, each as long as the timeout.
+        Gloo alone waits for one peer after the other, each for the full timeout.
         """
         while True:
             left = deadline - monotonic()
-            slice_ = HURRIED if self.watch.trouble else SLICE
+            slice_ = SHORT_SLICE if self.monitor.failed else SLICE
             try:
                 return work.wait(slice_ if left > SLICE.total_seconds() else _span(left))
             except RuntimeError as error:
@@ -208,13 +214,13 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
                     return work.wait()  # raises why it failed, or it was done just after the slice
                 if monotonic() >= deadline:
                     raise
-                if self.watch.trouble and known_root() is not None:
-                    raise GaveUpError from error
+                if self.monitor.failed and known_root() is not None:
+                    raise WaitAbortedError from error
 
     def _start_pairwise(
         self, out: Tensor, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Sequence[Any]:
-        """Ranks that share no process group talk pairwise, so that no group has to be made on the way."""
+        """Send and receive pairwise among ranks that share no process group: making one would involve all ranks."""
         here, ops = self.rank, []
         tag = _tag(ranks, self.calls.get(ranks, 0))
         for peer, outgoing, incoming in zip(
@@ -231,7 +237,7 @@ class TorchTransport:  # a Transport by shape: rank and world_size are asked of 
 
 
 def _wait_pairwise(works: Sequence[Any], deadline: float) -> None:
-    """Wait for all, and after a failure let go of the others, so that those peers hear of it as well."""
+    """Wait for all; after a failure abandon the others, so that those peers fail as well."""
     failure = None
     for work in works:
         try:
@@ -243,20 +249,20 @@ def _wait_pairwise(works: Sequence[Any], deadline: float) -> None:
 
 
 def _span(seconds: float) -> timedelta:
-    """Torch takes a span of zero for no limit."""
+    """As torch takes it: zero would be no limit."""
     return timedelta(seconds=max(seconds, 0.002))
 
 
-def _unequal(source: int, target: int, sent: int | str, expected: int, stand: Stand) -> str:
+def _unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> str:
     return (
         f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
-        f"  Rank {target} was in {stand}\n"
-        "  Fix: mend one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
+        f"  Rank {target} was in {pending}\n"
+        "  Fix: correct one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
     )
 
 
 def _tag(ranks: Ranks, number: int) -> int:
-    """A name for one exchange, so that what an earlier one sent too much is never taken for its own."""
+    """Identifies one exchange, so that surplus messages of an earlier one are never received in it."""
     return int.from_bytes(blake2b(repr((ranks, number)).encode(), digest_size=4).digest()) >> 1
 
 
@@ -264,7 +270,7 @@ _NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, tor
 
 
 def _wire(x: Tensor) -> Tensor:
-    """The same memory in a dtype that every backend can carry."""
+    """The same memory in a dtype that every backend supports."""
     if x.dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8):
         return x
     return x.view(torch.uint8) if x.element_size() == 1 else _as_bytes(x)
@@ -276,10 +282,10 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.view({2: torch.float16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-TORCH = TorchTransport()
+TORCH_TRANSPORT = TorchTransport()
 
 
-# ---- entering and leaving ---------------------------------------------------------------------------------
+# ---- joining and leaving a world --------------------------------------------------------------------------
 
 
 def init_processes(
@@ -296,17 +302,17 @@ def init_processes(
         name: of the world, where others met in the same file.
 
     Raises:
-        RemoteRankError: not all came in time; the text names those that did not.
+        RemoteRankError: not all joined in time; the text names the missing ranks.
     """
     if "nccl" in backend:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(rank)
-    meeting = dist.PrefixStore(name, dist.FileStore(store, world_size))  # type: ignore[attr-defined]
-    with _joining(Board(meeting, rank), world_size, timeout_seconds):
+    file_store = dist.PrefixStore(name, dist.FileStore(store, world_size))  # type: ignore[attr-defined]
+    with _joining(FailureStore(file_store, rank), world_size, timeout_seconds):
         dist.init_process_group(
-            backend, store=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+            backend, store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
         )
-    TORCH.attend()
+    TORCH_TRANSPORT.attach()
 
 
 def init_from_environment(timeout_seconds: float = 60.0) -> bool:
@@ -314,23 +320,23 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return dist.is_initialized()
     dist.init_process_group(timeout=timedelta(seconds=timeout_seconds))
-    TORCH.attend()
+    TORCH_TRANSPORT.attach()
     return True
 
 
 @contextmanager
-def _joining(board: Board, world_size: int, timeout_seconds: float) -> Iterator[None]:
-    """Name the ranks that do not come, where torch only tells that a key is missing."""
-    board.greet()
+def _joining(store: FailureStore, world_size: int, timeout_seconds: float) -> Iterator[None]:
+    """Name the ranks that do not join, where torch only reports that a key is missing."""
+    store.register()
     try:
         yield
     except RuntimeError as error:
-        missing = [rank for rank in range(world_size) if board.process(rank) is None]
+        missing = [rank for rank in range(world_size) if store.process(rank) is None]
         if not missing:
             raise
         who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
         raise RemoteRankError(
-            f"{who} of {world_size} did not come to the world within {timeout_seconds:g} s: "
+            f"{who} of {world_size} did not join the world within {timeout_seconds:g} s: "
             f"{str(error).splitlines()[0]}\n  Fix: look at its own output, or raise timeout_seconds.",
             missing[0],
         ) from None
@@ -339,9 +345,9 @@ def _joining(board: Board, world_size: int, timeout_seconds: float) -> Iterator[
 def shutdown() -> None:
     """Leave the world, if this process joined one."""
     if dist.is_initialized():
-        report_end("left the world")
+        report_exit("left the world")
         dist.destroy_process_group()
-    TORCH.forget()
+    TORCH_TRANSPORT.detach()
 
 
 def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:

@@ -1,4 +1,4 @@
-"""Whether all that was expected has come. Gloo takes fewer bytes than it was told to expect without a word."""
+"""Detection of short messages: gloo accepts fewer bytes than it was asked to receive, without an error."""
 
 import os
 from collections.abc import Sequence
@@ -9,24 +9,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Marks = tuple[tuple[int, slice, Any, bytes], ...]
+Marks = tuple[tuple[int, slice, "np.ndarray[Any, Any]", bytes], ...]
 
-# As a 32- or 16-bit float each word is a NaN that no arithmetic makes; as an integer it is beyond any index.
+# As a 32- or 16-bit float each word is a NaN that arithmetic does not produce; as an integer it is beyond any index.
 _WORD = bytes([*os.urandom(2), 0xA0 | os.urandom(1)[0] & 0x0F, 0x7F])
 _MARKS = {8: _WORD * 2, 4: _WORD, 2: _WORD[2:], 1: b"\xa5"}  # by bytes; the last is neither False nor True
 
 
-class Seal:
-    """Marks the last element of every piece of a receive buffer, before it is filled.
+class RecvCheck:
+    """Marks the end of every rank's slice of a receive buffer, to detect messages that are too short.
 
-    A mark that is still there afterwards shows that fewer elements came than were expected. Only in the
-    memory of the CPU, where that costs microseconds. Of integers shorter than four bytes the last four bytes
-    are marked, since every value of a single one is likely: there, fewer missing bytes go unseen.
+    A mark that is still there after the exchange shows that fewer elements were received than expected. Only in CPU
+    memory, where that costs microseconds. Of integers shorter than four bytes the last four bytes are marked, since
+    every value of a single one is likely: there, fewer missing bytes go undetected.
 
     Args:
-        out: 1-D, to be filled with pieces of `counts` elements.
-        counts: one a rank of the group.
-        own: the position of this rank's own piece, which does not travel.
+        out: 1-D, to be filled with `counts` elements from each rank.
+        counts: one per rank of the group.
+        own: the position of this rank, which sends nothing to itself.
     """
 
     def __init__(self, out: Tensor, counts: Sequence[int], own: int) -> None:
@@ -37,8 +37,8 @@ class Seal:
             for _, where, mark, _ in self.marks:
                 self.bytes[where] = mark
 
-    def unbroken(self) -> int | None:
-        """The position of a rank whose piece came short; None if all came."""
+    def short_position(self) -> int | None:
+        """The position of a rank that sent too few elements; None if all were received."""
         for position, where, _, mark in self.marks:
             if self.bytes[where].tobytes() == mark:
                 return position
@@ -53,10 +53,8 @@ def _width(dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=256)
-def _marks(
-    counts: tuple[int, ...], own: int, element_size: int, width: int
-) -> tuple[tuple[int, slice, Any, bytes], ...]:
-    """Of each piece its position, the slice of bytes that is marked, and the mark, as an array and as bytes."""
+def _marks(counts: tuple[int, ...], own: int, element_size: int, width: int) -> Marks:
+    """Of each rank's slice its position, the slice of bytes that is marked, and the mark, as an array and as bytes."""
     found, end = [], 0
     for position, count in enumerate(counts):
         end += count * element_size

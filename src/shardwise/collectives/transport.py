@@ -1,4 +1,4 @@
-"""What a transport promises, and what all of them share."""
+"""The `Transport` protocol, and helpers for its implementations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -6,20 +6,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.collectives.calls import Ranks
+from shardwise.collectives.collective_call import Ranks
 
-Finish = Callable[[], Tensor]  # waits for a collective that was started, and gives its result
+Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all
 
 
 class Transport(Protocol):
-    """How ranks reach each other. `ranks` are global ranks in rising order; all of them make the same call.
+    """How ranks communicate. `ranks` are global ranks in rising order; all of them make the same call.
 
     Attributes:
-        calls: collectives made so far, by group; whoever calls a transport counts.
+        calls: collectives made so far, by group; the caller of the transport counts them.
 
     Raises:
-        RemoteRankError: another rank raised, died or does not come; the text names it and what it said.
+        RemoteRankError: another rank raised, died or hangs; the text names it and how it failed.
         MismatchError: the ranks make different calls, as far as the transport can see that.
     """
 
@@ -32,7 +32,7 @@ class Transport(Protocol):
     def world_size(self) -> int: ...
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-        """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; return what came, in rank order."""
+        """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; return those received, in rank order."""
         ...
 
     def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
@@ -42,20 +42,20 @@ class Transport(Protocol):
     def start_all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
-        """`all_to_all`, begun; `send` must not change until it is finished."""
+        """Start `all_to_all`; `send` must not change until it is finished."""
         ...
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-        """`all_reduce`, begun."""
+        """Start `all_reduce`."""
         ...
 
     def draw_seed(self) -> int:
-        """A number from torch's CPU generator, drawn once a call and equal on all ranks seeded alike."""
+        """A number from torch's CPU generator, drawn once a call and equal on all ranks with the same seed."""
         ...
 
 
-class AtOnce:
-    """For transports that know no other way: what is started is done."""
+class SynchronousTransport:
+    """For transports whose collectives complete when they are started."""
 
     def start_all_to_all(
         self: Any, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
@@ -68,8 +68,8 @@ class AtOnce:
         return lambda: reduced
 
 
-class SoloTransport(AtOnce):
-    """One rank that needs nobody: scripts without a launcher run unchanged."""
+class SingleRankTransport(SynchronousTransport):
+    """One rank, for scripts without a launcher."""
 
     rank = 0
     world_size = 1
@@ -88,7 +88,7 @@ class SoloTransport(AtOnce):
 
 
 def draw_from_torch(generator: torch.Generator | None = None) -> int:
-    """A seed from `generator`; None is torch's default CPU generator, which `torch.manual_seed` governs."""
+    """A seed from `generator`; None is torch's default CPU generator."""
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**62, (), dtype=torch.int64, generator=generator, device=device).item())
 
@@ -99,7 +99,7 @@ def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
     lengths = exchange(torch.tensor([len(data)] * count), [1] * count, [1] * count, ranks).tolist()
     buffer = torch.frombuffer(bytearray(data) * count, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     received = exchange(buffer, [len(data)] * count, lengths, ranks)
-    return [piece.numpy().tobytes() for piece in received.split(lengths)]
+    return [part.numpy().tobytes() for part in received.split(lengths)]
 
 
 def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:

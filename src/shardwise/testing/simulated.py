@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.collectives import AtOnce, Ranks, draw_from_torch, reduce_stack, using
-from shardwise.collectives.calls import (
+from shardwise.collectives import Ranks, SynchronousTransport, draw_from_torch, reduce_stack, using
+from shardwise.collectives.collective_call import (
     SAME_CALLS,
-    Call,
-    Stand,
-    disagreement,
-    disagreement_text,
+    CollectiveCall,
+    PendingCollective,
     exchange_call,
+    mismatch,
+    mismatch_text,
     reduce_call,
 )
-from shardwise.collectives.failures.store import Report, remote_error, report_of
+from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
 from shardwise.errors import MismatchError, RemoteRankError, summary
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import DeadlockError, blame
@@ -48,7 +48,7 @@ class _Stopped(BaseException):
     """Unwinds a rank whose run has been given up."""
 
 
-class _Rank(AtOnce):
+class _Rank(SynchronousTransport):
     """One simulated rank, and the `Transport` of its thread."""
 
     def __init__(self, simulation: "_Simulation", rank: int) -> None:
@@ -59,8 +59,8 @@ class _Rank(AtOnce):
         self.turn.acquire()
         self.calls: dict[Ranks, int] = {}  # collectives so far, by group
         self.meetings: dict[Ranks, int] = {}  # the same, with those that compare ranks
-        self.waiting_in: Stand | None = None
-        self.told: Report | None = None  # the failure of another rank that this one heard of
+        self.waiting_in: PendingCollective | None = None
+        self.told: FailureReport | None = None  # the failure of another rank that this one heard of
         self.answer: Tensor | BaseException | None = None
         self.ended = False
         self.result: Any = None
@@ -95,7 +95,7 @@ class _Rank(AtOnce):
     def stack(self) -> list[StackFrame]:
         return list(frames_of(sys._current_frames().get(self.thread.ident or 0)))
 
-    def consequence(self, failed: "_Rank", stand: Stand) -> BaseException:
+    def consequence(self, failed: "_Rank", stand: PendingCollective) -> BaseException:
         """What this rank raises because another failed; where that failed because of a third, it names the third."""
         assert failed.error is not None
         echo = isinstance(failed.error, RemoteRankError) and failed.told is not None
@@ -110,7 +110,9 @@ class _Simulation:
     def __init__(self, size: int, body: Callable[[], Any]) -> None:
         self.size = size
         self.body = body
-        self.meetings: dict[tuple[Ranks, int], dict[int, tuple[Call, Tensor]]] = {}  # by group and number in it
+        self.meetings: dict[
+            tuple[Ranks, int], dict[int, tuple[CollectiveCall, Tensor]]
+        ] = {}  # by group and number in it
         self.over = threading.Event()
         self.stopped = False
         self.ranks = [_Rank(self, rank) for rank in range(size)]
@@ -190,7 +192,7 @@ class _Simulation:
             raise _Stopped
         torch.set_rng_state(rank.generator_state)
 
-    def meet(self, rank: _Rank, call: Call, tensor: Tensor, ranks: Ranks) -> Tensor:
+    def meet(self, rank: _Rank, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Take part in the next collective of `ranks`; return when all of them have come."""
         if self.stopped:
             raise _Stopped
@@ -198,7 +200,7 @@ class _Simulation:
         assert max(ranks) < self.size, f"a collective of ranks {ranks} in a world of {self.size}"
         call.check(ranks)
         number = rank.meetings[ranks] = rank.meetings.get(ranks, 0) + 1
-        stand = Stand(call, rank.calls[ranks], ranks)
+        stand = PendingCollective(call, rank.calls[ranks], ranks)
         for peer in ranks:
             if self.ranks[peer].error is not None:
                 raise rank.consequence(self.ranks[peer], stand)
@@ -220,14 +222,14 @@ class _Simulation:
         """Give every rank of a meeting its result, or the same error."""
         parts = self.meetings.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in parts.items()}
-        why = disagreement(ranks, calls)
+        why = mismatch(ranks, calls)
         if why is None:
             outcomes = results([parts[rank] for rank in ranks])
             for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
         said = {rank: f"{calls[rank]}{format_call_sites(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
-        text = disagreement_text(ranks, self.ranks[ranks[0]].calls[ranks], why, said)
+        text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, said)
         for rank in ranks:
             self.give(self.ranks[rank], MismatchError(f"{text}\n  Fix: {SAME_CALLS}."))
 
@@ -252,7 +254,7 @@ class _Simulation:
             self.give(rank, DeadlockError(text))
 
 
-def results(parts: Sequence[tuple[Call, Tensor]]) -> list[Tensor]:
+def results(parts: Sequence[tuple[CollectiveCall, Tensor]]) -> list[Tensor]:
     """What each rank of the group gets, in group order; no two share memory with each other or a sender."""
     with torch.no_grad():
         first, _ = parts[0]

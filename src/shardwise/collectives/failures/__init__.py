@@ -1,1 +1,14 @@
-"""Error propagation between ranks: the failure store, the monitor thread, and the reports."""
+"""Error propagation: when a rank fails, every rank that waits for it raises, and names it.
+
+Where a failed rank is noticed:
+
+* It raises or exits: `hooks.py` (`sys.excepthook`, exit handlers) calls `reports.report_failure` or `report_exit`,
+  which publish it in the failure store before the process ends.
+* It is killed: the collective of its peers fails, and `reports.explain` finds that its process is gone.
+* It hangs: the collective of its peers times out (`processes.TorchTransport._wait`). `reports.explain` asks all ranks
+  for their state; the `FailureMonitor` thread of each answers with the collective it waits in or the line it runs.
+* It makes another collective: `explain` compares the calls that ranks wait in.
+
+`store.py` has the keys in the world's store and what they hold. The first failure is the root: `publish_root` keeps
+only one, and every rank raises the error made from it.
+"""

@@ -1,65 +1,267 @@
-"""A thread in each rank that answers when another rank is in trouble, whatever this one is doing."""
+"""Reports of failures: a rank that ends publishes one, a rank whose collective failed finds the one to raise.
 
-import sys
+The root of a failure is published once. All ranks name it, also those that failed because of a rank that failed
+because of it.
+"""
+
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic, sleep
+from typing import TypeVar
 
-from shardwise.collectives.calls import Stand
-from shardwise.collectives.failures.store import Board, is_reachable
-from shardwise.trace.user_stack import format_running, frames_of
+import torch.distributed as dist
 
-TICK_SECONDS = 0.4
+from shardwise.collectives.collective_call import SAME_CALLS, PendingCollective, Ranks, mismatch, mismatch_text
+from shardwise.collectives.failures.store import (
+    FailureReport,
+    FailureStore,
+    address,
+    is_reachable,
+    remote_error,
+    report_of,
+)
+from shardwise.errors import RemoteRankError, ShardwiseError
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 1.2  # from a failed collective to the error about it, while no report is published
+SPARE_SECONDS = 0.4  # for a store that is slow to answer; together less than the two seconds that are promised
+POLL_SECONDS = 0.02
+MAX_TABLE = 16  # ranks of a group that an error lists
+
+SAME_ORDER = (
+    f"{SAME_CALLS}; shardwise.collectives.check_ranks() compares them call by call. "
+    "Where a rank only needs longer, raise timeout_seconds."
+)
+LOOK_THERE = (
+    "look at the end of its output and, on Linux, for the out-of-memory killer in dmesg. Gloo aborts a process that "
+    "receives more than it expects; shardwise.collectives.check_ranks() finds that before it happens."
+)
 
 
-class Watch:
-    """Looks at the board now and then; where it tells of trouble, says once what this rank is doing.
+def store_of_world() -> FailureStore | None:
+    """The failure store of the world of this process. Made anew each time: a cache would keep a store's port open."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return None if world is None else FailureStore(world.get_group_store(), dist.get_rank())
 
-    So that those who investigate can tell a rank that waits like them from one that does not come, and name
-    the line of the program where that one is. One look is one round trip to the store.
 
-    Attributes:
-        trouble: whether another rank is in trouble.
-        waiting: where this rank waits, while it does.
+def with_store(act: Callable[[FailureStore], T]) -> T | None:
+    """What `act` returns; None without other ranks, if it raises, or after two seconds: a store may hang for ever."""
+    return bounded(lambda: _with_reachable_store(act))
+
+
+def _with_reachable_store(act: Callable[[FailureStore], T]) -> T | None:
+    store = store_of_world()
+    return act(store) if store is not None and dist.get_world_size() > 1 and is_reachable(store.store) else None
+
+
+def bounded(act: Callable[[], T]) -> T | None:
+    """What `act` returns, or None if it raises or takes two seconds."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(act())
+
+    thread = threading.Thread(target=run, name="shardwise failure store", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending and starts no more threads
+        run()
+    else:
+        thread.join(PATIENCE_SECONDS + SPARE_SECONDS)
+    return results[0] if results else None
+
+
+def poll(find: Callable[[], T | None]) -> T | None:
+    """The first result of `find` that is not None, or None after `PATIENCE_SECONDS`."""
+    until = monotonic() + PATIENCE_SECONDS
+    while (found := find()) is None and monotonic() < until:
+        sleep(POLL_SECONDS)
+    return found
+
+
+# ---- a rank that ends -------------------------------------------------------------------------------------
+
+
+def report_failure(error: BaseException) -> None:
+    """Publish, before this rank ends, that it ends because of `error`.
+
+    An error that is the consequence of another rank's is not published. Takes milliseconds, two seconds at most, and
+    raises nothing. Outside a world it does nothing.
     """
 
-    def __init__(self) -> None:
-        self.trouble = False
-        self.waiting: Callable[[], Stand] | None = None
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+    def publish(store: FailureStore) -> None:
+        if is_of_transport(error):  # of a collective that is not ours; the rank that broke it may be publishing
+            poll(lambda: store.root() or _report_on_exits(store, tuple(range(dist.get_world_size()))))
+        store.publish_root(report_of(store.rank, error))
 
-    def start(self, board_of_world: Callable[[], Board | None]) -> None:
-        """Watch this world instead of an earlier one. The board is asked for anew: kept, it would keep the store."""
-        self.stop()
-        self.trouble, self._over = False, threading.Event()
-        main = threading.main_thread().ident or 0
-        self._thread = threading.Thread(
-            target=self._run, args=(board_of_world, self._over, main), name="shardwise watch", daemon=True
+    if not _is_consequence(error):
+        with_store(publish)
+
+
+def report_exit(how: str) -> None:
+    """Publish that this rank exits, or leaves the world, without an error."""
+    with_store(lambda store: store.publish_exit(how))
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, RemoteRankError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def is_invalid_call(error: BaseException) -> bool:
+    """Whether gloo refuses the arguments of this rank, judged by the error's text."""
+    return "[enforce fail" in str(error)
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Whether `error` is how a collective of torch fails, judged by its type or the texts of gloo and NCCL."""
+    if isinstance(error, dist.DistError):
+        return True
+    if is_invalid_call(error):
+        return False
+    words = ("gloo/transport", "closed by peer", "pair closure", "Timed out waiting", "NCCL")
+    return type(error) is RuntimeError and any(word in str(error) for word in words)
+
+
+# ---- a rank whose collective failed -----------------------------------------------------------------------
+
+
+class WaitAbortedError(RuntimeError):
+    """This rank stopped waiting by itself, because the root of a failure is known."""
+
+
+def known_root() -> FailureReport | None:
+    """The root of the failures of this world, if one is published."""
+    return with_store(FailureStore.root)
+
+
+def explain(error: BaseException, pending: PendingCollective, waited_seconds: float) -> ShardwiseError:
+    """What to raise for a collective of torch that failed with `error`: which rank is the cause, and its report.
+
+    Returns within two seconds. Every rank gets the same report.
+    """
+    transport_error = "" if isinstance(error, WaitAbortedError) else _first_sentence(error)
+    report = bounded(lambda: _investigate(pending, waited_seconds))
+    if report is None:
+        text = f"Collective #{pending.number} of ranks {pending.ranks} failed, and the store of the world is silent."
+        report = FailureReport(None, text, fix="look at the output of the other ranks, and at the network.")
+    return remote_error(report, dist.get_rank(), pending, transport_error)
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Of the text of a transport's error, without the line of its own source."""
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    return first.rpartition("] " if first.startswith("[/") else "\n")[2].split(". ")[0].rstrip(".!") + "."
+
+
+def _investigate(pending: PendingCollective, waited_seconds: float) -> FailureReport:
+    store = store_of_world()
+    assert store is not None
+    try:
+        if is_reachable(store.store):
+            return _report_from_store(store, pending, waited_seconds)
+    except Exception:
+        if is_reachable(store.store):  # else it has just ended
+            raise
+    return _report_on_lost_store(store)
+
+
+def _report_from_store(store: FailureStore, pending: PendingCollective, waited_seconds: float) -> FailureReport:
+    store.publish_pending(pending)
+    store.request_states()
+    report = poll(
+        lambda: store.root() or _report_on_exits(store, pending.ranks) or _report_on_different_calls(store, pending)
+    )
+    report = report or store.publish_root(_report_on_missing_ranks(store, pending, waited_seconds))
+    store.acknowledge()
+    return report
+
+
+def _report_on_lost_store(store: FailureStore) -> FailureReport:
+    host, port = address(store.store) or ("", 0)
+    where = f"the store of this world at {host}:{port}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return FailureReport(
+            None, f"The launcher has ended, and with it {where}.", fix="look at the launcher's output."
         )
-        self._thread.start()
+    return FailureReport(0, f"Rank 0 is gone, and with it {where}, which it kept.", fix=LOOK_THERE)
 
-    def stop(self) -> None:
-        """End the thread: one that is in a store when the interpreter ends would abort the process."""
-        self._over.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(1.0)
-        self._thread = None
 
-    def _run(self, board_of_world: Callable[[], Board | None], over: threading.Event, main: int) -> None:
-        with suppress(Exception):  # a world that cannot be asked is not watched
-            while not over.wait(TICK_SECONDS):
-                board = board_of_world()
-                if board is None or not is_reachable(board.store):
-                    return
-                if board.is_in_trouble():
-                    self._answer(board, main)
-                    self.trouble = True
-                    return
+def _report_on_exits(store: FailureStore, ranks: Ranks) -> FailureReport | None:
+    """The report on a rank that exited without an error, or was killed."""
+    for rank in ranks:
+        if rank == store.rank:
+            continue
+        if (how := store.text("exit", rank)) is not None:
+            text = f"Rank {rank} {how} while others wait for it."
+            return store.publish_root(FailureReport(rank, text, fix=SAME_ORDER))
+        process = store.process(rank)
+        if process is not None and process.state() == "gone":
+            text = f"Rank {rank} ended without a report: it was killed, crashed, or called os._exit"
+            return store.publish_root(FailureReport(rank, f"{text} (process {process.pid}).", fix=LOOK_THERE))
+    return None
 
-    def _answer(self, board: Board, main: int) -> None:
-        waiting = self.waiting
-        if waiting is not None:
-            board.wait_in(waiting())
-        else:
-            board.run_at(format_running(list(frames_of(sys._current_frames().get(main)))))
+
+def _report_on_different_calls(store: FailureStore, pending: PendingCollective) -> FailureReport | None:
+    """The report where all ranks of a group wait in the same collective with calls that do not match."""
+    if not store.have_all("pending", pending.ranks):
+        return None
+    all_pending = {rank: found for rank in pending.ranks if (found := store.pending(rank))}
+    if any((other.ranks, other.number) != (pending.ranks, pending.number) for other in all_pending.values()):
+        return None
+    why = mismatch(pending.ranks, {rank: other.call for rank, other in all_pending.items()})
+    if why is None:
+        return None
+    calls = {rank: str(other.call) for rank, other in all_pending.items()}
+    text = mismatch_text(pending.ranks, pending.number, why, calls)
+    return store.publish_root(FailureReport(None, text, fix=SAME_ORDER, mismatch=True))
+
+
+def _report_on_missing_ranks(store: FailureStore, pending: PendingCollective, waited_seconds: float) -> FailureReport:
+    """The report where no rank published a failure: some ranks are missing, or all wait for each other."""
+    all_pending, missing = _ranks_waited_for(store, pending)
+    name = f"collective #{pending.number} of ranks {pending.ranks}"
+    states = {rank: f"waits in {other}" for rank, other in all_pending.items()}
+    states |= {rank: _state_of_missing(store, rank) for rank in missing}
+    table = "".join(f"\n  rank {rank}: {states[rank]}" for rank in sorted(states)[:MAX_TABLE])
+    if missing:
+        who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+        text = f"{who} did not join {name}, which failed after {waited_seconds:.3g} s:{table}"
+        return FailureReport(missing[0], text, fix=SAME_ORDER)
+    if len({(other.ranks, other.number) for other in all_pending.values()}) > 1:
+        text = f"Ranks {', '.join(map(str, sorted(states)))} wait for each other, in different collectives:{table}"
+        return FailureReport(None, text, fix=SAME_ORDER, mismatch=True)
+    why = "some joined after the timeout of others, or the network failed"
+    text = f"All ranks joined {name}, but it failed after {waited_seconds:.3g} s: {why}."
+    return FailureReport(None, text, fix="raise timeout_seconds, or look at the network.")
+
+
+def _ranks_waited_for(
+    store: FailureStore, pending: PendingCollective
+) -> tuple[dict[int, PendingCollective], list[int]]:
+    """The collectives of the ranks that this one waits for, directly or not; and the ranks that are in none."""
+    all_pending, missing, todo = {store.rank: pending}, set[int](), set(pending.ranks)
+    while todo := todo - all_pending.keys() - missing:
+        for rank in todo:
+            found = store.pending(rank)
+            if found is None:
+                missing.add(rank)
+            else:
+                all_pending[rank] = found
+        todo = {member for found in all_pending.values() for member in found.ranks}
+    return all_pending, sorted(missing)
+
+
+def _state_of_missing(store: FailureStore, rank: int) -> str:
+    running, process, thread_error = store.text("running", rank), store.process(rank), store.text("thread_error", rank)
+    known = [running or "did not respond"]
+    if running is None and process is not None and (state := process.state()) != "elsewhere":
+        known.append(f"its process {process.pid} is {state}")
+    return "; ".join(known if thread_error is None else [*known, thread_error])

@@ -1,7 +1,7 @@
-"""The failure board: what ranks that fail, leave or wait tell each other, through the store of their world.
+"""The failure store: what ranks that fail, exit or wait publish through the store of their world.
 
-A store is a dict that all processes of a world share and that outlives most of them. It is written when a
-rank comes, leaves or fails, never by a collective that succeeds.
+All processes of a world share the store, and it outlives most of them. A rank writes to it when it joins, exits or
+fails. A collective that succeeds writes nothing.
 """
 
 import json
@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.collectives.calls import Ranks, Stand, call_from
+from shardwise.collectives.collective_call import PendingCollective, call_from
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
 from shardwise.trace.user_stack import user_call_site
 
-MAX_LINES = 6  # of an error's text that travel
-ITS_OUTPUT = "its own output has the traceback; mend that rank first."
+MAX_LINES = 6  # of an error's text that are published
+ITS_OUTPUT = "its own output has the traceback; fix that rank first."
 CONNECT_SECONDS = 0.5
 
 
 class Store(Protocol):
-    """What the board needs of a store of torch."""
+    """The methods of a torch store that are needed here."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -35,38 +35,42 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Report:
-    """Which rank is to blame for a failure, and why; the same on every rank that tells of it."""
+class FailureReport:
+    """Which rank caused a failure, and how; the same on every rank that raises it."""
 
     rank: int | None
     text: str
     where: str = ""
     fix: str = ITS_OUTPUT
-    mismatch: bool = False  # of several ranks, none of which is to blame alone
+    mismatch: bool = False  # between ranks, none of which is the cause alone
 
     def __str__(self) -> str:
         return f"{self.text}\n  at {self.where}" if self.where else self.text
 
 
-def report_of(rank: int, error: BaseException) -> Report:
-    """What `rank` says of its own failure."""
+def report_of(rank: int, error: BaseException) -> FailureReport:
+    """The report of `rank` on its own failure."""
     how = (
         f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"failed: {summary(error, MAX_LINES)}"
     )
-    return Report(rank, f"Rank {rank} {how}", user_call_site(error.__traceback__))
+    return FailureReport(rank, f"Rank {rank} {how}", user_call_site(error.__traceback__))
 
 
-def remote_error(report: Report, me: int, stand: Stand, said: str = "") -> ShardwiseError:
-    """What rank `me` raises in `stand` because of `report`; `said` are the transport's own words."""
+def remote_error(
+    report: FailureReport, me: int, pending: PendingCollective, transport_error: str = ""
+) -> ShardwiseError:
+    """What rank `me`, which waits in `pending`, raises because of `report`."""
     if report.mismatch:
         return MismatchError(f"{report}\n  Fix: {report.fix}")
-    lines = [str(report), f"Rank {me} waited in {stand}", *([f"The transport said: {said}"] if said else [])]
+    lines = [str(report), f"Rank {me} waited in {pending}"]
+    if transport_error:
+        lines.append(f"The transport said: {transport_error}")
     return RemoteRankError("\n  ".join([*lines, f"Fix: {report.fix}"]), report.rank)
 
 
 @dataclass(frozen=True)
-class Process:
-    """One process, told apart from others of its host, earlier ones with its number included."""
+class ProcessIdentity:
+    """One process; its start time tells it from an earlier one with the same number."""
 
     host: str
     pid: int
@@ -85,11 +89,10 @@ class Process:
         return "stopped" if state in "Tt" else "alive"
 
 
-def this_process() -> Process:
-    """The process that runs this."""
+def this_process() -> ProcessIdentity:
     pid = os.getpid()
     found = _stat(pid)
-    return Process(_host(), pid, found[1] if found else "")
+    return ProcessIdentity(_host(), pid, found[1] if found else "")
 
 
 def _host() -> str:
@@ -116,96 +119,87 @@ def _stat(pid: int) -> tuple[str, str] | None:
     return fields[0], fields[19]
 
 
-class Board:
-    """The notes of one world. Every method may raise what the store raises when it cannot be reached."""
+class FailureStore:
+    """What the ranks of one world publish. Every method may raise what an unreachable store raises."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.store = store
         self.rank = rank
 
-    # ---- notes of this rank ----
+    # ---- written by this rank ----
 
-    def greet(self) -> None:
-        """Tell which process this rank is."""
+    def register(self) -> None:
+        """Publish which process this rank is."""
         self._write("process", asdict(this_process()))
 
-    def leave(self, how: str) -> None:
-        """Tell that this rank ends, or leaves the world, without an error."""
-        self._write("left", how)
+    def publish_exit(self, how: str) -> None:
+        """Publish that this rank exits, or leaves the world, without an error."""
+        self._write("exit", how)
 
-    def wait_in(self, stand: Stand) -> None:
-        """Tell in which collective this rank was when it failed."""
-        self._write("stand", asdict(stand))
+    def publish_pending(self, pending: PendingCollective) -> None:
+        """Publish the collective that this rank waits or waited in."""
+        self._write("pending", asdict(pending))
 
-    def run_at(self, place: str) -> None:
-        """Tell that this rank waits for nobody, and what it does instead."""
-        self._write("running", place)
+    def publish_running(self, where: str) -> None:
+        """Publish the code that this rank runs instead of a collective."""
+        self._write("running", where)
 
-    def complain(self, what: str) -> None:
-        """Tell of an error that did not end this rank, such as one of a thread."""
-        self._write("complaint", what)
+    def publish_thread_error(self, text: str) -> None:
+        """Publish an error of a thread, which does not end this rank."""
+        self._write("thread_error", text)
 
-    def hear(self) -> None:
-        """Tell that this rank needs the board no more."""
-        self._write("heard", True)
+    def acknowledge(self) -> None:
+        """Publish that this rank has read all it needs."""
+        self._write("acknowledged", True)
 
-    def cry(self) -> None:
-        """Ask all ranks to tell what they do."""
-        self.store.set(_key("trouble"), "true")
+    def request_states(self) -> None:
+        """Ask all ranks to publish their state; their monitors do."""
+        self.store.set(_key("states_requested"), "true")
 
-    def blame(self, report: Report) -> Report:
-        """Put down the root of all failures, unless that was done before; return what stands there."""
+    def publish_root(self, report: FailureReport) -> FailureReport:
+        """Publish the root of all failures unless there is one already; return the one that is published."""
         found = self.store.compare_set(_key("root"), "", json.dumps(asdict(report)))
-        self.cry()
-        return Report(**json.loads(found))
+        self.request_states()
+        return FailureReport(**json.loads(found))
 
-    # ---- notes of others ----
+    # ---- read ----
 
-    def root(self) -> Report | None:
+    def root(self) -> FailureReport | None:
         """The first failure of this world, of which others may be consequences."""
         found = self._read(_key("root"))
-        return None if found is None else Report(**found)
+        return None if found is None else FailureReport(**found)
 
-    def is_in_trouble(self) -> bool:
-        return self.store.check([_key("trouble")])
+    def are_states_requested(self) -> bool:
+        return self.store.check([_key("states_requested")])
 
-    def process(self, rank: int) -> Process | None:
+    def process(self, rank: int) -> ProcessIdentity | None:
         found = self._read(_key("process", rank))
-        return None if found is None else Process(**found)
+        return None if found is None else ProcessIdentity(**found)
 
-    def left(self, rank: int) -> str | None:
-        found: str | None = self._read(_key("left", rank))
+    def text(self, kind: str, rank: int) -> str | None:
+        """What a rank published as its "exit", "running" or "thread_error"."""
+        found: str | None = self._read(_key(kind, rank))
         return found
 
-    def running(self, rank: int) -> str | None:
-        found: str | None = self._read(_key("running", rank))
-        return found
+    def pending(self, rank: int) -> PendingCollective | None:
+        found = self._read(_key("pending", rank))
+        if found is None:
+            return None
+        return PendingCollective(call_from(found["call"]), found["number"], tuple(found["ranks"]))
 
-    def complaint(self, rank: int) -> str | None:
-        found: str | None = self._read(_key("complaint", rank))
-        return found
+    def have_all(self, kind: str, ranks: Sequence[int]) -> bool:
+        """Whether each of `ranks` has published its "pending" or "acknowledged"; one round trip."""
+        return self.store.check([_key(kind, rank) for rank in ranks])
 
-    def stand(self, rank: int) -> Stand | None:
-        found = self._read(_key("stand", rank))
-        return None if found is None else Stand(call_from(found["call"]), found["number"], tuple(found["ranks"]))
-
-    def all_stand(self, ranks: Ranks) -> bool:
-        """Whether each of `ranks` has told where it stands; one round trip."""
-        return self.store.check([_key("stand", rank) for rank in ranks])
-
-    def all_heard(self, ranks: Sequence[int]) -> bool:
-        """Whether each of `ranks` needs the board no more."""
-        return self.store.check([_key("heard", rank) for rank in ranks])
-
-    def _write(self, what: str, value: Any) -> None:
-        self.store.set(_key(what, self.rank), json.dumps(value))
+    def _write(self, kind: str, value: object) -> None:
+        self.store.set(_key(kind, self.rank), json.dumps(value))
 
     def _read(self, key: str) -> Any:
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
 
-def _key(what: str, rank: int | None = None) -> str:
-    return f"shardwise/{what}" if rank is None else f"shardwise/{what}/{rank}"
+def _key(kind: str, rank: int | None = None) -> str:
+    return f"shardwise/{kind}" if rank is None else f"shardwise/{kind}/{rank}"
 
 
 def address(store: Store) -> tuple[str, int] | None:
@@ -217,7 +211,7 @@ def address(store: Store) -> tuple[str, int] | None:
 
 
 def is_reachable(store: Store) -> bool:
-    """Whether the server of `store` answers. Asked with a socket of our own: torch prints a stack where it fails."""
+    """Whether the server of `store` accepts a connection; torch would print a stack where it does not."""
     server = address(store)
     if server is None:
         return True

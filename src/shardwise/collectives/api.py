@@ -1,4 +1,4 @@
-"""What everything above calls: the transport of this thread, and the two collectives."""
+"""The functions that the rest of the library calls: the transport of this thread, and the two collectives."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,20 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import fingerprints
-from shardwise.collectives.calls import Ranks, exchange_call, reduce_call
-from shardwise.collectives.processes import TORCH
-from shardwise.collectives.transport import Finish, SoloTransport, Transport
+from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_call
+from shardwise.collectives.processes import TORCH_TRANSPORT
+from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
 from shardwise.layout import ring_elements
 from shardwise.trace import comm_trace
 from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     transport: Transport | None = None
 
 
-_here = _Here()
-_SOLO = SoloTransport()
+_thread = _ThreadState()
+_SINGLE_RANK = SingleRankTransport()
 
 
 def transport() -> Transport:
@@ -30,25 +30,25 @@ def transport() -> Transport:
 
     The process group is that of the whole process: autograd's threads find it as well.
     """
-    if _here.transport is not None:
-        return _here.transport
-    return TORCH if dist.is_initialized() else _SOLO
+    if _thread.transport is not None:
+        return _thread.transport
+    return TORCH_TRANSPORT if dist.is_initialized() else _SINGLE_RANK
 
 
 def is_simulated() -> bool:
     """Whether this thread is a rank of another transport than the process group's."""
-    return _here.transport is not None
+    return _thread.transport is not None
 
 
 @contextmanager
 def using(transport: Transport) -> Iterator[None]:
     """Let this thread be one rank of another transport."""
-    before, _here.transport = _here.transport, transport
+    before, _thread.transport = _thread.transport, transport
     try:
         with comm_trace.separate_rank():
             yield
     finally:
-        _here.transport = before
+        _thread.transport = before
 
 
 def rank() -> int:
@@ -61,21 +61,21 @@ def world_size() -> int:
 
 @allow_in_graph
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-    """Exchange pieces of a 1-D tensor; the piece for this rank itself is copied and not counted."""
+    """Exchange slices of a 1-D tensor; that for this rank itself is copied and not counted."""
     if len(ranks) == 1:
         return send.clone()
-    here = _announced_exchange(send, send_counts, recv_counts, ranks)
+    here = _checked_exchange(send, send_counts, recv_counts, ranks)
     return here.all_to_all(send, send_counts, recv_counts, ranks)
 
 
 def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
-    """`all_to_all`, begun: elements travel until what is returned is called, which gives them."""
+    """Start `all_to_all`; the returned function waits for it and returns the received elements."""
     if len(ranks) == 1:
         return send.clone
     if is_capturing():
         received = all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
-    here = _announced_exchange(send, send_counts, recv_counts, ranks)
+    here = _checked_exchange(send, send_counts, recv_counts, ranks)
     return here.start_all_to_all(send, send_counts, recv_counts, ranks)
 
 
@@ -84,23 +84,21 @@ def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
     if len(ranks) == 1:
         return local.clone()
-    return _announced_reduction(local, reduce_op, ranks).all_reduce(local, reduce_op, ranks)
+    return _checked_reduction(local, reduce_op, ranks).all_reduce(local, reduce_op, ranks)
 
 
 def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-    """`all_reduce`, begun."""
+    """Start `all_reduce`; the returned function waits for it and returns the result."""
     if len(ranks) == 1:
         return local.clone
     if is_capturing():
         reduced = all_reduce(local, reduce_op, ranks)
         return lambda: reduced
-    return _announced_reduction(local, reduce_op, ranks).start_all_reduce(local, reduce_op, ranks)
+    return _checked_reduction(local, reduce_op, ranks).start_all_reduce(local, reduce_op, ranks)
 
 
-def _announced_exchange(
-    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-) -> Transport:
-    """The transport, once everybody who wants to know of an exchange does."""
+def _checked_exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Transport:
+    """The transport, after the exchange was counted, compared with other ranks if that is on, and recorded."""
     here = transport()
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
@@ -111,7 +109,7 @@ def _announced_exchange(
     return here
 
 
-def _announced_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transport:
+def _checked_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transport:
     here = transport()
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
@@ -123,7 +121,7 @@ def _announced_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transpo
 
 
 def barrier(ranks: Ranks) -> None:
-    """Return once every rank of `ranks` has come here."""
+    """Return when every rank of `ranks` has called this."""
     all_to_all(torch.zeros(len(ranks), dtype=torch.uint8), [1] * len(ranks), [1] * len(ranks), ranks)
 
 
@@ -133,25 +131,25 @@ def barrier(ranks: Ranks) -> None:
 def check_ranks(on: bool = True) -> None:
     """Switch `fingerprint` on, or off again, for the rest of this process; on simulated ranks, for this rank.
 
-    All ranks have to switch at the same place of the program.
+    All ranks have to call this at the same point of the program.
     """
     fingerprints.switch(transport(), on)
 
 
 @contextmanager
 def fingerprint() -> Iterator[None]:
-    """Before each collective inside, forward and backward, compare what the ranks are about to do.
+    """Before each collective inside, forward and backward, compare the calls of all ranks. For debugging.
 
-    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, and what it
-    is for: the op, the operand and the layouts between which that moves, or what `describing` says. All ranks
-    have to enter and leave at the same place of the program.
+    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, and the purpose:
+    the op, the operand and the layouts that it is redistributed between, or the text of `describing`. All ranks
+    have to enter and leave at the same point of the program.
 
-    Costs one small all-to-all more a collective: 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does
-    not count, and its latency; where collectives are small a step takes about twice as long. For debugging.
+    Costs one small all-to-all per collective, 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does
+    not count, and its latency: where collectives are small, a step takes about twice as long.
 
     Raises:
-        MismatchError: inside, on every rank of the group, before anything else is sent; the text says who
-            differs and how, and which lines of the program called.
+        MismatchError: inside, on every rank of the group, before anything else is sent; the text has the call and
+            the call site of every rank.
     """
     here = transport()
     before = fingerprints.are_on(here)

@@ -1,4 +1,4 @@
-"""Facts that ranks tell each other, and facts that all of them must have in common."""
+"""Values that ranks gather from each other, and checks that all ranks have the same."""
 
 import hashlib
 import json
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import fingerprints
-from shardwise.collectives.calls import Ranks
-from shardwise.collectives.front import all_to_all, transport
+from shardwise.collectives.api import all_to_all, transport
+from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.transport import gather_with
 from shardwise.errors import MismatchError
 from shardwise.trace.capture_hooks import not_capturable
@@ -25,51 +25,51 @@ def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def gather_json(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's JSON value, in rank order; no pickle travels."""
+    """Every rank's JSON value, in rank order; nothing is pickled."""
     return [json.loads(data) for data in gather_bytes(json.dumps(value).encode(), ranks)]
 
 
 def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
     """Raise the same MismatchError on all `ranks` unless all of them pass an equal JSON `value`.
 
-    Costs one small collective when they agree: digests travel, the values only after a difference.
+    Costs one small collective of digests; the values are sent only if those differ.
     """
     count = len(ranks)
     if count == 1:
         return
     not_capturable(f"a comparison of {what} among ranks")
-    text = json.dumps(value, sort_keys=True)
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+    own = json.dumps(value, sort_keys=True)
+    digest = int.from_bytes(hashlib.blake2b(own.encode(), digest_size=7).digest())
     digests = all_to_all(torch.tensor([digest] * count), [1] * count, [1] * count, ranks).tolist()
     if len(set(digests)) == 1:
         return
-    texts = [data.decode() for data in gather_bytes(text.encode(), ranks)]
+    texts = [data.decode() for data in gather_bytes(own.encode(), ranks)]
     by_text: dict[str, list[int]] = {}
-    for member, said in zip(ranks, _differences(texts), strict=True):
-        by_text.setdefault(said, []).append(member)
-    lines = [f"  rank {', '.join(map(str, who))}: {said}" for said, who in by_text.items()]
+    for member, difference in zip(ranks, _differences(texts), strict=True):
+        by_text.setdefault(difference, []).append(member)
+    lines = [f"  rank {', '.join(map(str, members))}: {text}" for text, members in by_text.items()]
     raise MismatchError(f"Ranks disagree on {what}:\n" + "\n".join(lines) + f"\n  Fix: {fix}")
 
 
 def agree_if_checked(what: str, value: Callable[[], object], ranks: Ranks, fix: str) -> None:
-    """As `agree`, where `fingerprint` or `check_ranks` is on; otherwise `value` is not even asked for.
+    """`agree` while `fingerprint` or `check_ranks` is on; otherwise `value` is not called.
 
-    For facts that would cost too much to compare always, such as the `contents` of a plain tensor that is
-    taken for the same on all ranks.
+    For comparisons that cost too much to make always, such as the `contents` of a plain tensor that should be
+    the same on all ranks.
     """
     if fingerprints.are_on(transport()):
         agree(what, value(), ranks, fix)
 
 
 def contents(x: Tensor) -> dict[str, object]:
-    """Dtype, shape and a digest of the elements of a tensor, to be compared with those of other ranks."""
+    """Dtype, shape and a digest of the elements of a tensor, for `agree_if_checked`."""
     data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "digest": digest}
 
 
 def _differences(texts: list[str]) -> list[str]:
-    """JSON texts without what all of them say, where all are objects."""
+    """JSON texts; if all are objects, without the items that are equal in all of them."""
     values = [json.loads(text) for text in texts]
     if not all(isinstance(value, dict) for value in values):
         return texts

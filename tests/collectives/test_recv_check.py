@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.collectives.recv_check import Seal
+from shardwise.collectives.recv_check import RecvCheck
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -15,10 +15,10 @@ SHORT_INTEGERS = {torch.uint8: 4, torch.int8: 4, torch.int16: 2}  # elements in 
 def arrived(dtype: torch.dtype, counts: list[int], came: list[int], value: int = 1) -> tuple[torch.Tensor, int | None]:
     """A buffer for pieces of `counts` elements, of which `came` came; and who is said to have sent too few."""
     out = torch.empty(sum(counts), dtype=dtype)
-    seal = Seal(out, counts, own=1)
+    check = RecvCheck(out, counts, own=1)
     for piece, length in zip(out.split(counts), came, strict=True):
         piece[:length] = value
-    return out, seal.unbroken()
+    return out, check.short_position()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,6 +52,6 @@ def test_the_own_piece_and_empty_buffers_are_not_marked() -> None:
 def test_values_that_look_like_trouble_are_not_taken_for_a_mark() -> None:
     for special in (float("nan"), float("inf"), -0.0):
         out = torch.empty(2, dtype=torch.float16)
-        seal = Seal(out, [1, 0, 1], own=1)
+        check = RecvCheck(out, [1, 0, 1], own=1)
         out.fill_(special)
-        assert seal.unbroken() is None
+        assert check.short_position() is None

@@ -1,4 +1,4 @@
-"""Notes on a store, processes seen from outside, and hooks that leave what was there before in place."""
+"""The failure store, processes seen from outside, and hooks that leave what was there before in place."""
 
 import os
 import signal
@@ -11,68 +11,79 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
-from shardwise.collectives.calls import Call, Stand
+from shardwise.collectives.collective_call import CollectiveCall, PendingCollective
 from shardwise.collectives.failures.store import (
-    Board,
-    Process,
-    Report,
+    FailureReport,
+    FailureStore,
+    ProcessIdentity,
     address,
     is_reachable,
     report_of,
     this_process,
 )
 from tests.collectives.real_ranks import outcomes
+from tests.sessions import PATIENCE_SECONDS
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
 
 
 @pytest.fixture(params=["memory", "file", "server"])
-def boards(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Board, Board]:
-    """The boards of two ranks on one store."""
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FailureStore, FailureStore]:
+    """The stores of two ranks on one store."""
     if request.param == "memory":
         store = HashStore()
-        return Board(store, 0), Board(store, 1)
+        return FailureStore(store, 0), FailureStore(store, 1)
     if request.param == "file":
         path = str(tmp_path / "store")
-        return Board(FileStore(path, 2), 0), Board(FileStore(path, 2), 1)
+        return FailureStore(FileStore(path, 2), 0), FailureStore(FileStore(path, 2), 1)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False)
-    return Board(PrefixStore("world", server), 0), Board(PrefixStore("world", client), 1)
+    return FailureStore(PrefixStore("world", server), 0), FailureStore(PrefixStore("world", client), 1)
 
 
-def test_what_one_rank_notes_the_other_reads(boards: tuple[Board, Board]) -> None:
-    ours, theirs = boards
-    stand = Stand(Call("float32", (2, 3), "sum", purpose="mm"), 7, (0, 1))
-    exchange = Stand(Call("int64", (3,), "", (1, 2), (0, 4)), 8, (0, 1))
-    assert (ours.stand(1), ours.left(1), ours.process(1), ours.complaint(1), ours.running(1)) == (None,) * 5
-    assert not ours.is_in_trouble()
-    theirs.greet()
-    theirs.wait_in(stand)
-    assert ours.stand(1) == stand
-    assert not ours.all_stand((0, 1))
-    ours.wait_in(exchange)
-    assert theirs.stand(0) == exchange
-    assert theirs.all_stand((0, 1))
-    theirs.leave("left")
-    theirs.complain("a thread failed")
-    theirs.run_at("running somewhere")
-    theirs.cry()
+def test_what_one_rank_publishes_the_other_reads(stores: tuple[FailureStore, FailureStore]) -> None:
+    ours, theirs = stores
+    pending = PendingCollective(CollectiveCall("float32", (2, 3), "sum", purpose="mm"), 7, (0, 1))
+    exchange = PendingCollective(CollectiveCall("int64", (3,), "", (1, 2), (0, 4)), 8, (0, 1))
+    assert (
+        ours.pending(1),
+        ours.text("exit", 1),
+        ours.process(1),
+        ours.text("thread_error", 1),
+        ours.text("running", 1),
+    ) == (None,) * 5
+    assert not ours.are_states_requested()
+    theirs.register()
+    theirs.publish_pending(pending)
+    assert ours.pending(1) == pending
+    assert not ours.have_all("pending", (0, 1))
+    ours.publish_pending(exchange)
+    assert theirs.pending(0) == exchange
+    assert theirs.have_all("pending", (0, 1))
+    theirs.publish_exit("left")
+    theirs.publish_thread_error("a thread failed")
+    theirs.publish_running("running somewhere")
+    theirs.request_states()
     assert ours.process(1) == this_process()
-    assert (ours.left(1), ours.complaint(1), ours.running(1)) == ("left", "a thread failed", "running somewhere")
-    assert ours.is_in_trouble()
-    assert not theirs.all_heard([0])
-    ours.hear()
-    assert theirs.all_heard([0])
+    assert (ours.text("exit", 1), ours.text("thread_error", 1), ours.text("running", 1)) == (
+        "left",
+        "a thread failed",
+        "running somewhere",
+    )
+    assert ours.are_states_requested()
+    assert not theirs.have_all("acknowledged", [0])
+    ours.acknowledge()
+    assert theirs.have_all("acknowledged", [0])
 
 
-def test_the_first_blame_stands(boards: tuple[Board, Board]) -> None:
-    ours, theirs = boards
-    first, second = Report(1, "Rank 1 failed", "a.py:3 in f"), Report(0, "Rank 0 failed", mismatch=True)
+def test_the_first_root_is_kept(stores: tuple[FailureStore, FailureStore]) -> None:
+    ours, theirs = stores
+    first, second = FailureReport(1, "Rank 1 failed", "a.py:3 in f"), FailureReport(0, "Rank 0 failed", mismatch=True)
     assert ours.root() is None
-    assert theirs.blame(first) == first
-    assert ours.blame(second) == first
+    assert theirs.publish_root(first) == first
+    assert ours.publish_root(second) == first
     assert ours.root() == theirs.root() == first
-    assert ours.is_in_trouble()
+    assert ours.are_states_requested()
 
 
 def test_a_server_that_is_gone_is_not_reachable_and_nothing_else_has_an_address() -> None:
@@ -113,10 +124,10 @@ def test_a_process_is_seen_to_live_to_stop_and_to_end() -> None:
     try:
         started = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
         here = this_process()
-        seen = Process(here.host, child.pid, started)
+        seen = ProcessIdentity(here.host, child.pid, started)
         assert seen.state() == here.state() == "alive"
-        assert Process(here.host, child.pid, "0").state() == "gone"  # another one, which had this number before
-        assert Process("another host", child.pid, started).state() == "elsewhere"
+        assert ProcessIdentity(here.host, child.pid, "0").state() == "gone"  # another one, which had this number before
+        assert ProcessIdentity("another host", child.pid, started).state() == "elsewhere"
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         assert seen.state() == "stopped"
@@ -158,7 +169,7 @@ def run_script(body: str) -> list[tuple[int, str]]:
         for rank in range(2)
     ]
     try:
-        return [(rank.returncode, err) for rank in ranks for _, err in [rank.communicate()]]
+        return [(rank.returncode, err) for rank in ranks for _, err in [rank.communicate(timeout=PATIENCE_SECONDS)]]
     finally:
         for rank in ranks:
             rank.kill()
