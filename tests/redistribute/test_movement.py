@@ -12,8 +12,10 @@ from shardwise import collectives
 from shardwise.collectives import count_comms
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.redistribute.exchange import identity
 from shardwise.redistribute.plan import plan_move
-from shardwise.redistribute.run import exchange, identity, move
+from shardwise.redistribute.run import move
+from shardwise.redistribute.transfers import all_to_all
 from shardwise.testing import world
 from shardwise.testing.local_shards import (
     PartialValues,
@@ -445,7 +447,7 @@ def test_an_exchange_sends_pieces_by_rank_and_gradients_back() -> None:
         rank = collectives.rank()
         incoming = [row[rank] for row in counts]
         send = (torch.arange(float(sum(counts[rank]))) + 10 * rank).requires_grad_()
-        received = exchange(send, counts[rank], incoming, (0, 1, 2))
+        received = all_to_all(send, counts[rank], incoming, (0, 1, 2))
         (grad,) = torch.autograd.grad((received**2 * (rank + 1)).sum(), send, create_graph=True)
         (again,) = torch.autograd.grad(grad.sum(), send)
         assert again.tolist() == [2.0 * (to + 1) for to in range(3) for _ in range(counts[rank][to])]

@@ -1,28 +1,17 @@
-"""Boxes of cut tensors that other ranks hold: halos, windows, rows that change their place."""
+"""Boxes of sharded tensors that other ranks hold: halos, windows, rows that change their place."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from shardwise.layout import Box
-from shardwise.redistribute import run
+from shardwise.redistribute.transfers import Part, Ranks, Schedule, all_to_all, pack, schedule, unpack
 from shardwise.trace.comm_trace import Cause
 
-Ranks = tuple[int, ...]
 Boxes = tuple[Box, ...]
 Wanted = tuple[tuple[int, Box], ...]  # numbers of tensors, and boxes of them
-
-
-@dataclass(frozen=True)
-class _Program:
-    """What one rank sends and receives: parts of the boxes it holds, parts of the boxes it wants."""
-
-    sends: tuple[Wanted, ...]  # by receiver; with the number of the tensor
-    recvs: tuple[Wanted, ...]  # by sender; with the number of the wanted box
-    travels: bool  # whether any rank of the group needs what another one holds
 
 
 def fetch(
@@ -33,68 +22,59 @@ def fetch(
     wanted: tuple[Wanted, ...],
     cause: Cause,
 ) -> list[Tensor]:
-    """The boxes that `rank` wants of tensors of which each of `ranks` holds one box.
+    """The boxes that `rank` wants of tensors of which each of `ranks` holds one box. Differentiable.
 
     Args:
-        xs: what this rank holds, of one dtype.
+        xs: this rank's boxes, of one dtype.
         held: for every tensor a box for each of `ranks`; equal boxes are copies, others do not overlap.
         wanted: for each of `ranks` the boxes it wants.
 
     Returns:
-        One tensor a box. Parts of `xs` where no rank of the group wants what another one holds.
+        One tensor a box; views of `xs` if no rank wants what another one holds.
     """
     me = ranks.index(rank)
     own, goals = [boxes[me] for boxes in held], wanted[me]
-    program = _program(ranks, rank, held, wanted)
-    if not program.travels:
-        return [_part(xs[i], own[i], goal) for i, goal in goals]
-    pieces = [xs[i][box.relative_to(own[i])].reshape(-1) for parts in program.sends for i, box in parts]
-    # A rank that sends nothing of a tensor still depends on it, so that backward meets its peers.
-    unsent = set(range(len(xs))) - {i for parts in program.sends for i, _ in parts}
-    send = torch.cat([*pieces, *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
-    send_counts = [sum(box.numel for _, box in parts) for parts in program.sends]
-    parts = [part for row in program.recvs for part in row]
-    recv_counts = [sum(box.numel for _, box in row) for row in program.recvs]
-    received = run.exchange(send, send_counts, recv_counts, ranks, cause)
-    found = received.split([box.numel for _, box in parts]) if parts else ()
-    by_goal: list[list[tuple[Box, Tensor]]] = [[] for _ in goals]
-    for (number, box), piece in zip(parts, found, strict=True):
-        by_goal[number].append((box, piece.view(box.sizes)))
-    return [_assembled(p, goal, received) for p, (_, goal) in zip(by_goal, goals, strict=True)]
+    plan = _schedule(ranks, rank, held, wanted)
+    if plan is None:
+        return [_own_box(xs[i], own[i], goal) for i, goal in goals]
+    # A rank that sends nothing of a tensor still depends on it, so that its backward has the same collectives.
+    unsent = set(range(len(xs))) - {part.index for part in plan.sends}
+    send = torch.cat([*pack(xs, plan), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
+    received = all_to_all(send, plan.send_counts, plan.recv_counts, ranks, cause)
+    by_goal: list[list[tuple[Part, Tensor]]] = [[] for _ in goals]
+    for part, x in zip(plan.recvs, unpack(received, plan), strict=True):
+        by_goal[part.index].append((part, x))
+    return [_assembled(parts, goal, received) for parts, (_, goal) in zip(by_goal, goals, strict=True)]
 
 
-def _part(x: Tensor, own: Box, goal: Box) -> Tensor:
+def _own_box(x: Tensor, own: Box, goal: Box) -> Tensor:
     if own == goal:
         return x
     return x[goal.relative_to(own)] if goal.numel else x.reshape(-1)[:0].view(goal.sizes)
 
 
-def _assembled(pieces: list[tuple[Box, Tensor]], goal: Box, received: Tensor) -> Tensor:
-    if not pieces:
+def _assembled(parts: list[tuple[Part, Tensor]], goal: Box, received: Tensor) -> Tensor:
+    if not parts:
         return received[:0].view(goal.sizes)
-    dim = _only_varying([box for box, _ in pieces])
-    if dim is not None:
-        pieces = sorted(pieces, key=lambda piece: piece[0].offsets[dim])
-        return torch.cat([x for _, x in pieces], dim) if len(pieces) > 1 else pieces[0][1]
+    if len(parts) == 1:
+        return parts[0][1]
+    starts = [[s.start for s in part.region] for part, _ in parts]
+    dims = [dim for dim, column in enumerate(zip(*starts, strict=True)) if len(set(column)) > 1]
+    if len(dims) == 1:  # side by side along one dim
+        parts = sorted(parts, key=lambda item: item[0].region[dims[0]].start)
+        return torch.cat([x for _, x in parts], dims[0])
     out = received.new_empty(goal.sizes)
-    for box, piece in pieces:
-        out[box.relative_to(goal)] = piece
+    for part, x in parts:
+        out[part.region] = x
     return out
 
 
-def _only_varying(boxes: list[Box]) -> int | None:
-    """The one dim along which the boxes lie, if there is one."""
-    if len(boxes) == 1:
-        return 0
-    dims = {d for box in boxes for d, at in enumerate(box.offsets) if at != boxes[0].offsets[d]}
-    return dims.pop() if len(dims) == 1 else None
-
-
 @lru_cache(maxsize=4096)
-def _program(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]) -> _Program:
-    travels = False
-    sends: list[list[tuple[int, Box]]] = [[] for _ in ranks]
-    recvs: list[list[tuple[int, Box]]] = [[] for _ in ranks]
+def _schedule(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]) -> Schedule | None:
+    """What `rank` sends and receives; None if no rank wants what another one holds."""
+    sends: list[tuple[int, Part]] = []
+    recvs: list[tuple[int, Part]] = []
+    anything_sent, me = False, ranks.index(rank)
     holders: list[dict[Box, list[int]]] = []
     for boxes in held:
         holders.append({})
@@ -103,13 +83,14 @@ def _program(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wan
     for receiver, goals in enumerate(wanted):
         for number, (i, goal) in enumerate(goals):
             for box, owners in holders[i].items():
-                part = box.intersect(goal)
-                if part is None:
+                common = box.intersect(goal)
+                if common is None:
                     continue
                 sender = receiver if receiver in owners else owners[receiver % len(owners)]
-                travels = travels or sender != receiver
-                if ranks[sender] == rank:
-                    sends[receiver].append((i, part))
-                if ranks[receiver] == rank:
-                    recvs[sender].append((number, part))
-    return _Program(tuple(map(tuple, sends)), tuple(map(tuple, recvs)), travels)
+                anything_sent = anything_sent or sender != receiver
+                if sender == me:
+                    sends.append((ranks[receiver], Part(i, common.relative_to(box), common.sizes)))
+                if receiver == me:
+                    recvs.append((ranks[sender], Part(number, common.relative_to(goal), common.sizes)))
+    recvs.sort(key=lambda item: ranks.index(item[0]))
+    return schedule(ranks, sends, recvs) if anything_sent else None

@@ -24,7 +24,8 @@ from shardwise.collectives import Finish
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute.plan import plan_move
-from shardwise.redistribute.run import exchange_now, move, start_move
+from shardwise.redistribute.run import move, start_move
+from shardwise.redistribute.transfers import all_to_all_no_grad
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import Cause
@@ -362,12 +363,12 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     ranks = tuple(sorted(line.ranks))
     count = own.indices().shape[1]
     ones = [1] * len(ranks)
-    counts = exchange_now(torch.tensor([count] * len(ranks)), ones, ones, ranks, READ).tolist()
+    counts = all_to_all_no_grad(torch.tensor([count] * len(ranks)), ones, ones, ranks, READ).tolist()
 
     def gathered(x: Tensor) -> list[Tensor]:
         width = prod(x.shape[1:])
         flat = x.reshape(-1).repeat(len(ranks))
-        every = exchange_now(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, READ)
+        every = all_to_all_no_grad(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, READ)
         return [piece.view(-1, *x.shape[1:]) for piece in every.split([n * width for n in counts])]
 
     indices = torch.cat(gathered(own.indices().t().contiguous())).t()

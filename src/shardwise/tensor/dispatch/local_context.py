@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.layout import Box, Layout, Mesh, Shard
-from shardwise.redistribute import run
+from shardwise.redistribute import transfers
 from shardwise.redistribute.fetch import fetch
 from shardwise.tensor.dispatch import seeds
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
@@ -60,7 +60,7 @@ class RankContext:
         ranks: tuple[int, ...] | None = None,
     ) -> Tensor:
         ranks = self.ranks() if ranks is None else ranks
-        return run.exchange(send, send_counts, recv_counts, ranks, self.cause)
+        return transfers.all_to_all(send, send_counts, recv_counts, ranks, self.cause)
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         ranks = self.ranks() if ranks is None else ranks

@@ -1,0 +1,148 @@
+"""Runs the `Exchange` step of a plan on one rank: pack, all-to-all, unpack."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.collectives import Finish
+from shardwise.layout import Box, Partial, split_by_boxes
+from shardwise.redistribute.plan import Exchange
+from shardwise.redistribute.transfers import Part, Schedule, pack, schedule, unpack
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What one rank does in an exchange."""
+
+    schedule: Schedule  # without ranks if nothing is sent
+    first: tuple[bool, ...]  # for each part received, whether its region is empty until then
+    order: tuple[int, ...]  # in which parts are added: by contribution, so that all replicas have the same bits
+    shape: tuple[int, ...]
+    fill: str | None  # the reduction whose identity fills the elements that are not received
+    in_order: bool  # the parts received, one after the other, are the local tensor
+    partial_sums: bool  # the parts received have the local shape and are to be added
+
+
+@lru_cache(maxsize=4096)
+def _program(step: Exchange, rank: int) -> _Program:
+    src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
+    sends = [t for t in step.transfers if t.sender == rank]
+    recvs = [t for t in step.transfers if t.receiver == rank]
+    order = sorted(range(len(recvs)), key=lambda i: recvs[i].contribution)
+    first: dict[Box, int] = {}
+    for i in order:
+        first.setdefault(recvs[i].box, i)
+    shape, fill = step.dst.local_shape(rank), None
+    if sum(box.numel for box in first) < prod(shape):
+        op = [p.reduce_op for p in step.dst.placements if isinstance(p, Partial)]
+        fill = op[0] if op else "sum"
+    return _Program(
+        schedule(
+            step.group(rank),
+            [(t.receiver, Part.of(t.box, src_boxes)) for t in sends],
+            [(t.sender, Part.of(t.box, dst_boxes)) for t in recvs],
+        ),
+        tuple(first[t.box] == i for i, t in enumerate(recvs)),
+        tuple(order),
+        shape,
+        fill,
+        _in_order([t.box for t in recvs], dst_boxes),
+        len(recvs) > 1 and all((t.box,) == dst_boxes for t in recvs),
+    )
+
+
+def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
+    """Whether the parts, one after the other, are the local tensor: one box divided along its first dim."""
+    if len(boxes) != 1 or not boxes[0].sizes:
+        return len(parts) == 1 and len(boxes) == 1
+    (box,), at = boxes, boxes[0].offsets[0]
+    for part in parts:
+        if part.offsets != (at, *box.offsets[1:]) or part.sizes[1:] != box.sizes[1:]:
+            return False
+        at += part.sizes[0]
+    return at == box.offsets[0] + box.sizes[0]
+
+
+def run_exchange(local: Tensor, step: Exchange) -> Tensor:
+    """One rank's side of `step`, outside of autograd."""
+    program = _program(step, collectives.rank())
+    if not program.schedule.ranks:
+        return _run_locally(local, step, program)
+    return _assemble(collectives.all_to_all(*_message(local, step, program)), step, program)
+
+
+def start_exchange(local: Tensor, step: Exchange) -> Finish:
+    """Start `run_exchange`."""
+    program = _program(step, collectives.rank())
+    if not program.schedule.ranks:
+        found = _run_locally(local, step, program)
+        return lambda: found
+    wait = collectives.start_all_to_all(*_message(local, step, program))
+    return lambda: _assemble(wait(), step, program)
+
+
+def _message(
+    local: Tensor, step: Exchange, program: _Program
+) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    plan = program.schedule
+    parts = pack(split_by_boxes(local, step.src.boxes(collectives.rank())), plan)
+    send = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else local.new_empty(0)
+    return send, plan.send_counts, plan.recv_counts, plan.ranks
+
+
+def _assemble(received: Tensor, step: Exchange, program: _Program) -> Tensor:
+    if program.in_order and received.numel() == prod(program.shape):
+        # Not `view`: autograd refuses in-place ops on a view that comes out of a Function.
+        return torch.ops.aten._unsafe_view.default(received, program.shape)  # type: ignore[no-any-return]
+    return _fill(unpack(received, program.schedule), received, step, program)
+
+
+def _run_locally(local: Tensor, step: Exchange, program: _Program) -> Tensor:
+    views = split_by_boxes(local, step.src.boxes(collectives.rank()))
+    parts = [views[part.index][part.region] for part in program.schedule.sends]
+    if len(parts) == 1 and parts[0].shape == program.shape:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    return _fill(parts, local, step, program)
+
+
+def _fill(parts: Sequence[Tensor], like: Tensor, step: Exchange, program: _Program) -> Tensor:
+    """The local tensor, with the parts received copied or added to their regions."""
+    if program.partial_sums and like.dtype != torch.bool:
+        first, second, *others = (parts[i] for i in program.order)
+        out = first + second
+        for part in others:
+            out += part
+        return out
+    if program.fill is None:
+        out = like.new_empty(program.shape)
+    else:
+        out = like.new_full(program.shape, identity(program.fill, like.dtype))
+    views = split_by_boxes(out, step.dst.boxes(collectives.rank()))
+    for index in program.order:
+        target = program.schedule.recvs[index]
+        region = views[target.index][target.region]
+        if program.first[index]:
+            region.copy_(parts[index])
+        elif out.dtype == torch.bool:
+            region.logical_or_(parts[index])
+        else:
+            region.add_(parts[index])
+    return out
+
+
+def identity(reduce_op: str, dtype: torch.dtype) -> float:
+    """The value that changes nothing under `reduce_op`."""
+    if reduce_op in ("sum", "avg"):
+        return 0
+    if reduce_op == "product":
+        return 1
+    if dtype == torch.bool:
+        return reduce_op == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if reduce_op == "max" else float("inf")
+    return torch.iinfo(dtype).min if reduce_op == "max" else torch.iinfo(dtype).max

@@ -1,0 +1,115 @@
+"""All-to-alls of boxes: the parts of its tensors that a rank sends, and those that it receives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.layout import Box
+from shardwise.trace import comm_trace
+from shardwise.trace.comm_trace import INTERNAL, Cause, CommEvent
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A region of one of several tensors."""
+
+    index: int  # of the tensor
+    region: tuple[slice, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, box: Box, outer: Sequence[Box]) -> "Part":
+        """The part of the first of the `outer` boxes that contains `box`."""
+        index = next(i for i, b in enumerate(outer) if b.intersect(box) == box)
+        return cls(index, box.relative_to(outer[index]), box.sizes)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one rank sends and receives, both in the order of `ranks`."""
+
+    ranks: Ranks
+    sends: tuple[Part, ...]
+    recvs: tuple[Part, ...]
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    lengths: tuple[int, ...]  # of the parts received
+
+
+def schedule(ranks: Ranks, sends: Sequence[tuple[int, Part]], recvs: Sequence[tuple[int, Part]]) -> Schedule:
+    """The schedule of parts sent to, and received from, given ranks."""
+
+    def counts(parts: Sequence[tuple[int, Part]]) -> tuple[int, ...]:
+        return tuple(sum(_numel(part) for peer, part in parts if peer == rank) for rank in ranks)
+
+    received = tuple(part for _, part in recvs)
+    return Schedule(
+        ranks, tuple(p for _, p in sends), received, counts(sends), counts(recvs), tuple(map(_numel, received))
+    )
+
+
+def _numel(part: Part) -> int:
+    return Box((), part.sizes).numel
+
+
+def pack(tensors: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
+    """The parts to send, each in one dim."""
+    return [tensors[part.index][part.region].reshape(-1) for part in plan.sends]
+
+
+def unpack(received: Tensor, plan: Schedule) -> list[Tensor]:
+    """The parts received, each in its own shape."""
+    flat = received.split_with_sizes(plan.lengths) if plan.lengths else ()
+    return [x.view(part.sizes) for x, part in zip(flat, plan.recvs, strict=True)]
+
+
+# ---- all-to-all with gradients ------------------------------------------------------------------------------
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: tuple[int, ...],
+        cause: Cause,
+    ) -> Tensor:
+        if comm_trace.listening():
+            cause = comm_trace.with_call_site(cause)
+        ctx.args = (recv_counts, send_counts, ranks, cause.for_backward())
+        return all_to_all_no_grad(send, send_counts, recv_counts, ranks, cause)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)  # type: ignore[no-untyped-call]
+        return sent, None, None, None, None
+
+
+def all_to_all(
+    send: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    ranks: tuple[int, ...],
+    cause: Cause = INTERNAL,
+) -> Tensor:
+    """All-to-all of a 1-D tensor with split sizes; gradients are sent the other way."""
+    return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_to_all_no_grad(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
+) -> Tensor:
+    """The same without a gradient."""
+    if not comm_trace.listening() or len(ranks) == 1:
+        return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+    sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
+    with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
+        return collectives.all_to_all(send, send_counts, recv_counts, ranks)
