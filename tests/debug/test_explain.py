@@ -68,7 +68,7 @@ def test_an_operand_that_is_moved_is_told_with_line_layouts_bytes_reason_and_rem
         assert (move.src.placements, move.dst.placements) == ((S1,), (ROWS,))
         assert move.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
         assert move.total_bytes == 8 * 14
-        assert cause.why == "each rank computes its own elements"
+        assert cause.why == "elementwise"
         assert move.avoid == (
             "head.weight.redistribute(placements=[Shard(0, sizes=(4, 1, 2))]) before the loop, "
             "or [Shard(0, sizes=(4, 1, 2))] in the plan"

@@ -1,4 +1,4 @@
-"""Attention: batch and heads are on their own, cut queries know their places, cut keys meet in one exchange."""
+"""Attention. Sharded batch, heads and queries need no communication, sharded keys one all-gather of partial sums."""
 
 from types import FunctionType
 from typing import Any
@@ -12,8 +12,6 @@ from shardwise.rules.empty import never_empty
 from shardwise.rules.reductions.normalisation import INF, Maybe, wide
 from shardwise.rules.row import LocalContext, Meta, OpRule, Row, arguments, local_with, register
 
-Places = tuple[Placement, ...]
-
 
 def attention(
     query: Meta, key: Meta, value: Meta, attn_mask: Meta | None = None, dropout_p: float = 0.0,
@@ -23,33 +21,40 @@ def attention(
     operands, masks = (query, key, value), () if attn_mask is None else (attn_mask,)
     at, own = query.ndim - 2, None if attn_mask is None or attn_mask.dtype == torch.bool else _attend
     if dropout_p > 0 or (is_causal and masks):
-        raise NotImplementedError("no kernel drops weights by their places, or takes a mask beside is_causal")
+        raise NotImplementedError("no kernel takes dropout with a counter-based RNG, or a mask together with is_causal")
     if {key.ndim, value.ndim} != {query.ndim} or any(not 2 <= x.ndim <= query.ndim for x in masks):
-        raise NotImplementedError("operands of other numbers of dims are stretched first")
+        raise NotImplementedError("operands with different numbers of dims are decomposed")
 
     def row(
-        dim: int, places: Places, output: Placement, why: str, local: Any = None, layout_from: int | None = None
+        dim: int,
+        placements: tuple[Placement, ...],
+        output: Placement,
+        why: str,
+        local: Any = None,
+        layout_from: int | None = None,
     ) -> Row:
         length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
         dims = [(x, (at + 1 if output == REPLICATE else dim) - query.ndim + x.ndim) for x in masks]
-        cut = [Shard(d) if d >= 0 and x.shape[d] == length else REPLICATE for x, d in dims]
-        return Row((*places, *cut), output, why, local, True if layout_from is None else (layout_from, 3), layout_from)
+        of_masks = [Shard(d) if d >= 0 and x.shape[d] == length else REPLICATE for x, d in dims]
+        return Row(
+            (*placements, *of_masks), output, why, local, True if layout_from is None else (layout_from, 3), layout_from
+        )
 
     rows = []
     for d in range(at):
-        mine, length = Shard(d), max(x.shape[d] for x in operands)
+        sharded, length = Shard(d), max(x.shape[d] for x in operands)
         if enable_gqa and d == at - 1 and key.shape[d] != query.shape[d]:
-            why = "each rank computes its own heads, with the keys that they share"
-            rows += [row(d, (mine, p, p), mine, why, _attend, 0) for p in (mine, REPLICATE)]
+            why = "head-sharded queries of grouped-query attention"
+            rows += [row(d, (sharded, p, p), sharded, why, _attend, 0) for p in (sharded, REPLICATE)]
         elif query.shape[d] == length:
-            places = tuple(mine if x.shape[d] == length else REPLICATE for x in operands)
-            rows.append(row(d, places, mine, "each rank computes its own batch or heads", own))
+            placements = tuple(sharded if x.shape[d] == length else REPLICATE for x in operands)
+            rows.append(row(d, placements, sharded, "batch- or head-sharded", own))
     local = _attend if is_causal else own
-    rows.append(row(at, (Shard(at), REPLICATE, REPLICATE), Shard(at), "each rank answers its own queries", local))
-    why = "softmaxes over cut keys are combined"
+    rows.append(row(at, (Shard(at), REPLICATE, REPLICATE), Shard(at), "query-sharded", local))
+    why = "key-sharded: ranks combine their softmaxes"
     rows.append(row(at, (REPLICATE, Shard(at), Shard(at)), REPLICATE, why, _attend))
     columns = Shard(at + 1)
-    rows.append(row(at + 1, (REPLICATE, REPLICATE, columns), columns, "columns of values are on their own", own))
+    rows.append(row(at + 1, (REPLICATE, REPLICATE, columns), columns, "sharded value features", own))
     rows.append(row(at + 1, (REPLICATE, REPLICATE, PARTIAL), PARTIAL, "linear in the values"))
     return rows
 
@@ -61,39 +66,42 @@ def _attend(
     at = query.ndim - 2
     own, keys = (ctx.layouts[i].boxes(ctx.rank)[0] for i in (0, 1))
     if enable_gqa and any(layout.shape[at - 1] != ctx.layouts[0].shape[at - 1] for layout in ctx.layouts[1:3]):
-        key, value = _of_own_heads(ctx, key, value, at - 1)
+        key, value = _heads_of_queries(ctx, key, value, at - 1)
     if is_causal:
         first, start = own.offsets[at], keys.offsets[at]
-        stop = min(max(first + own.sizes[at], start), start + keys.sizes[at])  # nobody here looks at what is behind
+        stop = min(
+            max(first + own.sizes[at], start), start + keys.sizes[at]
+        )  # keys behind are masked for all queries of this rank
         key, value = key.narrow(at, 0, stop - start), value.narrow(at, 0, stop - start)
         rows = torch.arange(first, first + own.sizes[at], device=query.device).unsqueeze(1)
         attn_mask = rows >= torch.arange(start, stop, device=query.device)
-    cut = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
-    if cut:
-        return _combined(ctx, cut, query, key, value, attn_mask, scale)
+    key_axes = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
+    if key_axes:
+        return _combined(ctx, key_axes, query, key, value, attn_mask, scale)
     empty = not (query.numel() and key.numel() and value.numel())
-    # On nothing torch forgets that the gradient of a mask waits for this rank as well.
-    compute = in_steps if empty and attn_mask is not None else F.scaled_dot_product_attention
+    # For empty operands torch drops the mask from the graph, and its gradient needs all ranks.
+    compute = math_attention if empty and attn_mask is not None else F.scaled_dot_product_attention
     return compute(query, key, value, attn_mask, scale=scale)
 
 
-def _of_own_heads(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
-    """A head of the keys and of the values for every head of the queries here."""
+def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
+    """The head of the keys and of the values of each local head of the queries."""
     of_queries, *others = ctx.layouts[:3]
-    shared = [of_queries.shape[at] // layout.shape[at] for layout in others]
+    group_sizes = [of_queries.shape[at] // layout.shape[at] for layout in others]
 
     def wanted(rank: int) -> list[tuple[int, Box]]:
         queries, boxes = of_queries.boxes(rank)[0], []
-        for i, (layout, each) in enumerate(zip(others, shared, strict=True)):
-            first, stop = queries.offsets[at] // each, -(-(queries.offsets[at] + queries.sizes[at]) // each)
+        for i, (layout, size) in enumerate(zip(others, group_sizes, strict=True)):
+            first, stop = queries.offsets[at] // size, -(-(queries.offsets[at] + queries.sizes[at]) // size)
             boxes.append((i, layout.boxes(rank)[0].along(at, first, max(stop - first, 0))))
         return boxes
 
-    parts = ctx.fetch_boxes([key, value], [ctx.boxes(1), ctx.boxes(2)], wanted)
+    fetched = ctx.fetch_boxes([key, value], [ctx.boxes(1), ctx.boxes(2)], wanted)
     box = of_queries.boxes(ctx.rank)[0]
     heads = torch.arange(box.offsets[at], box.offsets[at] + box.sizes[at], device=key.device)
     return [
-        part.index_select(at, heads // each - box.offsets[at] // each) for part, each in zip(parts, shared, strict=True)
+        part.index_select(at, heads // each - box.offsets[at] // each)
+        for part, each in zip(fetched, group_sizes, strict=True)
     ]
 
 
@@ -106,10 +114,10 @@ def _combined(
     mask: Maybe,
     scale: float | None,
 ) -> Tensor:
-    """Each rank sends its weighted values, their weight, and the largest score that both are relative to."""
+    """All-gathers each rank's weighted values, the sum of its weights, and the largest score both are relative to."""
     kind = query.device.type
-    lowered = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if lowered else query.dtype
+    autocast = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if autocast else query.dtype
     with torch.autocast(kind, enabled=False):
         query, key, value = (wide(x.to(dtype)) for x in (query, key, value))
         scores = _scores(query, key, mask, scale)
@@ -119,12 +127,12 @@ def _combined(
         top = scores.detach().amax(-1, keepdim=True)
         weights = (scores - top.clamp(min=least)).exp()
         out = weights @ value
-        beside = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
-        mine = torch.cat([out, *beside], -1)
-        values, sums, tops = ctx.all_gather(mine, ctx.ranks(axes)).split([out.shape[-1], 1, 1], -1)
+        sums_and_tops = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
+        local = torch.cat([out, *sums_and_tops], -1)
+        values, sums, tops = ctx.all_gather(local, ctx.ranks(axes)).split([out.shape[-1], 1, 1], -1)
         shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
         total = (sums * shares).sum(0)
-        out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # nothing seen gives zeros
+        out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # a query without keys gets zeros
         return out.to(dtype)  # type: ignore[no-any-return]
 
 
@@ -135,19 +143,19 @@ def _scores(query: Tensor, key: Tensor, mask: Maybe, scale: float | None) -> Ten
     return scores.masked_fill(~mask, -INF) if mask.dtype == torch.bool else scores + mask
 
 
-def in_steps(
+def math_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Maybe = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention as products, a softmax and dropout, each with its own rule."""
+    """Attention as matrix products, a softmax and dropout."""
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
     scores = _scores(query, key, attn_mask, scale)
     if is_causal:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -INF)
-    blind = (scores == -INF).all(-1, keepdim=True)  # a query that sees nothing gets zeros
-    weights = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    masked = (scores == -INF).all(-1, keepdim=True)  # a query without keys gets zeros
+    weights = torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
     return F.dropout(weights, dropout_p) @ value
 
 
@@ -156,42 +164,47 @@ def _shape(query: Meta, key: Meta, value: Meta, *_: Any, **__: Any) -> tuple[int
     return (*(max(sizes) if min(sizes) else 0 for sizes in lead), query.shape[-2], value.shape[-1])
 
 
-BATCHED = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}  # which dim is the batch
+BATCH_DIM = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}
 
 
 def multi_head(*args: Any, **kwargs: Any) -> list[Row]:
-    """Examples and queries are on their own, given whole weights; all else is left to the ops it is made of."""
+    """Sharded batch or queries with replicated weights; everything else is decomposed."""
     named = arguments(F.multi_head_attention_forward, args, kwargs)
     operands = {name: x for name, x in named.items() if isinstance(x, Meta)}
     mask, batched = operands.get("attn_mask"), operands["query"].ndim == 3
-    kept = {"query", "key", "value", "key_padding_mask", "attn_mask"}
+    shardable = {"query", "key", "value", "key_padding_mask", "attn_mask"}
     if named["dropout_p"] > 0 and named["training"]:
-        raise NotImplementedError("weights are dropped by their places")
-    if any(x.placement != REPLICATE and (name not in kept or x.placement == Shard(2)) for name, x in operands.items()):
-        raise NotImplementedError("its weights or features are cut")
+        raise NotImplementedError("dropout uses a counter-based RNG")
+    if any(
+        x.placement != REPLICATE and (name not in shardable or x.placement == Shard(2)) for name, x in operands.items()
+    ):
+        raise NotImplementedError("its weights or features are sharded")
     if {"static_k", "static_v"} & operands.keys():
-        raise NotImplementedError("static keys hold batch and heads in one dim")
+        raise NotImplementedError("static keys have batch and heads in one dim")
     rows = []
     if batched and (mask is None or mask.ndim == 2):
-        inputs = tuple(Shard(BATCHED[name]) if name in BATCHED else REPLICATE for name in operands)
-        local = local_with(never_empty, tuple(2 if name in BATCHED else 0 for name in operands))
-        rows.append(Row(inputs, (Shard(1), Shard(0)), "each rank attends to its own examples", local))
+        inputs = tuple(Shard(BATCH_DIM[name]) if name in BATCH_DIM else REPLICATE for name in operands)
+        local = local_with(never_empty, tuple(2 if name in BATCH_DIM else 0 for name in operands))
+        rows.append(Row(inputs, (Shard(1), Shard(0)), "batch-sharded", local))
     if not named["is_causal"]:
         dims = {"query": 0, "attn_mask": -1 if mask is None else mask.ndim - 2}
         inputs = tuple(Shard(dims[name]) if name in dims else REPLICATE for name in operands)
-        filled = {"query": operands["query"].ndim, "attn_mask": 2}
-        local = local_with(never_empty, tuple(filled.get(name, 0) for name in operands))
-        rows.append(Row(inputs, (Shard(0), Shard(int(batched))), "each rank answers its own queries", local))
+        filled_dims = {"query": operands["query"].ndim, "attn_mask": 2}
+        local = local_with(never_empty, tuple(filled_dims.get(name, 0) for name in operands))
+        rows.append(Row(inputs, (Shard(0), Shard(int(batched))), "query-sharded", local))
     return rows
 
 
-def as_written(function: Any) -> Any:
-    """A Python function of torch, not handed to subclasses as a whole, so that the ops in it find their rules."""
+def without_torch_function(function: Any) -> Any:
+    """A Python function of torch that does not dispatch to `__torch_function__` itself, only the ops that it calls."""
     names = function.__globals__ | {"has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-register(OpRule(multi_head, decomposition=as_written(F.multi_head_attention_forward)), F.multi_head_attention_forward)
-register(OpRule(attention, shape=_shape, decomposition=in_steps), F.scaled_dot_product_attention)
+register(
+    OpRule(multi_head, decomposition=without_torch_function(F.multi_head_attention_forward)),
+    F.multi_head_attention_forward,
+)
+register(OpRule(attention, shape=_shape, decomposition=math_attention), F.scaled_dot_product_attention)

@@ -1,4 +1,4 @@
-"""Convolutions. A cut spatial dim fetches the edges of its pieces; channels are cut as columns and rows of a matrix."""
+"""Convolutions. Spatial dims are sharded with halo exchanges, channels like rows and columns of a matrix."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.layout import PARTIAL, REPLICATE, Box, Layout, Shard
 from shardwise.rules.empty import filled
 from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, local_with, register
-from shardwise.rules.window import Window, Windows, cropped, each, seen_box, sliding, window_rows
+from shardwise.rules.window import Window, Windows, cropped, each, input_box, sliding, window_rows
 
 aten = torch.ops.aten
 FORWARD: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
@@ -21,7 +21,7 @@ TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_tran
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution with every argument spelled out; channels as in the whole tensors."""
+    """A convolution with all arguments as tuples; channels are global."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -34,27 +34,26 @@ class Convolution:
 
     @property
     def rows(self) -> int:
-        """How long the first dim of the weight is."""
+        """Size of the first dim of the weight."""
         return self.channels[0 if self.transposed else 1]
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        """On any piece."""
         which = len(self.windows) - 1
         if self.transposed:
             rest = self.output_padding, groups, self.dilation
             return TRANSPOSED[which](x, weight, bias, self.stride, self.padding, *rest)
         return FORWARD[which](x, weight, bias, self.stride, self.padding, self.dilation, groups)
 
-    def map_index(self, channels: int, b: int) -> int:
-        """Where a cut at `b` of a dim of `channels` falls in the output, in whole groups."""
-        return (b * self.groups + channels // 2) // channels * (self.channels[1] // self.groups)
+    def map_index(self, channels: int, offset: int) -> int:
+        """The output channel of shard offset `offset` in a dim of `channels`, rounded to a group."""
+        return (offset * self.groups + channels // 2) // channels * (self.channels[1] // self.groups)
 
 
-def _spelled_out(
+def _convolution(
     x: Meta, weight: Meta, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
 ) -> Convolution:
     count = weight.ndim - 2
-    stride, dilation, more = (each(value, count) for value in (stride, dilation, output_padding))
+    stride, dilation, output_padding = (each(value, count) for value in (stride, dilation, output_padding))
     kernel, lengths = weight.shape[2:], x.shape[x.ndim - count :]
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
     left = right = each(padding, count) if not isinstance(padding, str) else (0,) * count
@@ -62,7 +61,7 @@ def _spelled_out(
         left = tuple((span - 1) // 2 for span in spans)
         right = tuple(span - 1 - a for span, a in zip(spans, left, strict=True))
     windows = []
-    for n, k, s, d, a, b, p in zip(lengths, kernel, stride, dilation, left, right, more, strict=True):
+    for n, k, s, d, a, b, p in zip(lengths, kernel, stride, dilation, left, right, output_padding, strict=True):
         span = (k - 1) * d + 1
         if transposed:
             first, last = min(0, a - span + s), max(a, 2 * a - span + s)
@@ -71,22 +70,22 @@ def _spelled_out(
             windows.append(sliding(n, k, s, a, d, (n + a + b - span) // s + 1, b - a))
     channels = weight.shape[0], weight.shape[1] * groups
     channels = channels if transposed else (channels[1], channels[0])
-    return Convolution(stride, right, dilation, transposed, more, groups, channels, tuple(windows))
+    return Convolution(stride, right, dilation, transposed, output_padding, groups, channels, tuple(windows))
 
 
 def convolution_rows(x: Meta, weight: Meta, bias: Meta | None, *rest: Any) -> list[Row]:
     """out[n, o, at] = bias[o] + sum over c, k of x[n, c, window at + k] weight[o, c, k]."""
     try:
-        conv = _spelled_out(x, weight, *rest)
+        conv = _convolution(x, weight, *rest)
     except (ValueError, ZeroDivisionError):
-        return []  # torch says what is wrong
+        return []  # torch raises
     batched = x.ndim == weight.ndim
     if not (batched or x.ndim == weight.ndim - 1) or min((w.out for w in conv.windows), default=0) < 1:
         return []
     local, at = local_with(_convolve, conv), int(batched)
     rows = window_rows(x, conv.windows, 2, local)
     if batched:
-        rows.append(Row((Shard(0), REPLICATE, REPLICATE), Shard(0), "each rank computes its own examples"))
+        rows.append(Row((Shard(0), REPLICATE, REPLICATE), Shard(0), "batch-sharded"))
     rows += _channel_rows(conv, at, local) if conv.groups == 1 else _group_rows(conv, at, local)
     rows.append(Row((PARTIAL, REPLICATE, PARTIAL), PARTIAL, "linear in the input"))
     rows.append(Row((REPLICATE, PARTIAL, PARTIAL), PARTIAL, "linear in the weight"))
@@ -95,14 +94,14 @@ def convolution_rows(x: Meta, weight: Meta, bias: Meta | None, *rest: Any) -> li
 
 def _channel_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Row]:
     into, out_of = (0, 1) if conv.transposed else (1, 0)
-    why = "each rank computes its own output channels"
+    why = "sharded output channels"
     yield Row((REPLICATE, Shard(out_of), Shard(0)), Shard(at), why, local)
-    yield Row((Shard(at), Shard(into), PARTIAL), PARTIAL, "each rank sums its own input channels", local)
+    yield Row((Shard(at), Shard(into), PARTIAL), PARTIAL, "sharded input channels: partial sums", local)
 
 
 def _group_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Row]:
-    """Groups are convolutions beside each other: any operand may be cut between them; the others' parts are fetched."""
-    why = "each rank computes its own groups of channels"
+    """Any operand may be sharded between groups; the shards of the others are fetched."""
+    why = "sharded channel groups"
     from_input, from_weight = (local_with(Convolution.map_index, conv, n) for n in (conv.channels[0], conv.rows))
     yield Row((Shard(at), Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
     yield Row((REPLICATE, Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
@@ -110,9 +109,9 @@ def _group_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Ro
 
 
 @lru_cache(maxsize=4096)
-def _parts(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank: int) -> tuple[int, Box, Box, Box]:
-    """How many groups `rank` computes, and what it needs for that of the input, the weight and the bias."""
-    seen, own = seen_box(conv.windows, layouts[0], output, rank), output.boxes(rank)[0]
+def _boxes(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank: int) -> tuple[int, Box, Box, Box]:
+    """The number of groups that `rank` computes, and the boxes of input, weight and bias that it needs."""
+    source, own = input_box(conv.windows, layouts[0], output, rank), output.boxes(rank)[0]
     weight = layouts[1].boxes(rank)[0]
     at = len(own.sizes) - len(conv.windows) - 1
     bias, count = Box(own.offsets[at : at + 1], own.sizes[at : at + 1]), 1
@@ -120,27 +119,27 @@ def _parts(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank:
         of_group = conv.channels[1] // conv.groups
         first, count = bias.offsets[0] // of_group, bias.sizes[0] // of_group
         inputs, rows = conv.channels[0] // conv.groups, conv.rows // conv.groups
-        seen = seen.along(at, first * inputs, count * inputs)
+        source = source.along(at, first * inputs, count * inputs)
         weight = weight.along(0, first * rows, count * rows)
-    return count, seen, weight, bias
+    return count, source, weight, bias
 
 
 def _convolve(
     conv: Convolution, ctx: LocalContext, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    parts, rank = partial(_parts, conv, ctx.layouts, ctx.output), ctx.rank
-    groups, seen, *_rest = parts(rank)
-    x = ctx.fetch(input, 0, lambda rank: parts(rank)[1])
+    boxes, rank = partial(_boxes, conv, ctx.layouts, ctx.output), ctx.rank
+    groups, source, *_rest = boxes(rank)
+    x = ctx.fetch(input, 0, lambda rank: boxes(rank)[1])
     if conv.groups > 1:
-        weight = ctx.fetch(weight, 1, lambda rank: parts(rank)[2])
-        bias = None if bias is None else ctx.fetch(bias, 2, lambda rank: parts(rank)[3])
+        weight = ctx.fetch(weight, 1, lambda rank: boxes(rank)[2])
+        bias = None if bias is None else ctx.fetch(bias, 2, lambda rank: boxes(rank)[3])
     groups = max(groups, 1)
     weight = filled(weight, (1,) * weight.ndim)
     channels = (weight.shape[0], weight.shape[1] * groups)
     into, out_of = channels if conv.transposed else (channels[1], channels[0])
-    x = filled(x, [into, *(window.least for window in conv.windows)])
+    x = filled(x, [into, *(window.min_length for window in conv.windows)])
     out = conv.run(x, weight, None if bias is None else filled(bias, [out_of]), groups)
-    return cropped(out, conv.windows, seen, ctx.output.boxes(rank)[0])
+    return cropped(out, conv.windows, source, ctx.output.boxes(rank)[0])
 
 
 def forward(

@@ -1,4 +1,4 @@
-"""Kernels that refuse empty dims run on zeros there, and their results are emptied again."""
+"""Empty shards for kernels that refuse empty dims: they run on zeros, and the result is emptied."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +10,20 @@ from shardwise.rules.row import LocalContext
 
 
 def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """`x` with zeros where one of its last dims is empty, so many: most kernels refuse a dim of length 0."""
+    """`x`, with empty dims among its last ones padded with zeros to `lengths`: most kernels refuse empty dims."""
     shape = x.shape[x.ndim - len(lengths) :]
     if all(shape):
         return x
     return F.pad(
-        x, [n for own, wanted in zip(shape[::-1], lengths[::-1], strict=True) for n in (0, 0 if own else wanted)]
+        x, [n for size, length in zip(shape[::-1], lengths[::-1], strict=True) for n in (0, 0 if size else length)]
     )
 
 
 def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
-    """The op itself on every rank, as a row's local function.
+    """The op itself on every rank, as a local implementation.
 
     Args:
-        dims: how many of its last dims each tensor operand must not lack, or how many zeros an empty one gets.
+        dims: for each tensor operand how many of its last dims must not be empty, or the sizes to fill empty ones to.
     """
     lengths = iter((1,) * n if isinstance(n, int) else n for n in dims)
 
@@ -32,8 +32,7 @@ def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *arg
             return filled(x, next(lengths))
         return [fill(y) for y in x] if isinstance(x, list | tuple) else x
 
-    given = [fill(x) for x in args]
-    out = ctx.call(*given, **{name: fill(x) for name, x in kwargs.items()})
+    out = ctx.call(*map(fill, args), **{name: fill(x) for name, x in kwargs.items()})
     if isinstance(out, Tensor):
         return emptied(out, ctx.output.local_shape(ctx.rank))
     shapes = iter([layout.local_shape(ctx.rank) for layout in ctx.outputs])
@@ -41,7 +40,7 @@ def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *arg
 
 
 def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
-    """`out` with dims of length 0 where `shape` has them."""
+    """`out` with dims of size 0 where `shape` has them."""
     for dim, n in enumerate(shape):
         out = out if n else out.narrow(dim, 0, 0)
     return out

@@ -1,4 +1,4 @@
-"""Ops on planes: resizing, sampling, patches, and channels that become pixels."""
+"""Ops on images: resizing, sampling, patches, pixel shuffles."""
 
 from functools import partial
 from math import prod
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Box, Shard
 from shardwise.rules.empty import emptied, filled, never_empty
-from shardwise.rules.pool import in_windows, pool_rows, resized
+from shardwise.rules.pool import pool_rows, resized, with_halo
 from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.window import Window, each, sliding
 
@@ -22,11 +22,11 @@ def interpolate(
     input: Meta, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """Pixels between pixels. A plane may be cut where its length is multiplied or divided by a whole number."""
-    lengths, wanted = input.shape[2:], _wanted(input, size, scale_factor)
+    """Resized images. A spatial dim may be sharded if its size is multiplied or divided by an integer."""
+    lengths, sizes = input.shape[2:], _output_sizes(input, size, scale_factor)
     scales: tuple[Any, ...] = each(scale_factor, len(lengths)) if size is None else (None,) * len(lengths)
     windows = []
-    for n, out, factor in zip(lengths, wanted, scales, strict=True):
+    for n, out, factor in zip(lengths, sizes, scales, strict=True):
         regular = mode in HALO and not align_corners and not antialias
         exact = regular and (factor is None or recompute_scale_factor or n * factor == out)
         halo = HALO.get(mode, 0)
@@ -34,68 +34,69 @@ def interpolate(
             f = out // n
             windows.append(Window(n, out, 1, f, -halo * f, halo * f))
         elif exact and out and n % out == 0 and (factor is None or (n // out).bit_count() == 1):
-            f = n // out  # lengths times 1 / f are whole numbers for powers of two only
+            f = n // out  # n * (1 / f) is exact for powers of two only
             windows.append(Window(n, out, f, 1, -min(halo, 1) * f, f - 1 + min(halo, 1) * f))
         else:
             windows.append(Window(n, out, 0))
-    local = local_with(in_windows, tuple(windows)) if size is None else local_with(resized, tuple(windows), "size")
+    local = local_with(with_halo, tuple(windows)) if size is None else local_with(resized, tuple(windows), "size")
     return pool_rows(input, windows, local)
 
 
-def _wanted(input: Meta, size: Any = None, scale_factor: Any = None, *_: Any, **__: Any) -> tuple[int, ...]:
+def _output_sizes(input: Meta, size: Any = None, scale_factor: Any = None, *_: Any, **__: Any) -> tuple[int, ...]:
     if size is not None:
         return each(size, input.ndim - 2)
     return tuple(int(n * f) for n, f in zip(input.shape[2:], each(scale_factor, input.ndim - 2), strict=True))
 
 
 def _interpolated_shape(input: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    return (*input.shape[:2], *_wanted(input, *args, **kwargs))
+    return (*input.shape[:2], *_output_sizes(input, *args, **kwargs))
 
 
 def pixel_shuffle(input: Meta, upscale_factor: int) -> list[Row]:
-    """r r channels become a plane r times as high and as wide."""
+    """r² channels become a channel of r times the height and width."""
     return _rearranged(input, upscale_factor, 1)
 
 
 def pixel_unshuffle(input: Meta, downscale_factor: int) -> list[Row]:
-    """The other way round."""
+    """The inverse of `pixel_shuffle`."""
     return _rearranged(input, 1, downscale_factor)
 
 
 def _rearranged(x: Meta, up: int, down: int) -> list[Row]:
     local = local_with(never_empty, ((*(1,) * (x.ndim - 3), up * up, down, down),))
-    rows = [Row((Shard(d),), Shard(d), "planes are on their own", local) for d in range(x.ndim - 3)]
+    rows = [Row((Shard(d),), Shard(d), "batch- or channel-sharded", local) for d in range(x.ndim - 3)]
     for d, more, less in ((x.ndim - 3, down**2, up**2), (x.ndim - 2, up, down), (x.ndim - 1, up, down)):
         map_index = local_with(_scaled, more, less)
-        rows.append(Row((Shard(d),), Shard(d), "pixels stay together", local, map_index=map_index, alignment=less))
+        rows.append(
+            Row((Shard(d),), Shard(d), "sharded between blocks of pixels", local, map_index=map_index, alignment=less)
+        )
     return rows
 
 
-def _scaled(factor: int, divisor: int, b: int) -> int:
-    return b * factor // divisor
+def _scaled(factor: int, divisor: int, offset: int) -> int:
+    return offset * factor // divisor
 
 
 def channel_shuffle(input: Meta, groups: int) -> list[Row]:
-    """Channels change places."""
-    return [Row((Shard(d),), Shard(d), "only channels change places") for d in range(input.ndim) if d != 1]
+    """Channels are permuted."""
+    return [Row((Shard(d),), Shard(d), "sharded outside the channel dim") for d in range(input.ndim) if d != 1]
 
 
 def grid_sample(input: Meta, grid: Meta, *_: Any, **__: Any) -> list[Row]:
-    """out[n, c, at] = input[n, c] at the place grid[n, at]."""
-    rows = [Row((Shard(0), Shard(0)), Shard(0), "each rank samples its own examples")]
-    rows.append(Row((Shard(1), REPLICATE), Shard(1), "each rank samples its own channels"))
-    why = "each rank looks up its own places"
+    """out[n, c, at] = input[n, c] at the point grid[n, at]."""
+    rows = [Row((Shard(0), Shard(0)), Shard(0), "batch-sharded")]
+    rows.append(Row((Shard(1), REPLICATE), Shard(1), "channel-sharded"))
+    why = "sharded grid points"
     return rows + [Row((REPLICATE, Shard(d)), Shard(d + 1), why) for d in range(1, grid.ndim - 1)]
 
 
 def affine_grid(theta: Meta, size: Any, align_corners: bool | None = None) -> list[Row]:
-    """Places of the pixels of images of `size`, by a matrix an example."""
-    return [Row((Shard(0),), Shard(0), "each rank makes its own examples' places", _own_grid)]
+    """The points of the pixels of images of `size`, transformed by one matrix per example."""
+    return [Row((Shard(0),), Shard(0), "batch-sharded", _own_grid)]
 
 
 def _own_grid(ctx: LocalContext, theta: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
-    count = theta.shape[0]
-    out: Tensor = ctx.call(filled(theta, (1, 1, 1)), [max(count, 1), *size[1:]], *args, **kwargs)
+    out: Tensor = ctx.call(filled(theta, (1, 1, 1)), [max(theta.shape[0], 1), *size[1:]], *args, **kwargs)
     return emptied(out, ctx.output.local_shape(ctx.rank))
 
 
@@ -103,70 +104,70 @@ def _own_grid(ctx: LocalContext, theta: Tensor, size: Any, *args: Any, **kwargs:
 
 
 def unfold(input: Meta, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> list[Row]:
-    """out[n, (c, k), (i, j)] = the patch of input[n, c] at (i, j): rows of patches are cut with rows of the image."""
+    """out[n, (c, k), (i, j)] = the patch of input[n, c] at (i, j); patches are sharded with rows of the image."""
     sizes = zip(input.shape[-2:], *(each(a, 2) for a in (kernel_size, stride, padding, dilation)), strict=True)
     high, wide = (sliding(n, k, s, p, d, (n + 2 * p - (k - 1) * d - 1) // s + 1) for n, k, s, p, d in sizes)
     if high.out < 1 or wide.out < 1:
-        return []  # torch says what is wrong
+        return []  # torch raises
     channels, local = input.ndim - 3, local_with(_patches, high, wide.out)
-    rows = [Row((Shard(d),), Shard(d), "each rank cuts its own images up", local) for d in range(channels)]
-    map_index, why = local_with(mul, prod(each(kernel_size, 2))), "each rank cuts its own channels up"
+    rows = [Row((Shard(d),), Shard(d), "batch-sharded", local) for d in range(channels)]
+    map_index, why = local_with(mul, prod(each(kernel_size, 2))), "channel-sharded"
     rows.append(Row((Shard(channels),), Shard(channels), why, local, map_index=map_index))
-    map_index, why = local_with(_rows_of_patches, high, wide.out), "edges are fetched from their neighbours"
+    map_index, why = local_with(_patch_offset, high, wide.out), "halo exchange of edge pixels"
     return [*rows, Row((Shard(channels + 1),), Shard(channels + 1), why, local, map_index=map_index)]
 
 
-def _rows_of_patches(high: Window, wide: int, b: int) -> int:
-    return high.map_index(b) * wide
+def _patch_offset(high: Window, wide: int, offset: int) -> int:
+    return high.map_index(offset) * wide
 
 
 def _patches(high: Window, wide: int, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    def seen(rank: int) -> Box:
+    def halo(rank: int) -> Box:
         out = ctx.output.boxes(rank)[0]
-        low, stop = high.seen(out.offsets[-1] // wide, (out.offsets[-1] + out.sizes[-1]) // wide)
+        low, stop = high.inputs(out.offsets[-1] // wide, (out.offsets[-1] + out.sizes[-1]) // wide)
         return ctx.layouts[0].boxes(rank)[0].along(input.ndim - 2, low, stop - low)
 
     own = ctx.output.boxes(ctx.rank)[0]
-    piece = filled(ctx.fetch(input, 0, seen), (1, high.least, 1))
-    out: Tensor = ctx.call(piece, *args, **kwargs)
-    start = high.before(own.offsets[-1] // wide, seen(ctx.rank).offsets[-2]) * wide if own.sizes[-1] else 0
+    fetched = filled(ctx.fetch(input, 0, halo), (1, high.min_length, 1))
+    out: Tensor = ctx.call(fetched, *args, **kwargs)
+    start = high.skipped(own.offsets[-1] // wide, halo(ctx.rank).offsets[-2]) * wide if own.sizes[-1] else 0
     return out.narrow(-1, start, own.sizes[-1]).narrow(-2, 0, own.sizes[-2])
 
 
 def fold(input: Meta, output_size: Any, kernel_size: Any, *_: Any, **__: Any) -> list[Row]:
-    """The sum of patches where they lie."""
+    """The sum of overlapping patches."""
     size, channels = prod(each(kernel_size, 2)), input.ndim - 2
     local = local_with(_images, size)
-    rows = [Row((Shard(d),), Shard(d), "each rank adds up its own images", local) for d in range(channels)]
-    map_index, why = local_with(_scaled, 1, size), "each rank adds up its own channels"
+    rows = [Row((Shard(d),), Shard(d), "batch-sharded", local) for d in range(channels)]
+    map_index, why = local_with(_scaled, 1, size), "channel-sharded"
     rows.append(Row((Shard(channels),), Shard(channels), why, local, map_index=map_index, alignment=size))
-    rows.append(Row((Shard(channels + 1),), PARTIAL, "each rank adds up its own patches", local))
-    return [*rows, Row((PARTIAL,), PARTIAL, "a sum of sums", local)]
+    rows.append(Row((Shard(channels + 1),), PARTIAL, "sharded patches: partial sums", local))
+    return [*rows, Row((PARTIAL,), PARTIAL, "linear", local)]
 
 
 def _images(size: int, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     box, patches = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[-1]
     before = box.offsets[-1]
-    whole = F.pad(input, (before, patches - before - box.sizes[-1]))
+    padded = F.pad(input, (before, patches - before - box.sizes[-1]))
     channels = input.shape[-2] // size
-    out: Tensor = ctx.call(whole if channels else F.pad(whole, (0, 0, 0, size)), *args, **kwargs)
+    out: Tensor = ctx.call(padded if channels else F.pad(padded, (0, 0, 0, size)), *args, **kwargs)
     return emptied(out, ctx.output.local_shape(ctx.rank))
 
 
 def fractional_pool(dims: int, input: Meta, *_: Any, _random_samples: Meta | None = None, **__: Any) -> list[Row]:
-    """The largest of windows that begin where samples say, one a plane."""
+    """Maxima of windows with random offsets, one sample of offsets per channel."""
     if _random_samples is None:
-        raise NotImplementedError("samples are drawn first")
-    planes = input.ndim - dims
+        raise NotImplementedError("random samples are drawn first")
+    lead = input.ndim - dims
     local = local_with(never_empty, (dims + 1, 2))
-    places = [(d, d + 2 - planes) for d in range(planes)]
-    return [Row((Shard(d), Shard(own)), Shard(d), "planes are on their own", local) for d, own in places]
+    dims_of_samples = [(d, d + 2 - lead) for d in range(lead)]
+    return [Row((Shard(d), Shard(own)), Shard(d), "batch- or channel-sharded", local) for d, own in dims_of_samples]
 
 
 def _with_samples(op: Any, dims: int, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Samples of numbers that depend on no layout."""
-    planes = input.detach().flatten(-dims)[..., :1].expand(*input.shape[:-dims], dims)
-    samples = torch.rand_like(planes if input.ndim == dims + 2 else planes.unsqueeze(0))
+    """The op with samples from the counter-based RNG, which do not depend on the layout."""
+    like = input.detach().flatten(-dims)[..., :1].expand(*input.shape[:-dims], dims)
+    samples = torch.rand_like(like if input.ndim == dims + 2 else like.unsqueeze(0))
     return op(input, *args, **{**kwargs, "_random_samples": samples})
 
 

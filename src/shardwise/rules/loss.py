@@ -1,4 +1,4 @@
-"""Losses. Each rank scores what it holds; a mean over unequal pieces divides sums by what the whole batch counts."""
+"""Losses. Each rank computes the loss of its shard; a mean divides partial sums by the global count."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +33,7 @@ def _checked(loss: Loss, args: tuple[Any, ...], kwargs: Named) -> tuple[Named, l
     """The arguments by name, and those of them that are tensors, in the order of the call."""
     named = arguments(loss, args, kwargs)
     if named.get("size_average") is not None or named.get("reduce") is not None:
-        raise NotImplementedError("size_average and reduce are translated by torch")
+        raise NotImplementedError("size_average and reduce are deprecated: torch translates them first")
     return named, [x for x in named.values() if isinstance(x, Meta)]
 
 
@@ -55,8 +55,8 @@ def elementwise(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     weighted = named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss, F.huber_loss)
     strict = loss in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
     if (strict or weighted) and named["input"].shape != named["weight" if weighted else "target"].shape:
-        raise NotImplementedError("torch says what is wrong with the shapes")
-    rows = shard_rows(tensors, "each rank scores its own elements")
+        raise NotImplementedError("torch raises for these shapes")
+    rows = shard_rows(tensors, "sharded elements")
     reduction, count = named["reduction"], prod(broadcast(*tensors))
     if loss is F.kl_div and reduction == "batchmean":
         count = broadcast(*tensors)[0] if broadcast(*tensors) else 1
@@ -68,14 +68,14 @@ def of_examples(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     named, tensors = _checked(loss, args, kwargs)
     first, sums = tensors[0], loss in (F.cosine_embedding_loss, F.triplet_margin_loss)
     if sums and first.placement.is_shard(first.ndim - 1):
-        raise NotImplementedError("sums over a cut dim are summed over the ranks if torch takes the loss apart")
+        raise NotImplementedError("a loss that sums over a sharded dim is decomposed")
 
-    def placed(x: Meta, dim: int) -> Placement:
+    def shard(x: Meta, dim: int) -> Placement:
         own = dim - (first.ndim - x.ndim if x is named.get("weight") else 0)
         return Shard(own) if own >= 0 and x.shape[own : own + 1] == first.shape[dim : dim + 1] else REPLICATE
 
-    why = "each rank scores its own examples"
-    rows = [Row(tuple(placed(x, d) for x in tensors), Shard(d), why) for d in range(first.ndim - 1)]
+    why = "batch-sharded"
+    rows = [Row(tuple(shard(x, d) for x in tensors), Shard(d), why) for d in range(first.ndim - 1)]
     return _reduced(loss, named["reduction"], prod(first.shape[:-1]), rows)
 
 
@@ -87,7 +87,7 @@ def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Ro
 
 
 def _known_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> LocalFunction | None:
-    """Where this rank has something to score, and no weights that all ranks have to add up."""
+    """`_share` if it is known before the call: the shard is not empty, and there are no weights to all-reduce."""
     shapes = [layout.local_shape(ctx.rank) for layout in ctx.layouts]
     own = prod(torch.broadcast_shapes(*shapes) if loss in ELEMENTS else shapes[0][:-1])
     if not own or reduction == "batchmean" or (loss in (F.mse_loss, F.l1_loss) and len(shapes) > 2):
@@ -98,7 +98,7 @@ def _known_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> L
 
 @specialized(_known_share, python=True)
 def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
-    """This rank's summand of the loss: a share of its own mean, because a sum may not fit a short dtype."""
+    """This rank's partial sum of the loss: a share of its own mean, because a sum may overflow a small dtype."""
     named = arguments(loss, args, kwargs)
     tensors = [x for x in named.values() if isinstance(x, Tensor)]
     own = torch.broadcast_shapes(*(x.shape for x in tensors)) if loss in ELEMENTS else tensors[0].shape[:-1]
@@ -117,16 +117,16 @@ def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: 
 def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     """out = -log softmax(input)[target], or -input[target], times weights; classes in dim 1 (dim 0 of a 1-D input).
 
-    A cut batch gives summands; the mean divides by the number (or weight) of targets that count, which the
-    ranks add up in one small exchange. A cut class dim needs no gather of the scores: each rank sends a few
-    numbers an example, its log-sum-exp and its part of the weighted score of the target among them.
+    A sharded batch gives partial sums; the mean divides by the number (or weight) of targets that are not ignored,
+    all-reduced in one small collective. A sharded class dim needs no all-gather of the scores: each rank sends a few
+    numbers per example, such as its log-sum-exp and the weighted score of the target.
     """
     named, tensors = _checked(loss, args, kwargs)
     scores, target, reduction = named["input"], named["target"], named["reduction"]
     classes = min(1, scores.ndim - 1)
     probabilities = target.ndim == scores.ndim
     if probabilities and named["ignore_index"] >= 0:
-        raise NotImplementedError("torch refuses to ignore a class of probabilities")
+        raise NotImplementedError("ignore_index does not apply to class probabilities")
     weight = (REPLICATE,) * (len(tensors) - 2)
     local = local_with(_classified, loss, prod(target.shape) // max(scores.shape[classes], 1))
     rows = []
@@ -135,65 +135,67 @@ def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
         if dim != classes:
             inputs = (Shard(dim), Shard(dim if probabilities else after), *weight)
             output, own = (Shard(after), None) if reduction == "none" else (PARTIAL, local)
-            rows.append(Row(inputs, output, "each rank scores its own examples", own))
+            rows.append(Row(inputs, output, "batch-sharded", own))
     inputs = (Shard(classes), Shard(classes) if probabilities else REPLICATE, *(Shard(0) for _ in weight))
-    return [*rows, Row(inputs, REPLICATE, "log-sum-exps of cut classes are combined", local)]
+    return [*rows, Row(inputs, REPLICATE, "class-sharded: ranks combine their log-sum-exps", local)]
 
 
-def _classified(loss: Loss, whole_batch: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
+def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
     named = arguments(loss, args, kwargs)
     scores, target, weight, reduction = (named[name] for name in ("input", "target", "weight", "reduction"))
     classes = min(1, scores.ndim - 1)
-    cut = [axis for axis in ctx.axes if ctx.layouts[0].placements[axis].is_shard(classes)]
-    rest = [axis for axis in ctx.axes if axis not in cut]
+    class_axes = [axis for axis in ctx.axes if ctx.layouts[0].placements[axis].is_shard(classes)]
+    batch_axes = [axis for axis in ctx.axes if axis not in class_axes]
     probabilities = target.ndim == scores.ndim
     counts = None if probabilities else target != named["ignore_index"]
     if counts is not None:
-        foreign = counts & ((target < 0) | (target >= ctx.layouts[0].shape[classes]))
-        named["target"] = target.masked_fill(foreign, named["ignore_index"])
-    if cut:
-        losses, weights = _of_cut_classes(ctx, cut, named, classes, counts)
+        invalid = counts & ((target < 0) | (target >= ctx.layouts[0].shape[classes]))
+        named["target"] = target.masked_fill(invalid, named["ignore_index"])
+    if class_axes:
+        losses, weights = _class_sharded(ctx, class_axes, named, classes, counts)
     else:
         losses = loss(**{**named, "reduction": "none"})
-        weights = counts if counts is None or weight is None else weight[target.where(counts & ~foreign, 0)] * counts
+        weights = counts if counts is None or weight is None else weight[target.where(counts & ~invalid, 0)] * counts
     total = losses if reduction == "none" else wide(losses).sum()
     if weights is not None and counts is not None:
-        weights = _agreed_weight(ctx, rest if reduction == "mean" else [], weights, _first(target, foreign))
+        weights = _total_weight(
+            ctx, batch_axes if reduction == "mean" else [], weights, _first_invalid(target, invalid)
+        )
     if reduction == "mean":
-        total = total / (whole_batch if weights is None else weights.to(total.dtype))
+        total = total / (batch_size if weights is None else weights.to(total.dtype))
     return total.to(scores.dtype)
 
 
-def _agreed_weight(ctx: LocalContext, axes: list[int], weights: Tensor, foreign: Tensor) -> Tensor:
-    """The weight of the targets of all ranks; the same error on all of them if one has a target that is no class."""
-    own = torch.cat([weights.detach().sum().double().view(1), foreign])
-    every = ctx.all_gather(own, ctx.ranks(axes)) if axes else own.unsqueeze(0)
-    _refuse_foreign(ctx, every)
-    return every[:, 0].sum()
+def _total_weight(ctx: LocalContext, axes: list[int], weights: Tensor, invalid: Tensor) -> Tensor:
+    """The weight of the targets of all ranks; the same error on all of them if one has an invalid target."""
+    own = torch.cat([weights.detach().sum().double().view(1), invalid])
+    gathered = ctx.all_gather(own, ctx.ranks(axes)) if axes else own.unsqueeze(0)
+    _refuse_invalid(ctx, gathered)
+    return gathered[:, 0].sum()
 
 
 @allow_in_graph
-def _first(target: Tensor, foreign: Tensor) -> Tensor:
-    """Whether there is a foreign target, and the first one."""
-    found = target[foreign][:1].double()
+def _first_invalid(target: Tensor, invalid: Tensor) -> Tensor:
+    """Whether there is an invalid target, and the first one."""
+    found = target[invalid][:1].double()
     return torch.stack([torch.ones_like(found).sum(), found.sum()])
 
 
 @allow_in_graph
-def _refuse_foreign(ctx: LocalContext, every: Tensor) -> None:
-    """Raise for a target that is no class: of what each rank says, whether it has one, and which."""
-    if bool(every[:, 1].any()):
-        which, shape = int(every[every[:, 1] > 0, 2][0]), ctx.layouts[0].shape
+def _refuse_invalid(ctx: LocalContext, gathered: Tensor) -> None:
+    """Raise for an invalid target of any rank."""
+    if bool(gathered[:, 1].any()):
+        which, shape = int(gathered[gathered[:, 1] > 0, 2][0]), ctx.layouts[0].shape
         raise IndexError(f"Target {which} is out of bounds: there are {shape[min(1, len(shape) - 1)]} classes.")
 
 
-def _of_cut_classes(
+def _class_sharded(
     ctx: LocalContext, axes: list[int], named: Named, classes: int, counts: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of every example, and the weight of its target where it has one.
 
     With q[c] the share of class c in an example's (smoothed) target times the weight of the class, the loss is
-    sum q[c] (log-sum-exp of x - x[c]): sums over classes, and so over ranks.
+    sum q[c] (log-sum-exp of x - x[c]): a sum over classes, so over ranks.
     """
     box, total = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[classes]
     start, length = box.offsets[classes], box.sizes[classes]
@@ -205,11 +207,11 @@ def _of_cut_classes(
         q = (target * (1 - smoothing) + smoothing / total) * column
         sent = {"score": (q * scores).sum(classes), "weight": q.sum(classes)}
     else:
-        mine = counts & (target >= start) & (target < start + length)
-        index = torch.where(mine, target - start, 0)
+        local = counts & (target >= start) & (target < start + length)
+        index = torch.where(local, target - start, 0)
         picked = scores.gather(classes, index.unsqueeze(classes)).squeeze(classes) if length else scores.sum(classes)
-        own = torch.where(mine, by_class[index], 0) if length else torch.zeros_like(picked)
-        sent = {"score": torch.where(mine, picked, 0) * own}
+        own = torch.where(local, by_class[index], 0) if length else torch.zeros_like(picked)
+        sent = {"score": torch.where(local, picked, 0) * own}
         if weight is not None:
             sent["weight"] = own
         if smoothing:
@@ -217,9 +219,9 @@ def _of_cut_classes(
             sent["all"] = by_class.sum().expand(own.shape)
     if "label_smoothing" in named:
         sent["lse"] = _log_sum_exp(scores, classes)
-    every = dict(zip(sent, ctx.all_gather(torch.stack(list(sent.values())), ctx.ranks(axes)).unbind(1), strict=True))
-    lse = torch.logsumexp(every.pop("lse"), 0) if "lse" in every else 0
-    summed = {name: parts.sum(0) for name, parts in every.items()}
+    gathered = dict(zip(sent, ctx.all_gather(torch.stack(list(sent.values())), ctx.ranks(axes)).unbind(1), strict=True))
+    lse = torch.logsumexp(gathered.pop("lse"), 0) if "lse" in gathered else 0
+    summed = {name: values.sum(0) for name, values in gathered.items()}
     if counts is None:
         return summed["weight"] * lse - summed["score"], None
     weights = summed.get("weight", counts.to(scores.dtype))
@@ -228,25 +230,25 @@ def _of_cut_classes(
 
 
 def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
-    """With a gradient of zero where all of x is -inf, which other ranks' scores may outweigh."""
+    """With a gradient of zero where all of x is -inf: other ranks may have finite scores."""
     if x.shape[dim] == 0:
         return x.sum(dim) - INF
-    nothing = (x.detach() == -INF).all(dim, keepdim=True)
-    return torch.logsumexp(x.masked_fill(nothing, 0), dim).masked_fill(nothing.squeeze(dim), -INF)
+    masked = (x.detach() == -INF).all(dim, keepdim=True)
+    return torch.logsumexp(x.masked_fill(masked, 0), dim).masked_fill(masked.squeeze(dim), -INF)
 
 
 def ctc(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
-    """out = the sum or mean over the batch of -log P(targets | log_probs), one example a column of log_probs."""
+    """out = the sum or mean over the batch of -log P(targets | log_probs), an example is a column of log_probs."""
     named, tensors = _checked(loss, args, kwargs)
     if [x.ndim for x in tensors[:2]] != [3, 2]:
-        raise NotImplementedError("targets in one row are not cut between examples")
+        raise NotImplementedError("concatenated targets are not sharded between examples")
     reduction = named["reduction"]
     output = Shard(0) if reduction == "none" else PARTIAL
     inputs = (Shard(1), *(Shard(0) for _ in tensors[1:]))
-    return [Row(inputs, output, "each rank scores its own examples", local_with(_ctc, tensors[0].shape[1]))]
+    return [Row(inputs, output, "batch-sharded", local_with(_ctc, tensors[0].shape[1]))]
 
 
-def _ctc(whole_batch: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
+def _ctc(batch_size: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
     named = arguments(F.ctc_loss, args, kwargs)
     box = ctx.layouts[0].boxes(ctx.rank)[0]
     own = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
@@ -256,11 +258,11 @@ def _ctc(whole_batch: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> T
     reduction = named["reduction"]
     losses = F.ctc_loss(**{**named, "reduction": "none"}) if box.sizes[1] else named["log_probs"].sum((0, 2))
     if reduction == "mean":
-        losses = losses / named["target_lengths"].clamp(min=1) / whole_batch
+        losses = losses / named["target_lengths"].clamp(min=1) / batch_size
     return losses if reduction == "none" else losses.sum()
 
 
-# ---- which loss is what -------------------------------------------------------------------------------------
+# ---- registration -------------------------------------------------------------------------------------------
 
 
 def _shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:

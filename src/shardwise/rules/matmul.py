@@ -1,4 +1,4 @@
-"""Products that sum over shared indices: the letters of an einsum say all there is to know about each."""
+"""Matrix products and other contractions: their rows follow from the letters of an einsum."""
 
 from collections.abc import Callable, Sequence
 from operator import mul
@@ -14,7 +14,7 @@ from shardwise.layout import REPLICATE, Partial, Placement, Shard
 from shardwise.rules.row import Meta, OpRule, Row, decomposed, local_with, register
 
 aten = torch.ops.aten
-STRETCHED = "?"  # stands for the index of a dim of length 1 that is repeated
+BROADCAST = "?"  # the letter of a dim of size 1 that is broadcast
 
 
 class Product(NamedTuple):
@@ -22,18 +22,18 @@ class Product(NamedTuple):
 
     Args:
         operands, letters: the tensors in the order of the arguments, and a letter for each of their dims.
-        stretch: letters whose dims of length 1 are repeated where others are longer; those of the term always are.
-        term: the number of the operand that is added instead of multiplied.
+        broadcast: letters whose dims of size 1 are broadcast; those of the term always are.
+        term: index of the operand that is added instead of multiplied.
     """
 
     operands: Sequence[Meta]
     letters: Sequence[str]
     output: str
-    stretch: str = ""
+    broadcast: str = ""
     term: int = -1
 
     def sizes(self) -> dict[str, int]:
-        """How long the dims are that have a letter."""
+        """The size of each letter's dims."""
         found: dict[str, int] = {}
         for x, letters in zip(self.operands, self.letters, strict=True):
             for letter, n in zip(letters, x.shape, strict=True):
@@ -41,18 +41,20 @@ class Product(NamedTuple):
                     found[letter] = n
         return found
 
-    def unstretched(self) -> list[str]:
-        """The letters without those of repeated dims, which nobody may cut.
+    def sharded_letters(self) -> list[str]:
+        """The letters, without those of broadcast dims, which are not sharded.
 
         Raises:
-            RuleError: dims that do not fit.
+            RuleError: sizes of dims do not match.
         """
         sizes, found = self.sizes(), []
         for i, (x, letters) in enumerate(zip(self.operands, self.letters, strict=True)):
-            marked = "".join(a if n == sizes[a] else STRETCHED for a, n in zip(letters, x.shape, strict=True))
+            marked = "".join(a if n == sizes[a] else BROADCAST for a, n in zip(letters, x.shape, strict=True))
             for a, n in zip(letters, x.shape, strict=True):
-                if n not in (1, sizes[a]) or (n != sizes[a] and i != self.term and a not in self.stretch):
-                    raise RuleError(f"Dims {letters} of shape {x.shape} do not fit the others of a product, {sizes}.")
+                if n not in (1, sizes[a]) or (n != sizes[a] and i != self.term and a not in self.broadcast):
+                    raise RuleError(
+                        f"Dims {letters} of shape {x.shape} do not match the sizes of the product, {sizes}."
+                    )
             found.append(marked)
         return found
 
@@ -60,22 +62,21 @@ class Product(NamedTuple):
 def product_rows(product: Product) -> list[Row]:
     """Rows of a product.
 
-    An index of the output may be cut wherever it occurs; a summed index may be cut if all factors have it
-    cut, which leaves summands; and the product is linear in each factor. A term that is added to the sum
-    (a bias) is then a summand itself: one rank contributes it, the others zeros.
+    A sharded index of the output is sharded wherever it occurs. A sharded contracted index is sharded in all factors
+    and gives partial sums. The product is linear in each factor. A term added to partial sums (a bias) is Partial too.
     """
-    rows, letters, output = [], product.unstretched(), product.output
+    rows, letters, output = [], product.sharded_letters(), product.output
     factors = [i for i in range(len(letters)) if i != product.term]
-    for letter in dict.fromkeys("".join(letters[i] for i in factors).replace(STRETCHED, "")):
+    for letter in dict.fromkeys("".join(letters[i] for i in factors).replace(BROADCAST, "")):
         if any(own.count(letter) > 1 for own in letters):
             continue  # a diagonal
         summed = letter not in output
-        places = tuple(Partial() if i == product.term and summed else _at(letter, x) for i, x in enumerate(letters))
-        why = f"each rank {'sums' if summed else 'computes'} its own part of index {letter}"
-        rows.append(Row(places, Partial() if summed else Shard(output.index(letter)), why))
+        placements = tuple(Partial() if i == product.term and summed else _at(letter, x) for i, x in enumerate(letters))
+        why = f"contracted index {letter} is sharded: partial sums" if summed else f"index {letter} is sharded"
+        rows.append(Row(placements, Partial() if summed else Shard(output.index(letter)), why))
     for index in factors:
-        places = tuple(Partial() if i in (index, product.term) else REPLICATE for i in range(len(letters)))
-        rows.append(Row(places, Partial(), f"linear in operand {index}"))
+        placements = tuple(Partial() if i in (index, product.term) else REPLICATE for i in range(len(letters)))
+        rows.append(Row(placements, Partial(), f"linear in operand {index}"))
     return rows
 
 
@@ -84,13 +85,13 @@ def _at(letter: str, letters: str) -> Placement:
 
 
 def register_product(indices: Callable[..., Product], *ops: Any, in_place: bool = False) -> None:
-    """Give ops the rows that `indices`, a function of their arguments, implies."""
+    """Register ops with the rows of the product that `indices` returns for their arguments."""
 
     def rows(*args: Any, **kwargs: Any) -> list[Row]:
         try:
             return product_rows(indices(*args, **kwargs))
         except ValueError as error:
-            raise RuleError("The operands have other numbers of dims than the product wants.") from error
+            raise RuleError("The operands do not have the numbers of dims of the product.") from error
 
     def shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
         product = indices(*args, **kwargs)
@@ -118,7 +119,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def matmul(input: Meta, other: Meta) -> Product:
-    """out[..., m, n] = sum_k input[..., m, k] other[..., k, n], 1-D operands as torch has them."""
+    """out[..., m, n] = sum_k input[..., m, k] other[..., k, n], 1-D operands as in torch."""
     batch = ascii_lowercase[: max(input.ndim, other.ndim, 2) - 2]
     left = batch[len(batch) - (input.ndim - 2) :] + "XY" if input.ndim > 1 else "Y"
     right = batch[len(batch) - (other.ndim - 2) :] + "YZ" if other.ndim > 1 else "Y"
@@ -127,7 +128,7 @@ def matmul(input: Meta, other: Meta) -> Product:
 
 
 def _inner(input: Tensor, other: Tensor) -> Tensor:
-    """out[…, …'] = sum_k input[…, k] other[…', k]; a number is multiplied."""
+    """out[…, …'] = sum_k input[…, k] other[…', k]; 0-D operands are multiplied."""
     return torch.tensordot(input, other, ([-1], [-1])) if input.ndim and other.ndim else input * other
 
 
@@ -141,18 +142,18 @@ def tensordot(a: Meta, b: Meta, dims: Any = 2, out: None = None) -> Product:
     if isinstance(dims, int):
         dims = range(a.ndim - dims, a.ndim), range(dims)
     if isinstance(dims, Meta):
-        raise NotImplementedError("dims are given by a tensor")
+        raise NotImplementedError("dims is a tensor")
     left, right = list(ascii_lowercase[: a.ndim]), list(ascii_uppercase[: b.ndim])
-    mine, theirs = ([d] if isinstance(d, int) else list(d) for d in dims)
-    summed = [left[d] for d in mine]
-    for d, letter in zip(theirs, summed, strict=True):
+    of_a, of_b = ([d] if isinstance(d, int) else list(d) for d in dims)
+    summed = [left[d] for d in of_a]
+    for d, letter in zip(of_b, summed, strict=True):
         right[d] = letter
     kept = "".join(c for c in left + right if c not in summed)
     return Product([a, b], ["".join(left), "".join(right)], kept, "".join(summed))
 
 
 def einsum(equation: str, *operands: Any) -> Product:
-    """Whatever the equation says. Letters that an operand repeats are its diagonal."""
+    """The equation's product. Letters that an operand repeats are its diagonal."""
     tensors: list[Meta] = list(operands if isinstance(operands[0], Meta) else operands[0])
     left, arrow, output = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -174,26 +175,24 @@ def added(term: str, left: str, right: str, output: str) -> Callable[..., Produc
     def indices(input: Meta, *factors: Any, **named: Any) -> Product:
         tensors = [input, *(x for x in (*factors, *named.values()) if isinstance(x, Meta))]
         if term == "m" and input.shape != tensors[1].shape[:1]:
-            raise NotImplementedError("torch does not stretch the term for an empty matrix")
+            raise NotImplementedError("torch does not broadcast the term for an empty matrix")
         return Product(tensors, [term[len(term) - input.ndim :], left, right], output, term=0)
 
     return indices
 
 
 def kron(input: Meta, other: Meta) -> list[Row]:
-    """out[i n + j] = input[i] other[j] in every dim, n the length of that dim of `other`."""
+    """out[i n + j] = input[i] other[j] in every dim, n the size of that dim of `other`."""
     ndim = max(input.ndim, other.ndim)
     first, second = ((1,) * (ndim - x.ndim) + x.shape for x in (input, other))
     rows = [Row((Partial(), REPLICATE), Partial(), "linear"), Row((REPLICATE, Partial()), Partial(), "linear")]
     for d in range(ndim):
-        own, others = d - (ndim - input.ndim), d - (ndim - other.ndim)
+        own, second_dim = d - (ndim - input.ndim), d - (ndim - other.ndim)
         if own >= 0:
             map_index = local_with(mul, second[d])
-            rows.append(
-                Row((Shard(own), REPLICATE), Shard(d), "a copy of the other factor an element", map_index=map_index)
-            )
-        if others >= 0 and first[d] == 1:
-            rows.append(Row((REPLICATE, Shard(others)), Shard(d), "one copy of the cut factor"))
+            rows.append(Row((Shard(own), REPLICATE), Shard(d), "sharded first factor", map_index=map_index))
+        if second_dim >= 0 and first[d] == 1:
+            rows.append(Row((REPLICATE, Shard(second_dim)), Shard(d), "sharded second factor"))
     return rows
 
 

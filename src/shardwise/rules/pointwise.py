@@ -1,4 +1,4 @@
-"""Ops that work on each element by itself: a table of names and of what they do to a sum."""
+"""Elementwise ops, by what they do to Partial operands."""
 
 from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,6 @@ from shardwise.rules.row import RULES, Meta, OpRule, Row, Rule, register
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
 
-# What an op does to Partial operands decides everything about it.
 NONLINEAR = """
 abs absolute acos acosh angle asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu
 clamp clip clamp_min clamp_max clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 float_power
@@ -34,33 +33,33 @@ BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 COPIES = "clone detach contiguous alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
-# Dunder methods that give no tensor.
+# Dunder methods that return no tensor.
 NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__)
 LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
 
 def broadcast(*operands: Any, **named: Any) -> tuple[int, ...]:
-    """The shape that the operands are stretched to."""
+    """The shape that the operands are broadcast to."""
     shapes = [x.shape for x in tensors_of(operands, named)]
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     return tuple(torch.broadcast_shapes(*shapes))
 
 
-def shard_rows(operands: list[Meta], why: str = "each rank computes its own elements") -> Iterator[Row]:
-    """Rows that need no knowledge of the op: every operand cut alike, in every dim or into the same boxes."""
+def shard_rows(operands: list[Meta], why: str = "elementwise") -> Iterator[Row]:
+    """Rows of any elementwise op: all operands sharded along one dim, or stored in the same boxes."""
     shape = broadcast(*operands)
     for dim in range(len(shape)):
-        yield Row(tuple(cut_at(x, dim, shape) for x in operands), Shard(dim), why)
+        yield Row(tuple(shard_at(x, dim, shape) for x in operands), Shard(dim), why)
     for x in operands:
         if isinstance(x.placement, OnRanks | Boxes) and all(y.shape in {shape, ()} for y in operands):
             inputs = tuple(x.placement if y.shape == shape else REPLICATE for y in operands)
-            yield Row(inputs, x.placement, "the rank that holds the elements computes them")
+            yield Row(inputs, x.placement, "elementwise on the ranks that store the elements")
 
 
-def cut_at(x: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
-    """`dim` of the result as a dim of `x`, where `x` is not stretched there."""
+def shard_at(x: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
+    """Shard along `dim` of the result, as a placement of `x`; Replicate if `x` is broadcast along it."""
     own = dim - (len(shape) - x.ndim)
     return Shard(own) if own >= 0 and x.shape[own] == shape[dim] else REPLICATE
 
@@ -77,12 +76,12 @@ def nonlinear(*args: Any, **kwargs: Any) -> list[Row]:
 def selected(condition: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = a[i] if condition[i] else b[i]."""
     if not args and not kwargs:
-        raise NotImplementedError("with a condition alone it gives indices; use nonzero()")
+        raise NotImplementedError("with a condition alone it returns indices; use nonzero()")
     return nonlinear(condition, *args, **kwargs)
 
 
 def masked(*args: Any, **kwargs: Any) -> list[Row]:
-    """out[i] = a number where mask[i], else a[i]. The number stays one, wherever a tensor of it lies."""
+    """out[i] = value if mask[i] else a[i]; a 0-D tensor of the value is replicated."""
     operands = tensors_of(args, kwargs)
     return [replace(row, inputs=(*row.inputs, *(REPLICATE,) * len(operands[2:]))) for row in shard_rows(operands[:2])]
 
@@ -90,15 +89,15 @@ def masked(*args: Any, **kwargs: Any) -> list[Row]:
 def homogeneous(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
     rows = list(shard_rows(tensors_of(args, kwargs)))
-    return rows + [Row((p,), p, "summands may be treated one by one") for p in SUMS]
+    return rows + [Row((p,), p, "linear in the Partial values") for p in SUMS]
 
 
 def additive(*args: Any, **kwargs: Any) -> list[Row]:
-    """out[i] = a[i] ± alpha b[i]: sums of summands. A number is not split into summands, so it waits for the sum."""
+    """out[i] = a[i] ± alpha b[i]: linear in all operands together, but not in a number."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
     if len(tensors_of(args[:2], {})) == 2 and all(map(isfinite, numbers_of(args, kwargs))):
-        rows += [Row((p,) * len(operands), p, "sums are added summand by summand") for p in SUMS]
+        rows += [Row((p,) * len(operands), p, "Partial + Partial stays Partial") for p in SUMS]
     return rows
 
 
@@ -109,9 +108,9 @@ def bilinear(*args: Any, **kwargs: Any) -> list[Row]:
     finite = all(map(isfinite, numbers_of(args, kwargs)))
     for index, p in product(range(len(operands)), SUMS):
         if operands[index].placement != p or not finite:
-            continue  # what is no sum is not made one of zeros: 0 * inf is nan
+            continue  # a Replicate operand is not made Partial with zeros: 0 * inf is nan
         inputs = tuple(p if i == index else REPLICATE for i in range(len(operands)))
-        rows.append(Row(inputs, p, "each summand is multiplied by the whole other factor"))
+        rows.append(Row(inputs, p, "Partial × Replicate stays Partial"))
     return rows
 
 
@@ -119,42 +118,42 @@ def numerator(*args: Any, **kwargs: Any) -> list[Row]:
     """out[i] = a[i] / b[i]: linear in a unless the quotient is rounded."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
-    exact = kwargs.get("rounding_mode") is None and all(numbers_of(args, kwargs))  # a summand of 0 / 0 is nan
+    exact = kwargs.get("rounding_mode") is None and all(numbers_of(args, kwargs))  # 0 / 0 is nan
     if exact and isinstance(args[0], Meta):
         rest = (REPLICATE,) * (len(operands) - 1)
-        rows += [Row((p, *rest), p, "each summand is divided") for p in SUMS if args[0].placement == p]
+        rows += [Row((p, *rest), p, "Partial / Replicate stays Partial") for p in SUMS if args[0].placement == p]
     return rows
 
 
 def same_shape(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """Rows of a copy. Several boxes are stored flat, so there is no order of dims to ask for."""
+    """Rows of a copy. Boxes are stored flat, so they have no channels_last strides."""
     formats = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
     ordered = torch.channels_last in formats or torch.channels_last_3d in formats
     return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
 
 
 def copies(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """out = x: whatever x is, the copy is too."""
+    """out = x, Partial values included."""
     rows = same_shape(x, *args, **kwargs)
-    return rows + [Row((p,), p, "a copy of what this rank holds") for p in PARTIALS]
+    return rows + [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
 
 
 def conversion(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """out = x in another dtype. An integer or a truth value of a sum is not the sum of the summands' ones."""
-    named = tensors_of(args, kwargs)  # they lend their dtype and stay where they are
+    """out = x in another dtype; Partial stays Partial in floating point and complex dtypes only."""
+    like = tensors_of(args, kwargs)  # only their dtype is used, so any placement will do
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
     rows = same_shape(x, *args, **kwargs)
-    if named:
-        beside = tuple(without_sizes(y.placement) for y in named)
-        rows.append(Row((REPLICATE,), REPLICATE, "a copy of what this rank holds"))
-        return [Row((*row.inputs, *beside), row.output, row.why, aligned=False) for row in rows]
+    if like:
+        unused = tuple(without_sizes(y.placement) for y in like)
+        rows.append(Row((REPLICATE,), REPLICATE, "copy of the local tensor"))
+        return [Row((*row.inputs, *unused), row.output, row.why, aligned=False) for row in rows]
     if all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
-        rows += [Row((p,), p, "a copy of what this rank holds") for p in PARTIALS]
+        rows += [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
     return rows
 
 
 def without_sizes(placement: Placement) -> Placement:
-    """A cut of the same dim, wherever its pieces end."""
+    """Shard along the same dim, with any sizes."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
@@ -167,31 +166,31 @@ def shape_of_first(x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
 
 
 def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """out has the shape of x and one value everywhere."""
+    """out has the shape of x and one value."""
     rows = same_shape(x, *args, **kwargs)
-    return rows + [Row((p,), REPLICATE, "the summands are not read") for p in PARTIALS]
+    return rows + [Row((p,), REPLICATE, "the Partial values are not read") for p in PARTIALS]
 
 
-def spellings(name: str) -> list[tuple[Any, bool]]:
-    """Every callable by which users or torch reach the op `name`, and whether it works in place."""
+def callables_of(name: str) -> list[tuple[Any, bool]]:
+    """Every function, method and overload of the op `name`, and whether it is in-place."""
     found: list[tuple[Any, bool]] = []
     both = (name, False), (name + "_", True)
-    for home in (torch, Tensor, F, torch._C._nn, torch.special):
-        functions = [(getattr(home, spelled, None), in_place) for spelled, in_place in both]
+    for module in (torch, Tensor, F, torch._C._nn, torch.special):
+        functions = [(getattr(module, spelling, None), in_place) for spelling, in_place in both]
         found += [(function, in_place) for function, in_place in functions if callable(function)]
     for dunder in (f"__{name}__", f"__i{name}__", f"__r{name}__"):
         function = getattr(Tensor, dunder, None)
         if callable(function) and function not in NO_OPS:
             found.append((function, dunder.startswith("__i")))
-    for spelled, in_place in both:
-        packet = getattr(torch.ops.aten, spelled, None)
+    for spelling, in_place in both:
+        packet = getattr(torch.ops.aten, spelling, None)
         overloads = packet.overloads() if packet is not None else ()
-        found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if _gives_a_tensor(op)]
+        found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if _returns_tensors(op)]
     return found
 
 
-def _gives_a_tensor(overload: Any) -> bool:
-    """Whether an overload is an op on tensors that makes its result; torch also lists arithmetic on numbers."""
+def _returns_tensors(overload: Any) -> bool:
+    """Whether an overload takes and returns tensors; torch also lists arithmetic on numbers, and out= variants."""
     schema = overload._schema
     sides = (schema.arguments, schema.returns)
     return all(any("Tensor" in str(a.type) for a in side) for side in sides) and not any(a.is_out for a in sides[0])
@@ -199,7 +198,7 @@ def _gives_a_tensor(overload: Any) -> bool:
 
 def _register(names: Sequence[str], rows: Rule, shape: Callable[..., tuple[int, ...]] = broadcast) -> None:
     for name in names:
-        for function, in_place in spellings(name):
+        for function, in_place in callables_of(name):
             if function not in RULES:
                 register(OpRule(rows, in_place, shape, shape_independent=True), function)
 

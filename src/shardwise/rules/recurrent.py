@@ -1,4 +1,4 @@
-"""Recurrent layers: every sequence of a batch is on its own; cut weights are gathered for the whole layer at once."""
+"""Recurrent layers. The batch may be sharded; sharded weights are all-gathered once per layer."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,34 +18,34 @@ def layer(
 ) -> list[Row]:
     """torch.lstm, gru, rnn_tanh, rnn_relu: sequences, states (layers, batch, hidden) and all weights to both."""
     if _packed(hx):
-        raise NotImplementedError("packed sequences have batches of many sizes")
+        raise NotImplementedError("packed sequences have batches of different sizes")
     if dropout > 0 and train and num_layers > 1:
-        raise NotImplementedError("elements between layers are dropped by their places")
+        raise NotImplementedError("dropout between layers uses a counter-based RNG")
     batch = 0 if rest[-1] else 1
     return _of_batch(input, hx, params, batch, 1)
 
 
 def cell(input: Meta, hx: Any, *params: Any, **named: Any) -> list[Row]:
-    """One step; what belongs to a batch has it in its first dim."""
+    """One step of a layer; the batch is dim 0 of all batched operands."""
     return _of_batch(input, hx, [x for x in (*params, *named.values()) if isinstance(x, Meta)], 0, 0)
 
 
 def _of_batch(input: Meta, hx: Any, params: Sequence[Meta], batch: int, of_states: int) -> list[Row]:
     states = 1 if isinstance(hx, Meta) else len(hx)
-    kept = (Shard(of_states),) * states
-    filled = (input.ndim, *(input.ndim,) * states, *(len(x.shape) - 1 for x in params))
-    inputs = (Shard(batch), *kept, *(REPLICATE,) * len(params))
-    output = (Shard(batch), *kept) if of_states else kept if states > 1 else kept[0]
-    return [Row(inputs, output, "each rank follows its own sequences", local_with(never_empty, filled))]
+    of_hidden = (Shard(of_states),) * states
+    filled_dims = (input.ndim, *(input.ndim,) * states, *(len(x.shape) - 1 for x in params))
+    inputs = (Shard(batch), *of_hidden, *(REPLICATE,) * len(params))
+    output = (Shard(batch), *of_hidden) if of_states else of_hidden if states > 1 else of_hidden[0]
+    return [Row(inputs, output, "batch-sharded", local_with(never_empty, filled_dims))]
 
 
 def packed(*_: Any) -> list[Row]:
-    """Packed sequences: batches of many sizes, one after the other in one dim."""
-    raise NotImplementedError("a rank's part of packed sequences is none")
+    """Packed sequences: batches of different sizes, concatenated in one dim."""
+    raise NotImplementedError("a shard of packed sequences is no packed sequence")
 
 
 def _with_plain_sizes(op: Any) -> Any:
-    """Sizes of batches and lengths are numbers that the program reads, so they leave as a plain tensor."""
+    """The op, with the sizes that it returns as a plain tensor, because the program reads them."""
 
     def run(*args: Any) -> Any:
         data, sizes = op(*args)
@@ -54,18 +54,18 @@ def _with_plain_sizes(op: Any) -> Any:
     return run
 
 
-def _in_steps(name: str, *args: Any) -> Any:
+def _overload(name: str, *args: Any) -> Any:
     op = getattr(aten, name)
     return (op.data if _packed(args[1]) else op.input)(*args)
 
 
 def _packed(second: Any) -> bool:
-    """Whether the sizes of batches stand where else the states do."""
+    """Whether the second argument is the sizes of batches, not the states."""
     return not isinstance(second, list) and getattr(second, "ndim", 0) == 1
 
 
 for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    register(OpRule(layer, decomposition=partial(_in_steps, _name)), getattr(torch, _name))
+    register(OpRule(layer, decomposition=partial(_overload, _name)), getattr(torch, _name))
     register(OpRule(cell), getattr(torch, f"{_name}_cell"))
     register(OpRule(packed), getattr(aten, _name).data)
 for _name in ("_pack_padded_sequence", "_pad_packed_sequence"):

@@ -1,12 +1,12 @@
-"""Numbers that depend on a seed and a place in the global tensor, on nothing else.
+"""Counter-based RNG: the number of an element depends on a seed and its global index only.
 
-Every element's bits come from its own row-major index by SplitMix64 (Steele, Lea, Flood: "Fast splittable
-pseudorandom number generators", OOPSLA 2014), so any box of any layout is made on its own, for any number of
-ranks, and no rank makes more than it holds. Normal numbers are Box and Muller's (1958), in float64; the other
-laws are inverted distribution functions. Pure: where the seed comes from is the business of `tensor.dispatch.seeds`.
+The bits of an element come from its row-major index by SplitMix64 (Steele, Lea, Flood: "Fast splittable
+pseudorandom number generators", OOPSLA 2014), so every rank generates the boxes of its own shard, in any layout and on
+any number of ranks. Normal numbers use Box-Muller (1958) in float64, the other distributions inverse transform
+sampling. `tensor.dispatch.seeds` draws the seeds.
 
-A `Values` takes indices, a seed and a dtype and gives one number an index; those with parameters take these
-first, so that `functools.partial` gives them.
+A `Sampler` maps indices, a seed and a dtype to one number per index; distribution parameters come first, for
+`functools.partial`.
 """
 
 import math
@@ -18,37 +18,33 @@ from torch import Tensor
 from shardwise.layout import Box, contiguous_strides, split_by_boxes
 from shardwise.trace.capture_hooks import allow_in_graph
 
-Values = Callable[[Tensor, int, torch.dtype], Tensor]
+Sampler = Callable[[Tensor, int, torch.dtype], Tensor]
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_IN_CACHE = 1 << 16  # elements a processor core makes in one go: three times as fast as all at once
-_ELSEWHERE = 1 << 24  # on an accelerator, where only the memory of a few such temporaries matters
+_IN_CACHE = 1 << 16  # elements that one CPU core generates at a time: three times as fast as all at once
+_ON_ACCELERATOR = 1 << 24  # bounds the memory of temporaries
 
 
-# ---- places -------------------------------------------------------------------------------------------------
+# ---- indices ------------------------------------------------------------------------------------------------
 
 
 @allow_in_graph
-def fill(local: Tensor, boxes: Sequence[Box], shape: Sequence[int], seed: int, values: Values) -> None:
-    """Write what is at `boxes` of a random tensor of global `shape`.
-
-    Args:
-        local: one box in its own shape; or several, their elements one after the other in one dim; or nothing.
-    """
+def fill(local: Tensor, boxes: Sequence[Box], shape: Sequence[int], seed: int, sampler: Sampler) -> None:
+    """Fill `local`, which stores `boxes` of a random tensor of global `shape`."""
     for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
-        _fill_box(view, box, shape, seed, values)
+        _fill_box(view, box, shape, seed, sampler)
 
 
-def _fill_box(out: Tensor, box: Box, shape: Sequence[int], seed: int, values: Values) -> None:
-    at_once = _IN_CACHE * torch.get_num_threads() if out.device.type == "cpu" else _ELSEWHERE
+def _fill_box(out: Tensor, box: Box, shape: Sequence[int], seed: int, sampler: Sampler) -> None:
+    at_once = _IN_CACHE * torch.get_num_threads() if out.device.type == "cpu" else _ON_ACCELERATOR
     strides = contiguous_strides(shape)
-    for part in _parts(box.sizes, at_once) if box.numel else ():
-        starts = [offset + piece.start for offset, piece in zip(box.offsets, part, strict=True)]
-        sizes = [piece.stop - piece.start for piece in part]
-        out[part].copy_(values(_index(starts, sizes, strides, out.device), seed, out.dtype))
+    for slices in _chunks(box.sizes, at_once) if box.numel else ():
+        starts = [offset + s.start for offset, s in zip(box.offsets, slices, strict=True)]
+        sizes = [s.stop - s.start for s in slices]
+        out[slices].copy_(sampler(_index(starts, sizes, strides, out.device), seed, out.dtype))
 
 
 def _index(starts: Sequence[int], sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
@@ -56,7 +52,7 @@ def _index(starts: Sequence[int], sizes: Sequence[int], strides: Sequence[int], 
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     numel = math.prod(sizes)
-    if last - first + 1 == numel:  # none is left out between the first and the last
+    if last - first + 1 == numel:  # contiguous
         return torch.arange(first, last + 1, device=device).view(tuple(sizes))
     index = torch.full((), first, device=device)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
@@ -64,8 +60,8 @@ def _index(starts: Sequence[int], sizes: Sequence[int], strides: Sequence[int], 
     return index
 
 
-def _parts(sizes: Sequence[int], at_once: int) -> Iterator[tuple[slice, ...]]:
-    """Slices that go through a box, each of about `at_once` elements at most."""
+def _chunks(sizes: Sequence[int], at_once: int) -> Iterator[tuple[slice, ...]]:
+    """Slices of a box of about `at_once` elements at most."""
     numel = math.prod(sizes)
     if numel <= at_once:
         yield tuple(slice(0, n) for n in sizes)
@@ -73,7 +69,7 @@ def _parts(sizes: Sequence[int], at_once: int) -> Iterator[tuple[slice, ...]]:
     rows = max(1, at_once * sizes[0] // numel)
     for start in range(0, sizes[0], rows):
         stop = min(start + rows, sizes[0])
-        for rest in _parts(sizes[1:], max(1, at_once // (stop - start))):
+        for rest in _chunks(sizes[1:], max(1, at_once // (stop - start))):
             yield slice(start, stop), *rest
 
 
@@ -81,21 +77,19 @@ def _parts(sizes: Sequence[int], at_once: int) -> Iterator[tuple[slice, ...]]:
 
 
 def bits(index: Tensor, seed: int) -> Tensor:
-    """64 random bits an element, as int64."""
+    """64 random bits per element, as int64."""
     z = index * _GOLDEN
     z += _signed(seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        z ^= _shifted(z, shift)
+        z ^= _shift_right(z, shift)
         z *= factor
-    z ^= _shifted(z, 31)
+    z ^= _shift_right(z, 31)
     return z
 
 
-def _shifted(z: Tensor, by: int) -> Tensor:
-    """Shifted right, filled with zeros; torch's own shift copies the sign."""
-    moved = z >> by
-    moved &= (1 << (64 - by)) - 1
-    return moved
+def _shift_right(z: Tensor, by: int) -> Tensor:
+    """Logical right shift; torch's own shift copies the sign."""
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(value: int) -> int:
@@ -103,25 +97,25 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _inside(index: Tensor, seed: int) -> Tensor:
-    """Uniform doubles strictly between 0 and 1, so that no logarithm of one is infinite or zero."""
-    return _shifted(bits(index, seed), 12).double().add_(0.5).mul_(2.0**-52)
+def _open_uniform(index: Tensor, seed: int) -> Tensor:
+    """Uniform doubles strictly uniform_between 0 and 1, so that no logarithm of one is infinite or zero."""
+    return _shift_right(bits(index, seed), 12).double().add_(0.5).mul_(2.0**-52)
 
 
-# ---- laws ---------------------------------------------------------------------------------------------------
+# ---- distributions ---------------------------------------------------------------------------------------------
 
 
 def uniform(index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    """Uniform in [0, 1) with every value that the mantissa of `dtype` can step through.
+    """Uniform in [0, 1), on the multiples of 2^-n for n mantissa bits of `dtype`.
 
     Raises:
-        TypeError: the dtype is not a real floating point one; so do the other continuous laws.
+        TypeError: the dtype is not a real floating point one; so do the other continuous distributions.
     """
     width = _MANTISSA[_floating(dtype)]
-    return (_shifted(bits(index, seed), 64 - width).double() * 2.0**-width).to(dtype)
+    return (_shift_right(bits(index, seed), 64 - width).double() * 2.0**-width).to(dtype)
 
 
-def between(low: float, high: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+def uniform_between(low: float, high: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     """Uniform in [low, high), or low where the two are equal."""
     if (low, high) == (0, 1):
         return uniform(index, seed, dtype)
@@ -132,42 +126,42 @@ def between(low: float, high: float, index: Tensor, seed: int, dtype: torch.dtyp
 
 def normal(index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     """Standard normal."""
-    return _bell(index, seed).to(_floating(dtype))
+    return _box_muller(index, seed).to(_floating(dtype))
 
 
-def _bell(index: Tensor, seed: int) -> Tensor:
+def _box_muller(index: Tensor, seed: int) -> Tensor:
     first = bits(index, seed)
     second = bits(first, seed)
-    radius = _shifted(first, 11).double().add_(1).mul_(2.0**-53).log_().mul_(-2.0).sqrt_()
-    angle = _shifted(second, 11).double().mul_(2.0 * math.pi * 2.0**-53)
+    radius = _shift_right(first, 11).double().add_(1).mul_(2.0**-53).log_().mul_(-2.0).sqrt_()
+    angle = _shift_right(second, 11).double().mul_(2.0 * math.pi * 2.0**-53)
     return radius.mul_(angle.cos_())
 
 
-def gaussian(mean: float, std: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+def normal_with(mean: float, std: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     """Normal with the given mean and standard deviation."""
     return normal(index, seed, dtype).mul_(std).add_(mean)
 
 
 def log_normal(mean: float, std: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     """exp(z) with z normal."""
-    return _bell(index, seed).mul_(std).add_(mean).exp_().to(_floating(dtype))
+    return _box_muller(index, seed).mul_(std).add_(mean).exp_().to(_floating(dtype))
 
 
 def cauchy(median: float, sigma: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     """median + sigma tan(pi (u - 1/2))."""
-    angle = _inside(index, seed).sub_(0.5).mul_(math.pi)
+    angle = _open_uniform(index, seed).sub_(0.5).mul_(math.pi)
     return angle.tan_().mul_(sigma).add_(median).to(_floating(dtype))
 
 
 def exponential(rate: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     """-log(u) / rate, never 0."""
-    numbers = _inside(index, seed).log_().div_(-rate).to(_floating(dtype))
+    numbers = _open_uniform(index, seed).log_().div_(-rate).to(_floating(dtype))
     return numbers.clamp_(min=torch.finfo(dtype).tiny)
 
 
 def geometric(p: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    """How many trials of probability `p` up to the first success: 1, 2, …; at most what `dtype` can hold."""
-    trials = _inside(index, seed).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
+    """Number of trials of probability `p` up to the first success: 1, 2, …; at most the maximum of `dtype`."""
+    trials = _open_uniform(index, seed).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     return trials.clamp_(max=below(info.max + 1, torch.float64)).to(dtype)
 
@@ -180,35 +174,35 @@ def bernoulli(p: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def integers(low: int, high: int, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    """Whole numbers in [low, high), a range of up to 2^64; any two are equally likely up to 1 in 2^64 / range."""
-    numbers = (_scaled(bits(index, seed), high - low) + _signed(low)).to(dtype)
+    """Uniform integers in [low, high), a range of up to 2^64; probabilities differ by 1 in 2^64 / range at most."""
+    numbers = (_multiply_high(bits(index, seed), high - low) + _signed(low)).to(dtype)
     return numbers.clamp_(max=below(high, dtype)) if dtype.is_floating_point else numbers
 
 
-def _scaled(z: Tensor, span: int) -> Tensor:
-    """z span / 2^64 rounded down, with z as 64 bits without a sign: half of a product, by halves of 32 bits."""
+def _multiply_high(z: Tensor, span: int) -> Tensor:
+    """floor(z span / 2^64) for unsigned z: the upper half of the 128-bit product, from 32-bit halves."""
     mask = (1 << 32) - 1
-    upper, lower = _shifted(z, 32), z & mask
-    middle = upper * (span & mask) + _shifted(lower * (span & mask), 32)
+    upper, lower = _shift_right(z, 32), z & mask
+    middle = upper * (span & mask) + _shift_right(lower * (span & mask), 32)
     if span <= mask:
-        return _shifted(middle, 32)
-    return upper * (span >> 32) + _shifted(middle, 32) + _shifted(lower * (span >> 32) + (middle & mask), 32)
+        return _shift_right(middle, 32)
+    return upper * (span >> 32) + _shift_right(middle, 32) + _shift_right(lower * (span >> 32) + (middle & mask), 32)
 
 
-# ---- counts, whose parameters differ from element to element ---------------------------------------------------
+# ---- Poisson and binomial, with a parameter per element -------------------------------------------------------
 
-_FEW = 10  # expected counts below which a walk from 0 upwards ends soon
-_WALK = 64  # steps: a count of so much, where fewer than _FEW are expected, has a chance below 1e-25
+_FEW = 10  # expected counts below which inversion from 0 upwards is short
+_INVERSION_STEPS = 64  # larger counts, where fewer than _FEW are expected, have a probability below 1e-25
 
 
 @allow_in_graph
 def poisson(rate: Tensor, index: Tensor, seed: int) -> Tensor:
-    """Events where `rate` are expected: few by inversion, many by Hörmann's transformed rejection (PTRS, 1993).
+    """Poisson counts: small rates by inversion, large ones by Hörmann's transformed rejection (PTRS, 1993).
 
     Args:
-        rate, index: 1-D; finite doubles that are not negative, and the places of the elements.
+        rate, index: 1-D; finite doubles that are not negative, and global indices.
     """
-    few = _walk(torch.exp(-rate), lambda k: rate / k, _inside(index, seed))
+    few = _inverted(torch.exp(-rate), lambda k: rate / k, _open_uniform(index, seed))
     b = 0.931 + 2.53 * rate.sqrt()
     a, bound = -0.059 + 0.02483 * b, 0.9277 - 3.6224 / (b - 2)
     scale = (1.1239 + 1.1328 / (b - 3.4)).log()
@@ -216,19 +210,21 @@ def poisson(rate: Tensor, index: Tensor, seed: int) -> Tensor:
     def accepts(k: Tensor, hat: Tensor, of: Tensor) -> Tensor:
         return (hat + scale[of] <= k * rate[of].log() - rate[of] - torch.lgamma(k + 1)) & (k >= 0)
 
-    return _rejected(few, rate >= _FEW, (a, b, rate + 0.43, bound), accepts, index, seed)
+    return _rejection_sampled(few, rate >= _FEW, (a, b, rate + 0.43, bound), accepts, index, seed)
 
 
 @allow_in_graph
 def binomial(count: Tensor, p: Tensor, index: Tensor, seed: int) -> Tensor:
-    """Successes in `count` trials of probability `p`: few by inversion, many by Hörmann's BTRS (1993).
+    """Successes in `count` trials of probability `p`: small means by inversion, large ones by Hörmann's BTRS (1993).
 
     Args:
-        count, p, index: 1-D; finite doubles, whole numbers and chances, and the places of the elements.
+        count, p, index: 1-D; integers as finite doubles, probabilities, and global indices.
     """
     rare = torch.minimum(p, 1 - p)
     odds, expected = rare / (1 - rare), count * rare
-    few = _walk((count * torch.log1p(-rare)).exp(), lambda k: odds * (count - k + 1) / k, _inside(index, seed))
+    few = _inverted(
+        (count * torch.log1p(-rare)).exp(), lambda k: odds * (count - k + 1) / k, _open_uniform(index, seed)
+    )
     width = (expected * (1 - rare)).sqrt()
     b = 1.15 + 2.53 * width
     a, bound = -0.0873 + 0.0248 * b + 0.01 * rare, 0.92 - 4.2 / b
@@ -240,25 +236,25 @@ def binomial(count: Tensor, p: Tensor, index: Tensor, seed: int) -> Tensor:
     def accepts(k: Tensor, hat: Tensor, of: Tensor) -> Tensor:
         return (hat + scale[of] <= weight(k, of) - weight(mode[of], of)) & (k >= 0) & (k <= count[of])
 
-    found = _rejected(few, expected >= _FEW, (a, b, expected + 0.5, bound), accepts, index, seed)
+    found = _rejection_sampled(few, expected >= _FEW, (a, b, expected + 0.5, bound), accepts, index, seed)
     return torch.where(p > 0.5, count - found, found)
 
 
-def _walk(chance: Tensor, ratio: Callable[[int], Tensor], u: Tensor) -> Tensor:
-    """The smallest k whose distribution function reaches u, from the chance of 0 and those of k to k - 1."""
+def _inverted(probability: Tensor, ratio: Callable[[int], Tensor], u: Tensor) -> Tensor:
+    """The smallest k whose cumulative probability reaches u, from the probability of 0 and the ratios of k to k - 1."""
     k = torch.zeros_like(u)
-    reached = chance
-    for step in range(1, _WALK):
-        beyond = u > reached
+    cumulative = probability
+    for step in range(1, _INVERSION_STEPS):
+        beyond = u > cumulative
         if not beyond.any():
             break
         k += beyond
-        chance = chance * ratio(step).clamp(min=0)
-        reached = reached + chance
+        probability = probability * ratio(step).clamp(min=0)
+        cumulative = cumulative + probability
     return k
 
 
-def _rejected(
+def _rejection_sampled(
     few: Tensor,
     many: Tensor,
     hat: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -266,24 +262,23 @@ def _rejected(
     index: Tensor,
     seed: int,
 ) -> Tensor:
-    """`few`, and where `many` the first accepted trial of a transformed rejection: every element tries by itself.
+    """`few`, and where `many` the first accepted trial of a transformed rejection, for each element on its own.
 
     Args:
-        hat: a, b and the centre of the hat; and below what place under it a trial near the centre counts at once.
-        accepts: from trials, the logarithms of their places under the hat and the elements they are for, to whether
-            they count.
+        hat: a, b and the centre of the hat function; and below what value a trial near the centre is accepted at once.
+        accepts: from trials, the logarithms of their sampler under the hat and the indices of their elements.
     """
     found, left, attempt = few.clone(), many.nonzero().squeeze(1), 0
     while left.numel():
         first = bits(index[left], seed + attempt * ((1 << 40) + 1))
-        u = _shifted(first, 12).double().add_(0.5).mul_(2.0**-52).sub_(0.5)
-        v = _inside(first, seed)
+        u = _shift_right(first, 12).double().add_(0.5).mul_(2.0**-52).sub_(0.5)
+        v = _open_uniform(first, seed)
         a, b, centre, at_once = (x[left] for x in hat)
         edge = 0.5 - u.abs()
         trial = ((2 * a / edge + b) * u + centre).floor()
-        counts = ((edge >= 0.07) & (v <= at_once)) | accepts(trial, v.log() - (a / edge**2 + b).log(), left)
-        found[left[counts]] = trial[counts]
-        left, attempt = left[~counts], attempt + 1
+        accepted = ((edge >= 0.07) & (v <= at_once)) | accepts(trial, v.log() - (a / edge**2 + b).log(), left)
+        found[left[accepted]] = trial[accepted]
+        left, attempt = left[~accepted], attempt + 1
     return found
 
 
@@ -292,10 +287,10 @@ def below(bound: float, dtype: torch.dtype) -> float:
     nearest = torch.tensor(bound, dtype=dtype)
     if nearest.double().item() < bound:
         return nearest.item()
-    whole = nearest.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    as_int = nearest.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     if nearest == 0:
-        return -(torch.ones_like(whole).view(dtype)).item()
-    return (whole + (-1 if nearest > 0 else 1)).view(dtype).item()
+        return -(torch.ones_like(as_int).view(dtype)).item()
+    return (as_int + (-1 if nearest > 0 else 1)).view(dtype).item()
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Poisson and binomial counts: each element draws as often as it takes, from its own place in the whole."""
+"""Poisson and binomial: each element draws as often as its rejection sampling needs, from its own counter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,19 +21,19 @@ def _poisson(ctx: LocalContext, rate: Tensor, generator: Any = None) -> Tensor:
 
 
 def _binomial(ctx: LocalContext, count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
-    counts, chances = count.detach().double().floor(), prob.detach().double()
+    counts, probabilities = count.detach().double().floor(), prob.detach().double()
     refuse(ctx, ~(counts >= 0) | counts.isinf(), "binomial expects finite counts that are not negative.")
-    refuse(ctx, ~((chances >= 0) & (chances <= 1)), "binomial expects probabilities from 0 to 1.")
-    return _drawn(ctx, counter_rng.binomial, [counts, chances], generator).to(count.dtype)
+    refuse(ctx, ~((probabilities >= 0) & (probabilities <= 1)), "binomial expects probabilities from 0 to 1.")
+    return _drawn(ctx, counter_rng.binomial, [counts, probabilities], generator).to(count.dtype)
 
 
-def _drawn(ctx: LocalContext, law: Callable[..., Tensor], parameters: list[Tensor], generator: Any) -> Tensor:
-    """One double an element of this rank's part of the result."""
+def _drawn(ctx: LocalContext, distribution: Callable[..., Tensor], parameters: list[Tensor], generator: Any) -> Tensor:
+    """One double per element of the local shard of the result."""
     shape = ctx.output.local_shape(ctx.rank)
     index = torch.empty(shape, dtype=torch.int64, device=parameters[0].device)
-    counter_rng.fill(index, ctx.output.boxes(ctx.rank), ctx.output.shape, 0, lambda places, *_: places)
+    counter_rng.fill(index, ctx.output.boxes(ctx.rank), ctx.output.shape, 0, lambda indices, *_: indices)
     flat = [x.expand(shape).reshape(-1) for x in parameters]
-    return law(*flat, index.reshape(-1), ctx.draw_seed(generator)).view(shape)
+    return distribution(*flat, index.reshape(-1), ctx.draw_seed(generator)).view(shape)
 
 
 register_random([torch.poisson, aten.poisson.default], nonlinear, _poisson, shape=broadcast)

@@ -1,7 +1,7 @@
-"""Dropout: what is dropped follows from the place of an element, or of a channel, in the whole.
+"""Dropout. The mask of an element, or of a channel, depends on its global index, in any layout.
 
-The same numbers are dropped from every summand of a sum, so plain dropout needs no reduction; its gradient is
-that of a product with the kept noise.
+All values of a Partial tensor get one mask, so dropout needs no reduction; its gradient is that of a product with the
+mask.
 """
 
 from dataclasses import replace
@@ -18,18 +18,20 @@ from shardwise.rules.random.random import fill, register_random
 from shardwise.rules.row import LocalContext, Meta, Row, local_with
 
 aten = torch.ops.aten
-SELU_SCALE = 1.7580993408473766  # -alpha times scale of SELU (arXiv 1706.02515): where alpha dropout sends units
+SELU_SCALE = (
+    1.7580993408473766  # -alpha times scale of SELU (arXiv 1706.02515): the value of units that alpha dropout drops
+)
 
 
 def _rows(linear: bool, results: int, x: Meta, p: float, train: bool | None = True) -> list[Row]:
-    """out[i] = x[i] or 0, scaled; alpha dropout adds a number, so its summands must be added up first."""
+    """out[i] = x[i] or 0, scaled; alpha dropout adds a constant, so it is not linear."""
     rows = list(shard_rows([x]))
     off = train is False or p == 0
-    rows += [Row((q,), q, "summands are dropped alike") for q in (PARTIALS if off else SUMS if linear else ())]
+    rows += [Row((q,), q, "one mask for all Partial values") for q in (PARTIALS if off else SUMS if linear else ())]
     if results == 1:
         return rows
-    kept = [REPLICATE if isinstance(row.output, Partial) else row.output for row in rows]
-    return [replace(row, output=(row.output, mask)) for row, mask in zip(rows, kept, strict=True)]  # type: ignore[arg-type]
+    masks = [REPLICATE if isinstance(row.output, Partial) else row.output for row in rows]
+    return [replace(row, output=(row.output, mask)) for row, mask in zip(rows, masks, strict=True)]  # type: ignore[arg-type]
 
 
 def _dropout(alpha: bool, features: bool, ctx: LocalContext, x: Tensor, p: float, train: bool) -> Tensor:
@@ -46,25 +48,25 @@ def _dropout(alpha: bool, features: bool, ctx: LocalContext, x: Tensor, p: float
 
 
 def _kept(ctx: LocalContext, x: Tensor, p: float, features: bool) -> Tensor:
-    """1 where an element (a channel, the first two dims) stays, else 0; broadcasts to x."""
-    values, layout = partial(counter_rng.bernoulli, 1 - p), ctx.layouts[0]
+    """1 where an element (a channel, the first two dims) is kept, else 0; broadcasts to x."""
+    sampler, layout = partial(counter_rng.bernoulli, 1 - p), ctx.layouts[0]
     boxes, shape = layout.boxes(ctx.rank), layout.shape
     if not features:
-        return fill(torch.empty_like(x.detach()), ctx, layout, values)
-    seed, pieces = ctx.draw_seed(), []
+        return fill(torch.empty_like(x.detach()), ctx, layout, sampler)
+    seed, masks = ctx.draw_seed(), []
     for box in boxes:
-        piece = x.new_empty(box.sizes[:2])
-        counter_rng.fill(piece, [Box(box.offsets[:2], box.sizes[:2])], shape[:2], seed, values)
-        pieces.append(piece.view(*box.sizes[:2], *(1,) * (len(shape) - 2)))
+        mask = x.new_empty(box.sizes[:2])
+        counter_rng.fill(mask, [Box(box.offsets[:2], box.sizes[:2])], shape[:2], seed, sampler)
+        masks.append(mask.view(*box.sizes[:2], *(1,) * (len(shape) - 2)))
     if len(boxes) == 1:
-        return pieces[0]
-    flat = [piece.expand(box.sizes).reshape(-1) for piece, box in zip(pieces, boxes, strict=True)]
+        return masks[0]
+    flat = [mask.expand(box.sizes).reshape(-1) for mask, box in zip(masks, boxes, strict=True)]
     return torch.cat(flat) if flat else torch.empty_like(x.detach())
 
 
 def _native_dropout(ctx: LocalContext, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if not prod(ctx.output.shape):
-        return x.clone(), torch.empty_like(x)  # torch's mask of nothing is none of truth values
+        return x.clone(), torch.empty_like(x)  # torch's mask of an empty tensor is not boolean
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     noise = _kept(ctx, x, p, False)

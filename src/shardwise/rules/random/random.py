@@ -1,9 +1,8 @@
-"""Random ops: the number of an element comes from its place in the whole, so layouts and ranks do not matter.
+"""Random ops: the number of an element comes from its global index (`counter_rng`), in any layout.
 
-Every row, also that for operands that are whole everywhere, runs a local function of this file, which asks for
-one seed (`site.seed`) and makes the numbers of this rank's boxes (`counter_rng`). Arguments are checked
-by torch itself, on one element, before anything is drawn; what only values can tell (a probability above 1) is
-told to the ranks that hold other values, in one small exchange.
+Every row, the replicated one included, runs a local implementation of this file, which draws one seed and generates
+the numbers of the local shard. Torch checks the arguments on one element before anything is drawn; errors that depend
+on values (a probability above 1) are agreed with the ranks that hold other values in one small collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,62 +17,62 @@ from torch import Tensor
 from shardwise.layout import Layout, OnRanks, Shard
 from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
-from shardwise.rules.random.counter_rng import Values
+from shardwise.rules.random.counter_rng import Sampler
 from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with, register
 from shardwise.trace.capture_hooks import allow_in_graph
 
 aten = torch.ops.aten
 
-# Law, and its parameters with their defaults, by the name of the op that refills a tensor.
-LAWS: dict[str, tuple[Callable[..., Tensor], dict[str, float | None]]] = {
-    "uniform": (counter_rng.between, {"from": 0.0, "to": 1.0}),
-    "normal": (counter_rng.gaussian, {"mean": 0.0, "std": 1.0}),
+# Distribution and its parameters with their defaults, by the name of the op.
+DISTRIBUTIONS: dict[str, tuple[Callable[..., Tensor], dict[str, float | None]]] = {
+    "uniform": (counter_rng.uniform_between, {"from": 0.0, "to": 1.0}),
+    "normal": (counter_rng.normal_with, {"mean": 0.0, "std": 1.0}),
     "log_normal": (counter_rng.log_normal, {"mean": 1.0, "std": 2.0}),
     "cauchy": (counter_rng.cauchy, {"median": 0.0, "sigma": 1.0}),
     "exponential": (counter_rng.exponential, {"lambd": 1.0}),
     "geometric": (counter_rng.geometric, {"p": None}),
     "bernoulli": (counter_rng.bernoulli, {"p": 0.5}),
-    "rand_like": (counter_rng.between, {"from": 0.0, "to": 1.0}),
-    "randn_like": (counter_rng.gaussian, {"mean": 0.0, "std": 1.0}),
+    "rand_like": (counter_rng.uniform_between, {"from": 0.0, "to": 1.0}),
+    "randn_like": (counter_rng.normal_with, {"mean": 0.0, "std": 1.0}),
 }
-OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor; memory formats are those of local tensors
+OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------
 
 
-def tried(op: Any, *args: Any, **kwargs: Any) -> None:
-    """Let torch check the arguments, on one element (one row of categories) and numbers nobody else gets."""
+def check_arguments(op: Any, *args: Any, **kwargs: Any) -> None:
+    """Let torch check the arguments on one element (one row of categories), without changing its generator."""
     kwargs = {k: None if k == "generator" else v for k, v in kwargs.items() if k != "device"}
     try:
         _try(op, args, kwargs, {})
     except NotImplementedError:
-        try:  # some ops torch has on halves on other devices only
+        try:  # torch has some ops in half precision on other devices only
             _try(op, args, kwargs, {torch.float16: torch.float32, torch.bfloat16: torch.float32})
-        except NotImplementedError as error:  # which of a rule would mean that it has no row
+        except NotImplementedError as error:  # from a rule, NotImplementedError means that no row fits
             raise TypeError(f"{error}") from error
 
 
 def _try(op: Any, args: Sequence[Any], kwargs: dict[str, Any], dtypes: dict[torch.dtype, torch.dtype]) -> None:
-    def stand_in(x: Any) -> Any:
+    def one_element(x: Any) -> Any:
         if isinstance(x, Meta):
             categories = x.shape[-1:] if op in MULTINOMIAL else (1,) * min(x.ndim, 1)
             return torch.ones((*(1,) * (x.ndim - 1), *categories), dtype=dtypes.get(x.dtype, x.dtype))
         return None if isinstance(x, torch.Generator) else x
 
     with torch.random.fork_rng(devices=[]):
-        op(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+        op(*map(one_element, args), **{k: one_element(v) for k, v in kwargs.items()})
 
 
 def _checked(op: Any, rows: Rule, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
-    """The rows of a random op, whose numbers all come from its local function."""
-    tried(op, *args, **kwargs)
+    """Rows of a random op, all with its local implementation."""
+    check_arguments(op, *args, **kwargs)
     return [replace(row, local_impl=local) for row in rows(*args, **kwargs)]
 
 
 def _refilled(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """x becomes random; what it was does not matter."""
-    return [*shard_rows([x]), *(Row((p,), p, "one summand carries the numbers") for p in PARTIALS)]
+    """x becomes random; its values are not read."""
+    return [*shard_rows([x]), *(Row((p,), p, "one Partial value holds the random numbers") for p in PARTIALS)]
 
 
 def _bernoulli_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
@@ -82,38 +81,38 @@ def _bernoulli_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
 
 
 def _multinomial_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """out[i, j]: a category of row i, so rows must be whole."""
-    rows = [Row((Shard(0),), Shard(0), "each rank draws for its own rows")] if x.ndim == 2 else []
+    """out[i, j]: a category of row i, so categories are not sharded."""
+    rows = [Row((Shard(0),), Shard(0), "sharded rows")] if x.ndim == 2 else []
     if isinstance(x.placement, OnRanks):
-        rows.append(Row((x.placement,), x.placement, "the rank that holds the rows draws"))
+        rows.append(Row((x.placement,), x.placement, "the rank that stores the rows draws"))
     return rows
 
 
-# ---- numbers of this rank -----------------------------------------------------------------------------------
+# ---- local numbers ------------------------------------------------------------------------------------------
 
 
-def fill(out: Tensor, ctx: LocalContext, layout: Layout, values: Values, generator: Any = None) -> Tensor:
-    """`out`, filled as this rank's part of a random tensor of this layout."""
-    counter_rng.fill(out, layout.boxes(ctx.rank), layout.shape, ctx.draw_seed(generator), values)
+def fill(out: Tensor, ctx: LocalContext, layout: Layout, sampler: Sampler, generator: Any = None) -> Tensor:
+    """`out`, filled as the local tensor of a random tensor of this layout."""
+    counter_rng.fill(out, layout.boxes(ctx.rank), layout.shape, ctx.draw_seed(generator), sampler)
     return out
 
 
-def _numbers(ctx: LocalContext, values: Values, dtype: torch.dtype, device: torch.device, generator: Any) -> Tensor:
-    """This rank's part of a random tensor laid out as the op's result."""
+def _numbers(ctx: LocalContext, sampler: Sampler, dtype: torch.dtype, device: torch.device, generator: Any) -> Tensor:
+    """The local tensor of a random tensor with the layout of the op's result."""
     out = torch.empty(ctx.output.local_shape(ctx.rank), dtype=dtype, device=device)
-    return fill(out, ctx, ctx.output, values, generator)
+    return fill(out, ctx, ctx.output, sampler, generator)
 
 
-def _law(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> Values:
+def _sampler(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> Sampler:
     if name in ("random", "randint_like"):
         return partial(counter_rng.integers, *_range(dtype, args, kwargs))
-    law, defaults = LAWS[name]
+    distribution, defaults = DISTRIBUTIONS[name]
     given = defaults | dict(zip(defaults, args, strict=False)) | {k: kwargs[k] for k in defaults if k in kwargs}
-    return partial(law, *given.values())
+    return partial(distribution, *given.values())
 
 
 def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """From `(high)` or `(low, high)`; without a high, as far as the dtype has every whole number."""
+    """From `(high)` or `(low, high)`; without high, up to the largest range of exact integers of the dtype."""
     low, high = (kwargs.get("from", kwargs.get("low")), kwargs.get("to", kwargs.get("high")))
     if len(args) == 1 and high is None:
         high = args[0]
@@ -128,10 +127,10 @@ def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> t
 
 @allow_in_graph
 def refuse(ctx: LocalContext, bad: Tensor, message: str) -> None:
-    """Raise on every rank if a value is bad on any; asks the others only where they hold other values."""
+    """Raise on every rank if a value is bad on any; communicates only with ranks that hold other values."""
     mesh, found = ctx.layouts[0].mesh, bad.any().long().view(1)
-    cut = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in ctx.layouts)]
-    ranks = ctx.ranks(cut) if mesh.coordinate(ctx.rank) is not None else ()
+    axes = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in ctx.layouts)]
+    ranks = ctx.ranks(axes) if mesh.coordinate(ctx.rank) is not None else ()
     if len(ranks) > 1:
         found = ctx.all_gather(found, ranks)
     if found.any():
@@ -139,7 +138,7 @@ def refuse(ctx: LocalContext, bad: Tensor, message: str) -> None:
 
 
 def without_gradient(values: Tensor, *sources: Any) -> Tensor:
-    """Random values pass zeros back to their parameters, as torch's do."""
+    """Random values whose gradient with respect to their parameters is zero, as in torch."""
     yes = torch.ones((), dtype=torch.bool, device=values.device)
     for x in sources:
         if isinstance(x, Tensor) and x.requires_grad:
@@ -152,28 +151,30 @@ def without_gradient(values: Tensor, *sources: Any) -> Tensor:
 
 def _refill(name: str, ctx: LocalContext, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     layout, generator = ctx.layouts[0], kwargs.get("generator")
-    # Autograd must see one op that changes x, not one a chunk.
+    # Autograd must record one op that changes x, not one for each chunk.
     new = torch.empty_like(x) if x.requires_grad and torch.is_grad_enabled() else x
-    fill(new, ctx, layout, _law(name, x.dtype, args, kwargs), generator)
-    neutral = layout.identity_element(ctx.rank)
-    if neutral is not None:
-        new.fill_(neutral)
+    fill(new, ctx, layout, _sampler(name, x.dtype, args, kwargs), generator)
+    identity = layout.identity_element(ctx.rank)
+    if identity is not None:
+        new.fill_(identity)
     return x if new is x else x.copy_(new)
 
 
 def _like(name: str, ctx: LocalContext, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     out = torch.empty_like(x.detach(), **{k: v for k, v in kwargs.items() if k in OPTIONS})
-    fill(out, ctx, ctx.output, _law(name, out.dtype, args, kwargs), kwargs.get("generator"))
+    fill(out, ctx, ctx.output, _sampler(name, out.dtype, args, kwargs), kwargs.get("generator"))
     return out.requires_grad_(kwargs.get("requires_grad", False))
 
 
 def _bernoulli(ctx: LocalContext, x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     if isinstance(p, float | int):
         return without_gradient(_like("bernoulli", ctx, x, p, generator=generator), x)
-    chance = x.detach()
-    refuse(ctx, ~((chance >= 0) & (chance <= 1)), "bernoulli expects probabilities from 0 to 1.")
+    probability = x.detach()
+    refuse(ctx, ~((probability >= 0) & (probability <= 1)), "bernoulli expects probabilities from 0 to 1.")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return without_gradient((_numbers(ctx, counter_rng.uniform, wide, x.device, generator) < chance).to(x.dtype), x)
+    return without_gradient(
+        (_numbers(ctx, counter_rng.uniform, wide, x.device, generator) < probability).to(x.dtype), x
+    )
 
 
 def _normal(ctx: LocalContext, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
@@ -195,7 +196,7 @@ def _rrelu(
 ) -> Tensor:
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)
-    slopes = _numbers(ctx, partial(counter_rng.between, lower, upper), x.dtype, x.device, generator)
+    slopes = _numbers(ctx, partial(counter_rng.uniform_between, lower, upper), x.dtype, x.device, generator)
     return x * slopes.masked_fill_(~(x.detach() <= 0), 1)
 
 
@@ -204,15 +205,17 @@ def _multinomial(
 ) -> Tensor:
     p = x.detach().double()
     refuse(ctx, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
-    here = bool(ctx.layouts[0].boxes(ctx.rank))  # nothing sums to nothing
+    here = bool(ctx.layouts[0].boxes(ctx.rank))  # an empty shard sums to 0
     refuse(ctx, (p.sum(-1) == 0) & here, "invalid multinomial distribution (sum of probabilities <= 0)")
-    if not replacement:  # the categories whose exponential clocks of rate p ring first
-        clocks = fill(torch.empty_like(p), ctx, ctx.layouts[0], partial(counter_rng.exponential, 1.0), generator)
-        return torch.sort(p / clocks, dim=-1, descending=True, stable=True)[1][..., :num_samples].contiguous()
+    if not replacement:  # the categories with the smallest exponential variables of rate p
+        times = fill(torch.empty_like(p), ctx, ctx.layouts[0], partial(counter_rng.exponential, 1.0), generator)
+        return torch.sort(p / times, dim=-1, descending=True, stable=True)[1][..., :num_samples].contiguous()
     sums = p.cumsum(-1)
     total = sums[..., -1:]
     at = _numbers(ctx, counter_rng.uniform, torch.float64, x.device, generator) * total
-    at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))  # rounded up it would be past the last
+    at = torch.minimum(
+        at, torch.nextafter(total, torch.zeros_like(total))
+    )  # rounding up must not pass the last category
     return torch.searchsorted(sums, at, right=True)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import EmptyError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, spellings
+from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, callables_of
 from shardwise.rules.reductions.over_dims import (
     OWN_SHARD,
     Dims,
@@ -274,7 +274,7 @@ for _root, _name in ((False, "var"), (True, "std")):
         _rule, _shape = partial(variance, _root, _both), partial(_variance_shape, _both)
         register_reduction(_rule, _shape, _name + "_mean" * _both, shape_independent=False)
 register_reduction(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
-register(decomposed(_dist), *(op for op, _ in spellings("dist")))
+register(decomposed(_dist), *(op for op, _ in callables_of("dist")))
 register_reduction(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register_reduction(log_sum_exp, reduced_shape, "logsumexp")
 register_reduction(partial(extreme, (True,)), reduced_shape, "amax")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.errors import PlaceError
 from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, contiguous_strides
-from shardwise.rules.pointwise import PARTIALS, SUMS, cut_at, shape_of_first
+from shardwise.rules.pointwise import PARTIALS, SUMS, shard_at, shape_of_first
 from shardwise.rules.routing import Route, exchange_headers
 from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.shapes.common import functions_named
@@ -150,7 +150,7 @@ def _each_or_flat(call: Call) -> Cuts:
     shape, added = call.read_shape([call.x.shape[d] for d in call.kept]), call.added
 
     def of_values(dim: int) -> tuple[Placement, ...]:
-        return (cut_at(call.values, dim, shape),) if isinstance(call.values, Meta) else ()
+        return (shard_at(call.values, dim, shape),) if isinstance(call.values, Meta) else ()
 
     kept = {}
     for i, d in enumerate(call.kept):
@@ -158,7 +158,7 @@ def _each_or_flat(call: Call) -> Cuts:
         kept[d] = Cut((REPLICATE,) * len(call.ids), of_values(at), at)
     cuts = {}
     for b in range(len(added)):
-        ids = tuple(cut_at(i, b, added) for i in call.ids)
+        ids = tuple(shard_at(i, b, added) for i in call.ids)
         cuts[b] = Cut(ids, of_values(call.start + b), call.start + b)
     return kept, cuts, list(cuts)
 

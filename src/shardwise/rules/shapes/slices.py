@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import Shard
 from shardwise.rules.empty import never_empty
-from shardwise.rules.pointwise import SUMS, broadcast, cut_at, tensors_of
+from shardwise.rules.pointwise import SUMS, broadcast, shard_at, tensors_of
 from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, local_with, register
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def slice_rows(
     leads = [x._replace(shape=x.shape[: max(x.ndim - k, 0)]) for x, k in operands]
     shape = broadcast(*leads)
     return [
-        Row(tuple(cut_at(x, d, shape) for x in leads), Shard(d), f"dim {d} is a batch dim", local)
+        Row(tuple(shard_at(x, d, shape) for x in leads), Shard(d), f"dim {d} is a batch dim", local)
         for d in range(len(shape))
         if d not in core
     ]

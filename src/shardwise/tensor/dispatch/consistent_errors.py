@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from shardwise import collectives
 from shardwise.rules import RULES, OpRule
-from shardwise.rules.pointwise import spellings
+from shardwise.rules.pointwise import callables_of
 from shardwise.rules.row import amend
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import Form
@@ -25,7 +25,7 @@ from shardwise.tensor.dtensor import DTensor, tag
 amend(F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss, torch.batch_norm, torch.instance_norm,
       torch.layer_norm, torch.group_norm, saves_operands=True)  # fmt: skip
 for _name in ("floor_divide", "floordiv", "fmod", "remainder", "mod", "div", "divide", "true_divide"):
-    amend(*(op for op, _ in spellings(_name) if op in RULES), value_errors=True)
+    amend(*(op for op, _ in callables_of(_name) if op in RULES), value_errors=True)
 
 
 def with_consistent_errors(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
