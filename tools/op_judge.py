@@ -29,6 +29,8 @@ class OpJudge(Judge):
         timeout: seconds after which ranks that still run are given up.
     """
 
+    exact_structure = True
+
     def __init__(self, sample: Sample, timeout: float = 20.0) -> None:
         self.timeout = timeout
         super().__init__(sample)

@@ -32,7 +32,7 @@ def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *arg
             return filled(x, next(lengths))
         return [fill(y) for y in x] if isinstance(x, list | tuple) else x
 
-    out = ctx.call(*map(fill, args), **{name: fill(x) for name, x in kwargs.items()})
+    out = ctx.call(*[fill(x) for x in args], **{name: fill(x) for name, x in kwargs.items()})
     if isinstance(out, Tensor):
         return emptied(out, ctx.output.local_shape(ctx.rank))
     shapes = iter([layout.local_shape(ctx.rank) for layout in ctx.outputs])
