@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.errors import PlaceError
 from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, contiguous_strides
-from shardwise.rules.pointwise import PARTIALS, SUMS, shard_at, shape_of_first
+from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
 from shardwise.rules.routing import Route, exchange_headers
 from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
 from shardwise.rules.shapes.common import functions_named
