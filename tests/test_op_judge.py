@@ -13,11 +13,11 @@ from shardwise.layout import Layout, Placement
 from shardwise.testing.judge import Layouts, Outcome, Sample, layout_of
 from shardwise.testing.local_shards import partial_values
 from tools.op_judge import REFUSED, OpJudge
-from tools.opinfo import FAMILIES, hand_chosen, layouts_of
+from tools.opinfo import FAMILIES, layouts_of, uneven_sizes
 
 X = torch.arange(1.0, 16.0).view(5, 3)
 UNEVEN = (Layout(Mesh((4,)), [Shard(0, (1, 3, 0, 1))], X.shape),)
-WHOLE = (Layout(Mesh((4,)), [Replicate()], X.shape),)
+REPLICATED = (Layout(Mesh((4,)), [Replicate()], X.shape),)
 
 
 def outcome_of(op: Callable[..., Any], layouts: Layouts = UNEVEN, **kwargs: Any) -> tuple[Outcome, str]:
@@ -25,7 +25,7 @@ def outcome_of(op: Callable[..., Any], layouts: Layouts = UNEVEN, **kwargs: Any)
     return verdict.outcome, verdict.message
 
 
-def on_parts(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def on_local(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """What a rule that forgets the other ranks would do."""
     if not isinstance(x, DTensor):
         return function(x)
@@ -41,16 +41,16 @@ def test_what_is_right_in_every_layout_is_called_right(op: Callable[[Tensor], An
         assert judge.verdict(layouts).outcome == Outcome.RIGHT, label
 
 
-def test_values_of_one_part_only_are_called_wrong() -> None:
-    outcome, message = outcome_of(lambda x: on_parts(x, lambda part: part.cumsum(0)))
+def test_values_of_the_local_shard_only_are_called_wrong() -> None:
+    outcome, message = outcome_of(lambda x: on_local(x, lambda local: local.cumsum(0)))
     assert outcome == Outcome.WRONG_VALUE
     assert "differs in 12 of 15 elements, at (1, 0)" in message
 
 
-def test_a_sum_of_summands_one_by_one_is_called_wrong() -> None:
+def test_nonlinear_ops_on_partial_values_are_called_wrong() -> None:
     partial = (Layout(Mesh((4,)), [Partial()], X.shape),)
-    assert outcome_of(lambda x: on_parts(x, torch.abs), partial)[0] == Outcome.WRONG_VALUE
-    assert outcome_of(lambda x: on_parts(x, torch.neg), partial)[0] == Outcome.RIGHT
+    assert outcome_of(lambda x: on_local(x, torch.abs), partial)[0] == Outcome.WRONG_VALUE
+    assert outcome_of(lambda x: on_local(x, torch.neg), partial)[0] == Outcome.RIGHT
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_sum_of_summands_one_by_one_is_called_wrong() -> None:
         lambda x: 1.0,
     ],
 )
-def test_another_dtype_shape_or_structure_is_told_from_a_value(wrong: Callable[[Tensor], Any]) -> None:
+def test_another_dtype_shape_or_structure_is_not_a_wrong_value(wrong: Callable[[Tensor], Any]) -> None:
     assert outcome_of(lambda x: wrong(x) if isinstance(x, DTensor) else x.clone())[0] == Outcome.WRONG_KIND
 
 
@@ -80,9 +80,9 @@ def test_a_right_value_with_another_gradient_is_a_wrong_gradient(wrong: Callable
 
 def test_replicas_that_differ_are_found() -> None:
     def apart(x: Tensor) -> Tensor:
-        return on_parts(x, lambda part: part + 1 if isinstance(x, DTensor) and rank() == 3 else part.clone())
+        return on_local(x, lambda local: local + 1 if isinstance(x, DTensor) and rank() == 3 else local.clone())
 
-    outcome, message = outcome_of(apart, WHOLE)
+    outcome, message = outcome_of(apart, REPLICATED)
     assert outcome == Outcome.WRONG_VALUE
     assert "rank 3" in message
 
@@ -134,7 +134,7 @@ def test_what_torch_refuses_must_be_refused_on_all_ranks() -> None:
 
 def test_random_numbers_are_compared_with_a_world_of_one_rank() -> None:
     assert outcome_of(torch.rand_like)[0] == Outcome.RIGHT
-    assert outcome_of(lambda x: on_parts(x, torch.rand_like))[0] == Outcome.WRONG_VALUE
+    assert outcome_of(lambda x: on_local(x, torch.rand_like))[0] == Outcome.WRONG_VALUE
 
 
 def test_an_op_in_place_must_return_and_change_its_operand() -> None:
@@ -147,14 +147,14 @@ def test_an_op_in_place_must_return_and_change_its_operand() -> None:
     assert unchanged[0] == Outcome.WRONG_VALUE
 
 
-def test_moves_that_nobody_asked_for_are_counted() -> None:
+def test_implicit_redistributions_are_counted() -> None:
     judge = OpJudge(Sample(lambda x: x.sort(0), (X,), gradients=False))
     assert judge.verdict(UNEVEN).implicit == 1
-    assert judge.verdict(WHOLE).implicit == 0
+    assert judge.verdict(REPLICATED).implicit == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_contributions_add_up_exactly(dtype: torch.dtype) -> None:
+def test_partial_values_add_up_exactly(dtype: torch.dtype) -> None:
     x = torch.tensor([0.1, -3.7e30, 1e-30, 0.0, 7.0], dtype=torch.float64).clamp(-9e5, 9e5).to(dtype)
     for mesh, placements in ((Mesh((4,)), [Partial()]), (Mesh((2, 2)), [Partial(), Partial()])):
         layout = layout_of(x, mesh, placements)
@@ -164,16 +164,16 @@ def test_contributions_add_up_exactly(dtype: torch.dtype) -> None:
         assert sum(bool((part != 0).any()) for part in parts) >= 2
 
 
-def test_contributions_of_what_is_not_finite_keep_it() -> None:
+def test_partial_values_of_non_finite_elements_add_up_to_them() -> None:
     x = torch.tensor([float("inf"), float("nan"), 3e38])
     layout = layout_of(x, Mesh((4,)), [Partial()])
     assert layout is not None
     torch.testing.assert_close(sum(partial_values(x, layout).values()), x, equal_nan=True, rtol=0, atol=0)
 
 
-def test_layouts_cover_uneven_empty_partial_grid_and_nested_cuts() -> None:
+def test_layouts_cover_uneven_empty_partial_grid_and_nested_shards() -> None:
     for length in (0, 1, 3, 5, 9):
-        assert sum(hand_chosen(length)) == length
+        assert sum(uneven_sizes(length)) == length
     tensors = [X, torch.ones(()), torch.ones(4, 2, dtype=torch.int64)]
     found = layouts_of(tensors, FAMILIES)
     placements = {layout.placements for layouts in found.values() if (layout := layouts[0]) is not None}

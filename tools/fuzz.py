@@ -26,6 +26,7 @@ from shardwise import DTensor, Layout, Mesh, Placement, rank, world_size
 from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
 from shardwise.errors import ShardwiseError
 from shardwise.testing import DeadlockError, world
+from shardwise.testing.judge import full_of
 from shardwise.testing.local_shards import dtensor_from_full
 from tools.programs import NAMES, PLAIN, Program, plain_leaf, program
 
@@ -82,17 +83,17 @@ def _leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, *at: 
     return dtensor_from_full(value.detach(), Layout(mesh, placements, tuple(shape)), seed + 1).requires_grad_(grad)
 
 
-def _lay(x: Any, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
+def _redistribute(x: Any, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
     return (x.redistribute(mesh, placements) if isinstance(x, DTensor) else x).clone()
 
 
-def _border(x: Any) -> Tensor:
+def _boundary(x: Any) -> Tensor:
     if not isinstance(x, DTensor):
         return x.clone()  # type: ignore[no-any-return]
     return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape).clone()
 
 
-RANKS: dict[str, Any] = {"leaf": _leaf, "lay": _lay, "border": _border}
+RANKS: dict[str, Any] = {"leaf": _leaf, "redistribute": _redistribute, "boundary": _boundary}
 
 
 # ---- running -----------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def seen_of(lines: Sequence[str], functions: dict[str, Any]) -> Seen:
             seen.at = f"reading {name}"
             seen.kinds[name] = f"{tuple(x.shape)} {x.dtype} requires_grad={silent or x.requires_grad}"
             if _is_here(x):
-                seen.values[name] = _whole(x).detach().clone()
+                seen.values[name] = full_of(x).detach().clone()
         seen.at = "the last backward"
         parts = [_total(x, name) for name, x in tensors.items() if x.requires_grad and not x.is_complex()]
         if parts:
@@ -124,21 +125,17 @@ def seen_of(lines: Sequence[str], functions: dict[str, Any]) -> Seen:
                 grad = x.grad
                 seen.kinds[f"{name}.grad"] = str(None if grad is None else (tuple(grad.shape), grad.dtype))
                 if grad is not None and _is_here(x):
-                    seen.values[f"{name}.grad"] = _whole(grad).detach().clone()
+                    seen.values[f"{name}.grad"] = full_of(grad).detach().clone()
     except Exception as error:  # noqa: BLE001 - any error is an outcome
         seen.error = error
     return seen
-
-
-def _whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _total(x: Tensor, name: str) -> Tensor:
     """Something to go backward from: sometimes a plain tensor."""
     total = (x * _weights(x)).sum()
     everywhere = isinstance(total, DTensor) and total.layout_.mesh.size() == world_size()
-    return _whole(total) if everywhere and int(name[1:]) % 2 else total
+    return full_of(total) if everywhere and int(name[1:]) % 2 else total
 
 
 def _is_here(x: Tensor) -> bool:
@@ -184,7 +181,7 @@ def verdict(what: Program) -> Verdict:
 
 
 def _alone(lines: Sequence[str]) -> list[str]:
-    """The same program with everything whole on one rank."""
+    """The same program on one rank."""
     return [re.sub(LAYOUT, "Mesh((1,)), [Replicate()]", line) for line in lines]
 
 
@@ -279,7 +276,7 @@ def _simpler(line: str) -> Iterator[str]:
         for simpler in ("Replicate()", "Shard(0)"):
             if match[0] != simpler:
                 yield line[: match.start()] + simpler + line[match.end() :]
-    for match in re.finditer(r"lay\((\w+), [^()]*(?:\([^()]*\)[^()]*)*\)", line):
+    for match in re.finditer(r"redistribute\((\w+), [^()]*(?:\([^()]*\)[^()]*)*\)", line):
         yield line[: match.start()] + match[1] + line[match.end() :]
     if "leaf" in line and "True" in line:
         yield line.replace("True", "False")

@@ -21,13 +21,13 @@ from shardwise.testing.judge import Layouts, Sample, layout_of
 from shardwise.testing.local_shards import SEED
 from tools.op_judge import OpJudge, Verdict
 
-FAMILIES = ("whole", "one", "all", "sizes", "empty", "partial", "grid", "nested")
+FAMILIES = ("replicated", "one", "all", "sizes", "empty", "partial", "grid", "nested")
 SHORT_FAMILIES = ("all", "sizes", "partial")  # for a method, which mostly shares its function's rule
 LINE, SQUARE = Mesh((4,)), Mesh((2, 2))
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
 ROUGH = frozenset({"logcumsumexp"})  # gradients of which torch itself rounds to three digits in float32
 LARGEST = 20_000  # elements of an operand; larger samples are taken only where an op has no others
-MAX_ONE = 10  # layouts in which one operand is cut along one dim
+MAX_ONE = 10  # layouts that shard one operand along one dim
 
 # What these return is memory that nobody wrote.
 UNWRITTEN = frozenset(
@@ -137,19 +137,19 @@ def calls_of(name: str, count: int, variants: Sequence[str]) -> Iterator[tuple[s
                 continue
             function = functions[variant]
             if op.name in UNORDERED:
-                function = _as_told_apart(function)
+                function = _up_to_ties(function)
             yield variant, number, replace(call, op=function, mutates=variant == "in place")
 
 
-def _as_told_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The op with the elements that its places name instead of the places: of equal elements it may name any."""
+def _up_to_ties(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The op with the elements at its indices instead of the indices: of equal elements it may return any."""
 
     def call(input: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
-        values, places = function(input, k, dim, *args, **kwargs)
-        if not places.ndim:
-            return values, places
-        different = places.sort(dim).values.diff(dim=dim).ne(0).all()
-        return values, input.detach().gather(dim, places), different, places.dtype
+        values, indices = function(input, k, dim, *args, **kwargs)
+        if not indices.ndim:
+            return values, indices
+        different = indices.sort(dim).values.diff(dim=dim).ne(0).all()
+        return values, input.detach().gather(dim, indices), different, indices.dtype
 
     return call
 
@@ -159,7 +159,7 @@ def _as_told_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 Choose = Callable[[Tensor], Sequence[Placement]]
 
 
-def hand_chosen(length: int) -> tuple[int, int, int, int]:
+def uneven_sizes(length: int) -> tuple[int, int, int, int]:
     """One element, three, none, and the rest; shorter where there are not as many."""
     first = min(1, length)
     second = min(3, length - first)
@@ -167,7 +167,7 @@ def hand_chosen(length: int) -> tuple[int, int, int, int]:
 
 
 def layouts_of(tensors: Sequence[Tensor], families: Sequence[str]) -> dict[str, Layouts]:
-    """Combinations of layouts of the operands on four ranks, by a name that says what is cut."""
+    """Combinations of layouts of the operands on four ranks, by a name that says what is sharded."""
     found: dict[str, Layouts] = {}
     for family in families:
         for label, layouts in _OF_FAMILY[family](tensors):
@@ -184,19 +184,19 @@ def _with(tensors: Sequence[Tensor], mesh: Mesh, choose: Choose) -> Layouts:
 
 
 def _only(tensors: Sequence[Tensor], chosen: int, mesh: Mesh, placements: Sequence[Placement]) -> Layouts:
-    """One operand laid out so, the others whole."""
-    whole = [REPLICATE] * mesh.ndim
-    return tuple(layout_of(x, mesh, placements if i == chosen else whole) for i, x in enumerate(tensors))
+    """One operand with `placements`, the others replicated."""
+    replicated = [REPLICATE] * mesh.ndim
+    return tuple(layout_of(x, mesh, placements if i == chosen else replicated) for i, x in enumerate(tensors))
 
 
-def _whole(tensors: Sequence[Tensor]) -> Labelled:
-    yield "all whole", _with(tensors, LINE, lambda x: [REPLICATE])
+def _replicated(tensors: Sequence[Tensor]) -> Labelled:
+    yield "all replicated", _with(tensors, LINE, lambda x: [REPLICATE])
 
 
 def _one(tensors: Sequence[Tensor]) -> Labelled:
-    """Each operand cut along each dim, as torch.chunk cuts: even, uneven or with empty parts as sizes fall."""
-    places = [(i, dim) for i, x in enumerate(tensors) for dim in range(x.ndim)]
-    for i, dim in places[:: -(-len(places) // MAX_ONE)] if places else ():
+    """Each operand sharded along each dim as by torch.chunk: even, uneven or with empty shards, as sizes fall."""
+    dims = [(i, dim) for i, x in enumerate(tensors) for dim in range(x.ndim)]
+    for i, dim in dims[:: -(-len(dims) // MAX_ONE)] if dims else ():
         yield f"operand {i} Shard({dim})", _only(tensors, i, LINE, [Shard(dim)])
 
 
@@ -205,18 +205,18 @@ def _all(tensors: Sequence[Tensor]) -> Labelled:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> Labelled:
-    def cut(x: Tensor, dim: int) -> list[Placement]:
-        return [Shard(dim, hand_chosen(x.shape[dim])) if x.ndim else REPLICATE]
+    def shard(x: Tensor, dim: int) -> list[Placement]:
+        return [Shard(dim, uneven_sizes(x.shape[dim])) if x.ndim else REPLICATE]
 
-    yield "all Shard(0, 1+3+0+rest)", _with(tensors, LINE, lambda x: cut(x, 0))
-    yield "all Shard(-1, 1+3+0+rest)", _with(tensors, LINE, lambda x: cut(x, -1))
+    yield "all Shard(0, 1+3+0+rest)", _with(tensors, LINE, lambda x: shard(x, 0))
+    yield "all Shard(-1, 1+3+0+rest)", _with(tensors, LINE, lambda x: shard(x, -1))
 
 
 def _empty(tensors: Sequence[Tensor]) -> Labelled:
-    def cut(x: Tensor) -> list[Placement]:
+    def shard(x: Tensor) -> list[Placement]:
         return [Shard(0, (0, x.shape[0], 0, 0)) if x.ndim else REPLICATE]
 
-    yield "all Shard(0, 0+all+0+0)", _with(tensors, LINE, cut)
+    yield "all Shard(0, 0+all+0+0)", _with(tensors, LINE, shard)
 
 
 def _partial(tensors: Sequence[Tensor]) -> Labelled:
@@ -229,10 +229,10 @@ def _partial(tensors: Sequence[Tensor]) -> Labelled:
 
 
 def _grid(tensors: Sequence[Tensor]) -> Labelled:
-    def cut(x: Tensor) -> list[Placement]:
+    def shard(x: Tensor) -> list[Placement]:
         return [Shard(dim) if dim < x.ndim else REPLICATE for dim in (0, 1)]
 
-    yield "all Shard(0), Shard(1) on 2x2", _with(tensors, SQUARE, cut)
+    yield "all Shard(0), Shard(1) on 2x2", _with(tensors, SQUARE, shard)
 
 
 def _nested(tensors: Sequence[Tensor]) -> Labelled:
@@ -240,7 +240,7 @@ def _nested(tensors: Sequence[Tensor]) -> Labelled:
 
 
 _OF_FAMILY: dict[str, Callable[[Sequence[Tensor]], Labelled]] = dict(
-    zip(FAMILIES, (_whole, _one, _all, _sizes, _empty, _partial, _grid, _nested), strict=True)
+    zip(FAMILIES, (_replicated, _one, _all, _sizes, _empty, _partial, _grid, _nested), strict=True)
 )
 
 
@@ -258,7 +258,7 @@ def cases_of(name: str, samples: int, families: Sequence[str] = FAMILIES) -> Ite
 
 
 def few_cases_of(name: str) -> Iterator[Case]:
-    """What represents an op: its first sample, out of place and in place, every operand cut by hand along dim 0."""
+    """What represents an op: its first sample, out of place and in place, with unevenly sharded dim 0."""
     seen: set[str] = set()
     for case in cases_of(name, 1, ("sizes",)):
         if case.variant != "method" and case.variant not in seen:

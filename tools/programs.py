@@ -1,7 +1,7 @@
 """Random programs of torch ops, as lines of Python that mean the same on one process and on ranks.
 
-A line is made from a template by filling its blanks at random and is kept if torch runs it. What a program says about
-layouts are calls of `leaf`, `lay` and `border`, which do nothing to the values: see `tools.fuzz`.
+A line is made from a template by filling its blanks at random and is kept if torch runs it. Layouts
+appear in calls of `leaf`, `redistribute` and `boundary` only, which do not change values: see `tools.fuzz`.
 """
 
 import random
@@ -46,7 +46,7 @@ class Program:
 
 
 def plain_leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, *layout: Any) -> Tensor:
-    """The value of a leaf: numbers that are all different, small integers, or truth values."""
+    """The value of a leaf: normal floats, small integers, or booleans."""
     numbers = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.rand(tuple(shape), generator=numbers) < 0.5
@@ -57,15 +57,15 @@ def plain_leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, 
 
 PLAIN: dict[str, Any] = {
     "leaf": plain_leaf,
-    "lay": lambda x, *layout: x.clone(),
-    "border": lambda x: x.clone(),
+    "redistribute": lambda x, *layout: x.clone(),
+    "boundary": lambda x: x.clone(),
 }
 
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 FIT = ["{a}", "{a}.detach()", "{a}.sum({d}, keepdim=True)", "{a}.flip(0)", "{a}[0]", "{a}.mean()", "{a}.clone()",
-       "lay({a}, {w})", "torch.tensor(2.0, dtype={a}.dtype)"]  # fmt: skip
-MASK = ["({a} > 0)", "({a} <= 0.5)", "({a}.abs() > 0.3)", "lay({a} > 0, {w})"]
+       "redistribute({a}, {w})", "torch.tensor(2.0, dtype={a}.dtype)"]  # fmt: skip
+MASK = ["({a} > 0)", "({a} <= 0.5)", "({a}.abs() > 0.3)", "redistribute({a} > 0, {w})"]
 
 
 class Author:
@@ -223,14 +223,14 @@ class Author:
         mesh = _mesh(self.used)
         reductions = ["sum"] * 4 * sums + ["avg"] * averages + ["max", "min", "product"] * (maxima and sums)
         reduction = self.random.choice(reductions) if reductions else ""
-        pieces = [[n] for n in shape]
+        shards = [[n] for n in shape]  # sizes of the shards along each dim
         if shape and mesh.ndim == 1 and self.random.random() < 0.04:
             return f"[Boxes({self.boxes(shape, mesh.size())})]"
         found = []
         for positions in mesh.shape:
-            kind = self.random.choice(["cut"] * 6 + ["whole"] * 3 + ["sum"] * 2 + ["one"])
-            if kind == "cut" and shape:
-                found.append(self.cut(pieces, positions))
+            kind = self.random.choice(["shard"] * 6 + ["replicate"] * 3 + ["sum"] * 2 + ["one"])
+            if kind == "shard" and shape:
+                found.append(self.shard(shards, positions))
             elif kind == "sum" and reduction:
                 found.append(f"Partial({reduction!r})")
             elif kind == "one":
@@ -239,34 +239,34 @@ class Author:
                 found.append("Replicate()")
         return f"[{', '.join(found)}]"
 
-    def cut(self, pieces: list[list[int]], positions: int) -> str:
-        dim = self.random.randrange(len(pieces))
+    def shard(self, shards: list[list[int]], positions: int) -> str:
+        dim = self.random.randrange(len(shards))
         rows = []
-        for length in pieces[dim]:
+        for length in shards[dim]:
             marks = sorted(self.random.randint(0, length) for _ in range(positions - 1))
             rows.append([b - a for a, b in pairwise([0, *marks, length])])
         if self.random.random() < 0.5:
-            step = [-(-length // positions) for length in pieces[dim]]
+            step = [-(-length // positions) for length in shards[dim]]
             rows = [[max(0, min(n, (i + 1) * s) - min(n, i * s)) for i in range(positions)]
-                    for n, s in zip(pieces[dim], step, strict=True)]  # fmt: skip
+                    for n, s in zip(shards[dim], step, strict=True)]  # fmt: skip
             text = f"Shard({dim})"
         else:
             text = f"Shard({dim}, {rows if len(rows) > 1 else rows[0]})"
-        pieces[dim] = [n for row in rows for n in row]
+        shards[dim] = [n for row in rows for n in row]
         return text
 
     def boxes(self, shape: Sequence[int], positions: int) -> str:
-        """Two boxes, dealt out to some of the positions."""
+        """Two boxes, each on a random position."""
         dim = self.random.randrange(len(shape))
         at = self.random.randint(0, shape[dim])
         one, two = list(shape), list(shape)
         one[dim], two[dim] = at, shape[dim] - at
         start = [0] * len(shape)
         start[dim] = at
-        hands: list[Any] = [[] for _ in range(positions)]
-        hands[self.random.randrange(positions)].append([[0] * len(shape), one])
-        hands[self.random.randrange(positions)].append([start, two])
-        return str(hands)
+        boxes: list[Any] = [[] for _ in range(positions)]
+        boxes[self.random.randrange(positions)].append([[0] * len(shape), one])
+        boxes[self.random.randrange(positions)].append([start, two])
+        return str(boxes)
 
 
 def _mesh(text: str) -> Mesh:
@@ -275,7 +275,7 @@ def _mesh(text: str) -> Mesh:
 
 
 def _usable(x: Tensor) -> bool:
-    """Small, and not a view that torch forgets because another one was changed in place."""
+    """Small, and not a view whose base was changed in place in a way that torch cannot differentiate."""
     try:
         return x.numel() <= LARGEST and x.ndim <= 5 and repr(x.grad_fn) != ""
     except RuntimeError:

@@ -89,7 +89,7 @@ def check(number: int) -> "Checked":
 
 
 def outline() -> tuple[int, tuple[str, ...], tuple[str, ...], frozenset[tuple[str, str]]]:
-    """Of the plan what can travel: how many checks, what it cannot show, and the rows that they should take."""
+    """The picklable part of the plan: number of checks, what it does not cover, and the rows to take."""
     (plan,) = PLANS
     return len(plan.checks), plan.unsampled, plan.unbuilt, frozenset(plan.rows)
 
@@ -98,9 +98,9 @@ def outline() -> tuple[int, tuple[str, ...], tuple[str, ...], frozenset[tuple[st
 
 
 def survey(
-    jobs: int = 2, wanted: str = "", deep: bool = False, tell: Callable[[str], None] = lambda line: None
+    jobs: int = 2, wanted: str = "", deep: bool = False, report: Callable[[str], None] = lambda line: None
 ) -> "Survey":
-    """Check the keys whose names match; what the sources of other keys have is not asked for."""
+    """Check the keys whose names match `wanted`."""
     from tools.table_survey import Survey
 
     results = []
@@ -112,7 +112,7 @@ def survey(
                 for result in pool.map(check, range(count), chunksize=BATCH):
                     results.append(result)
                     for error in result.errors:
-                        tell(f"{result.key}: {result.sample}: {error}")
+                        report(f"{result.key}: {result.sample}: {error}")
         except BrokenProcessPool as error:
             at = " or ".join(path.read_text(encoding="utf-8") for path in Path(folder).iterdir())
             raise RuntimeError(f"A worker died of {at or 'its preparation'}.") from error

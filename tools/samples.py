@@ -44,7 +44,7 @@ Samples = dict[Key, list[Sample]]
 
 
 def name_of_key(key: Key) -> str:
-    """How users, or torch, spell a key."""
+    """The name by which users, or torch, call a key."""
     if isinstance(key, OpOverload):
         return str(key)
     if type(key).__name__ == "method_descriptor":
@@ -58,7 +58,7 @@ def name_of_key(key: Key) -> str:
 
 
 def bare_name(key: Key) -> str:
-    """What all spellings of an op share: no home, no dunder, no overload, not whether it works in place."""
+    """The name that all variants of an op share, without module, underscores, overload and in-place suffix."""
     if isinstance(key, OpOverload):
         name = key._schema.name.split("::")[1]
     else:
@@ -89,7 +89,7 @@ class Recorder:
             yield
 
     def add(self, sample: Sample) -> None:
-        """Take a sample whose function is a key; of two alike the smaller one stays."""
+        """Take a sample whose function is a key; of two with the same features the smaller one is kept."""
         if self._wants(sample):
             sample = sample.on([rounded(x) for x in sample.tensors()])
             self._found.setdefault(sample.op, {})[features_of(sample)] = sample
@@ -122,7 +122,7 @@ def copied(sample: Sample) -> Sample:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Floats with so few digits that summands and averages of them come to exactly what they were."""
+    """Floats with so few digits that their partial sums and averages are exact."""
     if x.dtype not in STEPS:
         return x
     return torch.where(x.abs() < 100, (x * STEPS[x.dtype]).round() / STEPS[x.dtype], x)
@@ -276,20 +276,22 @@ def _fits(key: Key, args: Sequence[Any]) -> bool:
 
 
 def chosen(found: Sequence[Sample], count: int = 2, corners: bool = True) -> list[Sample]:
-    """Samples that can be cut and show the most kinds of arguments; and corners: a dim of 0, one of 1, no dim."""
-    best = _most_telling([sample for sample in found if _can_be_cut(sample)], count) or _most_telling(found, count)
+    """Samples that can be sharded and cover the most kinds of arguments; and corner cases: dims of 0 and 1, no dim."""
+    best = _most_features([sample for sample in found if _can_be_sharded(sample)], count) or _most_features(
+        found, count
+    )
     if not best or not corners:
         return best
     for length in (0, 1):
         if not any(_has_dim(sample, length) for sample in best):
             thin = [sample for sample in found if _has_dim(sample, length)]
-            best += _most_telling([*thin, *thinned(best[0], length)], 1)
+            best += _most_features([*thin, *thinned(best[0], length)], 1)
     if any(sample.tensors()[0].ndim == 0 for sample in best):
         return best
-    return best + _most_telling([sample for sample in found if sample.tensors()[0].ndim == 0], 1)
+    return best + _most_features([sample for sample in found if sample.tensors()[0].ndim == 0], 1)
 
 
-def _most_telling(found: Iterable[Sample], count: int) -> list[Sample]:
+def _most_features(found: Iterable[Sample], count: int) -> list[Sample]:
     left, best = list(found), list[Sample]()
     shown: set[object] = set()
     while left and len(best) < count:
@@ -301,7 +303,7 @@ def _most_telling(found: Iterable[Sample], count: int) -> list[Sample]:
     return best
 
 
-def _can_be_cut(sample: Sample) -> bool:
+def _can_be_sharded(sample: Sample) -> bool:
     """Unevenly, with something on each of three ranks."""
     return any(n > 3 for x in sample.tensors() for n in x.shape) and not _has_dim(sample, 0)
 
@@ -313,7 +315,7 @@ def _has_dim(sample: Sample, length: int) -> bool:
 def thinned(sample: Sample, length: int) -> Iterator[Sample]:
     """The sample with `length` left of a dim of its first tensor, and of the dims that seem to be the same one.
 
-    Not where whole numbers may be indices into other operands: torch does not look at all of them before it reads.
+    Not for integers that may be indices into other operands: torch does not check all of them before it reads.
     """
     tensors = sample.tensors()
     if bare_name(sample.op) in CRASHES or len({x.is_floating_point() for x in tensors}) > 1:

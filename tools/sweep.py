@@ -74,7 +74,7 @@ class Plan:
 
 
 def work(connection: Connection, plan: Plan) -> None:
-    """Answer with the names of all ops; then judge those asked for, saying each case before it starts."""
+    """Send the names of all ops; then judge ops on request, announcing each case before it starts."""
     import torch
 
     from tools import opinfo
@@ -108,8 +108,8 @@ def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Ca
 
         def result(begun: Result = begun, judge: Callable[[], Verdict] = judge) -> tuple[Result, bool]:
             found = judge()
-            told = replace(begun, outcome=str(found.outcome), message=found.message, implicit=found.implicit)
-            return told, found.late
+            judged = replace(begun, outcome=str(found.outcome), message=found.message, implicit=found.implicit)
+            return judged, found.late
 
         yield number, begun, result
 
@@ -185,7 +185,7 @@ class Worker:
             return f"the process ended with exit code {self.process.exitcode}"
 
 
-def sweep(plan: Plan, jobs: int, wanted: str = "", tell: Callable[[str], None] = lambda line: None) -> list[Result]:
+def sweep(plan: Plan, jobs: int, wanted: str = "", report: Callable[[str], None] = lambda line: None) -> list[Result]:
     """The results of all ops whose names match, in the order of torch's list."""
     workers: SimpleQueue[Worker] = SimpleQueue()
     started = list(ThreadPoolExecutor(jobs).map(Worker, [plan] * jobs))
@@ -199,7 +199,7 @@ def sweep(plan: Plan, jobs: int, wanted: str = "", tell: Callable[[str], None] =
             results = worker.judge(name)
         finally:
             workers.put(worker)
-        tell(f"{name}: {', '.join(f'{n} {outcome}' for outcome, n in counted(results).items()) or 'no case'}")
+        report(f"{name}: {', '.join(f'{n} {outcome}' for outcome, n in counted(results).items()) or 'no case'}")
         return results
 
     try:
@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--shrink needs --few: the list is about the few cases that the tests run")
     began = time.monotonic()
     if options.peer:
-        families = families or ("whole", "one", "all")  # one axis, cut as torch.chunk cuts
+        families = families or ("replicated", "one", "all")  # one axis, sharded as by torch.chunk
     plan = Plan(options.samples, families, options.few, options.peer)
     results = sweep(plan, options.jobs, options.ops, lambda line: print(line, file=sys.stderr, flush=True))
     if not results:

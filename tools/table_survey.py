@@ -1,7 +1,7 @@
-"""Is the whole table of rules right? Plans which calls show that every row of every rule is, and makes them.
+"""Plans and runs calls that take every row of every rule, and compares them with one process.
 
-An op has many spellings, so the first call that has a row is made on a line of ranks and on a grid. The calls of other
-spellings show that these reach the rule, each on one world.
+An op has many variants. The first call that has a row runs on a 1-D and on a 2-D mesh; calls of other variants only
+need to reach the rule, so each runs on one mesh.
 """
 
 import ast
@@ -27,7 +27,7 @@ LINE = Mesh((3,))
 LINES, GRID = (Mesh((2,)), LINE, Mesh((5,))), Mesh((2, 2))
 FOLDER = Path(shardwise.rules.__file__).parent
 Reason = str  # of a row, with N for every number
-Place = tuple[str, int]
+SourceLine = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Check:
     """A call to make, where, and in how many layouts besides those that rows want."""
 
     sample: Sample
-    rows: frozenset[Reason]  # that can be asked for
+    rows: frozenset[Reason]  # that the rule has for some layouts
     meshes: tuple[Mesh, ...]
     limit: int
 
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def rows(self) -> set[tuple[str, Reason]]:
-        """Every row that can be asked for, by key."""
+        """Every row that the rules have, by key."""
         return {(check.key, row) for check in self.checks for row in check.rows}
 
 
@@ -115,7 +115,7 @@ def plan(samples: Samples, rules: Mapping[Any, OpRule] | None = None, everything
 
 
 def worlds(turn: int, new: bool) -> tuple[Mesh, ...]:
-    """In turn, so that every kind of row meets even, uneven and empty pieces, and two axes."""
+    """Meshes in rotation, so that all kinds of rows meet even, uneven and empty shards, and two axes."""
     return (LINES[turn % len(LINES)], GRID) if new else (MESHES[turn % len(MESHES)],)
 
 
@@ -130,9 +130,9 @@ def rows_of(sample: Sample, rule: OpRule) -> frozenset[Reason]:
 
 
 @contextmanager
-def rows_built() -> Iterator[set[Place]]:
+def rows_built() -> Iterator[set[SourceLine]]:
     """Files and lines where rows are made inside."""
-    found: set[Place] = set()
+    found: set[SourceLine] = set()
     made: Any = Row.__init__
 
     def watched(row: Row, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +157,7 @@ def row_expressions(folder: Path) -> list[tuple[str, int, int]]:
     ]
 
 
-def unbuilt(expressions: Iterable[tuple[str, int, int]], built: set[Place]) -> Iterator[str]:
+def unbuilt(expressions: Iterable[tuple[str, int, int]], built: set[SourceLine]) -> Iterator[str]:
     for path, first, last in expressions:
         if not any((path, line) in built for line in range(first, last + 1)):
             yield f"{Path(path).name}:{first}"
@@ -215,7 +215,7 @@ class Survey:
         ]
 
     def untaken(self) -> list[tuple[str, Reason]]:
-        """Rows that could be asked for, and that no call took, by key."""
+        """Rows that no call took, by key."""
         return sorted(self.rows - {(result.key, row) for result in self.results for row in result.rows})
 
     def by_key(self) -> Iterator[tuple[str, int, int, int, int]]:

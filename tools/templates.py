@@ -1,8 +1,8 @@
 """What lines of random programs look like, with blanks for `tools.programs` to fill.
 
-{a} {c}: tensors, mostly of floating point numbers; {b}: one that fits {a}; {m}: a truth value for each element of
+{a} {c}: tensors, mostly of floating point numbers; {b}: one that fits {a}; {m}: a boolean for each element of
 {a}; {j}: integers that are valid indices of dim {d} of {a}; {d} {e}: dims of {a}; {n}: an index in dim {d};
-{s}: a slice; {w}: a layout of {a}; {k}: a small number; {x}: what stands in brackets; {f}: a fraction; {z}: a shape;
+{s}: a slice; {w}: a layout of {a}; {k}: a small number; {x}: an index; {f}: a fraction; {z}: a shape;
 {t}: a tensor that is no leaf; {l}: a leaf.
 """
 
@@ -244,11 +244,11 @@ torch.bincount({j}.reshape(-1))
 torch.cov({a})
 torch.renorm({a}, 2, {d}, 1.0)
 {l}.grad.clone()
-lay({a}, {w})
-lay({a}, {w})
-lay({a}, {w})
-lay({a}, {w})
-border({a})
+redistribute({a}, {w})
+redistribute({a}, {w})
+redistribute({a}, {w})
+redistribute({a}, {w})
+boundary({a})
 torch.tensor({a}.sum().item())
 torch.stack(list({a}))
 torch.autograd.grad(({a} ** 2).sum(), [{a}], create_graph=True)[0]

@@ -1,4 +1,4 @@
-"""A distributed result beside the one of plain torch: where they differ most, told alike on every rank."""
+"""Compares distributed results with plain torch: the largest difference, the same on every rank."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -103,13 +103,13 @@ def _difference(what: str, got: Any, want: Any, tolerance: Tolerance) -> Differe
             return Difference(what, math.inf, f"{layout.shape} {plain(got).dtype}", f"{tuple(want.shape)} {want.dtype}")
         if layout.mesh.coordinate(collectives.rank()) is None:
             return None
-        return _of_parts(what, moved(got, layout.reduced()), want, tolerance)
+        return _local_difference(what, moved(got, layout.reduced()), want, tolerance)
     if isinstance(got, Tensor) and isinstance(want, Tensor):
         if got.shape != want.shape or got.dtype != want.dtype:
             return Difference(what, math.inf, f"{tuple(got.shape)} {got.dtype}", f"{tuple(want.shape)} {want.dtype}")
-        return _of_piece(what, got, want, (0,) * got.ndim, tolerance)
+        return _tensor_difference(what, got, want, (0,) * got.ndim, tolerance)
     if isinstance(got, float) and isinstance(want, float):
-        return _of_piece(what, torch.tensor(got).double(), torch.tensor(want).double(), (), tolerance)
+        return _tensor_difference(what, torch.tensor(got).double(), torch.tensor(want).double(), (), tolerance)
     if isinstance(got, Tensor) or isinstance(want, Tensor) or type(got) is not type(want) or got != want:
         return Difference(what, math.inf, _kind(got), _kind(want))
     return None
@@ -119,18 +119,20 @@ def _kind(x: Any) -> str:
     return f"a {type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.80}"
 
 
-def _of_parts(what: str, got: DTensor, want: Tensor, tolerance: Tolerance) -> Difference | None:
-    """What this rank holds beside the same boxes of the whole, so that replicas are checked one by one."""
+def _local_difference(what: str, got: DTensor, want: Tensor, tolerance: Tolerance) -> Difference | None:
+    """Compares the local boxes with those of the full result, so that each replica is checked."""
     boxes = got._layout.boxes(collectives.rank())
-    whole = Box((0,) * want.ndim, tuple(want.shape))
+    full = Box((0,) * want.ndim, tuple(want.shape))
     seen = [
-        _of_piece(what, view, want[box.relative_to(whole)], box.offsets, tolerance)
+        _tensor_difference(what, view, want[box.relative_to(full)], box.offsets, tolerance)
         for box, view in zip(boxes, split_by_boxes(plain(got), boxes), strict=True)
     ]
     return max((d for d in seen if d is not None), key=lambda d: d.size, default=None)
 
 
-def _of_piece(what: str, got: Tensor, want: Tensor, at: tuple[int, ...], tolerance: Tolerance) -> Difference | None:
+def _tensor_difference(
+    what: str, got: Tensor, want: Tensor, at: tuple[int, ...], tolerance: Tolerance
+) -> Difference | None:
     if not got.numel():
         return None
     wrong = mismatched(got, want, tolerance.bounds)

@@ -28,17 +28,17 @@ class DTensorConverter:
         torch.testing.assert_close(op(*d_args, **d_kwargs).full_tensor(), op(*args, **kwargs))
     ```
 
-    Without further arguments the placements are those of torch's converter: whole copies, and even cuts of each dim.
+    Without further arguments the placements are those of torch's converter: Replicate, and even shards of each dim.
     On a mesh with several axes each axis has these choices, and all combinations that are a layout are tried.
 
     Args:
         mesh: a `Mesh` or torch's `DeviceMesh`.
         args, kwargs: of the call; tensors in lists, tuples and dicts are found. All ranks give the same values.
-        replicate_only: only whole copies.
-        uneven: also cuts in which ranks hold different shapes, but each something: torch's, and one by hand.
-        empty: also cuts that leave ranks with nothing: torch's, and one with all rows on the last rank.
+        replicate_only: only Replicate.
+        uneven: also uneven shards, none of them empty: torch's, and one of explicit sizes.
+        empty: also layouts with empty shards: torch's, and one with all rows on the last rank.
         partial: also contributions of all ranks that add up to the value, for floating and complex tensors.
-        bools: also cut tensors of truth values.
+        bools: also shard boolean tensors.
 
     Attributes:
         hit: tensors that were converted so far.
@@ -88,13 +88,13 @@ class DTensorConverter:
             return choices
         if arg.dtype != torch.bool or self.bools:
             for dim, length in enumerate(arg.shape):
-                choices += self._cuts(dim, length)
+                choices += self._shards(dim, length)
         if self.partial and (arg.is_floating_point() or arg.is_complex()):
             choices.append(Partial())
         return choices
 
-    def _cuts(self, dim: int, length: int) -> Iterator[Placement]:
-        """Of one dim: torch's cut, and cuts by hand."""
+    def _shards(self, dim: int, length: int) -> Iterator[Placement]:
+        """Shards along one dim: torch's, and those of explicit sizes."""
         mesh = as_mesh(self.mesh)
         if (length > 1 and length % mesh.size() == 0) or (length and (self.uneven or self.empty)):
             yield Shard(dim)
@@ -107,9 +107,8 @@ class DTensorConverter:
     def layouts_for_arg(self, arg: Tensor) -> Sequence[Placements]:
         """The placements to try, one an axis: what the choices for an axis combine to, where that is wanted."""
         mesh = as_mesh(self.mesh)
-        whole = (REPLICATE,) * mesh.ndim
         if not self._can_convert(arg):
-            return [whole]
+            return [(REPLICATE,) * mesh.ndim]
         found = []
         for placements in itertools.product(self.gen_sharding_choices_for_arg(arg), repeat=mesh.ndim):
             with suppress(LayoutError):  # sizes for an axis of another length
@@ -137,7 +136,7 @@ class DTensorConverter:
     def to_dist_tensor(self, t: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
         """`t` as a DTensor, or `t` itself where that cannot be; counts a hit or a miss.
 
-        An `nn.Parameter` stays one. No rank sends anything: all have the whole tensor.
+        An `nn.Parameter` stays one. No communication: all ranks have the full tensor.
 
         Raises:
             TypeError: `t` is no tensor.

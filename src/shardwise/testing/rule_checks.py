@@ -282,7 +282,7 @@ def _check_all_taken(sample: Sample, mesh: Mesh, tally: Tally) -> None:
         possible = all(map(_possible, sample.tensors(), row.inputs))
         assert not possible or tally.rows[row.why], (
             f"{sample}: the row {row.why!r} with inputs {row.inputs} was never taken; "
-            f"another row with the same inputs may stand before it."
+            f"an earlier row may have the same inputs."
         )
 
 
