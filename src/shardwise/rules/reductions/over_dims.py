@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Boxes, OnRanks, Placement, Shard
-from shardwise.rules.pointwise import spellings
+from shardwise.rules.pointwise import callables_of
 from shardwise.rules.row import Args, Kwargs, LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with, register
 
 Dims = tuple[int, ...] | None  # None: all dims of the local tensor, whatever its shape
@@ -50,7 +50,7 @@ def register_reduction(
 ) -> None:
     """Register a rule for the functions, methods and aten ops called `names`, and for `ops`; NumPy's names of
     arguments are translated."""
-    found = [op for name in names.split() for op, in_place in spellings(name) if not in_place]
+    found = [op for name in names.split() for op, in_place in callables_of(name) if not in_place]
     rule = OpRule(_renamed(rows), shape=shape and _renamed(shape), shape_independent=shape_independent, **kind)
     register(rule, *(op for op in (*found, *ops) if not getattr(getattr(op, "_schema", None), "is_mutable", False)))
 

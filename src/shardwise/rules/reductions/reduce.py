@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import EmptyError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows, callables_of
+from shardwise.rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
 from shardwise.rules.reductions.over_dims import (
     OWN_SHARD,
     Dims,
