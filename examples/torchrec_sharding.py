@@ -1,4 +1,4 @@
-"""Embedding tables sharded as TorchRec shards them: local shards become a `DTensor`, and come back.
+"""The sharding types of TorchRec: local shards of an embedding table to a `DTensor` and back.
 
 All examples on four ranks simulated in this process, or one of them:
 
@@ -27,7 +27,7 @@ SHAPE = ROWS, COLUMNS = 8, 16
 
 
 def row_wise_even() -> None:
-    """Two rows on every rank. Parts of one size need no exchange: `run_check=False` takes that for granted."""
+    """Two rows on every rank. Even sharding needs no exchange of sizes: `run_check=False` skips it."""
     shards, offsets = [torch.randn(2, COLUMNS)], [(2 * sw.rank(), 0)]
     there_and_back("Row-wise, even:", shards, offsets, line(), [sw.Shard(0)], run_check=False)
 
@@ -48,10 +48,10 @@ def table_wise() -> None:
 
 
 def column_wise() -> None:
-    """Four columns on each rank, in two shards: in memory one tensor, of which the shards are views."""
+    """Four columns on each rank, in two shards that are views of one tensor."""
     first = 4 * sw.rank()
     shards, offsets = [torch.randn(ROWS, 1), torch.randn(ROWS, 3)], [(0, first), (0, first + 1)]
-    there_and_back("Column-wise, two shards a rank:", shards, offsets, line(), [sw.Shard(1)])
+    there_and_back("Column-wise, two shards per rank:", shards, offsets, line(), [sw.Shard(1)])
 
 
 def grid() -> None:
@@ -75,7 +75,7 @@ def there_and_back(
     placements: list[sw.Placement],
     **known: Any,
 ) -> None:
-    """Make a table of local shards, draw who holds what of it, and take it apart again."""
+    """Make a table of local shards, draw its sharding, and compare its local shards with the original ones."""
     values = [shard.clone() for shard in shards]
     table = sw.DTensor.from_local(sw.LocalShardsWrapper(shards, offsets), mesh, placements, **known)
     visualize_sharding(table, header=header)
@@ -92,7 +92,7 @@ def there_and_back(
     assert local.shard_sizes == [value.shape for value in values]
     for shard, value, given in zip(local.shards, values, shards, strict=True):
         assert torch.equal(shard, value)
-        assert shard.data_ptr() == given.data_ptr()  # nothing was copied on the way
+        assert shard.data_ptr() == given.data_ptr()  # no copy
 
     full = table.full_tensor()
     for (row, column), value in zip(offsets, values, strict=True):

@@ -142,8 +142,8 @@ def scores(placement: Any = S1) -> DTensor:
 def test_plain_scores_are_told_apart() -> None:
     for loss in (lambda: F.cross_entropy(SCORES, TARGETS), lambda: nn.CrossEntropyLoss()(SCORES[:, :3], TARGETS % 3)):
         text = refusal(loss)
-        assert "cross_entropy inside loss_parallel(): the scores, of shape (30, " in text
-        assert "are a plain tensor: all classes, or this rank's taken for all." in text
+        assert "cross_entropy inside loss_parallel(): the logits, of shape (30, " in text
+        assert "are a plain tensor, which has all classes or is a local shard read as all of them." in text
         assert "Fix: output_layouts=Shard(-1) and use_local_output=False in the style" in text
 
 
@@ -152,7 +152,7 @@ def test_scores_of_all_classes_on_a_rank_are_refused(placement: Any) -> None:
     def body() -> None:
         x = distribute_tensor(SCORES, Mesh((4,)), [placement])
         with (
-            pytest.raises(RuleError, match="not cut along dim 1, the classes: every rank holds all of them"),
+            pytest.raises(RuleError, match="not sharded along dim 1, the classes: every rank holds all of them"),
             loss_parallel(),
         ):
             F.nll_loss(x, TARGETS)

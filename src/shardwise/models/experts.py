@@ -1,4 +1,4 @@
-"""A dense layer of experts: every expert sees every token, and their answers are averaged."""
+"""A dense layer of experts: the mean of all experts on every token."""
 
 from typing import cast
 
@@ -12,7 +12,7 @@ class Experts(nn.Module):
     Args:
         dim: width of a token.
         hidden_dim: width inside an expert.
-        num_experts: first dim of both weights, so that experts can be cut over ranks.
+        num_experts: first dim of both weights, so that experts can be sharded.
     """
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""A normalisation and two perceptrons, the smallest things that tensor parallelism is tried on."""
+"""A normalisation and two perceptrons, minimal models for tensor parallelism."""
 
 from typing import cast
 

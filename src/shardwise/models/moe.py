@@ -1,4 +1,4 @@
-"""A mixture of experts: every token is computed by the few experts that a router chooses for it."""
+"""A mixture of experts: a router chooses a few experts for every token."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from shardwise.parallel.experts import mix_experts
 
 
 class Routing(NamedTuple):
-    """What a router says of some tokens.
+    """The output of a router.
 
     Attributes:
-        chosen: numbers of experts, (tokens, k), the most probable first.
-        weights: what each of them counts, (tokens, k); a token's add up to 1.
+        chosen: indices of experts, (tokens, k), the most probable first.
+        weights: of the chosen experts, (tokens, k); those of a token add up to 1.
         probabilities: of all experts, (tokens, experts).
     """
 
@@ -26,14 +26,14 @@ class Routing(NamedTuple):
 class MixtureOfExperts(nn.Module):
     """The weighted sum of the `top_k` most probable experts of each token, none of which is dropped.
 
-    Plain torch in one process. Over several, cut `w1` and `w2` by their first dim, with `shard_module` or
-    `shardwise.parallel.ExpertParallel`: see `mix_experts` for what travels.
+    Plain torch in one process. On several ranks, shard `w1` and `w2` along dim 0, with `shard_module` or
+    `shardwise.parallel.ExpertParallel`; see `mix_experts` for its communication.
 
     Args:
         dim: width of a token.
         hidden_dim: width inside an expert.
-        num_experts: how many there are.
-        top_k: how many a token chooses.
+        num_experts: number of experts.
+        top_k: number of experts per token.
     """
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int, top_k: int = 2) -> None:
@@ -53,7 +53,7 @@ class MixtureOfExperts(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def route(self, tokens: Tensor) -> Routing:
-        """(tokens, dim) to which experts compute them."""
+        """The experts that compute tokens, (tokens, dim)."""
         probabilities = F.softmax(self.router(tokens), -1)
         weights, chosen = probabilities.topk(self.top_k, -1)
         return Routing(chosen, weights / weights.sum(-1, keepdim=True), probabilities)
@@ -66,9 +66,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance_loss(routing: Routing) -> Tensor:
-    """1 where experts are chosen equally often, up to the number of experts where they are not.
+    """1 if experts are chosen equally often, up to the number of experts if not.
 
-    The sum over experts of the share of choices that it got times its mean probability, times the number of experts
+    num_experts · Σ_e (fraction of choices of e) · (mean probability of e)
     (Fedus et al., Switch Transformers, 2021, equation 4). Gradient: to the probabilities.
     """
     probabilities = routing.probabilities

@@ -1,7 +1,7 @@
-"""A toy decoder of the GPT kind, with every switch that makes tensor parallelism hard.
+"""A toy GPT with the options that make tensor parallelism hard.
 
-Nothing here knows how many ranks there are. Heads are counted from the width of what the projections return, so the
-same code runs on plain tensors, on DTensors, and on a rank's own heads, however many those are.
+The code does not depend on the number of ranks: heads are counted from the width of the projections, so it runs on
+plain tensors, on DTensors, and on local heads.
 """
 
 from dataclasses import dataclass, replace
@@ -33,15 +33,15 @@ class ModelArgs:
 
     Attributes:
         dropout_p: of embeddings, attention weights and both residual branches.
-        use_attn_mask: each token sees only those before it and itself.
+        use_attn_mask: causal attention.
         weight_tying: the output projection and the token table are one parameter.
-        checkpoint_activations: blocks are run again in backward instead of keeping their activations.
+        checkpoint_activations: activation checkpointing of blocks.
         num_experts: above 0, an `ExpertLayer` takes the place of each feed-forward layer.
         n_kv_heads: heads of keys and values, each shared by `n_heads / n_kv_heads` query heads; None is `n_heads`.
         hidden_dim: width of feed-forward layers and experts; None is `4 * dim`.
 
     Raises:
-        ConfigError: a size that is not positive, or heads that do not divide what they cut.
+        ConfigError: a size that is not positive, or heads that do not divide `dim`.
     """
 
     n_layers: int = 2
@@ -160,7 +160,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token and position tables, `n_layers` blocks, a normalisation, and scores over the vocabulary."""
+    """Token and position embeddings, `n_layers` blocks, a normalisation, and logits over the vocabulary."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         self.checkpoint_activations = args.checkpoint_activations
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integer tokens (batch, seq) -> scores of the next token, float32 (batch, seq, vocab_size).
+        """Integer tokens (batch, seq) -> logits of the next token, float32 (batch, seq, vocab_size).
 
         Raises:
             ConfigError: a sequence that is longer than the table of positions.
@@ -200,22 +200,22 @@ class Transformer(nn.Module):
         *,
         gather_output: bool = True,
     ) -> nn.Module:
-        """Cut a Transformer, in place: heads, features and vocabulary along the axis "tp" (else the last).
+        """Shard heads, features and vocabulary of a Transformer along the axis "tp" (else the last), in place.
 
-        Any number of heads goes on any number of ranks, in groups that share keys and values. Parameters that are not
-        cut are replicated. Other axes of the mesh are data axes: every rank passes its own part of the batch.
+        Works for any number of heads and ranks; heads that share keys and values stay on one rank. Other parameters
+        are replicated. Other mesh axes are data axes: every rank passes its shard of the batch.
 
         Args:
-            use_seq_parallel: between attention and feed-forward layers, each rank has a part of the sequence.
-            local_output_for_attn: attention works on plain tensors, this rank's heads; not together with dropout.
-            gather_output: scores are plain and whole. Otherwise they are a DTensor cut along the vocabulary, as
-                `loss_parallel` wants them.
+            use_seq_parallel: shard activations between layers along the sequence dim.
+            local_output_for_attn: attention runs on plain local heads; not supported with dropout.
+            gather_output: return plain, replicated logits. Otherwise a DTensor sharded along the vocabulary, for
+                `loss_parallel`.
 
         Raises:
-            ConfigError: this is no Transformer, or dropout would depend on how heads are cut.
+            ConfigError: this is no Transformer, or dropout would depend on the sharding of heads.
         """
         if not isinstance(module, Transformer):
-            raise ConfigError(f"Transformer.parallelize cuts a Transformer, got {type(module).__name__}.")
+            raise ConfigError(f"Transformer.parallelize needs a Transformer, got {type(module).__name__}.")
         if local_output_for_attn and module.model_args.dropout_p > 0:
             raise ConfigError(
                 "Plain heads drop the same weights on every rank, and as many as the rank has heads. Fix: leave "
@@ -229,24 +229,27 @@ class Transformer(nn.Module):
 
 
 def _plan(args: ModelArgs, axes: int, sequence: bool, local_heads: bool) -> dict[str, ParallelStyle]:
-    """The styles of all parts but the last; without `sequence` the activations between layers are whole."""
-    everywhere = (Replicate(),) * axes
+    """The styles of all layers but the last; without `sequence` activations between layers are replicated."""
+    replicated = (Replicate(),) * axes
     between = Shard(1) if sequence else Replicate()
-    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     heads = ColwiseParallel(use_local_output=local_heads, unit=args.head_dim)
     groups = args.head_dim * (args.n_heads // args.kv_heads)  # queries that share keys and values stay together
-    back = RowwiseParallel(output_layouts=between, use_local_output=False)
+    row_parallel = RowwiseParallel(output_layouts=between, use_local_output=False)
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=False),
-        # Positions are the same for every part of the batch.
-        "pos_embeddings": PrepareModuleInput(input_layouts=(everywhere,), desired_input_layouts=(everywhere,)),
+        # Positions are the same for every shard of the batch.
+        "pos_embeddings": PrepareModuleInput(input_layouts=(replicated,), desired_input_layouts=(replicated,)),
         "layers.*.attention.wq": replace(heads, unit=groups),
         "layers.*.attention.w[kv]": heads,
-        "layers.*.attention.wo": replace(back, unit=groups),
+        "layers.*.attention.wo": replace(row_parallel, unit=groups),
     }
     if not args.num_experts:
-        plan |= {"layers.*.feed_forward.w1": ColwiseParallel(use_local_output=False), "layers.*.feed_forward.w2": back}
+        plan |= {
+            "layers.*.feed_forward.w1": ColwiseParallel(use_local_output=False),
+            "layers.*.feed_forward.w2": row_parallel,
+        }
     if sequence:
         norms = dict.fromkeys(("norm", "layers.*.attention_norm", "layers.*.ffn_norm"), SequenceParallel())
-        plan |= {**norms, "layers.*.attention": whole}
+        plan |= {**norms, "layers.*.attention": gathered}
     return plan

@@ -1,6 +1,6 @@
-"""`loss_parallel`: scores that are cut along the classes stay so. Rules of cross entropy do it; here it is promised."""
+"""`loss_parallel`: cross entropy on logits sharded along the classes, which are never gathered."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -15,59 +15,60 @@ from shardwise.layout import Layout, Mesh, Shard
 from shardwise.tensor import DTensor
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
-LOSSES: dict[Callable[..., Any], str] = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
+LOSSES: dict[object, str] = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 _FIX = "Fix: output_layouts=Shard(-1) and use_local_output=False in the style of the layer that makes them."
 
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside, no rank ever holds the scores of all classes, forward or backward.
+    """Inside, no rank ever holds the logits of all classes, forward or backward.
 
-    `F.cross_entropy` and `nn.CrossEntropyLoss` (also `nll_loss`) take scores that are a DTensor cut along the classes,
-    evenly or not, on one axis of the mesh or several, with every option that torch has: ignored targets, weights, label
-    smoothing, all reductions, probabilities for targets. Each rank sends a few numbers an example.
+    `F.cross_entropy` and `nn.CrossEntropyLoss` (also `nll_loss`) take logits that are a DTensor sharded along the
+    classes, evenly or not, on one mesh axis or several, with all options of torch: ignored targets, weights, label
+    smoothing, all reductions, probabilities as targets. Each rank sends a few numbers per example.
 
-    Targets are whole along the axes that cut the classes (a plain one is) and cut as the scores are along the others.
+    Targets are replicated along the axes that shard the classes (a plain tensor is) and sharded like the logits along
+    the others.
 
     Raises:
-        RuleError: scores that are plain or not cut along the classes; a move that would bring all classes to a rank.
+        RuleError: logits that are plain or not sharded along the classes; a redistribution that would give a rank all
+            classes.
     """
     guard = _Guard()
-    with listening_with(guard), _Checked(guard):
+    with listening_with(guard), _CheckLosses(guard):
         yield
 
 
 class _Guard(Listener):
-    """Refuses moves that take the cut along the classes away from scores that a loss was made of."""
+    """Refuses to gather the classes of logits that a loss was computed from."""
 
     def __init__(self) -> None:
-        self.scores: set[tuple[Mesh, int, int, int]] = set()  # mesh, axis, number of classes, number of elements
+        self.logits: set[tuple[Mesh, int, int, int]] = set()  # mesh, axis, number of classes, number of elements
 
     def add(self, layout: Layout, dim: int) -> None:
         for axis, placement in enumerate(layout.placements):
-            if placement.is_shard(dim) and 0 not in layout.shape:  # of no example, all classes are nothing
-                self.scores.add((layout.mesh, axis, layout.shape[dim], prod(layout.shape)))
+            if placement.is_shard(dim) and 0 not in layout.shape:  # without examples there is nothing to gather
+                self.logits.add((layout.mesh, axis, layout.shape[dim], prod(layout.shape)))
 
     def check(self, move: CommEvent) -> None:
-        if move.src is None or move.dst is None or not self.scores:
+        if move.src is None or move.dst is None or not self.logits:
             return
         src, dst = move.src, move.dst
         for axis, placement in enumerate(src.placements):
             if not isinstance(placement, Shard) or src.mesh.shape[axis] == 1:
                 continue
             classes = src.shape[placement.dim]
-            if (src.mesh, axis, classes, prod(src.shape)) not in self.scores:
+            if (src.mesh, axis, classes, prod(src.shape)) not in self.logits:
                 continue
             if dst.mesh != src.mesh or not dst.placements[axis].is_shard(placement.dim):
                 raise RuleError(
-                    f"{move.cause} inside loss_parallel() would bring all {classes} classes to a rank: "
-                    f"scores move from {src} to {dst}. Fix: use F.cross_entropy on the cut scores, or do it after "
-                    f"the block."
+                    f"{move.cause} inside loss_parallel() would gather all {classes} classes: logits are redistributed "
+                    f"from {src} to {dst}. Fix: use F.cross_entropy on the sharded logits, or do it after the block."
                 )
 
 
-class _Checked(TorchFunctionMode):
-    """Looks at the scores before a loss is taken of them."""
+class _CheckLosses(TorchFunctionMode):
+    """Checks the logits before a loss is computed from them."""
 
     def __init__(self, guard: _Guard) -> None:
         super().__init__()
@@ -79,25 +80,25 @@ class _Checked(TorchFunctionMode):
         kwargs = kwargs or {}
         name = LOSSES.get(func)
         if name is not None:
-            scores = args[0] if args else kwargs.get("input")
-            if isinstance(scores, Tensor):
-                _check(name, scores, self.guard)
+            logits = args[0] if args else kwargs.get("input")
+            if isinstance(logits, Tensor):
+                _check(name, logits, self.guard)
         return func(*args, **kwargs)
 
 
-def _check(name: str, scores: Tensor, guard: _Guard) -> None:
-    if not isinstance(scores, DTensor):
+def _check(name: str, logits: Tensor, guard: _Guard) -> None:
+    if not isinstance(logits, DTensor):
         if collectives.world_size() > 1:
             raise RuleError(
-                f"{name} inside loss_parallel(): the scores, of shape {tuple(scores.shape)}, are a plain tensor: all "
-                f"classes, or this rank's taken for all. {_FIX}"
+                f"{name} inside loss_parallel(): the logits, of shape {tuple(logits.shape)}, are a plain tensor, which "
+                f"has all classes or is a local shard read as all of them. {_FIX}"
             )
         return
-    layout = scores._layout
+    layout = logits._layout
     dim = min(1, len(layout.shape) - 1)
     if layout.mesh.size() > 1 and not any(p.is_shard(dim) for p in layout.placements):
         raise RuleError(
-            f"{name} inside loss_parallel(): the scores are {layout}, not cut along dim {dim}, the classes: every rank "
-            f"holds all of them. {_FIX}"
+            f"{name} inside loss_parallel(): the logits are {layout}, not sharded along dim {dim}, the classes: every "
+            f"rank holds all of them. {_FIX}"
         )
     guard.add(layout, dim)

@@ -1,4 +1,4 @@
-"""Hooks by which `DTensor`s that are plain attributes of a module, no parameters, take part in its state dict."""
+"""State-dict hooks for `DTensor`s that are plain attributes of a module, not parameters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from shardwise.tensor.dtensor import DTensor
 
 
 def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Put every `DTensor` that is a plain attribute of `module`, or of a module in it, into its state dict.
+    """Add every `DTensor` that is a plain attribute of `module`, or of a submodule, to its state dict.
 
     For `module._register_state_dict_hook(state_dict_hook)`.
     """
@@ -29,25 +29,25 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Let every attribute whose name is in the state dict, with a `DTensor`, be that `DTensor`.
+    """Set every attribute for which the state dict has a `DTensor` to that `DTensor`.
 
-    For `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`; works with `strict=True` too, which
-    reports `DTensor`s of the module that the state dict lacks or has in another shape.
+    For `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`. With `strict=True` it reports `DTensor`s
+    of the module that the state dict lacks or has in another shape.
     """
     for key, owner, name in list(_attributes(module, prefix)):
-        mine, loaded = vars(owner)[name], state_dict.get(key)
+        current, loaded = vars(owner)[name], state_dict.get(key)
         if isinstance(loaded, DTensor):
-            if isinstance(mine, DTensor) and mine.shape != loaded.shape:
-                error_msgs.append(f"{key}: the module has shape {tuple(mine.shape)}, got {tuple(loaded.shape)}.")
+            if isinstance(current, DTensor) and current.shape != loaded.shape:
+                error_msgs.append(f"{key}: the module has shape {tuple(current.shape)}, got {tuple(loaded.shape)}.")
                 continue
             setattr(owner, name, loaded)
-            del state_dict[key]  # it is no parameter, for which torch would look next
-        elif strict and isinstance(mine, DTensor) and key not in state_dict:
+            del state_dict[key]  # torch would look for a parameter of this name
+        elif strict and isinstance(current, DTensor) and key not in state_dict:
             missing_keys.append(key)
 
 
 def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Plain attributes, each with its key in a state dict."""
+    """State-dict keys, owners and names of plain attributes."""
     for path, owner in module.named_modules():
         for name in vars(owner):
             yield f"{prefix}{path}{'.' if path else ''}{name}", owner, name
