@@ -124,7 +124,11 @@ def write(root: Path, file: str, code: str) -> Path:
         ("layout/layout.py", "import importlib\nimportlib.import_module('shardwise.tensor')", "tensor is not below"),
         ("layout/layout.py", "__import__('shardwise.tensor')", "tensor is not below layout"),
         ("pictures/text.py", "from shardwise.models import MLP", "models is not below pictures"),
-        ("rules/matmul.py", "from shardwise.redistribute.plan import plan_move", "redistribute is not below rules"),
+        (
+            "rules/matmul.py",
+            "from shardwise.redistribute.plan import plan_redistribute",
+            "redistribute is not below rules",
+        ),
         ("cli/main.py", "from shardwise.testing import world", "nothing imports testing"),
         ("cli/main.py", "import shardwise", "not a unit of LAYERS"),
         ("cli/main.py", "from shardwise import DTensor", "not a unit of LAYERS"),

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from shardwise import collectives
 from shardwise.collectives import count_comms
 from shardwise.layout import Layout, Partial, Replicate
-from shardwise.redistribute.plan import plan_move
-from shardwise.redistribute.run import move
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.run import redistribute_local
 from shardwise.testing import world
 from shardwise.testing.local_shards import (
     local_tensor,
@@ -86,11 +86,11 @@ def on_this_rank(case: Case) -> Outcome:
     rank = collectives.rank()
     local = local_tensor(case.parts[partial_index(case.src, rank)], case.src, rank).requires_grad_()
     with count_comms() as forward:
-        out = move(local, case.src, case.dst)
+        out = redistribute_local(local, case.src, case.dst)
     assert out.shape == case.dst.local_shape(rank)
     if case.src != case.dst:
         assert not out.numel() or out.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()
-    end = move(out, case.dst, case.end)
+    end = redistribute_local(out, case.dst, case.end)
     cotangent = local_tensor(case.cotangents[partial_index(case.end.dual(), rank)], case.end.dual(), rank)
     with count_comms() as backward:
         end.backward(cotangent)
@@ -121,8 +121,8 @@ def on_all_ranks(cases: Sequence[Case], body: Callable[[Case], T]) -> list[list[
 
 def backward_bytes(src: Layout, dst: Layout, rank: int) -> int:
     """Bytes of the way back from `dst` to `src`: every step's dual, planned."""
-    steps = [step for step in plan_move(src, dst).moves if step.src != step.dst]
-    return sum(plan_move(step.dst.dual(), step.src.dual()).sent_bytes(rank, 8) for step in steps)
+    steps = [step for step in plan_redistribute(src, dst).comm_steps if step.src != step.dst]
+    return sum(plan_redistribute(step.dst.dual(), step.src.dual()).sent_bytes(rank, 8) for step in steps)
 
 
 def assert_equal_to_one_process(cases: Sequence[Case]) -> int:
@@ -132,7 +132,7 @@ def assert_equal_to_one_process(cases: Sequence[Case]) -> int:
             assert_value(case, [outcome.out for outcome in outcomes])
             assert_gradient(case, [outcome.grad for outcome in outcomes])
             for rank, outcome in enumerate(outcomes):
-                assert outcome.forward_bytes == plan_move(case.src, case.dst).sent_bytes(rank, 8)
+                assert outcome.forward_bytes == plan_redistribute(case.src, case.dst).sent_bytes(rank, 8)
                 back = backward_bytes(case.src, case.dst, rank) + backward_bytes(case.dst, case.end, rank)
                 assert outcome.backward_bytes == back
         except AssertionError as error:

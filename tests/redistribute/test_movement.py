@@ -1,4 +1,4 @@
-"""What `move` does beyond the sweep of `test_movement_exhaustive`: dtypes, ties, graphs, memory, refusals."""
+"""Redistribution beyond the sweep of `test_movement_exhaustive`: dtypes, ties, graphs, memory, refusals."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -13,8 +13,8 @@ from shardwise.collectives import count_comms
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.exchange import identity
-from shardwise.redistribute.plan import plan_move
-from shardwise.redistribute.run import move
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.run import redistribute_local
 from shardwise.redistribute.transfers import all_to_all
 from shardwise.testing import world
 from shardwise.testing.local_shards import (
@@ -40,7 +40,7 @@ def lines(*placements: Placement, shape: tuple[int, ...] = (5, 3), mesh: Mesh = 
 
 def moved(parts: PartialValues, src: Layout, dst: Layout) -> Tensor:
     rank = collectives.rank()
-    return move(local_tensor(parts[partial_index(src, rank)], src, rank), src, dst)
+    return redistribute_local(local_tensor(parts[partial_index(src, rank)], src, rank), src, dst)
 
 
 def assert_moves_exactly(parts: PartialValues, value: Tensor, src: Layout, dst: Layout) -> None:
@@ -113,7 +113,7 @@ def test_a_value_spread_into_contributions_reduces_to_itself(op: str, dtype: tor
 
         def there_and_back(src: Layout = src, dst: Layout = dst) -> Tensor:
             out = moved({(): full}, src, spread)
-            return move(out, spread, dst)
+            return redistribute_local(out, spread, dst)
 
         for rank, out in enumerate(world(3).run(there_and_back)):
             assert torch.equal(out, local_tensor(full, dst, rank))
@@ -145,10 +145,10 @@ def test_an_average_of_integers_is_refused_on_every_rank(src: Placement, dst: Pl
     old, new = lines(src, dst)
 
     def body() -> Tensor:
-        return move(torch.ones(old.local_shape(collectives.rank()), dtype=dtype), old, new)
+        return redistribute_local(torch.ones(old.local_shape(collectives.rank()), dtype=dtype), old, new)
 
     text = (
-        f"Cannot move {dtype} from {old} to {new}: integers have no exact average. "
+        f"Cannot redistribute {dtype} from {old} to {new}: integers have no exact average. "
         f"Fix: convert the tensor to floating point first, or use Partial('sum')."
     )
     assert complaints(body) == {text}
@@ -161,10 +161,10 @@ def test_a_maximum_of_complex_numbers_is_refused_on_every_rank(src: Placement, d
     old, new = lines(src, dst)
 
     def body() -> Tensor:
-        return move(torch.ones(old.local_shape(collectives.rank()), dtype=torch.complex64), old, new)
+        return redistribute_local(torch.ones(old.local_shape(collectives.rank()), dtype=torch.complex64), old, new)
 
     assert complaints(body) == {
-        f"Cannot move torch.complex64 from {old} to {new}: complex numbers have no maximum or minimum."
+        f"Cannot redistribute torch.complex64 from {old} to {new}: complex numbers have no maximum or minimum."
     }
 
 
@@ -172,8 +172,8 @@ def test_a_move_to_another_shape_is_refused_before_anything_is_sent() -> None:
     src, dst = Layout(LINE, [Shard(0)], (5,)), Layout(LINE, [Replicate()], (6,))
 
     def body() -> int:
-        with count_comms() as comms, pytest.raises(LayoutError, match="A move keeps the global shape"):
-            move(torch.ones(src.local_shape(collectives.rank())), src, dst)
+        with count_comms() as comms, pytest.raises(LayoutError, match="Redistribution keeps the global shape"):
+            redistribute_local(torch.ones(src.local_shape(collectives.rank())), src, dst)
         return comms.total_calls
 
     assert world(3).run(body) == [0, 0, 0]
@@ -194,7 +194,7 @@ def test_ties_and_zeros_share_the_gradient_as_in_one_process(op: str, dst: Place
     def body() -> Tensor:
         rank = collectives.rank()
         local = leaves[partial_index(src, rank)].detach().clone().requires_grad_()
-        out = move(local, src, new)
+        out = redistribute_local(local, src, new)
         # Only one rank's copy has a gradient: the sum over the copies counts.
         alone = dst == Replicate() and rank != 1
         out.backward(local_tensor(weights * (not alone), new, rank))
@@ -212,9 +212,9 @@ def test_averages_pass_on_their_part_of_the_gradient() -> None:
 
     def body() -> tuple[Tensor, Tensor]:
         part = torch.zeros(4, requires_grad=True)
-        move(part, average, whole).backward(weights * (collectives.rank() == 2))
+        redistribute_local(part, average, whole).backward(weights * (collectives.rank() == 2))
         value = torch.zeros(4, requires_grad=True)
-        move(value, whole, average).backward(weights / 3)
+        redistribute_local(value, whole, average).backward(weights / 3)
         assert part.grad is not None
         assert value.grad is not None
         return part.grad, value.grad
@@ -229,7 +229,7 @@ def twice_differentiated(case: Case) -> Tensor:
     """The gradient of <gradient of sum(out³), some direction>, on one rank."""
     rank = collectives.rank()
     local = local_tensor(case.parts[partial_index(case.src, rank)], case.src, rank).requires_grad_()
-    out = move(local, case.src, case.dst)
+    out = redistribute_local(local, case.src, case.dst)
     weights = local_tensor(case.cotangents[partial_index(case.dst.dual(), rank)], case.dst.dual(), rank)
     (grad,) = torch.autograd.grad((out**3 * weights).sum(), local, create_graph=True)
     direction = local_tensor(DIRECTION[partial_index(case.src, rank)], case.src, rank)
@@ -279,7 +279,7 @@ def test_the_way_back_of_a_gather_is_a_reduce_scatter() -> None:
 
     def body() -> tuple[int, dict[str, int]]:
         local = torch.ones(2, 4, requires_grad=True)
-        out = move(local, src, dst)
+        out = redistribute_local(local, src, dst)
         with count_comms() as comms:
             out.sum().backward()
         assert_close(local.grad, torch.full((2, 4), 3.0))
@@ -294,7 +294,7 @@ def test_a_rank_with_nothing_takes_part_in_backward() -> None:
 
     def body() -> Tensor:
         local = torch.tensor([float(collectives.rank())], requires_grad=True)
-        move(local, src, dst).sum().backward()
+        redistribute_local(local, src, dst).sum().backward()
         assert local.grad is not None
         return local.grad
 
@@ -307,7 +307,7 @@ def test_gradients_accumulate_over_several_moves_of_one_tensor() -> None:
     def body() -> Tensor:
         local = torch.ones(5, 3, requires_grad=True)
         for dst in (rows, columns):
-            move(local, whole, dst).sum().backward()
+            redistribute_local(local, whole, dst).sum().backward()
         assert local.grad is not None
         return local.grad
 
@@ -331,8 +331,8 @@ def test_what_was_moved_may_be_changed_in_place(src: Placement, dst: Placement, 
 
     def body() -> None:
         local = torch.ones(old.local_shape(collectives.rank()), requires_grad=True)
-        plain = move(local, old, new)
-        changed = move(local, old, new)
+        plain = redistribute_local(local, old, new)
+        changed = redistribute_local(local, old, new)
         changed.mul_(2).add_(1)
         assert torch.equal(changed, plain * 2 + 1)
         assert torch.equal(local, torch.ones_like(local))
@@ -346,7 +346,7 @@ def test_what_was_moved_may_be_changed_in_place(src: Placement, dst: Placement, 
 def test_a_move_that_changes_nothing_returns_the_tensor_itself() -> None:
     (layout,) = lines(Shard(0))
     local = torch.ones(2, 3)
-    assert move(local, layout, Layout(LINE, [Shard(-2, [2, 2, 1])], (5, 3))) is local
+    assert redistribute_local(local, layout, Layout(LINE, [Shard(-2, [2, 2, 1])], (5, 3))) is local
 
 
 @pytest.mark.parametrize("dst", [Replicate(), Shard(1), OnRanks(0), ROWS, Shard(0, [5, 0, 0])], ids=str)
@@ -358,8 +358,8 @@ def test_a_local_tensor_may_have_any_strides_and_the_result_is_contiguous(dst: P
         local = local_tensor(full, src, collectives.rank())
         wide = torch.stack([local, local + 100], -1)[..., 0]
         turned = local.t().contiguous().t()
-        out = move(wide, src, new)
-        assert torch.equal(out, move(turned, src, new))
+        out = redistribute_local(wide, src, new)
+        assert torch.equal(out, redistribute_local(turned, src, new))
         assert out.is_contiguous()
         return out
 
@@ -372,7 +372,7 @@ def test_a_gradient_that_is_expanded_from_one_number_travels_back() -> None:
 
     def body() -> Tensor:
         local = torch.ones(src.local_shape(collectives.rank()), requires_grad=True)
-        move(local, src, dst).sum().backward()
+        redistribute_local(local, src, dst).sum().backward()
         assert local.grad is not None
         return local.grad
 
@@ -391,7 +391,7 @@ def test_nothing_is_multiplied_so_infinities_and_nans_stay_where_they_are() -> N
         dst = sources[-1]
 
         def body(src: Layout = src, partial: Layout = partial, dst: Layout = dst) -> Tensor:
-            return move(moved({(): full}, src, partial), partial, dst)
+            return redistribute_local(moved({(): full}, src, partial), partial, dst)
 
         for out in world(3).run(body):
             assert_close(out, full, equal_nan=True, rtol=0, atol=0)
@@ -421,15 +421,15 @@ def test_large_sums_are_all_reduced(op: str) -> None:
     both = Layout(mesh, [Partial(op), Partial(op)], shape)
     for old, new in [(src, src.with_axis(1, Replicate())), (src, dst), (both, dst)]:
         case = Case(old, new)
-        plan = plan_move(old, new)
+        plan = plan_redistribute(old, new)
         assert "all_reduce" in plan.collectives
 
         def body(case: Case = case) -> tuple[Tensor, int]:
             rank = collectives.rank()
             local = local_tensor(case.parts[partial_index(case.src, rank)], case.src, rank)
             with count_comms() as comms:
-                out = move(local, case.src, case.dst)
-            assert tuple(comms.calls) == tuple(dict.fromkeys(plan_move(case.src, case.dst).collectives))
+                out = redistribute_local(local, case.src, case.dst)
+            assert tuple(comms.calls) == tuple(dict.fromkeys(plan_redistribute(case.src, case.dst).collectives))
             return out, comms.total_bytes
 
         outs = world(6).run(body)
@@ -465,6 +465,6 @@ def test_replicas_have_the_same_bits_whatever_the_order_of_the_ranks() -> None:
     assert here is not None
     summand = torch.randn(6, generator=torch.Generator().manual_seed(here[1]))
     partial = Layout(mesh, [Replicate(), Partial()], (6,))
-    total = move(summand, partial, Layout(mesh, [Replicate()] * 2, (6,)))
+    total = redistribute_local(summand, partial, Layout(mesh, [Replicate()] * 2, (6,)))
     first = [collectives.all_to_all(total.repeat(6), [6] * 6, [6] * 6, tuple(range(6)))[:6]]
     assert torch.equal(total, first[0])

@@ -7,8 +7,8 @@ import torch
 
 from shardwise import collectives
 from shardwise.layout import Boxes, Layout, Mesh, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.plan import plan_move
-from shardwise.redistribute.run import move
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.run import redistribute_local
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.redistribute.one_process import Case, assert_gradient, assert_value, on_this_rank
@@ -23,7 +23,9 @@ def moves_bit_by_bit(dtype_name: str) -> bool:
     kinds: list[Placement] = [Shard(0), Shard(1, [0, 3]), Replicate(), ROWS]
     found = [Layout(Mesh((2,)), [kind], SHAPE) for kind in kinds]
     rank = collectives.rank()
-    moves = [(move(local_tensor(full, src, rank), src, dst), dst) for src, dst in product(found, repeat=2)]
+    moves = [
+        (redistribute_local(local_tensor(full, src, rank), src, dst), dst) for src, dst in product(found, repeat=2)
+    ]
     return all(torch.equal(out, local_tensor(full, dst, rank)) for out, dst in moves)
 
 
@@ -43,7 +45,7 @@ def test_moves_between_processes_equal_one_process(mesh: Mesh) -> None:
 def test_a_large_sum_is_all_reduced_between_processes() -> None:
     mesh, shape = Mesh((3,), (2, 0, 1)), (5, 10_000)
     case = Case(Layout(mesh, [Partial()], shape), Layout(mesh, [Replicate()], shape))
-    assert plan_move(case.src, case.dst).collectives == ("all_reduce",)
+    assert plan_redistribute(case.src, case.dst).collectives == ("all_reduce",)
     assert_right_on_processes(case)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
-from shardwise.redistribute.plan import AllReduce, Exchange, Plan, plan_move, same_parts
+from shardwise.redistribute.plan import AllReduce, Exchange, RedistributePlan, plan_redistribute, same_local_shards
 from shardwise.testing.local_shards import (
     local_tensor,
     mesh_position,
@@ -76,9 +76,9 @@ def assert_groups_agree(step: Exchange | AllReduce, ranks: Sequence[int]) -> Non
         assert all(step.group(member) == group for member in group)
 
 
-def assert_plan_is_lawful(src: Layout, dst: Layout) -> Plan:
-    plan = plan_move(src, dst)
-    for step in plan.moves:
+def assert_plan_is_lawful(src: Layout, dst: Layout) -> RedistributePlan:
+    plan = plan_redistribute(src, dst)
+    for step in plan.comm_steps:
         if isinstance(step, Exchange):
             assert_exchange_is_lawful(step)
         assert_groups_agree(step, range(max(plan.ranks) + 2))
@@ -137,16 +137,16 @@ def test_between_any_two_meshes_plans_are_lawful(written: Written, mesh: Mesh, d
 @given(layouts(), st.data())
 def test_a_plan_is_the_same_whenever_it_is_made(written: Written, data: st.DataObject) -> None:
     other = data.draw(layouts(mesh=written.mesh, shape=written.shape))
-    plan = plan_move(written.layout, other.layout)
-    plan_move.cache_clear()
-    assert plan_move(written.layout, other.layout) == plan
-    assert plan_move(written.layout, other.layout) is plan_move(written.layout, other.layout)
+    plan = plan_redistribute(written.layout, other.layout)
+    plan_redistribute.cache_clear()
+    assert plan_redistribute(written.layout, other.layout) == plan
+    assert plan_redistribute(written.layout, other.layout) is plan_redistribute(written.layout, other.layout)
 
 
 @laws
 @given(layouts())
 def test_staying_where_one_is_takes_no_step(written: Written) -> None:
-    plan = plan_move(written.layout, written.layout)
+    plan = plan_redistribute(written.layout, written.layout)
     assert plan.steps == ()
     assert plan.total_elements == plan.cost == 0
 
@@ -155,15 +155,15 @@ def test_staying_where_one_is_takes_no_step(written: Written) -> None:
 def test_an_axis_of_one_rank_takes_no_step(shape: tuple[int, ...]) -> None:
     for src, dst in product(line_layouts(Mesh((1,)), shape), repeat=2):
         boxes = any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements))
-        assert same_parts(src, dst) == (src == dst or not boxes), f"{src} -> {dst}"
+        assert same_local_shards(src, dst) == (src == dst or not boxes), f"{src} -> {dst}"
         if not boxes:
-            assert plan_move(src, dst).steps == ()
+            assert plan_redistribute(src, dst).steps == ()
             assert src.boxes(0) == dst.boxes(0)
     beside = Layout(Mesh((1, 2)), [Shard(0), Shard(0)], shape)
     for first, second in product([Replicate(), Partial(), Shard(len(shape) - 1)], [Replicate(), Partial(), Shard(0)]):
         dst = Layout(beside.mesh, [first, second], shape)
-        assert same_parts(beside, dst) == (second == Shard(0))
-        assert (plan_move(beside, dst).steps == ()) == (second == Shard(0))
+        assert same_local_shards(beside, dst) == (second == Shard(0))
+        assert (plan_redistribute(beside, dst).steps == ()) == (second == Shard(0))
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def nothing(_: int) -> int:
 )
 def test_bytes_are_those_of_the_closed_formula(src: Placement, dst: Placement, sent: Callable[[int], int]) -> None:
     mesh, shape = Mesh((RANKS,)), (ROWS, COLUMNS)
-    plan = plan_move(Layout(mesh, [src], shape), Layout(mesh, [dst], shape))
+    plan = plan_redistribute(Layout(mesh, [src], shape), Layout(mesh, [dst], shape))
     expected = [sent(rank) for rank in range(RANKS)]
     assert [plan.sent_bytes(rank, 4) for rank in range(RANKS)] == [4 * elements for elements in expected]
     assert plan.total_elements == sum(expected)
@@ -216,9 +216,9 @@ def test_bytes_are_those_of_the_closed_formula(src: Placement, dst: Placement, s
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_a_small_sum_is_exchanged_in_one_collective_and_a_large_one_goes_round_a_ring(op: str) -> None:
-    def plan(n: int, *shape: int) -> Plan:
+    def plan(n: int, *shape: int) -> RedistributePlan:
         mesh = Mesh((n,))
-        return plan_move(Layout(mesh, [Partial(op)], shape), Layout(mesh, [Replicate()], shape))
+        return plan_redistribute(Layout(mesh, [Partial(op)], shape), Layout(mesh, [Replicate()], shape))
 
     small, large = plan(4, 8, 8), plan(4, 1024, 1024)
     assert small.collectives == ("all_to_all",)
@@ -238,28 +238,28 @@ def test_a_plan_never_costs_more_than_going_through_the_whole_tensor() -> None:
             all_of_them = [Layout(mesh, p, shape) for p in product(kinds, repeat=mesh.ndim)]
             whole = Layout(mesh, [Replicate()] * mesh.ndim, shape)
             for src, dst in product(all_of_them, repeat=2):
-                detour = plan_move(src, whole).cost + plan_move(whole, dst).cost
-                assert plan_move(src, dst).cost <= detour, (src, dst)
+                detour = plan_redistribute(src, whole).cost + plan_redistribute(whole, dst).cost
+                assert plan_redistribute(src, dst).cost <= detour, (src, dst)
 
 
 def test_a_gather_on_one_axis_stays_on_that_axis() -> None:
     mesh, shape = Mesh((2, 3), (5, 4, 3, 2, 1, 0)), (6, 4)
     src = Layout(mesh, [Shard(0), Shard(1)], shape)
-    (step,) = plan_move(src, Layout(mesh, [Shard(0), Replicate()], shape)).moves
+    (step,) = plan_redistribute(src, Layout(mesh, [Shard(0), Replicate()], shape)).comm_steps
     assert [step.group(rank) for rank in range(7)] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3 + [()]
-    (step,) = plan_move(src, Layout(mesh, [Replicate(), Shard(1)], shape)).moves
+    (step,) = plan_redistribute(src, Layout(mesh, [Replicate(), Shard(1)], shape)).comm_steps
     assert [step.group(rank) for rank in range(6)] == [(0, 3), (1, 4), (2, 5)] * 2
 
 
 def test_a_sum_on_one_axis_leaves_the_other_alone() -> None:
     mesh, shape = Mesh((3, 2)), (999, 1000)
     src = Layout(mesh, [Partial(), Shard(0)], shape)
-    plan = plan_move(src, Layout(mesh, [Replicate(), Shard(0)], shape))
+    plan = plan_redistribute(src, Layout(mesh, [Replicate(), Shard(0)], shape))
     assert plan.collectives == ("all_reduce",)
-    assert [plan.moves[0].group(rank) for rank in range(6)] == [(0, 2, 4), (1, 3, 5)] * 3
+    assert [plan.comm_steps[0].group(rank) for rank in range(6)] == [(0, 2, 4), (1, 3, 5)] * 3
     assert sum(plan.sent_bytes(rank, 1) for rank in (0, 2, 4)) == 2 * 2 * 500 * 1000
-    kept = plan_move(src, Layout(mesh, [Partial(), Replicate()], shape))
-    assert [kept.moves[0].group(rank) for rank in range(6)] == [
+    kept = plan_redistribute(src, Layout(mesh, [Partial(), Replicate()], shape))
+    assert [kept.comm_steps[0].group(rank) for rank in range(6)] == [
         (0, 1),
         (0, 1),
         (2, 3),
@@ -271,7 +271,7 @@ def test_a_sum_on_one_axis_leaves_the_other_alone() -> None:
 
 def test_sums_over_all_axes_are_one_collective() -> None:
     mesh, shape = Mesh((2, 3)), (1000, 1000)
-    plan = plan_move(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape))
+    plan = plan_redistribute(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape))
     assert plan.collectives == ("all_reduce",)
     assert plan.total_elements == 2 * 5 * prod(shape)
 
@@ -279,24 +279,24 @@ def test_sums_over_all_axes_are_one_collective() -> None:
 def test_a_tensor_scattered_to_a_larger_mesh_keeps_what_stays() -> None:
     src = Layout(Mesh((2,)), [Shard(0)], (8,))
     dst = Layout(Mesh((4,)), [Shard(0)], (8,))
-    plan = plan_move(src, dst)
+    plan = plan_redistribute(src, dst)
     assert [plan.sent_bytes(rank, 1) for rank in range(4)] == [2, 4, 0, 0]
-    back = plan_move(dst, src)
+    back = plan_redistribute(dst, src)
     assert [back.sent_bytes(rank, 1) for rank in range(4)] == [0, 2, 2, 2]
 
 
 def test_replicas_take_turns_in_sending_to_another_mesh() -> None:
     src = Layout(Mesh((2,), (0, 1)), [Replicate()], (8,))
     dst = Layout(Mesh((4,), (2, 3, 4, 5)), [Shard(0)], (8,))
-    assert [plan_move(src, dst).sent_bytes(rank, 1) for rank in range(6)] == [4, 4, 0, 0, 0, 0]
+    assert [plan_redistribute(src, dst).sent_bytes(rank, 1) for rank in range(6)] == [4, 4, 0, 0, 0, 0]
 
 
 def test_a_move_to_another_shape_is_refused() -> None:
     src, dst = Layout(Mesh((2,)), [Shard(0)], (4,)), Layout(Mesh((2,)), [Replicate()], (5,))
     with pytest.raises(LayoutError) as caught:
-        plan_move(src, dst)
+        plan_redistribute(src, dst)
     assert str(caught.value) == (
-        "A move keeps the global shape: cannot move Layout((4,) as [Shard(0)] on Mesh(0=2)) "
+        "Redistribution keeps the global shape: cannot redistribute Layout((4,) as [Shard(0)] on Mesh(0=2)) "
         "to Layout((5,) as [Replicate()] on Mesh(0=2))."
     )
 
@@ -307,9 +307,9 @@ def test_nothing_is_sent_for_what_is_already_there(written: Written, data: st.Da
     """From a tensor that is whole everywhere on the mesh, every layout of its mesh is cut locally."""
     other = data.draw(layouts(mesh=written.mesh, shape=written.shape)).layout
     whole = Layout(written.mesh, [Replicate()] * written.mesh.ndim, written.shape)
-    assert plan_move(whole, other).collectives == ()
+    assert plan_redistribute(whole, other).collectives == ()
     assume(not partial_axes(written.layout))
-    reverse = plan_move(written.layout, whole)
+    reverse = plan_redistribute(written.layout, whole)
     missing = sum(len(holds(whole, r) - holds(written.layout, r)) for r in written.mesh.ranks)
     assert reverse.total_elements == missing
 
@@ -317,7 +317,7 @@ def test_nothing_is_sent_for_what_is_already_there(written: Written, data: st.Da
 def test_the_exchange_of_a_layout_is_a_value_that_hashes_fast() -> None:
     """Hashing must not walk over the transfers: programs are looked up by step on every move."""
     mesh = Mesh((64,))
-    (step,) = plan_move(Layout(mesh, [Shard(0)], (64, 64)), Layout(mesh, [Shard(1)], (64, 64))).steps
+    (step,) = plan_redistribute(Layout(mesh, [Shard(0)], (64, 64)), Layout(mesh, [Shard(1)], (64, 64))).steps
     assert isinstance(step, Exchange)
     assert hash(step) == hash(Exchange(step.src, step.dst, ()))
     assert step != Exchange(step.src, step.dst, ())

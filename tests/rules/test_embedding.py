@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.errors import IdError, IdTypeError
 from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.run import move
+from shardwise.redistribute.run import redistribute_local
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -40,7 +40,7 @@ def gradient(weight: DTensor) -> Tensor:
         local = local.to_dense()
     assert tuple(local.shape) == weight._layout.local_shape(collectives.rank())
     whole = grad._layout.replace([R] * grad._layout.mesh.ndim)
-    return move(local, grad._layout, whole)
+    return redistribute_local(local, grad._layout, whole)
 
 
 def one_process(ids: Tensor, full: Tensor, op: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
-from shardwise.redistribute.plan import same_parts
-from shardwise.redistribute.run import move
+from shardwise.redistribute.plan import same_local_shards
+from shardwise.redistribute.run import redistribute_local
 from shardwise.tensor import DTensor, moved, plain, tag
 from shardwise.tensor.autograd.gradients import as_cotangent, given, taken
 from shardwise.tensor.conversion import fitted
@@ -44,7 +44,7 @@ class BoundaryPlan(NamedTuple):
 def _forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
     """A new tensor also if nothing is sent: autograd ignores a Function that returns its operand."""
     ctx.plan, ctx.cause = plan, cause
-    out = move(local, plan.src, plan.dst, cause)
+    out = redistribute_local(local, plan.src, plan.dst, cause)
     return local.view_as(local) if out is local else out
 
 
@@ -57,7 +57,7 @@ class _FromPlain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = move(grads[0], ctx.plan.dst.dual(), ctx.plan.plain_grad, ctx.cause.for_backward())
+        grad = redistribute_local(grads[0], ctx.plan.dst.dual(), ctx.plan.plain_grad, ctx.cause.for_backward())
         return given(grad, ctx.plan.plain_grad), None, None
 
 
@@ -83,7 +83,7 @@ def _from_plain(x: Tensor, plan: BoundaryPlan, cause: Cause) -> DTensor:
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
             return tag(_FromPlain.apply(x, plan, cause), plan.dst)  # type: ignore[no-untyped-call]
-        out = move(x, plan.src, plan.dst, cause)
+        out = redistribute_local(x, plan.src, plan.dst, cause)
         return tag(plain(out) if out is x else out, plan.dst)
 
 
@@ -94,7 +94,7 @@ def _to_plain(x: DTensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and local.requires_grad:
             return _ToPlain.apply(local, plan, cause)  # type: ignore[no-any-return, no-untyped-call]
-        return move(local, plan.src, plan.dst, cause)
+        return redistribute_local(local, plan.src, plan.dst, cause)
 
 
 class SharedInput:
@@ -216,7 +216,7 @@ class BoundaryRedistribution:
                 f"Fix: make it on that mesh, or redistribute(mesh, placements) it before."
             )
         target = self._desired(layout)
-        found = self._targets[layout] = target, same_parts(layout, target)
+        found = self._targets[layout] = target, same_local_shards(layout, target)
         return found
 
     def _plan_to_plain(self, layout: Layout) -> BoundaryPlan:
@@ -225,7 +225,7 @@ class BoundaryRedistribution:
         plain_grad = target.replace(
             [PARTIAL if p == REPLICATE and axis != self.axis else p for axis, p in enumerate(placements)]
         )
-        is_alias = same_shards and same_parts(plain_grad, layout.dual())
+        is_alias = same_shards and same_local_shards(plain_grad, layout.dual())
         plan = self._dtensor_plans[layout] = BoundaryPlan(layout, target, plain_grad, is_alias)
         return plan
 
@@ -261,7 +261,7 @@ class BoundaryRedistribution:
         default = Shard(0) if x.ndim else REPLICATE
         src, is_static = self._global_layout(x, [p or default for p in self.plain_layout])
         dst, plain_grad = self._desired(src), src.reduced()
-        is_alias = same_parts(src, dst) and same_parts(dst.dual(), plain_grad)
+        is_alias = same_local_shards(src, dst) and same_local_shards(dst.dual(), plain_grad)
         plan = BoundaryPlan(src, dst, plain_grad, is_alias)
         if is_static:
             self._plain_plans[x.shape] = plan

@@ -21,7 +21,7 @@ class _Program:
 
     schedule: Schedule  # without ranks if nothing is sent
     first: tuple[bool, ...]  # for each part received, whether its region is empty until then
-    order: tuple[int, ...]  # in which parts are added: by contribution, so that all replicas have the same bits
+    order: tuple[int, ...]  # in which parts are added: by partial index, so that all replicas have the same bits
     shape: tuple[int, ...]
     fill: str | None  # the reduction whose identity fills the elements that are not received
     in_order: bool  # the parts received, one after the other, are the local tensor
@@ -33,7 +33,7 @@ def _program(step: Exchange, rank: int) -> _Program:
     src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
     sends = [t for t in step.transfers if t.sender == rank]
     recvs = [t for t in step.transfers if t.receiver == rank]
-    order = sorted(range(len(recvs)), key=lambda i: recvs[i].contribution)
+    order = sorted(range(len(recvs)), key=lambda i: recvs[i].partial_index)
     first: dict[Box, int] = {}
     for i in order:
         first.setdefault(recvs[i].box, i)

@@ -1,15 +1,14 @@
-"""How a tensor gets from one layout to another: a list of steps with the exact bytes every rank sends.
+"""Redistribution plans: the steps from one layout to another, with the exact bytes every rank sends.
 
 Pure planning on integers. Three local steps (scale, restack, reduce the stack) and two that communicate:
 
-* `Exchange`: every element a rank needs and does not hold is sent to it once, by one rank; contributions of
-  a Partial source are added on arrival. Gathering, scattering, reduce-scattering, slicing, padding a shard to
-  a Partial, moving between meshes and between explicit boxes are all this one step.
-* `AllReduce`: Partial to Replicate where reducing in pieces and handing the pieces round costs less.
+* `Exchange`: every element that a rank needs and does not hold is sent to it once, by one rank; the partial sums of a
+  Partial source are added on arrival. All-gather, scatter, reduce-scatter, slicing, padding a shard to a Partial,
+  redistribution between meshes and between explicit boxes are all this one step.
+* `AllReduce`: Partial to Replicate where a ring all-reduce costs less.
 
-Reductions that are not sums (max, min, product) become sums' simpler cousin: the contributions are stacked
-along a new leading dim, which makes the tensor an ordinary Shard(0) that is moved like any other and then
-reduced locally, so their gradients are torch's own.
+For reductions other than sums (max, min, product) the local tensors are stacked along a new leading dim. The stack is
+an ordinary Shard(0), which is redistributed like any other and then reduced locally, so their gradients are torch's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,12 +30,12 @@ class Transfer:
     sender: int
     receiver: int
     box: Box
-    contribution: tuple[int, ...]
+    partial_index: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Fill `dst` from `src`; where `src` is Partial and `dst` is not, add up what arrives."""
+    """Fill `dst` from `src`; where `src` is Partial and `dst` is not, add the tensors received."""
 
     src: Layout
     dst: Layout
@@ -45,7 +44,7 @@ class Exchange:
     collective = "all_to_all"
 
     def __hash__(self) -> int:
-        # What to do is looked up by step on every move, and the transfers follow from the layouts.
+        # Schedules are cached by step, and the transfers follow from the layouts.
         return hash((self.src, self.dst))
 
     def sent_elements(self, rank: int) -> int:
@@ -62,7 +61,7 @@ class Exchange:
 
     @cached_property
     def _axes(self) -> tuple[int, ...] | None:
-        """The mesh axes along which anything travels; None where two meshes are involved."""
+        """The mesh axes along which anything is sent; None between two meshes."""
         if self.src.mesh != self.dst.mesh:
             return None if self._sent else ()
         crossed = set()
@@ -95,7 +94,7 @@ class AllReduce:
     is_local = False
 
     def sent_elements(self, rank: int) -> int:
-        """As a ring does it: all chunks but one, in each of two rounds."""
+        """As of a ring all-reduce: all chunks but one, in each of two rounds."""
         group = self.group(rank)
         if not group:
             return 0
@@ -115,7 +114,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Restack:
-    """View the local tensor as `dst`'s: contributions as shards of a stack with leading dims, or back."""
+    """View the local tensor as `dst`'s: local tensors of Partial axes as shards of a stack, or back."""
 
     dst: Layout
 
@@ -133,7 +132,7 @@ Step = Exchange | AllReduce | Scale | Restack | ReduceStack
 
 
 @dataclass(frozen=True)
-class Plan:
+class RedistributePlan:
     """Steps that turn a tensor laid out as `src` into the same tensor laid out as `dst`."""
 
     src: Layout
@@ -145,22 +144,22 @@ class Plan:
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
     @property
-    def moves(self) -> tuple[Exchange | AllReduce, ...]:
+    def comm_steps(self) -> tuple[Exchange | AllReduce, ...]:
         return tuple(s for s in self.steps if isinstance(s, Exchange | AllReduce))
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
         """The names of the collectives this plan makes, in order."""
-        return tuple(step.collective for step in self.moves if not step.is_local)
+        return tuple(step.collective for step in self.comm_steps if not step.is_local)
 
     def sent_bytes(self, rank: int, itemsize: int) -> int:
         """Bytes that `rank` sends to other ranks, elements being `itemsize` bytes."""
-        return itemsize * sum(step.sent_elements(rank) for step in self.moves)
+        return itemsize * sum(step.sent_elements(rank) for step in self.comm_steps)
 
     @cached_property
     def total_elements(self) -> int:
         """Elements that all ranks together send."""
-        return sum(step.sent_elements(rank) for step in self.moves for rank in self.ranks)
+        return sum(step.sent_elements(rank) for step in self.comm_steps for rank in self.ranks)
 
     @cached_property
     def cost(self) -> float:
@@ -170,16 +169,16 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_move(src: Layout, dst: Layout) -> Plan:
-    """The cheapest plan this module knows from `src` to `dst`, on the same mesh or another.
+def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
+    """The cheapest known plan from `src` to `dst`, on the same mesh or another.
 
     Raises:
         LayoutError: the global shapes differ.
     """
     if src.shape != dst.shape:
-        raise LayoutError(f"A move keeps the global shape: cannot move {src} to {dst}.")
-    if src == dst or same_parts(src, dst):
-        return Plan(src, dst, ())
+        raise LayoutError(f"Redistribution keeps the global shape: cannot redistribute {src} to {dst}.")
+    if src == dst or same_local_shards(src, dst):
+        return RedistributePlan(src, dst, ())
     same_mesh = src.mesh == dst.mesh
     if len(_reductions(src) | _reductions(dst)) > 1:
         return _via(src, src.reduced(), dst)
@@ -188,15 +187,15 @@ def plan_move(src: Layout, dst: Layout) -> Plan:
         # give it to every rank, so that each takes its gradient from itself.
         return _via(src, dst.reduced(), dst)
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
-        # Several boxes share one flat local tensor, which has no stack dim to reduce: go through whole tensors.
+        # Several boxes share one flat local tensor, which has no stack dim to reduce: go through full tensors.
         return _via(src, src.replicated(), dst)
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
-    return Plan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
+    return RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
 
 
-def same_parts(src: Layout, dst: Layout) -> bool:
-    """Whether every rank holds the same in both, because they differ on axes of one rank only. May miss some."""
+def same_local_shards(src: Layout, dst: Layout) -> bool:
+    """Whether all local shards are the same, because the layouts differ on axes of size 1 only. May miss some."""
     if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
         return False
     return all(
@@ -205,8 +204,8 @@ def same_parts(src: Layout, dst: Layout) -> bool:
     )
 
 
-def _via(src: Layout, between: Layout, dst: Layout) -> Plan:
-    return Plan(src, dst, (*plan_move(src, between).steps, *plan_move(between, dst).steps))
+def _via(src: Layout, between: Layout, dst: Layout) -> RedistributePlan:
+    return RedistributePlan(src, dst, (*plan_redistribute(src, between).steps, *plan_redistribute(between, dst).steps))
 
 
 def _reductions(layout: Layout) -> set[str]:
@@ -256,7 +255,7 @@ def _plan_stacked(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def _stacked(layout: Layout, lengths: Sequence[int], on_stack: dict[int, int]) -> Layout:
-    """`layout` with leading dims of `lengths`; the axes in `on_stack` cut those instead of being Partial."""
+    """`layout` with leading dims of `lengths`; the axes in `on_stack` shard those instead of being Partial."""
     count = len(lengths)
     placements = [
         Shard(on_stack[axis]) if axis in on_stack else _shifted(p, count) for axis, p in enumerate(layout.placements)
@@ -281,21 +280,21 @@ def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """The cheaper of: one exchange; reduce, then exchange; exchange, then reduce."""
     if src == dst:
         return ()
-    whole: tuple[Step, ...] = (_exchange(src, dst),)
+    exchange: tuple[Step, ...] = (_exchange(src, dst),)
     if src.mesh != dst.mesh:
         reduced = src.reduced()
         if reduced == src:
-            return whole
-        return _cheapest(src, dst, [whole, (*_all_reduces(src, reduced), _exchange(reduced, dst))])
+            return exchange
+        return _cheapest(src, dst, [exchange, (*_all_reduces(src, reduced), _exchange(reduced, dst))])
     pairs = list(zip(src.placements, dst.placements, strict=True))
     to_reduce = [axis for axis, (a, b) in enumerate(pairs) if a.is_partial() and b.is_replicate()]
     if not to_reduce:
-        return whole
+        return exchange
     early = src.replace([b if axis in to_reduce else a for axis, (a, b) in enumerate(pairs)])
     late = src.replace([a if axis in to_reduce else b for axis, (a, b) in enumerate(pairs)])
     late = Layout(late.mesh, late.placements, late.shape, dst.shard_order)
     candidates = [
-        whole,
+        exchange,
         (*_all_reduces(src, early), *_exchange_unless_equal(early, dst)),
         (*_exchange_unless_equal(src, late), *_all_reduces(late, dst)),
     ]
@@ -303,7 +302,7 @@ def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def _cheapest(src: Layout, dst: Layout, candidates: list[tuple[Step, ...]]) -> tuple[Step, ...]:
-    return min(candidates, key=lambda steps: Plan(src, dst, steps).cost)
+    return min(candidates, key=lambda steps: RedistributePlan(src, dst, steps).cost)
 
 
 def _exchange_unless_equal(src: Layout, dst: Layout) -> tuple[Step, ...]:
@@ -326,7 +325,7 @@ def _exchange(src: Layout, dst: Layout) -> Exchange:
     """Every element that a rank of `dst` must hold, from the nearest rank of `src` that has it.
 
     On an axis where `dst` is Partial, a rank takes over what the ranks at its own position hold (a padded
-    shard, an unreduced contribution); a replicated value goes to position 0, the others start from the
+    shard, a partial sum); a replicated value goes to position 0, the others start from the
     identity of the reduction.
     """
     kept, first_only = _partial_axes_of_target(src, dst)
@@ -335,8 +334,8 @@ def _exchange(src: Layout, dst: Layout) -> Exchange:
         here = src.mesh.coordinate(rank)
         assert here is not None
         own = tuple(here[axis] for axis in kept)
-        summand = tuple(here[axis] for axis in src.partial_axes if axis not in kept)
-        by_box = holders.setdefault(own, {}).setdefault(summand, {})
+        partial = tuple(here[axis] for axis in src.partial_axes if axis not in kept)
+        by_box = holders.setdefault(own, {}).setdefault(partial, {})
         for box in src.boxes(rank):
             if box.numel:
                 by_box.setdefault(box, []).append(rank)
@@ -346,13 +345,13 @@ def _exchange(src: Layout, dst: Layout) -> Exchange:
         assert there is not None
         if any(there[axis] for axis in first_only):
             continue
-        for summand, by_box in holders.get(tuple(there[axis] for axis in kept), {}).items():
+        for partial, by_box in holders.get(tuple(there[axis] for axis in kept), {}).items():
             for box, ranks in by_box.items():
                 parts = [part for target in dst.boxes(receiver) if (part := box.intersect(target)) is not None]
                 if parts:
                     sender = _nearest(src.mesh, ranks, receiver, index)
-                    transfers += [Transfer(sender, receiver, part, summand) for part in parts]
-    transfers.sort(key=lambda t: (t.sender, t.receiver, t.contribution, t.box))
+                    transfers += [Transfer(sender, receiver, part, partial) for part in parts]
+    transfers.sort(key=lambda t: (t.sender, t.receiver, t.partial_index, t.box))
     return Exchange(src, dst, tuple(transfers))
 
 

@@ -1,7 +1,7 @@
-"""Runs planned moves on local tensors. Every move is differentiable: its backward is the dual move.
+"""Runs redistribution plans on local tensors. Each is differentiable: its backward is the dual redistribution.
 
 A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Replicate; so the backward of
-`src -> dst` is the planned move `dual(dst) -> dual(src)`, which is itself differentiable.
+`src -> dst` is the redistribution `dual(dst) -> dual(src)`, which is itself differentiable.
 """
 
 from math import prod
@@ -19,29 +19,29 @@ from shardwise.redistribute.exchange import run_exchange, start_exchange
 from shardwise.redistribute.plan import (
     AllReduce,
     Exchange,
-    Plan,
+    RedistributePlan,
     ReduceStack,
     Restack,
     Scale,
     Step,
-    plan_move,
+    plan_redistribute,
 )
 from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent
 
 
-def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:
-    """This rank's part of a tensor laid out as `dst`, given its part laid out as `src`.
+def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:
+    """This rank's local tensor in layout `dst`, given the one in layout `src`.
 
     Args:
         local: shape `src.local_shape(rank)`; ignored on ranks outside the mesh of `src`.
-        cause: what those who listen are told, here and in backward.
+        cause: for listeners of the communication trace, here and in backward.
 
     Returns:
         A new tensor of shape `dst.local_shape(rank)`; `local` itself where the layouts are equal. Never an
         alias of `local` otherwise.
 
-    Sends: `plan_move(src, dst).sent_bytes(rank, itemsize)`.
+    Sends: `plan_redistribute(src, dst).sent_bytes(rank, itemsize)`.
     Gradient: arrives as `dst.dual()`, leaves as `src.dual()`.
 
     Raises:
@@ -50,46 +50,46 @@ def move(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Te
     """
     if src == dst:
         return local
-    plan = plan_move(src, dst)
+    plan = plan_redistribute(src, dst)
     if not local.is_floating_point():
         _check_dtype(plan, local.dtype)
     with DisableTorchFunctionSubclass():
-        if not plan.steps:  # a sum of one is an average of one
+        if not plan.steps:  # the sum over one rank is the average
             return local.clone()
         if not comm_trace.listening():
             return _run_steps(plan, local, cause)
         cause = comm_trace.with_call_site(cause)
-        with comm_trace.emitting(announced(plan, local.element_size(), cause)):
+        with comm_trace.emitting(event_of(plan, local.element_size(), cause)):
             return _run_steps(plan, local, cause)
 
 
-def start_move(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Finish:
-    """`move` without a gradient, begun: what is returned waits for what travels and gives the result.
+def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Finish:
+    """`redistribute_local` without a gradient, started: call the result to wait for it.
 
-    The last step that communicates travels meanwhile; steps before it are done before this returns.
+    The last step that communicates runs meanwhile; the steps before it end before this returns.
     """
     if src == dst:
         return local.clone
-    plan = plan_move(src, dst)
+    plan = plan_redistribute(src, dst)
     if not local.is_floating_point():
         _check_dtype(plan, local.dtype)
-    travels = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange | AllReduce)]
-    if not travels:
+    comm_steps = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange | AllReduce)]
+    if not comm_steps:
         return lambda: _run_steps(plan, local, cause)
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
     with (
         torch.no_grad(),
         DisableTorchFunctionSubclass(),
-        comm_trace.emitting(announced(plan, local.element_size(), cause)),
+        comm_trace.emitting(event_of(plan, local.element_size(), cause)),
     ):
-        for step in plan.steps[: travels[-1]]:
+        for step in plan.steps[: comm_steps[-1]]:
             local = _run(step, local, cause)
-        arrive = _start(plan.steps[travels[-1]], local)
+        wait = _start(plan.steps[comm_steps[-1]], local)
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            found = arrive()
-            for step in plan.steps[travels[-1] + 1 :]:
+            found = wait()
+            for step in plan.steps[comm_steps[-1] + 1 :]:
                 found = _run(step, found, cause)
             return found
 
@@ -104,22 +104,22 @@ def _start(step: Step, local: Tensor) -> Finish:
     return collectives.start_all_reduce(local, "sum", group) if group else local.clone
 
 
-def announced(plan: Plan, itemsize: int, cause: Cause) -> CommEvent:
-    """What is known of a planned move before anything is sent."""
+def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
+    """The event of a redistribution, known before anything is sent."""
     sent = plan.sent_bytes(collectives.rank(), itemsize)
     if cause.group_total:
         return CommEvent(cause, None, None, cause.group_total[0], sent, cause.group_total[1])
     return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
 
 
-def _run_steps(plan: Plan, local: Tensor, cause: Cause) -> Tensor:
+def _run_steps(plan: RedistributePlan, local: Tensor, cause: Cause) -> Tensor:
     for step in plan.steps:
         local = _run(step, local, cause)
     return local
 
 
 def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
-    recorded = local.requires_grad and torch.is_grad_enabled()  # in backward it seldom is: no node then
+    recorded = local.requires_grad and torch.is_grad_enabled()  # seldom in backward: no node then
     match step:
         case Exchange() if not recorded:
             return run_exchange(local, step)
@@ -138,23 +138,23 @@ def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
     raise AssertionError(f"unknown step {step}")
 
 
-def _check_dtype(plan: Plan, dtype: torch.dtype) -> None:
-    """Refuse what the dtype does not have before anything is sent, so that every rank says the same."""
+def _check_dtype(plan: RedistributePlan, dtype: torch.dtype) -> None:
+    """Refuse reductions that the dtype does not have, before anything is sent, so that every rank raises the same."""
     ops = {p.reduce_op for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial)}
     if dtype.is_complex and ops & {"max", "min"}:
         raise RuleError(
-            f"Cannot move {dtype} from {plan.src} to {plan.dst}: complex numbers have no maximum or minimum."
+            f"Cannot redistribute {dtype} from {plan.src} to {plan.dst}: complex numbers have no maximum or minimum."
         )
     if not dtype.is_complex and any(isinstance(step, Scale) for step in plan.steps):
         raise RuleError(
-            f"Cannot move {dtype} from {plan.src} to {plan.dst}: integers have no exact average. "
+            f"Cannot redistribute {dtype} from {plan.src} to {plan.dst}: integers have no exact average. "
             f"Fix: convert the tensor to floating point first, or use Partial('sum')."
         )
 
 
 def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
     if prod(shape) == 0:
-        return local.reshape(shape)  # a rank that holds nothing stays in the graph, so backward meets its peers
+        return local.reshape(shape)  # an empty shard stays in the graph, so that backward has the same collectives
     match reduce_op:
         case "max":
             return local.amax(dim)
@@ -171,7 +171,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()), None, None
+        return (
+            redistribute_local(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()),
+            None,
+            None,
+        )
 
 
 class _AllReduce(torch.autograd.Function):
@@ -182,7 +186,11 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return move(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()), None, None
+        return (
+            redistribute_local(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()),
+            None,
+            None,
+        )
 
 
 def _reduced(local: Tensor, step: AllReduce) -> Tensor:

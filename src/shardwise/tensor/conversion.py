@@ -23,7 +23,7 @@ from shardwise.layout import (
     contiguous_strides,
     placements_text,
 )
-from shardwise.redistribute.run import move
+from shardwise.redistribute.run import redistribute_local
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dtensor import DTensor, Tiling, default_mesh, plain, tag
 
@@ -330,7 +330,7 @@ def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tens
     """This rank's part of `tensor`, a copy: cut from its own, or sent by the source rank."""
     mesh = layout.mesh
     if src_data_rank is None or mesh.size() == 1:
-        local = move(tensor, layout.replicated(), layout)
+        local = redistribute_local(tensor, layout.replicated(), layout)
         return local.clone() if local is tensor else local
     if not 0 <= src_data_rank < mesh.size():
         raise LayoutError(f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}.")
@@ -342,5 +342,5 @@ def sent_by(source: int, tensor: Tensor, layout: Layout) -> Tensor:
     whole, rank = layout.gathered_on(source), collectives.rank()
     if rank != source:
         tensor = tensor.new_empty(whole.local_shape(rank), device=layout.mesh.device_type)
-    local = move(tensor, whole, layout)
+    local = redistribute_local(tensor, whole, layout)
     return local.clone() if local is tensor else local

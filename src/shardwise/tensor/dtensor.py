@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
-from shardwise.redistribute.run import move
+from shardwise.redistribute.run import redistribute_local
 from shardwise.rules.row import Handler
 from shardwise.trace.comm_trace import EXPLICIT, Cause
 
@@ -430,7 +430,7 @@ def moved(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     if x._layout == layout:
         return x
     with DisableTorchFunctionSubclass():
-        return tag(move(_as_subclass(x, torch.Tensor), x._layout, layout, cause), layout)
+        return tag(redistribute_local(_as_subclass(x, torch.Tensor), x._layout, layout, cause), layout)
 
 
 def default_mesh(device_type: str = "cpu") -> Mesh:

@@ -23,8 +23,8 @@ from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Mesh, Partial
-from shardwise.redistribute.plan import plan_move
-from shardwise.redistribute.run import move, start_move
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.run import redistribute_local, start_redistribute
 from shardwise.redistribute.transfers import all_to_all_no_grad
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.trace import comm_trace
@@ -316,8 +316,8 @@ def _start_sum(flat: Tensor, leaves: Sequence[DTensor]) -> Finish:
     src = Layout(line, [Partial()] * line.ndim, flat.shape)
     cause = _told(mesh, axes, leaves, flat) if comm_trace.listening() else READ
     if torch.is_grad_enabled() and flat.requires_grad:
-        return _known(move(flat, src, src.replicated(), cause))
-    return start_move(flat.detach(), src, src.replicated(), cause)
+        return _known(redistribute_local(flat, src, src.replicated(), cause))
+    return start_redistribute(flat.detach(), src, src.replicated(), cause)
 
 
 def _finish(started: Started) -> None:
@@ -339,7 +339,7 @@ def _told(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Te
     elements = 0
     for line in {mesh.submesh(axes, rank) for rank in mesh.ranks}:
         src = Layout(line, [Partial()] * line.ndim, (sum(leaf._layout.local_numel(line.ranks[0]) for leaf in leaves),))
-        elements += plan_move(src, src.replicated()).total_elements
+        elements += plan_redistribute(src, src.replicated()).total_elements
     names = [leaf._name or "a leaf" for leaf in leaves]
     short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     together = tuple(sorted(mesh.ranks)), elements * flat.element_size()

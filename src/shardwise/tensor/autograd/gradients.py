@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
-from shardwise.redistribute.run import move
+from shardwise.redistribute.run import redistribute_local
 from shardwise.rules.row import handler
 from shardwise.tensor.autograd.buckets import (
     axes_to_reduce,
@@ -111,7 +111,7 @@ def as_cotangent(value: Tensor, layout: Layout, of: Layout, cause: Cause = _BORD
             placements[axis] = want
             shares *= layout.mesh.shape[axis]
     value = value * (1 / shares) if shares > 1 else value  # short complex dtypes cannot be divided
-    return move(value, layout.replace(placements), dual, cause)
+    return redistribute_local(value, layout.replace(placements), dual, cause)
 
 
 def _seed(output: DTensor, gradient: Any) -> Tensor:
@@ -230,7 +230,7 @@ class FromPlain(_Border):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.layout.mesh.coordinate(collectives.rank()) is None:  # nothing of it was used here
             return grads[0].new_zeros(ctx.shape), None, None
-        return given(move(grads[0], ctx.layout.dual(), ctx.border, _BORDER), ctx.border), None, None
+        return given(redistribute_local(grads[0], ctx.layout.dual(), ctx.border, _BORDER), ctx.border), None, None
 
 
 def taken(gradient: Tensor, border: Layout) -> Tensor:

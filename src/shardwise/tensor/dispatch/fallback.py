@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, contiguous_strides
-from shardwise.redistribute.run import move
+from shardwise.redistribute.run import redistribute_local
 from shardwise.rules.row import Args, Kwargs, rule_of
 from shardwise.tensor.dispatch import meshes, seeds
 from shardwise.tensor.dispatch.promotion import promoted
@@ -173,4 +173,4 @@ def _reshard_written(func: Any, x: DTensor, full: Tensor) -> None:
         )
     if not x._layout.is_replicated:
         cause = Cause("no rule", str(func), x._name or "the result", "the full tensor that was written is resharded")
-        plain(x).copy_(move(full, x._layout.replicated(), x._layout, cause))
+        plain(x).copy_(redistribute_local(full, x._layout.replicated(), x._layout, cause))

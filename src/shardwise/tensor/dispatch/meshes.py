@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
-from shardwise.redistribute.plan import plan_move
+from shardwise.redistribute.plan import plan_redistribute
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
@@ -63,7 +63,7 @@ def _cheapest(src: Layout, lead: Layout) -> Layout:
         candidates.append(lead.reduced())
     if src.mesh.shape == mesh.shape:
         candidates.append(Layout(mesh, src.placements, src.shape, src.shard_order).reduced())
-    return min(candidates, key=lambda dst: plan_move(src, dst).cost)
+    return min(candidates, key=lambda dst: plan_redistribute(src, dst).cost)
 
 
 def outside(mesh: Mesh) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Partial, Placement, Shard
-from shardwise.redistribute.plan import plan_move
+from shardwise.redistribute.plan import plan_redistribute
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.row import Shapes
 from shardwise.tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
@@ -216,12 +216,12 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
             except LayoutError:  # such as a sum on this axis of maxima on another
                 return float("inf")
             growth = max(target.local_numel(r) - layout.local_numel(r) for r in layout.mesh.ranks)
-            own = plan_move(layout, target).cost
+            own = plan_redistribute(layout, target).cost
             cost += own + 4 * max(growth, 0)
         if not isinstance(have, Partial):
             of_others += own
         elif placement != REPLICATE:
-            deferred += plan_move(layout, layout.with_axis(axis, REPLICATE)).cost
+            deferred += plan_redistribute(layout, layout.with_axis(axis, REPLICATE)).cost
     return cost + deferred if of_others and isinstance(row.output, Partial) else cost
 
 

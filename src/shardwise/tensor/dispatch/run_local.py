@@ -8,7 +8,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors
 
 from shardwise import collectives
 from shardwise.layout import Layout
-from shardwise.redistribute.run import move
+from shardwise.redistribute.run import redistribute_local
 from shardwise.rules import OpRule
 from shardwise.rules.row import Args, Kwargs, LocalFunction, specialization
 from shardwise.tensor.dispatch import resolve
@@ -119,7 +119,7 @@ def redistributed(found: Found, args: Args, kwargs: Kwargs) -> tuple[resolve.Rec
         if index in targets:
             name = x._name or f"operand {index}"
             cause = recipe.cause._replace(kind="operand", operand=name, wanted=targets[index])
-            return move(plain(x), x._layout, targets[index], cause)
+            return redistribute_local(plain(x), x._layout, targets[index], cause)
         # Python code would read the global shape of a DTensor, and so would saved-tensor hooks: see `call_under_hooks`.
         hide = needs_plain or (hooked and not x.requires_grad and (index > 0 or recipe.output is not None))
         return plain(x) if hide else x

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Layout
-from shardwise.redistribute.run import move, start_move
+from shardwise.redistribute.run import redistribute_local, start_redistribute
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.trace.comm_trace import EXPLICIT
 
@@ -57,14 +57,14 @@ class Travel(torch.autograd.Function):
     ) -> Tensor:
         ctx.src, ctx.dst, ctx.dtype = src, dst, dtype
         if later is not None:
-            later.append(start_move(local, src, dst))
+            later.append(start_redistribute(local, src, dst))
             return local.new_empty(dst.local_shape(collectives.rank()))
-        out = move(local, src, dst)
+        out = redistribute_local(local, src, dst)
         return out.view_as(out) if out is local else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back = move(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), EXPLICIT.for_backward())
+        back = redistribute_local(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), EXPLICIT.for_backward())
         return back.to(grads[0].dtype), None, None, None, None
 
 

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
-from shardwise.redistribute.run import move
+from shardwise.redistribute.run import redistribute_local
 from shardwise.rules.row import handler_of_family
 from shardwise.tensor.dispatch.meshes import outside
 from shardwise.tensor.dtensor import DTensor, moved, plain, tag
@@ -79,7 +79,9 @@ def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
     """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
     for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
         src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
-        found_inf.copy_(move(found_inf, src, src.replicated(), Cause("internal", "_amp_foreach_non_finite_check")))
+        found_inf.copy_(
+            redistribute_local(found_inf, src, src.replicated(), Cause("internal", "_amp_foreach_non_finite_check"))
+        )
 
 
 def _is_tensor_list(a: Any) -> bool:
