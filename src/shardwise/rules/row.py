@@ -340,6 +340,16 @@ def handler_of_family(serves: Callable[[Any], bool], is_op: bool = False) -> Cal
     return add
 
 
+def replacement(*ops: Any) -> Callable[[LocalFunction], LocalFunction]:
+    """Register the function below, which has the parameters of ops, to be called in their place."""
+
+    def add(function: LocalFunction) -> LocalFunction:
+        handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
+        return function
+
+    return add
+
+
 def fallback(*ops: Any) -> Callable[[Handler], Handler]:
     """Register the function below for calls of ops that have a rule but no row that fits."""
 

@@ -1,4 +1,4 @@
-"""Where a row's local function runs."""
+"""The context of a local implementation: layouts, ranks and collectives."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ from shardwise.trace.comm_trace import Cause
 
 
 class RankContext:
-    """The `LocalContext` that rules are promised."""
+    """The implementation of `LocalContext`."""
 
     __slots__ = ("axes", "cause", "layouts", "op", "operands", "outputs")
 

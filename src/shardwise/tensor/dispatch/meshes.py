@@ -1,4 +1,4 @@
-"""Operands that live on different meshes, and ranks outside the mesh of an op."""
+"""Operands on different meshes, and ranks outside the mesh of an op."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,22 +22,22 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def are_several(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the DTensors among the arguments live on different meshes."""
+    """Whether the DTensors among the arguments are on different meshes."""
     meshes = [x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
     return any(mesh != meshes[0] for mesh in meshes)
 
 
-def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None) -> Call:
-    """The arguments with every DTensor on the mesh of the one whose number is `home`; None is the largest.
+def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh_operand: int | None) -> Call:
+    """The arguments with every DTensor redistributed to the mesh of operand `mesh_operand`; None is the largest.
 
-    All ranks of all the meshes must call. Each operand goes there whole, in the placements it has, or in those of the
-    largest, whichever is cheapest.
+    All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
+    operand, whichever costs least.
 
     Raises:
         RuleError: in strict mode.
     """
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
-    lead = max(operands, key=lambda x: x.numel() * x.element_size()) if home is None else operands[home]
+    lead = max(operands, key=lambda x: x.numel() * x.element_size()) if mesh_operand is None else operands[mesh_operand]
     others = next(x._layout.mesh for x in operands if x._layout.mesh != lead._layout.mesh)
     if is_strict():
         raise RuleError(
@@ -45,14 +45,14 @@ def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], home: 
             f"refuses. Fix: redistribute one of them to the other's device_mesh."
         )
 
-    def brought(x: Any) -> Any:
+    def on_mesh(x: Any) -> Any:
         if type(x) is not DTensor or x._layout.mesh == lead._layout.mesh:
             return x
         target = _cheapest(x._layout, lead._layout)
-        why = "operands of one op live on one mesh"
+        why = "operands of one op must be on one mesh"
         return moved(x, target, Cause("operand", name_of(func), x._name or "an operand", why, target))
 
-    found: Call = pytree.tree_map(brought, (args, kwargs))
+    found: Call = pytree.tree_map(on_mesh, (args, kwargs))
     return found
 
 
@@ -78,13 +78,13 @@ def nothing(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     view: bool = False,
-    moves: bool = False,
+    copies: bool = False,
 ) -> Any:
-    """What an op gives on a rank outside the mesh: the layouts of its results, and no elements.
+    """The results of an op on a rank outside the mesh: DTensors without elements.
 
     Args:
-        layouts: of the results, see `Recipe.output`; None gives each result whole to the ranks of the mesh.
-        view: the op gives views of its first operand, or, where it `moves`, copies.
+        layouts: of the results, see `Recipe.output`; None is replicated.
+        view: the op returns views of its first operand, or copies of them if `copies`.
     """
 
     def on_meta(x: Any) -> Any:
@@ -101,7 +101,7 @@ def nothing(
             if not isinstance(error, NotImplementedError) and "on meta tensors" not in str(error):
                 raise
             raise RuleError(
-                f"{name_of(func)}: rank {collectives.rank()} is outside {mesh} and cannot know how long the result is. "
+                f"{name_of(func)}: rank {collectives.rank()} is outside {mesh}, and only the data tell the result's size. "
                 f"Fix: call it on the ranks of the mesh only."
             ) from error
         number = iter(range(len(pytree.tree_leaves(metas))))
@@ -113,7 +113,7 @@ def nothing(
             given = layouts if isinstance(layouts, Layout | None) else layouts[index]
             layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)
             shape = layout.local_shape(collectives.rank())
-            if view and x.dtype == operands[0].dtype and not moves:
+            if view and x.dtype == operands[0].dtype and not copies:
                 return tag(plain(operands[0]).reshape(-1)[:0].view(shape), layout)
             local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
             if x.requires_grad:
@@ -121,7 +121,7 @@ def nothing(
             return tag(local, layout)
 
         out = pytree.tree_map(empty, metas)
-        return copied(out, operands[0]) if view and moves else out
+        return copied(out, operands[0]) if view and copies else out
 
 
 class _Nothing(torch.autograd.Function):

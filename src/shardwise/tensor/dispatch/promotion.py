@@ -22,10 +22,7 @@ _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Inside, a plain tensor mixed into an op with DTensors is an error, not a replicated operand.
-
-    `strict(False)` allows a part of a strict program what is allowed without it.
-    """
+    """Inside, a plain tensor beside DTensors is an error, not a replicated operand; `strict(False)` allows it again."""
     token = _strict.set(enabled)
     try:
         yield
@@ -34,7 +31,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def all_promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Plain tensors beside DTensors count as replicated; the whole gradient flows back to them."""
+    """The arguments with plain tensors as replicated DTensors, which get the full gradient."""
     everything = [*args, *kwargs.values()]
     first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
     mesh = first._layout.mesh
@@ -45,7 +42,7 @@ def all_promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         if not isinstance(x, Tensor) or type(x) is DTensor:
             return x
         if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
-            return tag(x.detach(), first._layout)  # built by an optimiser from this rank's rows
+            return tag(x.detach(), first._layout)  # made by an optimiser from the local rows
         return promoted(x, mesh, name_of(func))
 
     return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
@@ -60,21 +57,21 @@ def has_plain_tensors(args: Any) -> bool:
 
 
 def into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor changes in place, on every rank alike, by whole copies of the DTensor operands."""
+    """Run an op that writes to a plain tensor, on every rank, with gathered DTensor operands."""
 
-    def whole(x: Any) -> Any:
+    def gathered(x: Any) -> Any:
         if type(x) is not DTensor:
             return x
         target = x._layout.replicated()
-        why = "a plain tensor changes in place by whole copies of the operands"
+        why = "an op in place on a plain tensor needs full tensors"
         return moved(x, target, Cause("operand", name_of(func), x._name or "the operand", why, target)).to_local()
 
-    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    args, kwargs = pytree.tree_map(gathered, (args, kwargs))
     return func(*args, **kwargs)
 
 
 def is_strict() -> bool:
-    """Whether only what was asked for may happen here."""
+    """Whether implicit conversions are errors here."""
     return _strict.get()
 
 
@@ -88,6 +85,6 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     if x.layout not in (torch.strided, torch.sparse_coo):
         raise RuleError(
             f"{name}: a plain tensor of layout {x.layout} beside DTensors is not supported. "
-            f"Fix: to_dense() it, or work on local parts inside shardwise.experimental.local_map."
+            f"Fix: to_dense() it, or work on local tensors inside shardwise.experimental.local_map."
         )
     return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))

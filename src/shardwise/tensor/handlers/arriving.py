@@ -1,4 +1,4 @@
-"""A DTensor whose elements still travel: any look at it waits for them, and makes it an ordinary one."""
+"""The result of an asynchronous redistribution: its first use waits for it, and makes it an ordinary DTensor."""
 
 from typing import Any
 
@@ -17,30 +17,30 @@ from shardwise.trace.comm_trace import EXPLICIT
 _data: Any = torch._C.TensorBase.data
 
 
-class _Arriving(DTensor):
-    """What `redistribute(async_op=True)` returns. Nothing can be done with it before its layout is known."""
+class _Pending(DTensor):
+    """What `redistribute(async_op=True)` returns; every use reads `_layout`, which waits."""
 
     _finish: Finish
-    _due: Layout
+    _target: Layout
 
     @property
     def _layout(self) -> Layout:  # type: ignore[override]
-        return arrived(self)._layout
+        return _waited(self)._layout
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for x in pytree.tree_leaves((args, kwargs)):
-            if type(x) is _Arriving:
-                arrived(x)
+            if type(x) is _Pending:
+                _waited(x)
         return DTensor._dispatch(func, args, kwargs or {})
 
 
-def arrived(x: _Arriving) -> DTensor:
-    """Wait for the elements of `x`, which is a DTensor from then on."""
-    layout, finish = x._due, x._finish
-    del x._due, x._finish
+def _waited(x: _Pending) -> DTensor:
+    """Wait for the redistribution; `x` is a DTensor from then on."""
+    layout, finish = x._target, x._finish
+    del x._target, x._finish
     local = finish()
     with DisableTorchFunctionSubclass():
         x.__class__ = DTensor  # type: ignore[assignment]
@@ -48,8 +48,8 @@ def arrived(x: _Arriving) -> DTensor:
         return tag(x, layout)
 
 
-class Travel(torch.autograd.Function):
-    """A move whose gradient travels in a dtype of its own, and whose result may come later."""
+class _Redistribute(torch.autograd.Function):
+    """A redistribution whose gradient is sent in a dtype of its own, and which may be asynchronous."""
 
     @staticmethod
     def forward(
@@ -69,12 +69,12 @@ class Travel(torch.autograd.Function):
 
 
 def redistributed(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
-    """`x` in another layout; its gradient is converted to `backward_dtype` before it moves back."""
+    """`x` in another layout; its gradient is converted to `backward_dtype` before it is redistributed back."""
     later: list[Finish] | None = [] if async_op else None
     with DisableTorchFunctionSubclass():
-        out = Travel.apply(plain(x), x._layout, target, backward_dtype, later)  # type: ignore[no-untyped-call]
+        out = _Redistribute.apply(plain(x), x._layout, target, backward_dtype, later)  # type: ignore[no-untyped-call]
         if later is None:
             return tag(out, target)
-        out.__class__ = _Arriving
-        out._due, (out._finish,) = target, later
+        out.__class__ = _Pending
+        out._target, (out._finish,) = target, later
         return out  # type: ignore[no-any-return]

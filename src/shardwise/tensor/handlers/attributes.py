@@ -1,4 +1,4 @@
-"""What a DTensor answers from its local part, and what it refuses because the part would stand for the whole."""
+"""Attributes that a DTensor has from its local tensor, and functions that it refuses because they would return that."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
 from shardwise.trace.comm_trace import Cause
 
-# What is the same for the local tensor and the whole one.
+# What is the same for the local and the global tensor.
 SAME = frozenset(
     """
     requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
@@ -37,7 +37,7 @@ def _attribute(func: Any) -> str:
 
 @handler_of_family(lambda func: _attribute(func) in SAME)
 def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` says of the local tensor holds for the whole one."""
+    """Call `func` with the local tensor: the result is right for the global one."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -56,7 +56,7 @@ def _register_post_accumulate_grad_hook(func: Any, args: tuple[Any, ...], kwargs
 
 
 def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine may run where DTensors count as their local parts; in a hook they are what users know."""
+    """The hook with torch functions of subclasses switched on, which the engine may have switched off."""
 
     def run_hook(*args: Any) -> Any:
         with torch._C._EnableTorchFunction():
@@ -90,7 +90,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
 
 @handler_of_family(lambda func: getattr(func, "__name__", "") in ("__get__", "__set__"))
 def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` reads or sets an attribute that may differ between the local tensor and the whole."""
+    """`func` reads or sets an attribute that may differ between the local and the global tensor."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
         value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
@@ -107,7 +107,7 @@ def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
-    """A value to be taken over by `x`, which keeps its layout; a plain tensor is taken for the whole."""
+    """A new value of `x` in its layout; a plain tensor is a full tensor."""
     if tuple(value.shape) != x._layout.shape:
         raise RuleError(
             f"{what} needs a tensor of the shape that the DTensor has, {x._layout.shape}, got {tuple(value.shape)}. "
@@ -134,7 +134,7 @@ def _refuse_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @handler(Tensor.view_as)
 def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of itself it is an alias with a node of its own, by which torch finds the leaf that gradients go to."""
+    """x.view_as(x) is an alias with an autograd node of its own, by which torch finds the leaf of a gradient."""
     x, other = args
     if x is not other:
         return x.view(other.shape) if type(x) is DTensor else run_decomposed(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Ops that are put together from others, where torch would take them apart in a way that moves more."""
+"""Ops with a decomposition of their own, because torch's would communicate more."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.row import fallback, handler
+from shardwise.rules.row import fallback, handler, replacement
 from shardwise.tensor.dispatch.fallback import run_decomposed
 
 
@@ -17,25 +17,22 @@ def _roll(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.reshape(-1).roll(shifts, 0).view(x.shape)
 
 
-@handler(torch.rot90, Tensor.rot90)
-def _rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def turned(x: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
-        a, b = dims
-        match k % 4:
-            case 1:
-                return x.flip(b).transpose(a, b)
-            case 2:
-                return x.flip(a, b)
-            case 3:
-                return x.flip(a).transpose(a, b)
-        return x.clone()
-
-    return turned(*args, **kwargs)
+@replacement(torch.rot90, Tensor.rot90)
+def _rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
+    a, b = dims
+    match k % 4:
+        case 1:
+            return input.flip(b).transpose(a, b)
+        case 2:
+            return input.flip(a, b)
+        case 3:
+            return input.flip(a).transpose(a, b)
+    return input.clone()
 
 
-@handler(torch.functional.block_diag)
-def _block_diag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in args]
+@replacement(torch.functional.block_diag)
+def _block_diag(*tensors: Any) -> Any:
+    blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in tensors]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:
         rows.append(F.pad(x, (before, width - before - x.shape[1])))
@@ -45,14 +42,14 @@ def _block_diag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @fallback(torch.tensor_split, Tensor.tensor_split)
 def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Where the indices are a tensor, its numbers are what counts."""
+    """Indices in a tensor are read as numbers."""
     args = tuple(a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args))
     return func(*args, **{k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()})
 
 
 @handler(F.one_hot)
 def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Torch looks for bad classes in a way that a tensor without memory of its own does not see."""
+    """Torch checks the classes in a way that skips tensors without memory, such as wrappers."""
 
     def coded(x: Any, num_classes: int = -1) -> Any:
         if x.numel() and x.min().item() < 0:

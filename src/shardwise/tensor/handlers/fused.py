@@ -1,4 +1,4 @@
-"""Functions that torch may run as one kernel; its steps, one by one, are right on every layout."""
+"""Functions that torch may run as one fused kernel, decomposed into ops with rules."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shardwise.rules.row import handler
 
 @handler(F.linear_cross_entropy)
 def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The options are about working in chunks, whose gradients torch computes ahead for operands that ask for them."""
+    """`options` are for the fused kernel, which works in chunks."""
     named = {k: v for k, v in kwargs.items() if k not in ("linear_bias", "options")}
     x, linear_weight, target = args
     bias, (classes, *rest) = kwargs["linear_bias"], linear_weight.shape[:-1]

@@ -1,4 +1,4 @@
-"""Brackets: x[…] and x[…] = value, made of slices, rows that are fetched, and reads and writes at places."""
+"""x[…] and x[…] = value, in terms of slices, index, index_put and masks."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
-from shardwise.rules.row import IndexMap, fallback, handler, local_with
+from shardwise.rules.row import Args, IndexMap, Kwargs, fallback, handler, local_with, replacement
 from shardwise.rules.shapes.index import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 from shardwise.rules.shapes.view import basic_index
@@ -28,15 +28,15 @@ from shardwise.tensor.handlers.items import write_number
 from shardwise.trace.comm_trace import Cause
 
 aten = torch.ops.aten
-WHOLE = (None, None, None)  # the slice of everything
+FULL_SLICE = (None, None, None)
 NUMBERS = frozenset((int, type(None)))
 
 
 class Index(NamedTuple):
-    """What stands in brackets: slices, single indices and new dims first, then tensors along dims of that."""
+    """A parsed index: x[…] is x[items], indexed by tensors along dims of the result."""
 
     items: tuple[Any, ...]  # for `basic_index`
-    tensors: dict[int, Any]  # by the dim, of what `items` give, that they begin at
+    tensors: dict[int, Any]  # by the dim of x[items] at which they begin
 
     @property
     def is_basic(self) -> bool:
@@ -44,18 +44,18 @@ class Index(NamedTuple):
 
     @property
     def has_items(self) -> bool:
-        return any(item != WHOLE for item in self.items)
+        return any(item != FULL_SLICE for item in self.items)
 
     def ndim(self, x: DTensor) -> int:
-        """Of what the brackets give of `x`."""
+        """The number of dims of the result."""
         left = x.ndim - sum(item is not None for item in self.items)
         basic = sum(not isinstance(item, int) for item in self.items)
-        places = [1 if t.dtype == torch.bool else t.ndim for t in self.tensors.values()]
-        return left + basic - sum(map(_consumed, self.tensors.values())) + max(places, default=0)
+        indexed = [1 if t.dtype == torch.bool else t.ndim for t in self.tensors.values()]
+        return left + basic - sum(map(_consumed, self.tensors.values())) + max(indexed, default=0)
 
 
-def _on_one_mesh(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensor, what stands in the brackets and the value on the mesh of the first: ranks outside it send theirs."""
+def _on_one_mesh(func: Any, args: Args) -> Args:
+    """The tensor, the index and the value, redistributed to the mesh of the tensor."""
     parts = (*(args[1] if isinstance(args[1], tuple) else args[1:2]), *args[2:])
     if any(type(p) is DTensor and p._layout.mesh != args[0]._layout.mesh for p in parts):
         args, _ = meshes.on_one_mesh(func, args, {}, 0)
@@ -63,7 +63,7 @@ def _on_one_mesh(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @handler(Tensor.__getitem__)
-def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _get_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, brackets = args
     if type(x) is not DTensor:
         lead = next(a for a in pytree.tree_leaves(brackets) if type(a) is DTensor)
@@ -84,7 +84,7 @@ def _get_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handler(Tensor.__setitem__)
-def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _set_item(func: Any, args: Args, kwargs: Kwargs) -> None:
     if type(args[0]) is not DTensor:
         into_plain(func, args, kwargs)
         return
@@ -102,26 +102,26 @@ def _write(x: DTensor, brackets: Any, value: Any) -> None:
     items = _plain_items(x, brackets)
     index = _parsed(x, brackets) if items is None else Index(items, {})
     if any(isinstance(p, Boxes) for p in x._layout.placements):
-        whole = x._layout.replicated()
-        copy = moved(x, whole, Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices", whole)).clone()
+        full = x._layout.replicated()
+        copy = moved(x, full, Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices", full)).clone()
         copy[brackets] = value  # type: ignore[assignment]
         x.copy_(copy)
         return
-    view = _own_view(x, index.items) if index.is_basic or index.has_items else x
+    view = _local_view(x, index.items) if index.is_basic or index.has_items else x
     value = _without_ones(value, index.ndim(x))
     if index.is_basic:
         _assign(view, value)
         return
     mask = _only_mask(index)
     if mask is not None and not isinstance(value, Tensor):
-        view.masked_fill_(_beside(*mask, view), value)
+        view.masked_fill_(_broadcast_mask(*mask, view), value)
         return
-    spread = _over_places(*mask, view.ndim, value) if mask is not None and isinstance(value, Tensor) else None
+    spread = _over_mask(*mask, view.ndim, value) if mask is not None and isinstance(value, Tensor) else None
     if mask is not None and spread is not None:
-        _assign(view, torch.where(_beside(*mask, view), _stretched(spread, view), view))
+        _assign(view, torch.where(_broadcast_mask(*mask, view), _expanded_for(spread, view), view))
         return
     if not isinstance(value, Tensor):
-        value = _own(torch.tensor(value, dtype=view.dtype, device=view.device), view)
+        value = _replicated(torch.tensor(value, dtype=view.dtype, device=view.device), view)
     call(aten.index_put_.default, view, _as_list(index), value)
 
 
@@ -129,29 +129,29 @@ def _assign(view: DTensor, value: Any) -> None:
     if not isinstance(value, Tensor):
         view.fill_(value)
         return
-    view.copy_(_stretched(value, view))
+    view.copy_(_expanded_for(value, view))
 
 
 def _without_ones(value: Any, ndim: int) -> Any:
-    """Leading dims of length 1 more than there is room for are dropped, as torch does."""
+    """The value without leading dims of size 1 that are too many, as torch does."""
     while isinstance(value, Tensor) and value.ndim > ndim and value.shape[0] == 1:
         value = value.squeeze(0)
     return value
 
 
-def _stretched(x: Tensor, view: DTensor) -> Tensor:
-    """`x`, in the shape of a view that one rank holds: what is stretched has no place to be on that rank only."""
+def _expanded_for(x: Tensor, view: DTensor) -> Tensor:
+    """`x` expanded to a view that is on one rank; broadcasting would put it on all ranks."""
     on_one = any(isinstance(p, OnRanks) for p in view._layout.placements)
     return x.expand(view.shape) if on_one and x.ndim else x
 
 
-def _beside(start: int, mask: Tensor, view: DTensor) -> Tensor:
-    """A mask of dims from `start` on as one that can be stretched to the view."""
-    return _stretched(mask.reshape(*mask.shape, *(1,) * (view.ndim - start - mask.ndim)), view)
+def _broadcast_mask(start: int, mask: Tensor, view: DTensor) -> Tensor:
+    """A mask of dims from `start` on, so that it broadcasts to the view."""
+    return _expanded_for(mask.reshape(*mask.shape, *(1,) * (view.ndim - start - mask.ndim)), view)
 
 
-def _over_places(start: int, mask: Tensor, ndim: int, value: Tensor) -> Tensor | None:
-    """A value that is the same at all places of a mask, as one that can be stretched to the masked tensor."""
+def _over_mask(start: int, mask: Tensor, ndim: int, value: Tensor) -> Tensor | None:
+    """A value that is equal at all elements of a mask, so that it broadcasts to the masked tensor; else None."""
     own = start - (ndim - mask.ndim + 1 - value.ndim)
     if own < 0:
         return value
@@ -160,17 +160,17 @@ def _over_places(start: int, mask: Tensor, ndim: int, value: Tensor) -> Tensor |
     )
 
 
-# ---- what stands in brackets -------------------------------------------------------------------------------------
+# ---- parsing an index -------------------------------------------------------------------------------------
 
 
 class _Flag(NamedTuple):
-    """A single truth value: a new dim of length 1 or 0."""
+    """A single bool: a new dim of size 1 or 0."""
 
     mask: Tensor
 
 
 def _plain_items(x: DTensor, brackets: Any) -> tuple[Any, ...] | None:
-    """Slices, single indices and new dims alone, as `_parsed` would give them, without its detours; else None."""
+    """The items of an index of slices, integers and None only; else None. Faster than `_parsed`."""
     items: list[Any] = []
     new = 0
     for p in brackets if type(brackets) is tuple else (brackets,):
@@ -204,7 +204,7 @@ def _parsed(x: DTensor, brackets: Any) -> Index:
                     f"tensor {list(x.shape)} at index {at}"
                 )
             tensors[out] = p
-            items += [WHOLE] * _consumed(p)
+            items += [FULL_SLICE] * _consumed(p)
         elif isinstance(p, _Flag):
             tensors[out] = p.mask
             items.append(None)
@@ -217,39 +217,39 @@ def _parsed(x: DTensor, brackets: Any) -> Index:
 
 
 def _part(p: Any, x: DTensor) -> Any:
-    """One part as a number, a slice, None, Ellipsis, a flag, or a tensor of at least one dim."""
+    """One part of an index as an integer, slice, None, Ellipsis, `_Flag`, or tensor of at least one dim."""
     if p is None or p is Ellipsis or isinstance(p, slice):
         return p
     if isinstance(p, bool | np.bool_):
-        return _Flag(_own(torch.tensor([bool(p)], device=x.device), x))
+        return _Flag(_replicated(torch.tensor([bool(p)], device=x.device), x))
     if isinstance(p, list | range | np.ndarray):
-        p = _own(torch.as_tensor(p, device=x.device), x)
+        p = _replicated(torch.as_tensor(p, device=x.device), x)
         p = p.long() if not p.numel() else p
     if not isinstance(p, Tensor):
         return as_int(p)
     if p.dtype == torch.uint8:
         p = p.bool()
     if p.is_floating_point() or p.is_complex():
-        raise IndexError(f"tensors used as indices must be integers or truth values, got {p.dtype}")
+        raise IndexError(f"tensors used as indices must be integers or bools, got {p.dtype}")
     if p.ndim:
         return p
     return _Flag(p.reshape(1)) if p.dtype == torch.bool else int(p)
 
 
-def _own(x: Tensor, like: DTensor) -> DTensor:
-    """What this module makes itself, on every rank alike."""
+def _replicated(x: Tensor, like: DTensor) -> DTensor:
+    """A tensor that every rank made with equal values, replicated."""
     return wrap(x, like._layout.replace([REPLICATE] * like._layout.mesh.ndim, x.shape))
 
 
 def _consumed(p: Any) -> int:
-    """How many dims of the tensor a part speaks of."""
+    """How many dims of the tensor a part of an index uses."""
     if isinstance(p, Tensor):
         return p.ndim if p.dtype == torch.bool else 1
     return int(isinstance(p, int | slice))
 
 
 def _spread(parts: list[Any], free: int) -> Iterator[Any]:
-    """The parts with the first Ellipsis spread over the dims that no other part speaks of, and any other over none."""
+    """The parts with the first Ellipsis replaced by full slices, and any other one dropped."""
     for p in parts:
         if p is Ellipsis:
             yield from [slice(None)] * free
@@ -266,11 +266,11 @@ def _only_mask(index: Index) -> tuple[int, Tensor] | None:
 
 
 def _as_list(index: Index) -> list[Any]:
-    """One index tensor, or None, a dim; masks become the indices of their places."""
+    """An index tensor or None for each dim; masks become the indices of their elements."""
     found: dict[int, Any] = {}
     for at, tensor in index.tensors.items():
         if tensor.dtype == torch.bool:
-            found |= {at + i: places for i, places in enumerate(tensor.nonzero().unbind(1))}
+            found |= {at + i: indices for i, indices in enumerate(tensor.nonzero().unbind(1))}
         else:
             found[at] = tensor
     return [found.get(d) for d in range(max(found) + 1)]
@@ -279,9 +279,9 @@ def _as_list(index: Index) -> list[Any]:
 # ---- a view to write to -------------------------------------------------------------------------------------------
 
 
-def _own_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
-    """The part of x[items] that this rank holds of x: an alias. A single index of a cut dim is on its owner only."""
-    found, index = _own_part(x._layout, items, collectives.rank())
+def _local_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
+    """The shard of x[items] in this rank's shard of x, as an alias. An integer selects on its owner."""
+    found, index = _local_slice(x._layout, items, collectives.rank())
     with DisableTorchFunctionSubclass():
         if index is not None:
             return tag(x[index], found)
@@ -289,8 +289,8 @@ def _own_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
 
 
 @lru_cache(maxsize=4096)
-def _own_part(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
-    """The layout of that view, and what to write in brackets behind the local tensor; None for nothing."""
+def _local_slice(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
+    """The layout of that view, and the index of it in the local tensor; None for an empty shard."""
     with DisableTorchFunctionSubclass():
         (view,), _ = probe_views(basic_index, Meta(layout.shape, torch.float32, REPLICATE), items, {})
     rows = [_row(layout, view, axis) for axis in range(layout.mesh.ndim)]
@@ -301,19 +301,19 @@ def _own_part(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout
 
 def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
     placement = layout.placements[axis]
-    boundary: IndexMap | None = None
+    map_index: IndexMap | None = None
     output: Placement = placement
     if isinstance(placement, Shard):
         at = view.dim_of(placement.dim)
         if at is None:
             output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
-            output, boundary = Shard(at), local_with(DimSlice.offset_of, view.dims[at])
-    return Row((align_shards.kind(placement),), output, "", map_index=boundary)
+            output, map_index = Shard(at), local_with(DimSlice.offset_of, view.dims[at])
+    return Row((align_shards.kind(placement),), output, "", map_index=map_index)
 
 
 def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
-    """The coordinates of a rank that holds `index` of `dim`."""
+    """The coordinate of a rank whose shard has `index` of `dim`."""
     mesh = layout.mesh
     boxes = {rank: layout.boxes(rank) for rank in mesh.ranks}
     rank = next(r for r, held in boxes.items() if held and 0 <= index - held[0].offsets[dim] < held[0].sizes[dim])
@@ -322,27 +322,21 @@ def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
     return coordinate
 
 
-# ---- other ways to say it ------------------------------------------------------------------------------------------
+# ---- functions in terms of these ----
 
 
-@handler(torch.select_scatter, Tensor.select_scatter, aten.select_scatter.default)
-def _select_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def written(x: Any, src: Any, dim: int, index: int) -> Any:
-        return _with(x, (*(slice(None),) * (dim % x.ndim), index), src)
-
-    return written(*args, **kwargs)
+@replacement(torch.select_scatter, Tensor.select_scatter, aten.select_scatter.default)
+def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
+    return _with(input, (*(slice(None),) * (dim % input.ndim), index), src)
 
 
-@handler(torch.slice_scatter, Tensor.slice_scatter, aten.slice_scatter.default)
-def _slice_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def written(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-        return _with(x, (*(slice(None),) * (dim % x.ndim), slice(start, end, step)), src)
-
-    return written(*args, **kwargs)
+@replacement(torch.slice_scatter, Tensor.slice_scatter, aten.slice_scatter.default)
+def _slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    return _with(input, (*(slice(None),) * (dim % input.ndim), slice(start, end, step)), src)
 
 
 def _with(x: Any, brackets: Any, src: Any) -> Any:
-    """A copy of x with src in place of x[brackets]."""
+    """A copy of x with x[brackets] = src."""
     out = x.clone() if type(x) is DTensor else promoted(x, src._layout.mesh, "scatter").clone()
     wanted = torch.empty(x.shape, device="meta")[brackets].shape
     if tuple(src.shape) != tuple(wanted):
@@ -352,15 +346,14 @@ def _with(x: Any, brackets: Any, src: Any) -> Any:
     return out
 
 
-@handler(Tensor.__contains__)
-def _contains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x, element = args
+@replacement(Tensor.__contains__)
+def _contains(x: Any, element: Any) -> bool:
     return bool((x == element).any())
 
 
-@handler(Tensor.__reversed__)
-def _reversed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].flip(0) if args[0].ndim else args[0]
+@replacement(Tensor.__reversed__)
+def _reversed(x: Any) -> Any:
+    return x.flip(0) if x.ndim else x
 
 
 @handler(aten._index_put_impl_.default)
@@ -368,12 +361,12 @@ def _reversed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,
     aten.index_put_.default,
 )  # fmt: skip
-def _with_places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """index, index_put: masks become the indices of their places."""
+def _index_masks(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """index and index_put with masks, which become the indices of their elements."""
     named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | kwargs
     x, indices = named.pop("self"), named.pop("indices")
     if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return _by_torch(func, args, kwargs)
+        return _without_rule(func, args, kwargs)
     flat: list[Any] = []
     for i in indices:
         mask = isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
@@ -381,7 +374,7 @@ def _with_places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return func(x, flat, **named)
 
 
-def _by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(func, torch._ops.OpOverload):
         return run_replicated(func, args, kwargs, "no row fits its operands")
     return run_decomposed(func, args, kwargs)

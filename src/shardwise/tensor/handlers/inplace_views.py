@@ -1,4 +1,4 @@
-"""t_, unsqueeze_ and the like: a tensor becomes a view of itself, and with it its layout."""
+"""t_, unsqueeze_ and the like: a tensor becomes a view of itself, and its layout that of the view."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def _becomes(view: Any) -> Handler:
             else:
                 torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
             x._layout = out._layout
-            x._spec = x._tiling = None  # they speak of the old shape
+            x._spec = x._tiling = None  # of the old shape
         return x
 
     return run

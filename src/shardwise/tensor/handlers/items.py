@@ -1,4 +1,4 @@
-"""x[i, j] = number: every rank writes to the places it holds, without a view that a cut might have to move."""
+"""x[i, j] = number: every rank writes to the elements of its local shard."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,27 +15,27 @@ from shardwise.tensor.handlers.copies import before_change, outdate
 
 def write_number(x: DTensor, index: Any, value: float) -> bool:
     """x[index] = value where the index names single elements; False, and nothing done, where it does not."""
-    places = _places(x, index)
-    if places is None:
+    indices = _indices(x, index)
+    if indices is None:
         return False
     copies = before_change("x[i] = number", x)
     with DisableTorchFunctionSubclass():
         rank = collectives.rank()
         neutral = x._layout.identity_element(rank)
-        _write(plain(x), x._layout.boxes(rank), places, value if neutral is None else neutral)
+        _write(plain(x), x._layout.boxes(rank), indices, value if neutral is None else neutral)
     outdate(copies)
     return True
 
 
-def _places(x: DTensor, index: Any) -> list[Tensor] | None:
-    """One plain tensor a dim, with the index in it of every place; None where slices or masks are meant.
+def _indices(x: DTensor, index: Any) -> list[Tensor] | None:
+    """A plain tensor for each dim, with the index of every element in it; None for slices and masks.
 
     Raises:
-        IndexError: a place outside the tensor.
+        IndexError: an index out of bounds.
     """
     shape = x._layout.shape
     parts = index if isinstance(index, tuple) else (index,)
-    if not shape or len(parts) != len(shape) or not all(map(_is_place, parts)):
+    if not shape or len(parts) != len(shape) or not all(map(_is_index, parts)):
         return None
     found = []
     for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
@@ -47,14 +47,14 @@ def _places(x: DTensor, index: Any) -> list[Tensor] | None:
     return list(torch.broadcast_tensors(*found))
 
 
-def _is_place(part: Any) -> bool:
+def _is_index(part: Any) -> bool:
     if isinstance(part, Tensor):
         return type(part) is not DTensor and part.dtype in (torch.int64, torch.int32)
     return isinstance(part, int) and not isinstance(part, bool)
 
 
-def _write(local: Tensor, boxes: Sequence[Box], places: Sequence[Tensor], value: float) -> None:
+def _write(local: Tensor, boxes: Sequence[Box], indices: Sequence[Tensor], value: float) -> None:
     for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
-        own = [at - offset for at, offset in zip(places, box.offsets, strict=True)]
+        own = [at - offset for at, offset in zip(indices, box.offsets, strict=True)]
         here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
         view[tuple(at[here] for at in own)] = value

@@ -1,9 +1,9 @@
-"""Row-sparse gradients: what `torch.optim` takes apart and puts together again, kept on each rank.
+"""Row-sparse gradients, which `torch.optim` takes from a sparse tensor and puts into a new one.
 
-An optimiser reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, builds
-sparse tensors from them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to
-dense state. For a sparse DTensor all three therefore speak of this rank's part, and a plain sparse tensor of a
-part's shape counts as that part when it meets a DTensor (`promotion.all_promoted`).
+An optimiser reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, makes sparse
+tensors of them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to dense state. For a
+sparse DTensor all three therefore return what belongs to the local shard, and a plain sparse tensor of the local shape
+beside a DTensor counts as its local shard (`promotion.all_promoted`).
 """
 
 from typing import Any
@@ -18,22 +18,22 @@ from shardwise.tensor.dtensor import DTensor, plain, tag
 
 
 @handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values)
-def part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """`_indices()` and `_values()`: this rank's, plain."""
+def _of_local_shard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`_indices()` and `_values()` of the local shard, as plain tensors."""
     with DisableTorchFunctionSubclass():
         return func(args[0]).detach()  # type: ignore[no-any-return]
 
 
 @handler(Tensor.coalesce)
 def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Duplicate rows are summed on the rank that holds them; rows of different ranks never coincide."""
+    """Duplicate rows are on one rank, which adds them up: ranks hold different rows."""
     x = args[0]
     if x._layout.partial_axes:
         raise RuleError(f"coalesce: {x._layout} has rows on several ranks that add up. Fix: redistribute it first.")
     with DisableTorchFunctionSubclass():
         local = plain(x)
         rows = local._indices()
-        if rows.shape[0] == 1 and bool((rows.diff() > 0).all()):  # as lookups make them; sorting costs more than a look
+        if rows.shape[0] == 1 and bool((rows.diff() > 0).all()):  # as lookups make them; a check is cheaper
             local._coalesced_(True)
         return tag(func(local), x._layout)
 
@@ -50,7 +50,7 @@ def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTe
 
 @handler(Tensor.new)
 def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """`grad.new(indices, values, size)`, as sparse optimisers spell a constructor."""
+    """`grad.new(indices, values, size)`, by which sparse optimisers make a sparse tensor."""
     like, *rest = args
     with DisableTorchFunctionSubclass():
         sparse_parts = like.is_sparse and len(rest) == 3
