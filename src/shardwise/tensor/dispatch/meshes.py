@@ -101,7 +101,7 @@ def nothing(
             if not isinstance(error, NotImplementedError) and "on meta tensors" not in str(error):
                 raise
             raise RuleError(
-                f"{name_of(func)}: rank {collectives.rank()} is outside {mesh}, and only the data tell the result's size. "
+                f"{name_of(func)}: rank {collectives.rank()} is outside {mesh}; the result has a data-dependent shape. "
                 f"Fix: call it on the ranks of the mesh only."
             ) from error
         number = iter(range(len(pytree.tree_leaves(metas))))
