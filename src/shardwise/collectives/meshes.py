@@ -32,8 +32,7 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
         names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
         value = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), names, mesh.device_type)
         _checked(value)
-        TORCH_TRANSPORT.mesh_values[id(mesh)] = value
-        TORCH_TRANSPORT.device_meshes[value] = mesh
+        TORCH_TRANSPORT.register_mesh(mesh, value)
         if value.coordinate(rank()) is not None:
             for axis in range(value.ndim):
                 ranks = tuple(sorted(value.axis_ranks(rank(), axis)))

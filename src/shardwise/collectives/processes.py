@@ -85,6 +85,11 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
                 store.register()
             self.monitor.start(store_of_world)
 
+    def register_mesh(self, device_mesh: DeviceMesh, mesh: Mesh) -> None:
+        """Keep torch's mesh and the `Mesh` of it, so that each is found by the other."""
+        self.mesh_values[id(device_mesh)] = mesh
+        self.device_meshes[mesh] = device_mesh
+
     def detach(self) -> None:
         """Release the world, its groups and its meshes."""
         self.monitor.stop()

@@ -69,12 +69,8 @@ class Tracer:
         """Trace what this thread does inside."""
         if capture_hooks.current.tracer is not None:
             raise CaptureError("A captured function calls another one. Fix: capture the outer one only.")
-        capture_hooks.current.tracer = self
-        try:
-            with _OpMode(self), _ValueReadMode(self):
-                yield
-        finally:
-            capture_hooks.current.tracer = None
+        with capture_hooks.traced_by(self), _OpMode(self), _ValueReadMode(self):
+            yield
 
     # ---- tensors and their nodes -------------------------------------------------------------------------
 

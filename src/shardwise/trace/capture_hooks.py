@@ -44,6 +44,16 @@ class _Current(threading.local):
 current = _Current()
 
 
+@contextmanager
+def traced_by(tracer: Tracer) -> Iterator[None]:
+    """Let `tracer` see the calls of this thread."""
+    current.tracer = tracer
+    try:
+        yield
+    finally:
+        current.tracer = None
+
+
 def allow_in_graph(function: Callable[P, T]) -> Callable[P, T]:
     """A function that is one opaque call of a captured graph. Its tensors must be its arguments and its results."""
 
