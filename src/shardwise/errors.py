@@ -1,7 +1,7 @@
 """Every error this library raises on purpose.
 
-A message says what is wrong, where (rank, parameter, table, global id), what was expected and what was
-found, and how to mend it. An error about a cross-rank fact has the same text on every rank.
+A message has what is wrong, where (rank, parameter, table, global id), expected against got, and a fix. An error about
+a cross-rank fact has the same text on every rank.
 """
 
 
@@ -11,12 +11,12 @@ class ShardwiseError(Exception):
 
 def summary(error: BaseException, lines: int = 1) -> str:
     """The type of `error` and the first lines of its text, those after the first indented."""
-    said = "\n    ".join(str(error).splitlines()[:lines])
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+    text = "\n    ".join(str(error).splitlines()[:lines])
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped: names in it may come from a file somebody else made."""
+    """`text` with control characters escaped: names in it may be from an untrusted file."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -33,7 +33,7 @@ class RuleError(ShardwiseError, NotImplementedError):
 
 
 class ShadowError(ShardwiseError, AssertionError):
-    """A distributed op gave another result than plain torch on whole tensors.
+    """A distributed op gave another result than plain torch on full tensors.
 
     Attributes:
         op: its name.

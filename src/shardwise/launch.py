@@ -1,7 +1,7 @@
 """Starting ranks on this machine.
 
-`launch` starts processes, joins them to a gloo world and returns what rank 0 returned. They meet in a memory file
-of the launcher, so there is no port to collide on and nothing to clean up.
+`launch` starts processes, joins them to a gloo world and returns what rank 0 returned. Their store is a memory
+file of the launcher, so there is no port to collide on and nothing to clean up.
 """
 
 import os

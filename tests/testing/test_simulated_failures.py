@@ -270,7 +270,7 @@ def test_a_deadlock_is_reported_with_where_each_rank_stands() -> None:
     with pytest.raises(DeadlockError) as caught:
         world(4).run(body)
     assert str(caught.value) == (
-        "4 simulated ranks cannot go on, each waits for a rank that does not come:\n"
+        "4 simulated ranks cannot go on, each waits for a rank that does not join:\n"
         "  rank 0: waiting in collective #1 of ranks (0, 1): all_reduce sum of float32 (3,)\n"
         f"      called at {HERE}:{line(waits, 1)} in waits\n"
         f"           from {HERE}:{line(body, 3)} in body\n"

@@ -28,7 +28,7 @@ _SINGLE_RANK = SingleRankTransport()
 def transport() -> Transport:
     """The transport of this thread: a simulated rank's, else the process group's, or a world of one rank.
 
-    The process group is that of the whole process: autograd's threads find it as well.
+    The process group belongs to the process, so threads of autograd use it as well.
     """
     if _thread.transport is not None:
         return _thread.transport

@@ -1,4 +1,4 @@
-"""Comparisons of tensors for test cases, and the values that stood in an assert that failed."""
+"""Comparisons of tensors for test cases, and the values in an assert that failed."""
 
 import ast
 import linecache
@@ -29,7 +29,7 @@ def as_dtensor(x: object) -> DTensor:
 
 
 class TensorAssertions(unittest.TestCase):
-    """`assertEqual` for tensors, also inside lists, tuples and dicts; DTensors are compared as whole tensors."""
+    """`assertEqual` for tensors, also inside lists, tuples and dicts; DTensors are compared as full tensors."""
 
     def assertEqual(  # noqa: N802 - unittest's name
         self,
@@ -55,7 +55,7 @@ class TensorAssertions(unittest.TestCase):
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((first, second))):
             super().assertEqual(first, second, msg)  # noqa: PT009 - what it is built on
             return
-        first, second = _alike(_whole(first), _whole(second))
+        first, second = _as_tensors(_full(first), _full(second))
         torch.testing.assert_close(
             first,
             second,
@@ -68,12 +68,12 @@ class TensorAssertions(unittest.TestCase):
         )
 
 
-def _whole(tree: Any) -> Any:
+def _full(tree: Any) -> Any:
     return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), tree)
 
 
-def _alike(first: Any, second: Any) -> tuple[Any, Any]:
-    """A number or a list beside a tensor becomes a tensor of its kind."""
+def _as_tensors(first: Any, second: Any) -> tuple[Any, Any]:
+    """If one is a tensor, a number or list in the other is converted to its dtype and device."""
     if isinstance(first, Tensor) and isinstance(second, Number | list | tuple):
         return first, torch.as_tensor(second, dtype=first.dtype, device=first.device)
     if isinstance(second, Tensor) and isinstance(first, Number | list | tuple):
@@ -85,7 +85,7 @@ def _alike(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def note_values(error: BaseException) -> None:
-    """Add a note to a bare AssertionError: the names in the assert that failed, and what they stood for."""
+    """Add a note to a bare AssertionError: the names in the assert that failed, and their values."""
     if type(error) is not AssertionError or str(error):
         return
     innermost = _innermost(error.__traceback__)
@@ -107,7 +107,7 @@ def _innermost(trace: TracebackType | None) -> tuple[FrameType, int] | None:
 
 
 def _tests_at(place: StackFrame) -> list[ast.expr]:
-    """What the assert statements that span a line ask for."""
+    """The conditions of the assert statements that span a line."""
     try:
         tree = ast.parse("".join(linecache.getlines(place.file)))
     except SyntaxError:
@@ -127,7 +127,7 @@ def _values_in(node: ast.AST, known: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _looked_up(node: ast.AST, known: Mapping[str, Any]) -> Any:
-    """Attributes of tensors are not asked for: reading a gradient communicates."""
+    """Attributes of tensors are not read: reading a gradient communicates."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if not isinstance(node, ast.Attribute):
@@ -141,5 +141,5 @@ def _looked_up(node: ast.AST, known: Mapping[str, Any]) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """On one line. The text of a DTensor is that of its local part, which needs no other rank."""
+    """On one line. The text of a DTensor is that of its local tensor, which needs no other rank."""
     return shorten(repr(value), _LONGEST)

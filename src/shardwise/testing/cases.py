@@ -294,7 +294,7 @@ class DTensorTestBase(RankedTestCase):
             )
 
     def destroy_pg(self, device_id: int | None = None) -> None:
-        """Return once all ranks have come here; the processes stay for the next test."""
+        """Return when all ranks have called this; the processes stay for the next test."""
         barrier(tuple(range(world_size())))
 
 

@@ -1,4 +1,4 @@
-"""What a run raises when ranks fail, hang or cannot be reached."""
+"""Errors of runs whose ranks fail or hang, or that cannot start."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # it needs torch, which the pytest plugin does without
 
 
 class DeadlockError(ShardwiseError, RuntimeError):
-    """Ranks that wait for each other for ever, or did not finish in time; the text says where each stands."""
+    """Ranks that wait for each other for ever, or did not finish in time; the text has the state of each."""
 
 
 class SendError(ShardwiseError, TypeError):
@@ -21,7 +21,7 @@ class SendError(ShardwiseError, TypeError):
 _CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of what others did
 
 
-def blame(errors: Mapping[int, BaseException], world: str) -> BaseException:
+def first_error(errors: Mapping[int, BaseException], world: str) -> BaseException:
     """The error to raise for a run: that of the lowest rank that failed by itself, with notes on the others.
 
     Args:
@@ -41,7 +41,7 @@ def blame(errors: Mapping[int, BaseException], world: str) -> BaseException:
 
 
 def point_at(error: BaseException, place: "StackFrame", first_line: int) -> None:
-    """Give an error that was not raised in this process a traceback of one line, so that reports here show that line.
+    """Give an error that was not raised in this process a traceback of one line, which reports then show.
 
     Args:
         first_line: where the function begins that the place is in.

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.collectives.spawn import Death, MemoryFile, RankProcesses
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
-from shardwise.testing.failures import DeadlockError, SendError, blame, point_at
+from shardwise.testing.failures import DeadlockError, SendError, first_error, point_at
 from shardwise.testing.reference import refer, why_not_picklable
 from shardwise.testing.worker import STACK_SIGNAL, Failure, JoinWorld, Success, Task, serve
 from shardwise.trace.user_stack import StackFrame, format_running
@@ -150,7 +150,7 @@ class Pool:
                 error.add_note(f"rank {rank} raised {failure.summary}")
             raise error
         if failures:
-            raise blame({rank: _revive(failures[rank]) for rank in failures}, f"{self.size}, real")
+            raise first_error({rank: _revive(failures[rank]) for rank in failures}, f"{self.size}, real")
         if len(values) < self.size:
             states = [
                 f"  rank {rank}: {'finished' if rank in values else format_running(self._stack(rank))}"

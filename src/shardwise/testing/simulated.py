@@ -1,8 +1,8 @@
 """Ranks as threads of one process that take turns.
 
-One rank runs until it waits in a collective or ends; then the next that can go on has its turn, in the
-order in which they became able to. So nothing here needs a lock, a run is repeatable, each rank can have
-torch's generator to itself, and a deadlock is simply the moment when no rank can go on.
+One rank runs until it waits in a collective or ends; then the rank that has been ready for longest has its turn.
+So nothing here needs a lock, a run is repeatable, each rank has its own torch generator, and a deadlock is the moment
+when no rank is ready.
 """
 
 import contextvars
@@ -28,7 +28,7 @@ from shardwise.collectives.collective_call import (
 from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
 from shardwise.errors import MismatchError, RemoteRankError, summary
 from shardwise.testing.assertions import note_values
-from shardwise.testing.failures import DeadlockError, blame
+from shardwise.testing.failures import DeadlockError, first_error
 from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
@@ -58,10 +58,10 @@ class _Rank(SynchronousTransport):
         self.turn = threading.Lock()
         self.turn.acquire()
         self.calls: dict[Ranks, int] = {}  # collectives so far, by group
-        self.meetings: dict[Ranks, int] = {}  # the same, with those that compare ranks
-        self.waiting_in: PendingCollective | None = None
-        self.told: FailureReport | None = None  # the failure of another rank that this one heard of
-        self.answer: Tensor | BaseException | None = None
+        self.exchanges: dict[Ranks, int] = {}  # the same, including those of fingerprints
+        self.pending: PendingCollective | None = None
+        self.root: FailureReport | None = None  # the failure of another rank that this one raises
+        self.received: Tensor | BaseException | None = None
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -74,34 +74,34 @@ class _Rank(SynchronousTransport):
         )
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-        return self.simulation.meet(self, exchange_call(send, send_counts, recv_counts), send, ranks)
+        return self.simulation.exchange(self, exchange_call(send, send_counts, recv_counts), send, ranks)
 
     def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
-        return self.simulation.meet(self, reduce_call(local, reduce_op), local, ranks)
+        return self.simulation.exchange(self, reduce_call(local, reduce_op), local, ranks)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
 
-    def stands(self) -> str:
-        """Where this rank is, for a report; its thread must be waiting, or running Python code."""
+    def state(self) -> str:
+        """What this rank is doing, for a report; its thread must be waiting, or running Python code."""
         if self.error is not None:
             return f"failed: {summary(self.error)}"
         if self.ended:
             return "finished"
-        if self.waiting_in is not None:
-            return f"waiting in {self.waiting_in}{format_call_sites(self.stack())}"
+        if self.pending is not None:
+            return f"waiting in {self.pending}{format_call_sites(self.stack())}"
         return format_running(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
 
     def stack(self) -> list[StackFrame]:
         return list(frames_of(sys._current_frames().get(self.thread.ident or 0)))
 
-    def consequence(self, failed: "_Rank", stand: PendingCollective) -> BaseException:
+    def consequence(self, failed: "_Rank", pending: PendingCollective) -> BaseException:
         """What this rank raises because another failed; where that failed because of a third, it names the third."""
         assert failed.error is not None
-        echo = isinstance(failed.error, RemoteRankError) and failed.told is not None
-        self.told = failed.told if echo else report_of(failed.rank, failed.error)
-        assert self.told is not None
-        return remote_error(self.told, self.rank, stand)
+        is_consequence = isinstance(failed.error, RemoteRankError) and failed.root is not None
+        self.root = failed.root if is_consequence else report_of(failed.rank, failed.error)
+        assert self.root is not None
+        return remote_error(self.root, self.rank, pending)
 
 
 class _Simulation:
@@ -110,7 +110,7 @@ class _Simulation:
     def __init__(self, size: int, body: Callable[[], Any]) -> None:
         self.size = size
         self.body = body
-        self.meetings: dict[
+        self.open_exchanges: dict[
             tuple[Ranks, int], dict[int, tuple[CollectiveCall, Tensor]]
         ] = {}  # by group and number in it
         self.over = threading.Event()
@@ -134,7 +134,7 @@ class _Simulation:
             torch.set_rng_state(state)
         errors = {rank.rank: rank.error for rank in self.ranks if rank.error is not None}
         if errors:
-            error = blame(errors, f"{self.size}, simulated")
+            error = first_error(errors, f"{self.size}, simulated")
             if late:
                 error.add_note(late)
             raise error
@@ -143,7 +143,7 @@ class _Simulation:
         return [rank.result for rank in self.ranks]
 
     def stop(self) -> None:
-        """Unwind the ranks that still wait; one that hangs unwinds when it next comes to a collective."""
+        """Unwind the ranks that still wait; one that hangs unwinds in its next collective."""
         if self.over.is_set():
             return
         self.stopped = True
@@ -152,13 +152,13 @@ class _Simulation:
                 rank.turn.release()
 
     def report(self, what: str) -> str:
-        stand = "\n".join(f"  rank {rank.rank}: {rank.stands()}" for rank in self.ranks)
-        return f"{self.size} simulated {'ranks' if self.size > 1 else 'rank'} {what}:\n{stand}"
+        states = "\n".join(f"  rank {rank.rank}: {rank.state()}" for rank in self.ranks)
+        return f"{self.size} simulated {'ranks' if self.size > 1 else 'rank'} {what}:\n{states}"
 
     # ---- the threads of the ranks, one at a time ----
 
     def live(self, rank: _Rank) -> None:
-        """The whole life of one rank."""
+        """The life of one rank."""
         __tracebackhide__ = True
         try:
             self.await_turn(rank)
@@ -178,7 +178,7 @@ class _Simulation:
     def pass_turn(self) -> None:
         """Let the next rank go on. If none can, those that wait are in a deadlock, or all have ended."""
         if not self.ready:
-            stuck = [rank for rank in self.ranks if rank.waiting_in is not None]
+            stuck = [rank for rank in self.ranks if rank.pending is not None]
             if not stuck:
                 self.over.set()
                 return
@@ -192,74 +192,74 @@ class _Simulation:
             raise _Stopped
         torch.set_rng_state(rank.generator_state)
 
-    def meet(self, rank: _Rank, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Tensor:
-        """Take part in the next collective of `ranks`; return when all of them have come."""
+    def exchange(self, rank: _Rank, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Tensor:
+        """Take part in the next collective of `ranks`; return when all of them have joined it."""
         if self.stopped:
             raise _Stopped
         assert rank.rank in ranks, f"rank {rank.rank} calls a collective of ranks {ranks}"
         assert max(ranks) < self.size, f"a collective of ranks {ranks} in a world of {self.size}"
         call.check(ranks)
-        number = rank.meetings[ranks] = rank.meetings.get(ranks, 0) + 1
-        stand = PendingCollective(call, rank.calls[ranks], ranks)
+        number = rank.exchanges[ranks] = rank.exchanges.get(ranks, 0) + 1
+        pending = PendingCollective(call, rank.calls[ranks], ranks)
         for peer in ranks:
             if self.ranks[peer].error is not None:
-                raise rank.consequence(self.ranks[peer], stand)
-        meeting = self.meetings.setdefault((ranks, number), {})
-        meeting[rank.rank] = (call, tensor)
-        rank.waiting_in = stand
-        if len(meeting) == len(ranks):
+                raise rank.consequence(self.ranks[peer], pending)
+        calls = self.open_exchanges.setdefault((ranks, number), {})
+        calls[rank.rank] = (call, tensor)
+        rank.pending = pending
+        if len(calls) == len(ranks):
             self.complete(ranks, number)
         rank.generator_state = torch.get_rng_state()
         self.pass_turn()
         self.await_turn(rank)
-        answer, rank.answer = rank.answer, None
-        if isinstance(answer, BaseException):
-            raise answer
-        assert answer is not None
-        return answer
+        received, rank.received = rank.received, None
+        if isinstance(received, BaseException):
+            raise received
+        assert received is not None
+        return received
 
     def complete(self, ranks: Ranks, number: int) -> None:
-        """Give every rank of a meeting its result, or the same error."""
-        parts = self.meetings.pop((ranks, number))
-        calls = {rank: call for rank, (call, _) in parts.items()}
+        """Give every rank of an exchange its result, or the same error."""
+        joined = self.open_exchanges.pop((ranks, number))
+        calls = {rank: call for rank, (call, _) in joined.items()}
         why = mismatch(ranks, calls)
         if why is None:
-            outcomes = results([parts[rank] for rank in ranks])
+            outcomes = results([joined[rank] for rank in ranks])
             for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
-        said = {rank: f"{calls[rank]}{format_call_sites(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
-        text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, said)
+        lines = {rank: f"{calls[rank]}{format_call_sites(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
+        text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
         for rank in ranks:
             self.give(self.ranks[rank], MismatchError(f"{text}\n  Fix: {SAME_CALLS}."))
 
-    def give(self, rank: _Rank, answer: Tensor | BaseException) -> None:
-        rank.answer = answer
-        rank.waiting_in = None
+    def give(self, rank: _Rank, result: Tensor | BaseException) -> None:
+        rank.received = result
+        rank.pending = None
         self.ready.append(rank)
 
     def release_peers(self, failed: _Rank) -> None:
-        """Tell the ranks that wait for one that has failed."""
-        for ranks, number in [key for key in self.meetings if failed.rank in key[0]]:
-            for member in self.meetings.pop((ranks, number)):
+        """Let the ranks that wait for one that has failed raise."""
+        for ranks, number in [key for key in self.open_exchanges if failed.rank in key[0]]:
+            for member in self.open_exchanges.pop((ranks, number)):
                 peer = self.ranks[member]
-                assert peer.waiting_in is not None
-                self.give(peer, peer.consequence(failed, peer.waiting_in))
+                assert peer.pending is not None
+                self.give(peer, peer.consequence(failed, peer.pending))
 
     def declare_deadlock(self, stuck: Sequence[_Rank]) -> None:
-        text = self.report("cannot go on, each waits for a rank that does not come")
+        text = self.report("cannot go on, each waits for a rank that does not join")
         text += f"\n  Fix: {SAME_CALLS}."
-        self.meetings.clear()
+        self.open_exchanges.clear()
         for rank in stuck:
             self.give(rank, DeadlockError(text))
 
 
-def results(parts: Sequence[tuple[CollectiveCall, Tensor]]) -> list[Tensor]:
+def results(calls: Sequence[tuple[CollectiveCall, Tensor]]) -> list[Tensor]:
     """What each rank of the group gets, in group order; no two share memory with each other or a sender."""
     with torch.no_grad():
-        first, _ = parts[0]
+        first, _ = calls[0]
         if first.reduce_op:
-            total = reduce_stack(torch.stack([tensor for _, tensor in parts]), first.reduce_op)
-            return [total, *(total.clone() for _ in parts[1:])]
-        pieces = [tensor.split(list(call.send_counts)) for call, tensor in parts]
-        return [torch.cat(incoming) for incoming in zip(*pieces, strict=True)]
+            total = reduce_stack(torch.stack([tensor for _, tensor in calls]), first.reduce_op)
+            return [total, *(total.clone() for _ in calls[1:])]
+        sent = [tensor.split(list(call.send_counts)) for call, tensor in calls]
+        return [torch.cat(incoming) for incoming in zip(*sent, strict=True)]

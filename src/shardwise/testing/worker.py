@@ -125,7 +125,7 @@ def _failure(error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     try:
         pickled = pickle.dumps(error)
-        pickle.loads(pickled)  # noqa: S301 - an exception may go in and not come out
+        pickle.loads(pickled)  # noqa: S301 - an exception may pickle and not unpickle
     except Exception:  # noqa: BLE001 - whatever a pickle may raise
         pickled = None
     place, first_line = None, 0

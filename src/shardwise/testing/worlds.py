@@ -61,7 +61,7 @@ def world(size: int, *, real: bool = False, timeout: float = 60.0) -> World:
     as it was. Other globals (modules, the generators of Python and NumPy, default dtype) are shared.
 
     Real ranks are gloo processes of this machine, started when a world of that size is first used and kept
-    for the next. After an error they meet in a new world; where a rank died or hangs, all are replaced.
+    for the next. After an error they join a new world; where a rank died or hangs, all are replaced.
     Functions are sent by name and must be defined at module level; arguments and results are pickled. Modules
     keep their state from run to run.
 
