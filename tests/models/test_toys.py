@@ -81,14 +81,14 @@ def test_an_empty_batch_passes_through(batch: int) -> None:
         ({"hidden_dim": -1}, "ffn_dim of a Transformer is -1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_told(switches: dict[str, int], words: str) -> None:
+def test_sizes_that_do_not_fit_raise(switches: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ModelArgs(**switches)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=words):
         replace(ModelArgs(), **switches)  # type: ignore[arg-type]
 
 
-def test_a_sequence_that_is_too_long_is_told() -> None:
+def test_a_sequence_that_is_too_long_raises() -> None:
     with pytest.raises(ConfigError, match="17 tokens is longer than max_seq_len=16"):
         Transformer(ModelArgs())(torch.zeros(1, 17, dtype=torch.int64))
 

@@ -18,7 +18,7 @@ from shardwise import DTensor, Mesh, rank
 from shardwise.errors import ConfigError
 from shardwise.models import ModelArgs, Transformer
 from shardwise.testing import world
-from tests.parallel.alone import whole
+from tests.parallel.one_process import full
 
 STEPS = 5
 near = partial(assert_close, atol=1e-5, rtol=1e-5)
@@ -68,20 +68,20 @@ def train(switches: Switches, mesh: Mesh | None) -> Training:
     found = Training()
     for batch in data:
         optimizer.zero_grad()
-        tokens, targets = (own_part(x, mesh) for x in batch)
+        tokens, targets = (leaf_copy(x, mesh) for x in batch)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / batch[1].numel()
         loss.backward()
-        found.losses.append(whole(loss).detach())
-        found.gradients.append({name: whole(p.grad).clone() for name, p in named(model) if p.grad is not None})
+        found.losses.append(full(loss).detach())
+        found.gradients.append({name: full(p.grad).clone() for name, p in named(model) if p.grad is not None})
         if switches.clipped:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.25, foreach=not switches.fused)
-            found.norms.append(whole(norm))
+            found.norms.append(full(norm))
         optimizer.step()
-    found.parameters = {name: whole(p).detach() for name, p in named(model)}
+    found.parameters = {name: full(p).detach() for name, p in named(model)}
     return found
 
 
-def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
+def leaf_copy(x: Tensor, mesh: Mesh | None) -> Tensor:
     """On a grid the first axis is of data: two examples for one row of ranks, one for the other."""
     if mesh is None or mesh.ndim == 1:
         return x
@@ -142,7 +142,7 @@ EVERYTHING = replace(COVERING[1], **dict.fromkeys(vars(COVERING[1]), True))
 
 
 @pytest.mark.parametrize("switches", [EVERYTHING, replace(EVERYTHING, sequence=False, checkpointed=False)], ids=str)
-def test_on_a_grid_the_parts_of_an_uneven_batch_train_one_model(switches: Switches) -> None:
+def test_on_two_axes_the_shards_of_an_uneven_batch_train_one_model(switches: Switches) -> None:
     check(switches, Mesh((2, 2), names=("dp", "tp")))
 
 
@@ -150,7 +150,7 @@ def test_on_processes_everything_at_once_is_one_process_too() -> None:
     check(EVERYTHING, Mesh((2,)), real=True)
 
 
-def test_what_cannot_be_cut_as_asked_is_told() -> None:
+def test_unsupported_options_of_parallelize_raise() -> None:
     with pytest.raises(ConfigError, match="Plain heads drop the same weights on every rank"):
         Transformer.parallelize(Transformer(ModelArgs()), Mesh((1,)), False, local_output_for_attn=True)
     with pytest.raises(ConfigError, match="got Linear"):
@@ -171,7 +171,7 @@ def test_attention_on_plain_heads_is_that_of_one_process(ranks: int, sequence: b
         for name in ("wq", "wk", "wv"):
             layer = model.get_submodule(f"layers.0.attention.{name}")
             layer.register_forward_hook(lambda _, args, out: seen.append(out))
-        found, expected = whole(model(tokens)), alone(tokens)
+        found, expected = full(model(tokens)), alone(tokens)
         assert {type(x) for x in seen} == {Tensor}
         heads = [2, 2, 0][rank()]  # of four, as torch.chunk does
         assert [x.shape[-1] for x in seen] == [heads * 4] * 3
@@ -180,7 +180,7 @@ def test_attention_on_plain_heads_is_that_of_one_process(ranks: int, sequence: b
         expected.square().mean().backward()
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             assert mine.grad is not None
-            near(whole(mine.grad), theirs.grad)
+            near(full(mine.grad), theirs.grad)
 
     world(ranks).run(check)
 

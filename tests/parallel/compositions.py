@@ -29,7 +29,7 @@ from shardwise import (
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import whole
+from tests.parallel.one_process import full
 
 NONE, YES = "–", "yes"
 LOST = "correct, but each tp rank stores the full parameter"
@@ -66,7 +66,7 @@ def trained(module: nn.Module, x: Tensor, y: Tensor, made: Made = adam, step: St
 
 def right(module: nn.Module, x: Tensor, expected: nn.Module) -> None:
     with torch.no_grad():
-        assert_close(whole(module(x)), expected(X), rtol=1e-5, atol=1e-5)
+        assert_close(full(module(x)), expected(X), rtol=1e-5, atol=1e-5)
 
 
 # ---- DTensors on the whole mesh ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from shardwise.models import RMSNormPython
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from shardwise.parallel.boundary import SharedInput
 from shardwise.testing import world
-from tests.parallel.alone import own_part, part_of, same_parameters, whole
+from tests.parallel.one_process import assert_same_parameters, full, leaf_copy, local_shard_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -60,21 +60,21 @@ def counted(plan: dict[str, Any], run: Any = lambda module, x: module(x), cut: i
     """Collectives of forward and backward of a block, after its values were compared with those of one process."""
     plain = Block().double()
     module = parallelize_module(copy.deepcopy(plain), None, plan)
-    x, y = own_part(part_of(X, cut, collectives.world_size())), own_part(X)
+    x, y = leaf_copy(local_shard_of(X, cut, collectives.world_size())), leaf_copy(X)
     counts = []
     with count_comms() as comms:
         out = run(module, x)
     counts.append(comms.total_calls)
     want = plain(y)
-    assert_close(whole(out), part_of(want, cut, collectives.world_size()))
+    assert_close(full(out), local_shard_of(want, cut, collectives.world_size()))
     with count_comms() as comms:
         out.square().sum().backward()
     counts.append(comms.total_calls)
     want.square().sum().backward()
     assert x.grad is not None
     assert y.grad is not None
-    assert_close(x.grad, part_of(y.grad, cut, collectives.world_size()))
-    same_parameters(module, plain)
+    assert_close(x.grad, local_shard_of(y.grad, cut, collectives.world_size()))
+    assert_same_parameters(module, plain)
     return counts
 
 
@@ -84,7 +84,7 @@ def test_layers_that_share_a_plain_input_send_one_gradient_back(ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_layers_that_share_a_cut_input_gather_it_once(ranks: int) -> None:
+def test_layers_that_share_a_sharded_input_gather_it_once(ranks: int) -> None:
     """One exchange asks for the sizes of the parts; then a gather and a scatter each way."""
     assert world(ranks).run(counted, SEQUENCE, cut=1) == [[1 + 2, 2]] * ranks
 
@@ -92,7 +92,7 @@ def test_layers_that_share_a_cut_input_gather_it_once(ranks: int) -> None:
 def test_a_copy_of_a_parallel_module_shares_as_the_module_does() -> None:
     def body() -> int:
         module = copy.deepcopy(parallelize_module(Block().double(), None, WHOLE))
-        out = module(own_part(X))
+        out = module(leaf_copy(X))
         with count_comms() as comms:
             out.square().sum().backward()
         return comms.total_calls
@@ -149,7 +149,7 @@ def test_an_input_that_changed_in_place_is_taken_anew() -> None:
         cut = ColwiseParallel(input_layouts=S0, output_layouts=R)
         module = parallelize_module(copy.deepcopy(plain), None, {"w[qk]": cut})
         with torch.no_grad():
-            assert_close(module(part_of(X[0], 0, 2).clone()), plain(X[0].clone()))
+            assert_close(module(local_shard_of(X[0], 0, 2).clone()), plain(X[0].clone()))
 
     world(2).run(body)
 
@@ -158,33 +158,33 @@ def test_an_input_that_changed_in_place_is_taken_anew() -> None:
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, -2])
 @pytest.mark.parametrize("ranks", [1, 4])  # five places on four ranks; two examples on four ranks
-def test_norms_work_on_parts_of_a_sequence(norm: Any, local: bool, dim: int, ranks: int) -> None:
+def test_norms_on_shards_of_a_sequence(norm: Any, local: bool, dim: int, ranks: int) -> None:
     def body() -> None:
         plain = nn.Sequential(norm(6)).double()
         module = parallelize_module(
             copy.deepcopy(plain), None, {"0": SequenceParallel(sequence_dim=dim, use_local_output=local)}
         )
-        for x in (part_of(X, dim, ranks), distribute_tensor(X, Mesh((ranks,)), [R])):
+        for x in (local_shard_of(X, dim, ranks), distribute_tensor(X, Mesh((ranks,)), [R])):
             module.zero_grad()
             plain.zero_grad()
-            mine, y = own_part(x), own_part(X)
+            mine, y = leaf_copy(x), leaf_copy(X)
             if isinstance(x, DTensor):
                 mine = x.detach().requires_grad_()
             out, want = module(mine), plain(y)
             assert isinstance(out, DTensor) != local
-            assert_close(whole(out), part_of(want, dim, ranks) if local else want)
+            assert_close(full(out), local_shard_of(want, dim, ranks) if local else want)
             out.pow(3).sum().backward()
             want.pow(3).sum().backward()
             assert mine.grad is not None
             assert y.grad is not None
             distributed = isinstance(mine.grad, DTensor)
-            assert_close(whole(mine.grad), y.grad if distributed else part_of(y.grad, dim, ranks))
-            same_parameters(module, plain)
+            assert_close(full(mine.grad), y.grad if distributed else local_shard_of(y.grad, dim, ranks))
+            assert_same_parameters(module, plain)
 
     world(ranks).run(body)
 
 
-def test_parts_that_no_cut_of_torch_gives_make_the_right_whole() -> None:
+def test_shard_sizes_that_chunk_does_not_give_form_the_correct_tensor() -> None:
     """Without sizes in the plan the ranks are asked."""
     sizes = (0, 3, 2)
 
@@ -192,10 +192,10 @@ def test_parts_that_no_cut_of_torch_gives_make_the_right_whole() -> None:
         plain = nn.LayerNorm(6).double()
         module = parallelize_module(copy.deepcopy(plain), None, SequenceParallel())
         with count_comms() as comms:
-            out = module(part_of(X, 1, 3, sizes))
+            out = module(local_shard_of(X, 1, 3, sizes))
         assert comms.total_calls == 1
         assert out.layout_.shard_sizes(0) == sizes
-        assert_close(whole(out), plain(X))
+        assert_close(full(out), plain(X))
 
     world(3).run(body)
 
@@ -218,7 +218,7 @@ def refused(module: nn.Module, style: Any, x: Tensor) -> tuple[type, str]:
     return caught.type, str(caught.value)
 
 
-def test_a_part_of_another_shape_than_the_plan_says_is_refused() -> None:
+def test_a_local_shard_of_another_shape_than_planned_is_refused() -> None:
     """The whole given to a layer that wants a part: torch multiplies what does not belong together, or fails."""
     every = world(4).run(refused, nn.Linear(10, 6), RowwiseParallel(), torch.ones(2, 10))
     assert [kind for kind, _ in every] == [LayoutError] * 4
@@ -228,7 +228,7 @@ def test_a_part_of_another_shape_than_the_plan_says_is_refused() -> None:
     )
 
 
-def test_parts_that_are_no_whole_are_refused_with_the_shapes_of_all_ranks() -> None:
+def test_local_shards_that_do_not_fit_are_refused_with_the_shapes_of_all_ranks() -> None:
     def body() -> tuple[type, str]:
         return refused(nn.LayerNorm(6), SequenceParallel(), torch.ones(2 + collectives.rank(), 3, 6))
 
@@ -261,7 +261,7 @@ def test_no_gradient_is_kept_where_none_is_wanted() -> None:
     world(2).run(body)
 
 
-def test_one_rank_gets_what_came_and_nothing_stands_between() -> None:
+def test_on_one_rank_the_boundary_returns_its_input() -> None:
     """No copy, and no node in the graph that is not torch's own."""
 
     def body() -> None:
@@ -277,7 +277,7 @@ def test_one_rank_gets_what_came_and_nothing_stands_between() -> None:
         assert seen[0].placements == (R,)
         for p, want in zip(module.parameters(), plain.parameters(), strict=True):
             assert p.grad is not None
-            assert_close(whole(p.grad), want.grad)
+            assert_close(full(p.grad), want.grad)
 
     world(1).run(body)
 
@@ -307,10 +307,10 @@ def test_second_derivatives_are_those_of_one_process(plan: dict[str, Any]) -> No
         alone = Block().double()
         module = parallelize_module(copy.deepcopy(alone), None, plan)
         expected = penalty(alone, X.clone().requires_grad_())
-        x = part_of(X, 1, ranks).clone() if plan is SEQUENCE else X.clone()
+        x = local_shard_of(X, 1, ranks).clone() if plan is SEQUENCE else X.clone()
         found = penalty(module, x.requires_grad_())
-        assert_close(found, part_of(expected, 1, ranks) if plan is SEQUENCE else expected)
-        same_parameters(module, alone)
+        assert_close(found, local_shard_of(expected, 1, ranks) if plan is SEQUENCE else expected)
+        assert_same_parameters(module, alone)
 
     for ranks in (2, 3):
         world(ranks).run(body, ranks)

@@ -26,7 +26,7 @@ from shardwise.models import MixtureOfExperts, balance_loss
 from shardwise.parallel import ExpertParallel, mix_experts, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import same_parameters, whole
+from tests.parallel.one_process import assert_same_parameters, full
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 Places = Sequence[Placement]
@@ -53,8 +53,8 @@ def check(
     slope = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
     (out * slope).square().sum().backward()
     (want * slope).square().sum().backward()
-    assert_close(whole(mine.grad), theirs.grad)  # type: ignore[arg-type]
-    same_parameters(module, plain)
+    assert_close(full(mine.grad), theirs.grad)  # type: ignore[arg-type]
+    assert_same_parameters(module, plain)
     assert plain.w1.grad is not None
     return out.placements, plain.w1.grad
 
@@ -196,7 +196,7 @@ def trained(module: nn.Module, x: Tensor) -> Tensor:
         ((module(x) - x).square().mean() + 0.1 * balance_loss(routing)).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
-    return whole(module(x))
+    return full(module(x))
 
 
 @pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
@@ -239,7 +239,7 @@ def test_a_plan_names_the_layer_and_plain_parts_come_and_go(cut: bool) -> None:
     want.square().sum().backward()
     assert theirs.grad is not None
     assert_close(mine.grad, theirs.grad.split(3)[rank()] if cut else theirs.grad)
-    same_parameters(module[1], plain[1])
+    assert_same_parameters(module[1], plain[1])
     assert as_dtensor(module[1].w1).placements == ((Shard(0, [1, 3, 1]),) if cut else (S0,))
 
 
@@ -323,7 +323,7 @@ def test_a_plan_on_a_mesh_of_data_and_experts_takes_parts_along_both() -> None:
     torch.autograd.backward(out.square().sum())
     want.square().sum().backward()
     assert as_dtensor(module.w1).placements == (R, S0)
-    same_parameters(module, plain)
+    assert_same_parameters(module, plain)
 
 
 @world(3)

@@ -15,7 +15,7 @@ from shardwise.models import MLPModule
 from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import check_like_alone, part_of, same_parameters, whole
+from tests.parallel.one_process import assert_same_parameters, check_equals_one_process, full, local_shard_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 X = torch.arange(18.0).view(3, 6) / 7
@@ -46,7 +46,7 @@ class Pair(nn.Module):
 def test_a_pair_is_the_plain_pair_whatever_its_width(ranks: int, width: int, bias: bool) -> None:
     def body() -> None:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        module = check_like_alone(
+        module = check_equals_one_process(
             Pair(width, bias).double(), lambda m: parallelize_module(m, None, plan), X.double(), loss_of
         )
         up = module.get_parameter("up.weight")
@@ -64,12 +64,12 @@ UNITS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_features_are_cut_in_units_or_by_hand(name: str) -> None:
+def test_features_are_sharded_by_units_or_explicit_sizes(name: str) -> None:
     options, cut = UNITS[name]
 
     def body() -> None:
         plan = {"up": ColwiseParallel(**options), "down": RowwiseParallel(**options)}
-        module = check_like_alone(Pair(40), lambda m: parallelize_module(m, None, plan), X, loss_of)
+        module = check_equals_one_process(Pair(40), lambda m: parallelize_module(m, None, plan), X, loss_of)
         for path, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
             assert as_dtensor(module.get_parameter(path)).to_local().shape[dim] == cut[collectives.rank()]
 
@@ -79,7 +79,7 @@ def test_features_are_cut_in_units_or_by_hand(name: str) -> None:
 def test_the_toy_perceptron_of_the_peer_s_tests() -> None:
     plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
     world(4).run(
-        lambda: check_like_alone(
+        lambda: check_equals_one_process(
             MLPModule("cpu"), lambda m: parallelize_module(m, None, plan), torch.rand(4, 10), loss_of
         )
     )
@@ -105,7 +105,9 @@ STYLES: list[tuple[ParallelStyle, int | None]] = [  # and the dim along which th
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: repr(s[0]))
 @pytest.mark.parametrize("table", TABLES)
-def test_a_table_cut_by_rows_or_columns_is_the_plain_table(style: tuple[ParallelStyle, int | None], table: str) -> None:
+def test_a_row_wise_or_column_wise_table_equals_the_plain_table(
+    style: tuple[ParallelStyle, int | None], table: str
+) -> None:
     make, args, kwargs = TABLES[table]
 
     def body() -> None:
@@ -114,11 +116,11 @@ def test_a_table_cut_by_rows_or_columns_is_the_plain_table(style: tuple[Parallel
         module = parallelize_module(copy.deepcopy(plain), None, style[0])
         out, want = module(*args, **kwargs), plain(*args, **kwargs)
         assert isinstance(out, DTensor) != style[0].use_local_output  # type: ignore[attr-defined]
-        assert_close(whole(out), part_of(want, style[1], 3))
+        assert_close(full(out), local_shard_of(want, style[1], 3))
         factors = torch.arange(want.numel(), dtype=want.dtype).view(want.shape)
-        (out * part_of(factors, style[1], 3)).sum().backward()
+        (out * local_shard_of(factors, style[1], 3)).sum().backward()
         (want * factors).sum().backward()
-        same_parameters(module, plain)
+        assert_same_parameters(module, plain)
 
     world(3).run(body)
 
@@ -139,7 +141,7 @@ def test_inputs_and_outputs_are_laid_out_as_the_style_says(style: ParallelStyle,
     """A linear layer from 6 to 5 features, three examples, on three ranks."""
 
     def own(x: Tensor, how: Any, dim: int) -> Tensor:
-        return part_of(x, dim, 3, how) if isinstance(how, tuple) else part_of(x, how, 3)
+        return local_shard_of(x, dim, 3, how) if isinstance(how, tuple) else local_shard_of(x, how, 3)
 
     def body() -> None:
         torch.manual_seed(0)
@@ -156,7 +158,7 @@ def test_inputs_and_outputs_are_laid_out_as_the_style_says(style: ParallelStyle,
         assert mine.grad is not None
         assert_close(mine.grad, own(gradient, given, 0))
         (want * factors).sum().backward()
-        same_parameters(module, plain)
+        assert_same_parameters(module, plain)
 
     world(3).run(body)
 
@@ -171,13 +173,13 @@ def test_a_distributed_input_may_come_in_any_layout(style: type[ParallelStyle], 
         x = distribute_tensor(X, Mesh((4,)), [placement]).requires_grad_()
         out, y = module(x), X.clone().requires_grad_()
         want = plain(y)
-        assert_close(whole(out), want)
+        assert_close(full(out), want)
         out.square().sum().backward()
         want.square().sum().backward()
         assert x.grad is not None
         assert y.grad is not None
-        assert_close(whole(x.grad), y.grad)
-        same_parameters(module, plain)
+        assert_close(full(x.grad), y.grad)
+        assert_same_parameters(module, plain)
 
     world(4).run(body)
 
@@ -199,7 +201,7 @@ BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_a_style_cannot_do_is_told_before_anything_changes(name: str) -> None:
+def test_an_unsupported_module_or_option_raises_before_anything_changes(name: str) -> None:
     module, style, text = BAD[name]
 
     def body() -> None:

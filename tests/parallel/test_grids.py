@@ -29,7 +29,7 @@ from shardwise.parallel import (
 )
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import same_parameters, whole
+from tests.parallel.one_process import assert_same_parameters, full
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 PAIR = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
@@ -57,7 +57,7 @@ def own_batch(mesh: Mesh, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_rank_brings_its_part_of_the_batch_and_gradients_are_of_all(mesh: Mesh) -> None:
+def test_every_rank_passes_its_shard_of_the_batch_and_gradients_are_global(mesh: Mesh) -> None:
     def body() -> None:
         plain = MLPModule("cpu")
         module = parallelize_module(copy.deepcopy(plain), mesh, PAIR)
@@ -65,9 +65,9 @@ def test_every_rank_brings_its_part_of_the_batch_and_gradients_are_of_all(mesh: 
         assert type(out) is Tensor
         want = plain(X)
         assert_close(out, own_batch(mesh, want))
-        out.square().sum().backward()  # the sum over parts of the batch is the loss of the whole
+        out.square().sum().backward()  # the sum over parts of the batch is the loss of the full
         want.square().sum().backward()
-        same_parameters(module, plain)
+        assert_same_parameters(module, plain)
         first = as_dtensor(module.get_parameter("net1.weight")).placements
         assert first == tuple(R if axis == data_axis(mesh) else S0 for axis in range(2))
 
@@ -75,7 +75,7 @@ def test_every_rank_brings_its_part_of_the_batch_and_gradients_are_of_all(mesh: 
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_distributed_result_has_the_mean_of_the_whole_uneven_batch(mesh: Mesh) -> None:
+def test_a_distributed_output_has_the_mean_of_the_global_uneven_batch(mesh: Mesh) -> None:
     plan = {"net1": ColwiseParallel(use_local_output=False), "net2": RowwiseParallel(use_local_output=False)}
 
     def body() -> None:
@@ -83,10 +83,10 @@ def test_a_distributed_result_has_the_mean_of_the_whole_uneven_batch(mesh: Mesh)
         module = parallelize_module(copy.deepcopy(plain), mesh, plan)
         loss = module(own_batch(mesh, X)).square().mean()
         want = plain(X).square().mean()
-        assert_close(whole(loss), want)
+        assert_close(full(loss), want)
         loss.backward()
         want.backward()
-        same_parameters(module, plain)
+        assert_same_parameters(module, plain)
 
     world(mesh.size()).run(body)
 
@@ -102,7 +102,7 @@ def test_a_distributed_input_keeps_what_it_is_on_data_axes() -> None:
             x = DTensor.from_local(X, mesh, [R, R]).redistribute(placements=[placement, S1])
             out = module(x)
             assert out.placements == (placement, R)
-            assert_close(whole(out), plain(X))
+            assert_close(full(out), plain(X))
 
     world(4).run(body)
 
@@ -122,7 +122,7 @@ class Placed(nn.Module):
 
 @pytest.mark.parametrize("style", [RowwiseParallel, ColwiseParallel])
 @pytest.mark.parametrize("local", [True, False])
-def test_what_is_the_same_for_every_part_of_the_batch_gets_the_gradient_of_all(style: Any, local: bool) -> None:
+def test_an_input_that_is_replicated_over_the_batch_gets_the_global_gradient(style: Any, local: bool) -> None:
     mesh, ids = MESHES[0], torch.arange(15).view(5, 3) % 9
     everywhere = style(input_layouts=(R, R), use_local_output=local, output_layouts=R)
     plan = {"words": style(use_local_output=local, output_layouts=R), "positions": everywhere}
@@ -131,10 +131,10 @@ def test_what_is_the_same_for_every_part_of_the_batch_gets_the_gradient_of_all(s
         plain = Placed()
         module = parallelize_module(copy.deepcopy(plain), mesh, plan)
         out, want = module(own_batch(mesh, ids)), plain(ids)
-        assert_close(whole(out), own_batch(mesh, want) if local else want)
+        assert_close(full(out), own_batch(mesh, want) if local else want)
         out.square().sum().backward()
         want.square().sum().backward()
-        same_parameters(module, plain)
+        assert_same_parameters(module, plain)
 
     world(4).run(body)
 
@@ -156,7 +156,7 @@ def test_a_layout_may_name_every_axis() -> None:
             with count_comms() as comms:
                 out = module(torch.arange(7))
             assert comms.total_calls <= 1, "nobody is asked for sizes"
-            assert_close(whole(out), plain(torch.arange(7)))
+            assert_close(full(out), plain(torch.arange(7)))
 
     world(4).run(body)
 
@@ -197,10 +197,10 @@ def test_data_tensor_and_sequence_axes_work_together(sizes: tuple[int, int, int]
         mine = batch.split([7] if sizes[2] == 1 else [2, 5], 1)[here[2]].clone().requires_grad_()
         y = x.clone().requires_grad_()
         out, want = module(mine), plain(y)
-        assert_close(whole(out), want)
+        assert_close(full(out), want)
         out.square().mean().backward()
         want.square().mean().backward()
-        same_parameters(module, plain)
+        assert_same_parameters(module, plain)
         assert mine.grad is not None
         assert y.grad is not None
         part = y.grad.split([3] if sizes[0] == 1 else [1, 2])[here[0]]
@@ -209,7 +209,7 @@ def test_data_tensor_and_sequence_axes_work_together(sizes: tuple[int, int, int]
     world(mesh.size()).run(body)
 
 
-def test_a_new_cut_is_inside_those_that_are_there_and_sends_nothing() -> None:
+def test_a_new_shard_axis_comes_last_in_the_shard_order_and_sends_nothing() -> None:
     """The sequence is cut on "sp" unevenly; to cut the parts on "tp" as well, every rank drops some of its own."""
     mesh = Mesh((2, 2), names=("tp", "sp"))
     style = PrepareModuleInput(input_layouts=((R, Shard(0, (2, 5))),), desired_input_layouts=((S0, S0),))
@@ -222,12 +222,12 @@ def test_a_new_cut_is_inside_those_that_are_there_and_sends_nothing() -> None:
         assert comms.total_calls == 0
         assert out.layout_.shard_sizes(1) == (2, 5)
         assert_close(out.to_local(), torch.tensor([[0.0], [2.0, 3.0, 4.0], [1.0], [5.0, 6.0]][collectives.rank()]))
-        assert_close(whole(out), x)
+        assert_close(full(out), x)
 
     world(4).run(body)
 
 
-def test_offsets_of_a_part_of_the_batch_are_refused() -> None:
+def test_offsets_of_a_shard_of_the_batch_are_refused() -> None:
     def body() -> None:
         module = parallelize_module(nn.EmbeddingBag(7, 4), MESHES[0], RowwiseParallel())
         with pytest.raises(PlanError, match=r"offsets count from the first of all ids. Fix: 2-D ids"):
@@ -248,11 +248,11 @@ def on_torch_s_meshes() -> list[Any]:
     assert_close(out, want)
     out.square().sum().backward()
     want.square().sum().backward()
-    same_parameters(alone, plain)
+    assert_same_parameters(alone, plain)
     both = parallelize_module(copy.deepcopy(plain), mesh, PAIR)
     mine = X.split([1, 4])[mesh.get_coordinate()[0]]
     both(mine).square().sum().backward()
-    same_parameters(both, plain)
+    assert_same_parameters(both, plain)
     return [comms.total_calls, tuple(as_dtensor(both.get_parameter("net1.weight")).to_local().shape)]
 
 

@@ -25,7 +25,7 @@ from shardwise.errors import RuleError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import whole
+from tests.parallel.one_process import full
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ PLANS: list[dict[str, Placement]] = [
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("cut", [False, True])
 @world(3)
-def test_training_on_parts_equals_one_process(plan: dict[str, Placement], cut: bool) -> None:
+def test_training_on_local_parameters_equals_one_process(plan: dict[str, Placement], cut: bool) -> None:
     plain, mesh = Tied(), Mesh((3,))
     module = local_parameters(shard_module(Tied(), plan, mesh=mesh))
     assert all(type(p) is nn.Parameter for p in module.parameters())
@@ -72,14 +72,14 @@ def test_training_on_parts_equals_one_process(plan: dict[str, Placement], cut: b
             optimizer.zero_grad()
             m(given).square().sum().backward()
             optimizer.step()
-    assert_close(whole(module(x)), plain(X))
+    assert_close(full(module(x)), plain(X))
     for name, want in plain.named_parameters():
         path, _, last = name.rpartition(".")
-        assert_close(whole(getattr(module.get_submodule(path), last)), want.detach().requires_grad_())
+        assert_close(full(getattr(module.get_submodule(path), last)), want.detach().requires_grad_())
 
 
 @world(3)
-def test_the_state_holds_parts_and_a_copy_is_apart() -> None:
+def test_the_state_holds_local_shards_and_a_copy_shares_nothing() -> None:
     module = local_parameters(shard_module(Tied(), {"*.weight": S0}, mesh=Mesh((3,))))
     held = [2, 2, 1][rank()]
     state = module.state_dict()
@@ -90,10 +90,10 @@ def test_the_state_holds_parts_and_a_copy_is_apart() -> None:
         for p in module.parameters():
             p.zero_()
     x = distribute_tensor(X, Mesh((3,)), [R])
-    assert not whole(module(x)).any()
-    assert whole(other(x)).any()
+    assert not full(module(x)).any()
+    assert full(other(x)).any()
     module.load_state_dict(other.state_dict())
-    assert_close(whole(module(x)), whole(other(x)))
+    assert_close(full(module(x)), full(other(x)))
 
 
 @world(2)
@@ -105,7 +105,7 @@ def test_modules_without_distributed_parameters_stay_as_they_are() -> None:
 
 
 @world(3)
-def test_styles_and_parts_go_together() -> None:
+def test_styles_and_local_parameters_compose() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
     module = copy.deepcopy(plain)
@@ -131,7 +131,7 @@ COLLECTIVES: list[Any] = [
 
 @pytest.mark.parametrize("call", COLLECTIVES)
 @world(2)
-def test_a_collective_of_torch_refuses_a_tensor_of_which_it_would_see_a_part(call: Any) -> None:
+def test_a_collective_of_torch_refuses_a_dtensor(call: Any) -> None:
     """It used to work on a copy, so that nothing happened."""
     for placement in (R, S0, Partial()):
         x = as_dtensor(DTensor.from_local(torch.ones(2), Mesh((2,)), [placement]))

@@ -17,7 +17,7 @@ from shardwise.errors import RuleError
 from shardwise.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import part_of, whole
+from tests.parallel.one_process import full, local_shard_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 CLASSES, EXAMPLES = 43, 30  # more classes than the few numbers an example that each of four ranks sends
@@ -54,7 +54,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("targets", [TARGETS, CHANCES], ids=["classes", "probabilities"])
-def test_every_option_is_exact_on_classes_cut_anyhow(targets: Tensor, options: str, reduction: str) -> None:
+def test_every_option_is_exact_on_any_sharding_of_the_classes(targets: Tensor, options: str, reduction: str) -> None:
     given = {**OPTIONS[options], "reduction": reduction}
     if targets is CHANCES:
         given.pop("ignore_index", None)
@@ -67,12 +67,12 @@ def test_every_option_is_exact_on_classes_cut_anyhow(targets: Tensor, options: s
             x = distribute_tensor(SCORES, Mesh((4,)), [cut]).requires_grad_()
             with loss_parallel():
                 loss = F.cross_entropy(x, targets, **given)
-                assert_close(whole(loss), want)
+                assert_close(full(loss), want)
                 loss.square().sum().backward()
             assert x.grad is not None
             assert as_dtensor(x.grad).placements == as_dtensor(x).placements
             assert y.grad is not None
-            assert_close(whole(x.grad), y.grad)
+            assert_close(full(x.grad), y.grad)
 
     world(4).run(body)
 
@@ -93,13 +93,13 @@ def test_no_rank_ever_makes_a_tensor_as_large_as_all_scores(targets: Tensor, siz
         module = parallelize_module(copy.deepcopy(plain), None, style)
         x = inputs.clone().requires_grad_()
         # Probabilities are as many as scores: they come cut as well, or a rank would have all of them at once.
-        mine = part_of(targets, 1, ranks, cut) if targets is CHANCES else targets
+        mine = local_shard_of(targets, 1, ranks, cut) if targets is CHANCES else targets
         with Largest() as largest, count_comms() as comms, loss_parallel():
             goal = DTensor.from_local(mine, placements=[S1]) if targets is CHANCES else mine
             loss = F.cross_entropy(module(x), goal, **options)
             loss.backward()
-        assert_close(whole(loss), F.cross_entropy(plain(inputs), targets, **options))
-        own = len(part_of(plain.weight, 0, ranks, cut))
+        assert_close(full(loss), F.cross_entropy(plain(inputs), targets, **options))
+        own = len(local_shard_of(plain.weight, 0, ranks, cut))
         return largest.elements, own * EXAMPLES, max(comms.sent_bytes.values()) // 8
 
     for elements, own, sent in world(ranks).run(body):
@@ -139,7 +139,7 @@ def scores(placement: Any = S1) -> DTensor:
     return as_dtensor(distribute_tensor(SCORES, Mesh((4,)), [placement]).requires_grad_())
 
 
-def test_plain_scores_are_told_apart() -> None:
+def test_plain_logits_are_refused() -> None:
     for loss in (lambda: F.cross_entropy(SCORES, TARGETS), lambda: nn.CrossEntropyLoss()(SCORES[:, :3], TARGETS % 3)):
         text = refusal(loss)
         assert "cross_entropy inside loss_parallel(): the logits, of shape (30, " in text
@@ -186,7 +186,7 @@ def test_a_gather_of_scores_that_a_loss_was_made_of_is_refused() -> None:
     assert any("svdvals" in text for text in texts)
 
 
-def test_an_option_that_only_whole_scores_could_have_is_refused_before_they_move() -> None:
+def test_an_option_that_needs_full_logits_is_refused_before_they_are_gathered() -> None:
     """Torch refuses to ignore a class of probabilities; nothing is gathered to hear it say so."""
 
     def run() -> None:
@@ -203,12 +203,12 @@ def test_one_rank_alone_may_have_all_classes() -> None:
     def body() -> None:
         with loss_parallel():
             distributed = F.cross_entropy(distribute_tensor(SCORES, Mesh((1,)), [R]), TARGETS)
-            assert_close(F.cross_entropy(SCORES, TARGETS), whole(distributed))
+            assert_close(F.cross_entropy(SCORES, TARGETS), full(distributed))
 
     world(1).run(body)
 
 
-def test_on_a_grid_the_mean_is_that_of_the_whole_batch() -> None:
+def test_on_two_axes_the_mean_is_that_of_the_global_batch() -> None:
     mesh = Mesh((2, 2), names=("dp", "tp"))
     y = SCORES.clone().requires_grad_()
     want = F.cross_entropy(y, TARGETS, ignore_index=4, label_smoothing=0.1)
@@ -221,10 +221,10 @@ def test_on_a_grid_the_mean_is_that_of_the_whole_batch() -> None:
         with loss_parallel():
             loss = F.cross_entropy(x, goal, ignore_index=4, label_smoothing=0.1)
             loss.backward()
-        assert_close(whole(loss), want)
+        assert_close(full(loss), want)
         assert x.grad is not None
         assert y.grad is not None
-        assert_close(whole(x.grad), y.grad)
+        assert_close(full(x.grad), y.grad)
 
     world(4).run(body)
 
@@ -234,7 +234,7 @@ def test_outside_the_block_scores_may_be_gathered_again() -> None:
         x = scores()
         with loss_parallel():
             loss = F.cross_entropy(x, TARGETS)
-        assert_close(F.cross_entropy(x.full_tensor(), TARGETS), whole(loss))
+        assert_close(F.cross_entropy(x.full_tensor(), TARGETS), full(loss))
         loss.backward()
 
     world(4).run(body)
@@ -251,7 +251,7 @@ def test_no_example_at_all_has_the_loss_of_one_process(options: str) -> None:
             with loss_parallel():
                 loss = F.cross_entropy(x, none, **given, reduction=reduction)
                 loss.backward()
-            assert_close(whole(loss), F.cross_entropy(SCORES[:0], none, **given, reduction=reduction), equal_nan=True)
+            assert_close(full(loss), F.cross_entropy(SCORES[:0], none, **given, reduction=reduction), equal_nan=True)
             assert x.grad is not None
             assert x.grad.shape == (0, CLASSES)
 

@@ -30,7 +30,7 @@ from shardwise.parallel import (
 from shardwise.parallel.plan import flattened, resolve
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import check_like_alone, whole
+from tests.parallel.one_process import check_equals_one_process, full
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 COL, ROW = ColwiseParallel(), RowwiseParallel()
@@ -73,7 +73,7 @@ def test_one_style_is_for_the_module_itself() -> None:
     assert cuts(nn.Linear(4, 6), COL) == cuts(nn.Linear(4, 6), {"": COL}) == {"weight": S0, "bias": S0}
 
 
-def test_all_that_is_wrong_is_told_at_once_on_every_rank_and_nothing_changes() -> None:
+def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_changes() -> None:
     plan = {"net": COL, "zzz.*": ROW, "relu": COL, "net1": ColwiseParallel(unit=5), "net2": ROW, "*2": COL}
 
     def body() -> str:
@@ -116,7 +116,7 @@ def test_what_is_no_plan_is_refused(plan: Any, text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_ranks_with_different_plans_are_told_the_difference() -> None:
+def test_plans_that_differ_between_ranks_are_reported() -> None:
     def body() -> str:
         unit = 2 if collectives.rank() == 1 else 4
         with pytest.raises(MismatchError) as caught:
@@ -128,7 +128,7 @@ def test_ranks_with_different_plans_are_told_the_difference() -> None:
     assert "unit=2" in text
 
 
-def test_a_rank_outside_the_mesh_is_told() -> None:
+def test_a_rank_outside_the_mesh_raises() -> None:
     def body() -> None:
         if collectives.rank() < 2:
             parallelize_module(MLPModule("cpu"), Mesh((2,)), PAIR)
@@ -157,7 +157,7 @@ def test_values_come_from_one_rank_or_are_every_rank_s_own(source: int | None) -
             for p in module.parameters():
                 p.fill_(collectives.rank())
         parallelize_module(module, None, PAIR, src_data_rank=source)
-        return whole(module.net1.weight).detach()
+        return full(module.net1.weight).detach()
 
     for found in world(3).run(body):
         rows = [0.0] * 6 + [1.0] * 6 + [2.0] * 4 if source is None else [float(source)] * 16
@@ -203,7 +203,7 @@ def test_tied_parameters_stay_one_whatever_the_order_of_the_plans() -> None:
                 for plan in plans:
                     parallelize_module(module, None, plan)
 
-            module = check_like_alone(Tied(), parallelize, ids, lambda out: out.square().sum())
+            module = check_equals_one_process(Tied(), parallelize, ids, lambda out: out.square().sum())
             assert module.out.weight is module.table.weight  # type: ignore[union-attr]
 
     world(3).run(body)
@@ -220,7 +220,7 @@ def test_a_module_in_two_places_is_parallelised_once() -> None:
         layer = nn.Linear(4, 4)
         plan = {"*": ColwiseParallel(output_layouts=R)}
         plain = nn.Sequential(layer, nn.Sequential(nn.ReLU()), layer)
-        module = check_like_alone(
+        module = check_equals_one_process(
             plain, lambda m: parallelize_module(m, None, {"[02]": plan["*"]}), torch.randn(3, 4), torch.sum
         )
         assert len(module[0]._forward_pre_hooks) == 1  # type: ignore[index]
@@ -228,7 +228,7 @@ def test_a_module_in_two_places_is_parallelised_once() -> None:
     world(2).run(body)
 
 
-def test_a_module_on_the_meta_device_is_materialised_part_by_part() -> None:
+def test_a_module_on_the_meta_device_is_materialised_submodule_by_submodule() -> None:
     """With the same values on any number of ranks."""
 
     def body() -> tuple[int, list[Tensor]]:
@@ -239,7 +239,7 @@ def test_a_module_on_the_meta_device_is_materialised_part_by_part() -> None:
         parallelize_module(module, None, plan)
         assert [p.is_meta for p in module.parameters()] == [False] * 6 + [True] * 2
         mine = [p for p in module.parameters() if isinstance(p, DTensor)]
-        return sum(p.to_local().numel() for p in mine), [whole(p).detach() for p in mine]
+        return sum(p.to_local().numel() for p in mine), [full(p).detach() for p in mine]
 
     alone = world(1).run(body)[0][1]
     assert 0 < alone[0].abs().max() < 1
@@ -267,7 +267,7 @@ def test_a_style_of_one_s_own_is_one_short_class() -> None:
     def body() -> None:
         torch.manual_seed(0)
         x = torch.randn(2, 3, 8)
-        module = check_like_alone(
+        module = check_equals_one_process(
             nn.Sequential(nn.Conv1d(3, 5, 3)), lambda m: parallelize_module(m, None, {"0": ChannelParallel()}), x, loss
         )
         assert [tuple(p.to_local().shape) for p in module.parameters()] == (  # type: ignore[attr-defined]
@@ -292,7 +292,7 @@ def test_a_style_that_prints_its_address_is_no_difference_between_ranks() -> Non
     world(3).run(lambda: parallelize_module(nn.Linear(2, 2), None, Own(Careless())))
 
 
-def test_a_style_that_names_parameters_which_are_not_there_is_told() -> None:
+def test_a_style_that_names_unknown_parameters_raises() -> None:
     with pytest.raises(PlanError, match=r"ChannelParallel shards weight, bias, the parameters are \."):
         cuts(nn.Sequential(nn.ReLU()), {"0": ChannelParallel()})
 
@@ -311,7 +311,7 @@ def test_an_optimizer_and_a_state_dict_see_the_parameters_of_a_parallel_module()
                 optimizer.step()
         assert list(module.state_dict()) == list(plain.state_dict())
         for p, want in zip(module.parameters(), plain.parameters(), strict=True):
-            assert_close(whole(p), want)
+            assert_close(full(p), want)
 
     world(3).run(body)
 
@@ -339,7 +339,7 @@ def test_the_plan_of_the_peer_s_transformer_works_as_it_is_written_there() -> No
     def body() -> None:
         torch.manual_seed(0)
         tokens = torch.randint(0, 8, (2, 7))
-        module = check_like_alone(
+        module = check_equals_one_process(
             Transformer(args).double(), lambda m: parallelize_module(m, None, plan), tokens, lambda out: out.sum()
         )
         assert module.output.weight is module.tok_embeddings.weight  # type: ignore[union-attr]

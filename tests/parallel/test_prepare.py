@@ -18,7 +18,7 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.testing import world
-from tests.parallel.alone import part_of, whole
+from tests.parallel.one_process import full, local_shard_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 X = torch.arange(30.0, dtype=torch.float64).view(5, 6) / 10
@@ -44,7 +44,7 @@ class Echo(nn.Module):
 
 
 def part(dim: int = 0) -> Tensor:
-    return part_of(X, dim, RANKS).clone().requires_grad_()
+    return local_shard_of(X, dim, RANKS).clone().requires_grad_()
 
 
 def test_one_placement_is_for_the_only_argument_and_its_gradient_comes_back() -> None:
@@ -55,10 +55,10 @@ def test_one_placement_is_for_the_only_argument_and_its_gradient_comes_back() ->
         out = module(x)
         assert isinstance(out, DTensor)
         assert out.placements == (R,)
-        assert_close(whole(out), X)
+        assert_close(full(out), X)
         (out * X).sum().backward()
         assert x.grad is not None
-        assert_close(x.grad, part_of(X, 0, RANKS))
+        assert_close(x.grad, local_shard_of(X, 0, RANKS))
 
     world(RANKS).run(body)
 
@@ -85,10 +85,10 @@ def test_arguments_come_by_position_or_by_name(how: str, desired: Any, local: bo
             y, dim = module.seen["y"], 0 if desired is None else None if desired == R else 1
             assert isinstance(y, DTensor) != local
             if local:
-                assert_close(y, part_of(X, dim, RANKS))
+                assert_close(y, local_shard_of(X, dim, RANKS))
             else:
                 assert y.placements[0].is_shard(dim) if dim is not None else y.placements == (R,)
-                assert_close(whole(y), X)
+                assert_close(full(y), X)
 
     world(RANKS).run(body)
 
@@ -117,7 +117,7 @@ def test_nested_arguments_have_nested_layouts_or_one_for_all() -> None:
         assert got["q"].placements[0].is_shard(1)
         assert got["k"][0].placements == (R,)
         for tensor in (x.a, y["a"], y["b"][0], got["q"], got["k"][0]):
-            assert_close(whole(tensor), X)
+            assert_close(full(tensor), X)
 
     world(RANKS).run(body)
 
@@ -146,7 +146,7 @@ def test_a_distributed_argument_is_moved_from_where_it_is() -> None:
         module(mine, mine)
         assert module.seen["x"].placements == (R,)
         assert module.seen["y"].placements[0].is_shard(0)
-        assert_close(whole(module.seen["y"]), X)
+        assert_close(full(module.seen["y"]), X)
 
     world(RANKS).run(body)
 
@@ -163,8 +163,8 @@ def test_results_are_moved_and_handed_on(local: bool) -> None:
         first, text, last = module(part(), summand)
         assert text == "text"
         assert isinstance(first, DTensor) == isinstance(last, DTensor) == (not local)
-        assert_close(whole(first), X)
-        assert_close(whole(last), part_of(X, 0, RANKS) if local else X)
+        assert_close(full(first), X)
+        assert_close(full(last), local_shard_of(X, 0, RANKS) if local else X)
         (last * 2).sum().backward()
         assert summand.grad is not None
         assert_close(summand.grad, torch.full_like(X, 2))
@@ -197,9 +197,9 @@ def test_input_and_output_in_one_style() -> None:
         parallelize_module(module, None, {"": style})
         x = part()
         out = module(x, y=part())
-        assert_close(module.seen["x"], part_of(X, 1, RANKS))
+        assert_close(module.seen["x"], local_shard_of(X, 1, RANKS))
         assert_close(module.seen["y"], X)
-        assert_close(out, part_of(X, 0, RANKS))
+        assert_close(out, local_shard_of(X, 0, RANKS))
         (out * out).sum().backward()
         assert x.grad is not None
         assert_close(x.grad, 2 * x)
@@ -282,6 +282,6 @@ def test_a_plain_tensor_of_which_nothing_is_said_is_refused() -> None:
 def test_a_copy_of_a_prepared_module_works_as_it_does() -> None:
     def body() -> None:
         module = parallelize_module(Echo(), None, PrepareModuleInput(input_layouts=S0, desired_input_layouts=R))
-        assert_close(whole(copy.deepcopy(module)(part())), X)
+        assert_close(full(copy.deepcopy(module)(part())), X)
 
     world(RANKS).run(body)

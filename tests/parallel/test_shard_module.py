@@ -389,7 +389,7 @@ def test_distribute_module_partitions_by_a_function_and_replicates_the_rest() ->
     x = torch.randn(5, 4)
     want = model(x)
 
-    def cut_first(name: str, module: nn.Module, mesh: Any) -> None:
+    def shard_first(name: str, module: nn.Module, mesh: Any) -> None:
         if name == "0":
             for key, parameter in list(module.named_parameters()):
                 module.register_parameter(key, distribute_tensor(parameter, mesh, [Shard(0)]))  # type: ignore[arg-type]
@@ -398,7 +398,7 @@ def test_distribute_module_partitions_by_a_function_and_replicates_the_rest() ->
     distribute_module(
         model,
         mesh,
-        cut_first,
+        shard_first,
         lambda m, inputs, where: tuple(distribute_tensor(t, where, [Replicate()]) for t in inputs),
         lambda m, out, where: out.full_tensor(),
     )

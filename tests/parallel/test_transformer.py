@@ -15,7 +15,7 @@ from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import loss_parallel
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.alone import whole
+from tests.parallel.one_process import full
 
 EVEN = ModelArgs(dropout_p=0.0)
 # Ten heads in five groups on four ranks, eleven words, a width of three ranks' worth.
@@ -65,10 +65,10 @@ def check(args: ModelArgs, mesh: Mesh, sequence: bool, local_heads: bool, gather
             assert p.grad is not None
     counts["gradients"] = comms.total_calls
     for p, reference in zip(module.parameters(), plain.parameters(), strict=True):
-        assert_close(whole(p), reference)
+        assert_close(full(p), reference)
         assert p.grad is not None
         assert reference.grad is not None
-        near(whole(p.grad), reference.grad)
+        near(full(p.grad), reference.grad)
     assert (module.output.weight is module.tok_embeddings.weight) == args.weight_tying
     return counts
 
@@ -82,7 +82,7 @@ def test_a_step_is_that_of_one_process(ranks: int, sequence: bool) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("gather", [False, True])
-def test_on_a_grid_every_rank_brings_its_part_of_the_batch(sequence: bool, gather: bool) -> None:
+def test_on_two_axes_every_rank_passes_its_shard_of_the_batch(sequence: bool, gather: bool) -> None:
     args = ModelArgs(**{**vars(UNEVEN), "checkpoint_activations": True, "weight_tying": False})
     world(4).run(check, args, Mesh((2, 2), names=("dp", "tp")), sequence, gather, gather)
 

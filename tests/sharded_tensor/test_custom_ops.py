@@ -188,7 +188,7 @@ def test_the_function_of_the_spec_runs_and_its_result_is_the_result() -> None:
 
 
 @world(2)
-def test_only_tensors_of_that_very_class_of_specs_are_asked() -> None:
+def test_only_tensors_of_exactly_that_class_of_specs_are_affected() -> None:
     @custom_sharding_spec_op(Dealt, torch.add)
     def add(types: Any, args: Any, kwargs: Any, process_group: Any) -> str:
         return "mine"

@@ -19,7 +19,7 @@ from shardwise.testing.assertions import as_dtensor
 
 
 @world(4)
-def test_a_parameter_is_cut_shard_by_shard() -> None:
+def test_a_parameter_is_sharded_shard_by_shard() -> None:
     """L3: 'EnumerableShardingSpec.shard not implemented yet!'."""
     table = nn.Embedding(10, 4)
     before = table.weight.detach().clone()

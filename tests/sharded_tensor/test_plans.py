@@ -48,7 +48,7 @@ def test_a_plan_is_carried_out() -> None:
 
 
 @world(4)
-def test_a_cut_dim_is_dropped_only_where_every_rank_has_one_of_it() -> None:
+def test_a_sharded_dim_is_dropped_only_if_every_rank_has_size_one_there() -> None:
     model = nn.Sequential(nn.Identity())
     shard_module(model, ShardingPlan({}, return_local_tensor=[""]))
     uneven = DTensor.from_local(torch.ones(1 if rank() else 2, 3), Mesh((4,)), [Shard(0)])
@@ -82,7 +82,7 @@ def test_a_tied_parameter_stays_one() -> None:
 
 
 @world(2)
-def test_a_parameter_tied_to_one_inside_a_replaced_module_is_cut_in_both() -> None:
+def test_a_parameter_tied_to_one_inside_a_replaced_module_is_sharded_in_both() -> None:
     tied = nn.Linear(6, 6, bias=False)
     model = nn.Sequential(nn.Linear(6, 6, bias=False), tied)
     model[0].weight = tied.weight
@@ -125,7 +125,7 @@ class Forgetful(Sharder):
 
 
 @world(2)
-def test_a_sharder_that_returns_no_module_is_told_so() -> None:
+def test_a_sharder_that_returns_no_module_raises() -> None:
     model = Model()
     with pytest.raises(PlanError, match=r"Forgetful\.shard must return the module that replaces 'head', got NoneT"):
         shard_module(model, ShardingPlan({"head": Forgetful()}))
@@ -134,7 +134,7 @@ def test_a_sharder_that_returns_no_module_is_told_so() -> None:
         shard_module(model, {"head": Forgetful()})  # type: ignore[arg-type]
 
 
-def test_everything_wrong_with_a_plan_is_told_at_once_and_nothing_is_done() -> None:
+def test_all_errors_of_a_sharding_plan_are_reported_at_once_and_nothing_changes() -> None:
     @world(2)
     def body() -> None:
         model = Model()
@@ -206,7 +206,7 @@ class LargestByRows(ShardingPlanner):
 
 
 @world(2)
-def test_a_planner_of_ones_own_makes_plans() -> None:
+def test_a_user_defined_planner_makes_plans() -> None:
     model = Model()
     shard_module(model, LargestByRows().build_plan(model))
     assert isinstance(model.table.weight, DTensor)

@@ -59,7 +59,7 @@ def test_any_spec_becomes_any_other_and_only_what_a_rank_lacks_is_sent(source: s
 
 
 @world(4)
-def test_a_spec_cuts_anew_what_is_cut() -> None:
+def test_a_spec_reshards_a_sharded_tensor() -> None:
     x = SPECS["uneven"].shard(SPECS["rows"].shard(VALUE))
     assert x.sharding_spec() is SPECS["uneven"]
     assert_close(x.full_tensor(), VALUE)
@@ -120,7 +120,7 @@ def test_a_tensor_that_no_spec_made_has_shards_all_the_same() -> None:
 
 
 @world(4)
-def test_a_spec_is_not_told_of_a_tensor_that_was_moved_since() -> None:
+def test_a_redistributed_tensor_no_longer_has_its_spec() -> None:
     x = SPECS["uneven"].shard(VALUE)
     y = x.redistribute(placements=[Shard(1)])
     assert isinstance(y.sharding_spec(), ChunkShardingSpec)
@@ -143,7 +143,7 @@ def test_the_only_shard_is_given_with_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_one_rank_gets_the_whole_and_the_others_nothing(name: str) -> None:
+def test_gather_returns_the_full_tensor_on_one_rank_and_none_on_the_others(name: str) -> None:
     @world(4)
     def body() -> None:
         x = SPECS[name].shard(VALUE)

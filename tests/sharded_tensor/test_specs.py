@@ -103,7 +103,7 @@ def test_shards_that_overlap_are_both_named() -> None:
         EnumerableShardingSpec([shard((0, 0), (3, 4), 0), shard((2, 0), (3, 4), 1)])
 
 
-def test_a_gap_is_told_with_its_neighbours() -> None:
+def test_a_gap_is_reported_with_its_neighbours() -> None:
     with pytest.raises(LayoutError, match=r"nobody holds \[2:3, 0:4\].*rank 0.*rank 1"):
         EnumerableShardingSpec([shard((0, 0), (2, 4), 0), shard((3, 0), (2, 4), 1)])
 
@@ -153,7 +153,7 @@ def test_chunks_are_those_of_torch_in_the_order_of_the_placements(size: int, ord
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0)])
-def test_tensors_without_elements_are_cut_like_others(shape: tuple[int, ...]) -> None:
+def test_tensors_without_elements_are_sharded_like_others(shape: tuple[int, ...]) -> None:
     layout = ChunkShardingSpec(0, ["rank:1", "rank:0"]).layout(shape, (0, 1))
     assert layout == Layout(Mesh((2,), (1, 0)), [Shard(0)], shape)
 

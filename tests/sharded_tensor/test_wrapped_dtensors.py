@@ -103,7 +103,7 @@ def test_shards_make_a_tensor_and_come_back_as_they_were(name: str, dim: int, pi
 
 
 @world(4)
-def test_uneven_cuts_are_found_from_the_shards_alone() -> None:
+def test_uneven_sizes_are_inferred_from_the_shards() -> None:
     for dim, sizes in ((0, (1, 3, 0, 3)), (1, (0, 0, 11, 1))):
         layout = Layout(Mesh((4,)), [Shard(dim, sizes)], (7, 12))
         x = DTensor.from_local(mine(layout), Mesh((4,)), [Shard(dim)])
@@ -152,7 +152,7 @@ def test_without_a_check_the_shape_is_taken_at_its_word() -> None:
 # ---- shards at wrong places ----
 
 
-def test_shards_that_stand_elsewhere_are_the_same_error_on_every_rank() -> None:
+def test_shards_with_wrong_offsets_are_the_same_error_on_every_rank() -> None:
     def body() -> str:
         shift = 3 if rank() == 1 else 0
         wrapper = LocalShardsWrapper(
@@ -175,7 +175,7 @@ def test_shards_of_swapped_ranks_are_refused() -> None:
         world(2).run(body)
 
 
-def test_without_a_check_the_rank_itself_tells_where_its_shards_should_stand() -> None:
+def test_without_a_check_the_rank_itself_reports_the_expected_offsets() -> None:
     def body() -> None:
         wrapper = LocalShardsWrapper([torch.ones(2, 4)], [(0, 0)])
         DTensor.from_local(wrapper, Mesh((2,)), [Shard(0)], run_check=False)
@@ -184,7 +184,7 @@ def test_without_a_check_the_rank_itself_tells_where_its_shards_should_stand() -
         world(2).run(body)
 
 
-def test_other_disagreements_are_told_as_for_plain_parts() -> None:
+def test_other_disagreements_are_reported_as_for_plain_local_tensors() -> None:
     def dtypes() -> None:
         x = torch.ones(2, 4, dtype=torch.float64 if rank() else torch.float32)
         DTensor.from_local(LocalShardsWrapper([x], [(2 * rank(), 0)]), Mesh((2,)), [Shard(0)])
@@ -201,7 +201,7 @@ def test_other_disagreements_are_told_as_for_plain_parts() -> None:
 
 
 @world(2)
-def test_shards_that_stand_apart_are_made_one_tensor_by_the_other_way() -> None:
+def test_separate_shards_form_a_tensor_by_init_from_local_shards() -> None:
     where = [(0, 3), (6, 3)] if rank() else [(3, 3), (9, 3)]
     shards = [LocalShard.from_tensor_and_offsets(FULL[:, a : a + n].clone(), (0, a), rank()) for a, n in where]
     x = init_from_local_shards(shards, (7, 12))
@@ -272,7 +272,7 @@ def test_a_tensor_that_becomes_a_view_of_itself_forgets_the_shards() -> None:
 
 
 @world(2)
-def test_gradients_cross_the_border_both_ways() -> None:
+def test_gradients_flow_through_from_local_and_to_local() -> None:
     layout = Layout(Mesh((2,)), [Shard(0, [2, 5])], (7, 12))
     shards = [shard.requires_grad_() for shard in mine(layout).local_shards()]
     wrapper = LocalShardsWrapper(shards, mine(layout).local_offsets())
@@ -399,7 +399,7 @@ def test_tables_of_single_ranks_go_through_torchs_checkpoint(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @world(4)
-def test_torch_is_told_the_shards_and_given_their_memory(name: str) -> None:
+def test_torch_checkpoints_get_the_shards_and_their_memory(name: str) -> None:
     layout = LAYOUTS[name]
     wrapper = mine(layout, 1, 2)
     x = DTensor.from_local(wrapper, layout.mesh, layout.placements, shape=(7, 12))

@@ -54,7 +54,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", TILINGS)
-def test_shards_stand_in_it_as_they_stand_in_the_whole(name: str) -> None:
+def test_shards_are_arranged_as_in_the_global_tensor(name: str) -> None:
     shards, offsets, whole = taken(name)
     before = [shard.clone() for shard in shards]
     wrapper = LocalShardsWrapper(shards, offsets)
@@ -85,7 +85,7 @@ def test_a_single_shard_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_of_one_tensor_that_stand_as_they_lie_are_not_copied(dim: int) -> None:
+def test_adjacent_views_of_one_tensor_are_not_copied(dim: int) -> None:
     table = torch.randn(4, 6)
     parts = table.split([1, 3] if dim == 0 else [2, 4], dim)
     first = parts[0].shape[dim]
@@ -96,7 +96,7 @@ def test_parts_of_one_tensor_that_stand_as_they_lie_are_not_copied(dim: int) -> 
     assert not table.any()
 
 
-def test_parts_of_one_tensor_that_stand_otherwise_are_put_in_place() -> None:
+def test_views_of_one_tensor_in_another_order_are_rearranged() -> None:
     table = torch.arange(8.0).view(2, 4)
     swapped = LocalShardsWrapper([table[:, :2], table[:, 2:]], [(0, 2), (0, 0)])
     assert swapped.tolist() == [[2, 3, 0, 1], [6, 7, 4, 5]]
@@ -230,7 +230,7 @@ def test_copies_come_from_wrappers_and_plain_tensors() -> None:
     assert_close(plain, whole * 3)
 
 
-def test_wrappers_that_stand_at_other_places_are_not_equal_and_mix_to_plain_tensors() -> None:
+def test_wrappers_with_other_offsets_are_not_equal_and_combine_to_plain_tensors() -> None:
     a, b = torch.ones(2, 3), torch.ones(2, 3)
     here, there = LocalShardsWrapper([a], [(0, 0)]), LocalShardsWrapper([b], [(2, 0)])
     assert not torch.equal(here, there)

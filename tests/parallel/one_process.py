@@ -1,0 +1,61 @@
+"""Compares a module on many ranks with the same module in one process: values and gradients."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import DTensor, collectives
+from shardwise.layout import chunk
+
+
+def full(x: Tensor) -> Tensor:
+    """The full tensor of a DTensor; a plain tensor unchanged."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def leaf_copy(x: Tensor) -> Tensor:
+    """A new leaf with the values of `x`."""
+    leaf = x.detach().clone()
+    return leaf.requires_grad_() if x.is_floating_point() else leaf
+
+
+def local_shard_of(x: Tensor, dim: int | None, ranks: int, sizes: tuple[int, ...] | None = None) -> Tensor:
+    """The local shard of `x`, sharded as by `torch.chunk` or by `sizes`; `x` if `dim` is None."""
+    if dim is None:
+        return x
+    shards: tuple[Tensor, ...] = x.split(list(sizes or chunk(x.shape[dim], ranks)), dim)
+    return shards[collectives.rank()]
+
+
+def assert_same_parameters(module: nn.Module, plain: nn.Module) -> None:
+    """Both have the same values and gradients."""
+    for (name, p), (_, want) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        message = f"{name}: {{}}".format
+        assert_close(full(p), want, msg=message)
+        assert (p.grad is None) == (want.grad is None), name
+        if want.grad is not None:
+            assert p.grad is not None
+            assert_close(full(p.grad), want.grad, msg=message)
+
+
+def check_equals_one_process(
+    plain: nn.Module, parallelize: Callable[[nn.Module], Any], x: Tensor, loss: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """Forward and backward of a parallel copy of `plain` equal those of `plain`, for an input that all ranks have."""
+    expected = copy.deepcopy(plain)
+    module = copy.deepcopy(plain)
+    parallelize(module)
+    ours, theirs = leaf_copy(x), leaf_copy(x)
+    out, want = module(ours), expected(theirs)
+    assert_close(full(out), want)
+    torch.autograd.backward(loss(out))
+    loss(want).backward()
+    if x.is_floating_point():
+        assert ours.grad is not None
+        assert_close(ours.grad, theirs.grad)
+    assert_same_parameters(module, expected)
+    return module
