@@ -343,5 +343,5 @@ def test_tools_see_the_op_and_what_it_sends() -> None:
     assert report.sent_bytes == sum(event.sent_bytes for event in report.events) > 0
     with no_implicit_comm():
         mix_experts(chosen, w1, w2, x, weights)
-    with pytest.raises(RuleError, match="implicit move"), no_implicit_comm():
+    with pytest.raises(RuleError, match="Implicit communication"), no_implicit_comm():
         mix_experts(chosen, w1, sharded(4, 6, 7, dim=2), x, weights)

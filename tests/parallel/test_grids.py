@@ -65,7 +65,7 @@ def test_every_rank_passes_its_shard_of_the_batch_and_gradients_are_global(mesh:
         assert type(out) is Tensor
         want = plain(X)
         assert_close(out, own_batch(mesh, want))
-        out.square().sum().backward()  # the sum over parts of the batch is the loss of the full
+        out.square().sum().backward()  # the sum over shards of the batch is the global loss
         want.square().sum().backward()
         assert_same_parameters(module, plain)
         first = as_dtensor(module.get_parameter("net1.weight")).placements
