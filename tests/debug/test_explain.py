@@ -182,7 +182,7 @@ def test_an_exchange_inside_an_op_is_told_but_is_no_implicit_move() -> None:
         assert {move.cause.backward for move in lookups} == {False, True}
         for move in lookups:
             assert (move.cause.kind, move.cause.implicit, move.total_bytes) == ("internal", False, None)
-            assert move.cause.why == "ids travel to the rows and back"
+            assert move.cause.why == "all-to-all of ids to row owners, then of embeddings"
             assert move.src is None
         assert report.sent_bytes == counted
 

@@ -26,7 +26,7 @@ def test_places_lead_from_the_different_ids_back_to_all(dtype: torch.dtype) -> N
     ids = torch.tensor([5, -7, 5, 0, 3, 3, 5, -(2**31), 2**31 - 1], dtype=dtype)
     found = distinct(ids)
     assert found.values.tolist() == sorted(set(ids.tolist()))
-    assert found.values[found.places].tolist() == ids.tolist()
+    assert found.values[found.inverse].tolist() == ids.tolist()
     assert found.order.tolist() == sorted(range(ids.numel()), key=lambda i: (int(ids[i]), i))
 
 
@@ -34,7 +34,7 @@ def test_ids_beyond_32_bits_are_told_apart() -> None:
     ids = torch.tensor([2**40 + 1, 1, 2**62, 2**40 + 1])
     found = distinct(ids)
     assert found.values.tolist() == [1, 2**40 + 1, 2**62]
-    assert found.places.tolist() == [1, 0, 2, 1]
+    assert found.inverse.tolist() == [1, 0, 2, 1]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

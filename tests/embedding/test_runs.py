@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.embedding.ids import Bags, grouped, number_of_different
+from shardwise.embedding.ids import Bags, grouped, number_of_distinct
 from shardwise.errors import IdError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -152,9 +152,9 @@ def test_groups_are_by_owner_and_then_by_bag() -> None:
 
 def test_counting_the_different_ids_is_cheap_or_left() -> None:
     ids = torch.tensor([3, 3, 9, 0])
-    assert number_of_different(ids, 10) == 3
-    assert number_of_different(ids, 1 << 30) == 4
-    assert number_of_different(torch.tensor([-5, 40, 41, 2]), 10) == 2  # those outside are one
+    assert number_of_distinct(ids, 10) == 3
+    assert number_of_distinct(ids, 1 << 30) == 4
+    assert number_of_distinct(torch.tensor([-5, 40, 41, 2]), 10) == 2  # those outside are one
 
 
 @world(5)

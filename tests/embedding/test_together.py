@@ -96,7 +96,7 @@ def test_tools_see_the_op_and_what_it_sends() -> None:
     with no_implicit_comm():
         embedding_bags([here, here], weights)
     partial = distribute_tensor(tables()[0], mesh, [Partial()])
-    with pytest.raises(RuleError, match="implicit move"), no_implicit_comm():
+    with pytest.raises(RuleError, match="Implicit communication"), no_implicit_comm():
         embedding_bags([here, here], [partial, partial])
 
 

@@ -302,7 +302,7 @@ def test_bad_operands_are_refused_alone_and_on_ranks() -> None:
 
     def on_ranks() -> None:
         ids, w1, w2, x, weights = operands(Mesh((2,)), [S0], [S0], [Shard(0, [1, 4])])
-        with pytest.raises(LayoutError, match="w1 and w2 must be cut alike"):
+        with pytest.raises(LayoutError, match="w1 and w2 must be sharded alike"):
             mix_experts(ids, w1, w2, x, weights)
         with pytest.raises(LayoutError, match=r"got .*\(5, 6, 7\)"):
             mix_experts(ids, w2, w2, x, weights)

@@ -1,9 +1,9 @@
-"""The different ids among many, and rows that were fetched once spread over all the places that want them.
+"""The distinct ids among many (`Distinct`), and their rows expanded to all ids (`spread`).
 
-Bags may be asked for in another way: the owners of the rows add up what they hold of a bag (`Grouped`).
+Bags may be requested in another way: the owners of rows sum what they hold of a bag (`Grouped`).
 
 Sorting the ids is paid once: it gives the different ids, and it is also what the backward needs, which sums
-the gradients of all places of a row. As segments of the sorted ids those sums are one more pooled lookup,
+the gradients of all ids of a row. As segments of the sorted ids those sums are one more pooled lookup,
 an order of magnitude cheaper on CPUs than torch's own backward of a lookup, which sorts again or scatters.
 """
 
@@ -54,28 +54,28 @@ class Bags(NamedTuple):
 
     def bag_of(self, ids: Tensor) -> Tensor:
         """The bag of each id; ids after the last bag get the number of bags."""
-        places = torch.arange(ids.numel(), device=ids.device)
+        positions = torch.arange(ids.numel(), device=ids.device)
         if self.offsets is None:
-            return places.div(max(ids.shape[1], 1), rounding_mode="floor")
-        return torch.searchsorted(self.ends(ids), places, right=True)
+            return positions.div(max(ids.shape[1], 1), rounding_mode="floor")
+        return torch.searchsorted(self.ends(ids), positions, right=True)
 
 
 @dataclass(frozen=True)
 class Distinct:
-    """The different values of a 1-D tensor of ids."""
+    """The distinct values of a 1-D tensor of ids."""
 
     values: Tensor  # rising
-    places: Tensor  # of each id, where it is among `values`
+    inverse: Tensor  # the position of each id among `values`
     order: Tensor  # positions of the ids, sorted by id
     starts: Tensor  # where the positions of each of `values` start in `order`
 
 
 def distinct(ids: Tensor) -> Distinct:
-    """The different ids in rising order (sorting beats hashing here)."""
+    """The distinct ids in rising order (sorting beats hashing here)."""
     in_order, order = _sorted(ids)
     values, runs, counts = torch.unique_consecutive(in_order, return_inverse=True, return_counts=True)
-    places = torch.empty_like(runs).index_copy_(0, order, runs)
-    return Distinct(values, places, order, counts.cumsum(0) - counts)
+    inverse = torch.empty_like(runs).index_copy_(0, order, runs)
+    return Distinct(values, inverse, order, counts.cumsum(0) - counts)
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,14 +105,14 @@ class Grouped:
     runs: tuple[tuple[int, int], ...]  # the runs of each owner
 
     def words(self) -> list[int]:
-        """How many ids and lengths of runs each owner has to be told."""
+        """How many ids and lengths of runs each owner gets."""
         return [b - a + d - c for (a, b), (c, d) in zip(self.spans, self.runs, strict=True)]
 
 
 def grouped(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> Grouped:
     """Group the ids of `bags` by owners, each of which has the rows between two `bounds`; several may have the same.
 
-    Ids that nobody of these has, or that stand after the last bag, are left out.
+    Ids outside all bounds, or after the last bag, are left out.
     """
     ends = sorted({end for pair in bounds for end in pair})
     flat, bag, count = ids.reshape(-1), bags.bag_of(ids), bags.ends(ids).numel()
@@ -124,7 +124,7 @@ def grouped(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> Group
     reach_of_ids, reach_of_runs = ([0, *x.sum(1).cumsum(0).tolist()] for x in (table, table > 0))
     bands = [bisect_right(ends, start) if start < stop else -1 for start, stop in bounds]  # -1: an owner of nothing
     return Grouped(
-        flat[band.to(torch.int16).argsort(stable=True)],  # within a band by bag, as they stand
+        flat[band.to(torch.int16).argsort(stable=True)],  # within a band by bag, in their order
         tuple((reach_of_ids[b], reach_of_ids[b + 1]) if b >= 0 else (0, 0) for b in bands),
         table[at[:, 0], at[:, 1]],
         at[:, 1],
@@ -132,8 +132,8 @@ def grouped(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> Group
     )
 
 
-def number_of_different(ids: Tensor, num_rows: int) -> int:
-    """How many different ids there are, or how many there may be where telling would cost as much as sorting them."""
+def number_of_distinct(ids: Tensor, num_rows: int) -> int:
+    """How many distinct ids there are; an upper bound where counting would cost as much as sorting them."""
     if num_rows > max(64 * ids.numel(), 1 << 16):
         return ids.numel()
     seen = torch.zeros(num_rows + 1, dtype=torch.bool, device=ids.device)
@@ -142,7 +142,7 @@ def number_of_different(ids: Tensor, num_rows: int) -> int:
 
 
 def spread(rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
-    """Row `found.places[i]` of `rows` for every id i of `ids`; with bags, their sums or means.
+    """Row `found.inverse[i]` of `rows` for every id i of `ids`; with bags, their sums or means.
 
     Args:
         rows: one row for each of `found.values`.
@@ -158,7 +158,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
         ctx.args = found, ids, bags
-        return plain_lookup(found.places.view(ids.shape), rows, bags)
+        return plain_lookup(found.inverse.view(ids.shape), rows, bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -197,15 +197,15 @@ def plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None, sparse: bool = Fa
 
 
 def _summed(grad: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
-    """The gradient of each of `found.values`: the sum of what the places that hold it got."""
+    """The gradient of each of `found.values`: the sum of the gradients of its ids."""
     if bags is None:
-        grad, place_of = grad.reshape(-1, grad.shape[-1]), found.order
+        grad, row_of = grad.reshape(-1, grad.shape[-1]), found.order
     else:
         if bags.mode == "mean":
             grad = grad / bags.lengths(ids).clamp(min=1).unsqueeze(1).to(grad.dtype)
         if bags.include_last_offset:
             grad = F.pad(grad, (0, 0, 0, 1))  # ids after the last bag
-        place_of = bags.bag_of(ids)[found.order]
-    if not place_of.numel():
+        row_of = bags.bag_of(ids)[found.order]
+    if not row_of.numel():
         return grad[:0]
-    return F.embedding_bag(place_of, grad, found.starts, mode="sum")
+    return F.embedding_bag(row_of, grad, found.starts, mode="sum")

@@ -79,7 +79,7 @@ def _graded(rows: Tensor, factor: Tensor) -> Tensor:
 
 
 def _ungraded(rows: Tensor) -> Tensor:
-    """Rows of which torch has no gradient, and says so when it is asked for one."""
+    """Rows whose backward raises as torch's does."""
 
     def refuse(_: Tensor) -> None:
         raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
@@ -115,7 +115,7 @@ def _bounded(
 ) -> Iterator[None]:
     """Inside, the rows that any rank looks up have a norm of at most `max_norm`; they change on their owners, for good.
 
-    Autograd hears of the change afterwards: to it `weight` is a view, and a changed view has no sparse gradients.
+    Autograd gets the change afterwards: to it `weight` is a view, and a changed view has no sparse gradients.
     """
     if max_norm is None:
         yield
@@ -127,24 +127,24 @@ def _bounded(
 
 
 def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
-    """Scale what this rank holds of the rows `ids`, which are different ones and the same on all ranks."""
+    """Scale this rank's columns of the rows `ids`, which are distinct and the same on all ranks."""
     norms, own = [], []
     axes = [a for a, p in enumerate(ctx.layouts[1].placements) if p.is_shard(1) or isinstance(p, Boxes)]
-    for box, part in table_boxes(ctx, table):
+    for box, view in table_boxes(ctx, table):
         here = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
         rows = ids[here] - box.offsets[0]
         if not axes:
-            torch.embedding_renorm_(part, rows, max_norm, norm_type)
+            torch.embedding_renorm_(view, rows, max_norm, norm_type)
             return
-        of_rows = torch.linalg.vector_norm(part[rows], norm_type, 1) if part.numel() else part.new_zeros(rows.shape)
-        norms.append(part.new_zeros(ids.shape).masked_scatter_(here, of_rows))
-        own.append((part, here, rows))
+        of_rows = torch.linalg.vector_norm(view[rows], norm_type, 1) if view.numel() else view.new_zeros(rows.shape)
+        norms.append(view.new_zeros(ids.shape).masked_scatter_(here, of_rows))
+        own.append((view, here, rows))
     every = ctx.all_gather(torch.stack(norms), ctx.ranks(axes)).flatten(0, 1)
     norm = torch.linalg.vector_norm(every, norm_type, 0).double()
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # the little more is torch's
-    for part, here, rows in own:
-        wide = torch.promote_types(part.dtype, torch.float32)
-        part.index_copy_(0, rows, (part[rows].to(wide) * scale[here].to(wide)).to(part.dtype))
+    for view, here, rows in own:
+        wide = torch.promote_types(view.dtype, torch.float32)
+        view.index_copy_(0, rows, (view[rows].to(wide) * scale[here].to(wide)).to(view.dtype))
 
 
 # ---- ops that take the table, or a gradient, before the ids -------------------------------------------------

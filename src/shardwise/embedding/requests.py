@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embedding.bad_ids import VALID, Verdict
-from shardwise.embedding.ids import Bags, Distinct, Grouped, distinct, grouped, number_of_different
+from shardwise.embedding.ids import Bags, Distinct, Grouped, distinct, grouped, number_of_distinct
 from shardwise.embedding.local import EMPTY_BOX, table_boxes
 from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard
 from shardwise.rules.row import LocalContext
@@ -198,7 +198,7 @@ def _with_ids(request: Request, whole_bags: bool | None) -> Request:
 
 def _is_worth_adding(request: Request, runs: Grouped) -> bool:
     """Whether sums cost less to send than the distinct rows."""
-    count = number_of_different(request.ids.reshape(-1), request.ctx.layouts[1].shape[0])
+    count = number_of_distinct(request.ids.reshape(-1), request.ctx.layouts[1].shape[0])
     if runs.bags.numel() >= WORTH_ADDING * count:
         return False
     asking = replace(request, found=runs)

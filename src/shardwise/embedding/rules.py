@@ -1,8 +1,8 @@
-"""`embedding` and `embedding_bag`: which ids go where, and what comes back.
+"""Rows of `F.embedding` and `F.embedding_bag`.
 
-Where every rank of an axis has all ids, each looks up what it holds and a foreign id adds zero. Where ids
-and table are both cut on an axis, ids travel to the ranks that hold their rows, and rows or pooled sums
-travel back (`shardwise.embedding.lookup`); nothing is gathered.
+If ids are replicated on an axis, each rank looks up the rows that it holds, and ids of other rows add zero. If ids and
+table are both sharded, an all-to-all sends ids to the ranks that hold their rows, and another one rows or pooled sums
+back (`shardwise.embedding.lookup`). The table is never gathered.
 """
 
 from dataclasses import replace
@@ -41,12 +41,13 @@ def embedding(*args: Any, **kwargs: Any) -> list[Row]:
     _check_ids(ids, (), "embedding")
     special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
     local = options.embedding if special else lookup.embedding
-    return _unmoved(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
+    return _keeping_the_table(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
 
 
-def _whole_rows_here(ctx: LocalContext) -> LocalFunction | None:
-    """Where this rank has whole rows of the table and nobody else has other ids: torch's own lookup on CPUs, which
-    refuses ids that the table has not. What it refuses goes the long way, to the error."""
+def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
+    """Torch's own lookup, if this rank holds all rows and the ids of all ranks, on CPUs.
+
+    It refuses ids outside the table; the local implementation then raises the same error on every rank."""
     ids, table = ctx.layouts
     boxes = table.boxes(ctx.rank)
     if any(isinstance(placement, Boxes) for placement in table.placements):
@@ -82,16 +83,16 @@ def _whole_rows_here(ctx: LocalContext) -> LocalFunction | None:
 
 
 for _local in (lookup.embedding, options.embedding):
-    specialized(_whole_rows_here)(_local)
+    specialized(_torch_lookup)(_local)
 
 
-def _unmoved(rows: list[Row], named: dict[str, Any]) -> list[Row]:
-    """With a `max_norm`, rows for which the table stays where it is, because some of it changes in place."""
+def _keeping_the_table(rows: list[Row], named: dict[str, Any]) -> list[Row]:
+    """With a `max_norm`, only rows that keep the layout of the table, which changes in place."""
     if named["max_norm"] is None:
         return rows
     rows = [row for row in rows if row.inputs[1] == without_sizes(named["weight"].placement)]
     if not rows or named["norm_type"] <= 0:
-        raise NotImplementedError("a table that is Partial is renormalised as a whole")
+        raise NotImplementedError("a table that is Partial is renormalised as a full tensor")
     return rows
 
 
@@ -108,7 +109,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
     Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. Offsets count from the
-    first id of the whole input; where input and offsets are cut, they must be cut between the same bags.
+    first id of the global input.
     """
     named = arguments(F.embedding_bag, args, kwargs)
     ids, offsets, mode, factors = (named[name] for name in ("input", "offsets", "mode", "per_sample_weights"))
@@ -120,13 +121,13 @@ def embedding_bag(*args: Any, **kwargs: Any) -> list[Row]:
         raise NotImplementedError("torch says what is wrong with the options")
     if (ids.ndim == 1) == (offsets is None):
         raise ValueError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
-    # With the last offset there is one offset more than bags, so bags and offsets cannot be cut alike; and ids are
-    # not cut where offsets are not, which would hardly be between bags.
-    uncut = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())
-    dims = range(0 if named["include_last_offset"] or uncut else 1)
+    # With the last offset there is one offset more than bags, so they cannot be sharded alike; and ids are
+    # not sharded where offsets are not, since shards would seldom end between bags.
+    replicated = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())
+    dims = range(0 if named["include_last_offset"] or replicated else 1)
     local = options.embedding_bag if special or mode == "max" else lookup.embedding_bag
     rows = _lookup_rows(named["weight"], dims, 1, local, offsets is not None, factors, mode == "max")
-    return _unmoved(rows, named)
+    return _keeping_the_table(rows, named)
 
 
 def _lookup_rows(
@@ -138,7 +139,7 @@ def _lookup_rows(
     factors: Meta | None = None,
     maxima: bool = False,
 ) -> list[Row]:
-    summands = REPLICATE if maxima else PARTIAL  # maxima are taken where all rows are
+    pooled = REPLICATE if maxima else PARTIAL  # maxima need all rows
 
     def row(ids: Placement, table: Placement, output: Placement, why: str) -> Row:
         layout_from = 1 if ids == REPLICATE else 2 if offsets else 0
@@ -147,17 +148,20 @@ def _lookup_rows(
         return Row(inputs, output, why, local, (), layout_from=layout_from)
 
     rows = [
-        row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the whole table"),
+        row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the full table"),
         row(REPLICATE, Shard(1), Shard(column_dim), "each rank holds some columns"),
-        row(REPLICATE, Shard(0), summands, "each rank holds some rows; a foreign id adds zero"),
+        row(REPLICATE, Shard(0), pooled, "each rank holds some rows; ids of other rows add zero"),
     ]
     for d in id_dims:
-        rows.append(row(Shard(d), REPLICATE, Shard(d), "each rank has some ids and the whole table"))
-        rows.append(row(Shard(d), Shard(0), Shard(d), "ids travel to the rows and back"))
-        rows.append(row(Shard(d), Shard(1), Shard(d), "ids travel to the columns and back"))
+        rows.append(row(Shard(d), REPLICATE, Shard(d), "each rank has some ids and the full table"))
+        rows.append(row(Shard(d), Shard(0), Shard(d), "all-to-all of ids to row owners, then of embeddings"))
+        rows.append(row(Shard(d), Shard(1), Shard(d), "all-to-all of ids to column owners, then of embeddings"))
     if isinstance(weight.placement, OnRanks | Boxes):
-        rows.append(row(REPLICATE, weight.placement, summands, "ranks that do not hold what is looked up add zero"))
-        rows += [row(Shard(d), weight.placement, Shard(d), "ids travel to the table and back") for d in id_dims]
+        rows.append(row(REPLICATE, weight.placement, pooled, "ranks without the rows or columns add zero"))
+        rows += [
+            row(Shard(d), weight.placement, Shard(d), "all-to-all of ids to table owners, then of embeddings")
+            for d in id_dims
+        ]
     return rows
 
 
@@ -184,7 +188,7 @@ def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: f
     _check_ids(indices, (), "embedding_renorm_")
     own = without_sizes(weight.placement)
     if isinstance(own, Partial) or norm_type <= 0:
-        raise NotImplementedError("a table that is Partial is renormalised as a whole")
+        raise NotImplementedError("a table that is Partial is renormalised as a full tensor")
     return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]
 
 
@@ -198,7 +202,7 @@ def embedding_backward(
 ) -> list[Row]:
     """out[i, c] = the sum of grad[..., c] where indices[...] = i."""
     if sparse:
-        raise NotImplementedError("sparse gradients are made of whole copies")
+        raise NotImplementedError("sparse gradients run replicated")
     local = options.dense_backward if scale_grad_by_freq else None
     rows = [Row((Shard(d), Shard(d)), PARTIAL, "each rank adds up its own ids", local) for d in range(indices.ndim)]
     rows.append(Row((Shard(grad.ndim - 1), REPLICATE), Shard(1), "each rank has some columns", local))

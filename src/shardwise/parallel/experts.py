@@ -1,4 +1,4 @@
-"""Expert parallelism: a token is sent only to ranks that hold experts it chose, and what they make of it returns."""
+"""Expert parallelism: a token is sent only to ranks that hold experts it chose, and their weighted sum comes back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ def mix_experts(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights:
         weights: of the chosen experts, (tokens, k); converted to the dtype of the tokens.
 
     Returns:
-        (tokens, dim). Where tokens and experts are cut on an axis, both by their first dim and in any sizes, a token
-        goes once to every rank that has experts of it, and one sum comes back. Where only the experts are cut, by
-        experts or by hidden features, ranks make summands of what they hold, and nothing is sent.
+        (tokens, dim). If tokens and experts are sharded on an axis, both along their first dim and in any sizes, a
+        token goes once to every rank that has experts of it, and one sum comes back. If only the experts are sharded,
+        by experts or by hidden features, the result is Partial, and nothing is sent.
 
     Sends: a row of dim + 2 k elements, and a row of dim elements back, for every token and every other rank that holds
         experts of it; before that 24 bytes to each other rank. The gradients the same rows, and not the 24 bytes.
 
     Raises:
-        IdError: an expert that there is not; the same on every rank that takes part.
+        IdError: a number that is no expert; the same on every rank that takes part.
         IdTypeError: dtypes that do not go together.
-        LayoutError: shapes, or cuts of `w1` and `w2`, that do not.
+        LayoutError: shapes, or layouts of `w1` and `w2`, that do not.
     """
     operands = (chosen, w1, w2, tokens, weights)
     if has_torch_function(operands):
@@ -84,15 +84,15 @@ def _check_shapes(
 
 
 def _mixed(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
-    """What the experts here make of tokens; those that `chosen` numbers otherwise add nothing."""
+    """The weighted sums of the experts of this rank; other numbers in `chosen` add nothing."""
     rows, columns = ((chosen >= 0) & (chosen < len(w1))).nonzero(as_tuple=True)
     experts = chosen[rows, columns]
     order = experts.argsort(stable=True)
     rows, columns = rows[order], columns[order]
     counts = torch.bincount(experts, minlength=len(w1)).tolist()
     x = tokens[rows]
-    each = [F.gelu(part @ a.t()) @ b.t() for part, a, b in zip(x.split(counts), w1, w2, strict=True)]
-    # A rank without experts stays in the graph: its peers wait for its part of backward.
+    each = [F.gelu(y @ a.t()) @ b.t() for y, a, b in zip(x.split(counts), w1, w2, strict=True)]
+    # A rank without experts stays in the graph: its backward has the same collectives.
     made = torch.cat(each) if each else x + (w1.sum() + w2.sum())
     factors = weights[rows, columns].to(tokens.dtype).unsqueeze(1)
     return torch.zeros_like(tokens).index_add(0, rows, made * factors)
@@ -103,18 +103,18 @@ def _mixed(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tens
 
 def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list[Row]:
     _check_shapes(chosen.shape, w1.shape, w2.shape, tokens.shape, weights.shape)
-    cut, whole = Shard(0), REPLICATE
+    shard, full = Shard(0), REPLICATE
 
     def row(ids: Placement, first: Placement, second: Placement, out: Placement, why: str) -> Row:
-        aligned = (0, 3, 4) if ids == cut else (1, 2)
+        aligned = (0, 3, 4) if ids == shard else (1, 2)
         return Row((ids, first, second, ids, ids), out, why, _on_locals, aligned, layout_from=3)
 
     return [
-        row(whole, whole, whole, whole, "every rank has all tokens and all experts"),
-        row(cut, whole, whole, cut, "each rank has some tokens and all experts"),
-        row(whole, cut, cut, PARTIAL, "each rank adds what its experts make of all tokens"),
-        row(whole, Shard(1), Shard(2), PARTIAL, "each rank adds what its hidden features make of all tokens"),
-        row(cut, cut, cut, cut, "tokens are sent to their experts and back"),
+        row(full, full, full, full, "every rank has all tokens and all experts"),
+        row(shard, full, full, shard, "each rank has some tokens and all experts"),
+        row(full, shard, shard, PARTIAL, "each rank sums the outputs of its experts for all tokens"),
+        row(full, Shard(1), Shard(2), PARTIAL, "each rank sums over its hidden features for all tokens"),
+        row(shard, shard, shard, shard, "tokens are sent to their experts and back"),
     ]
 
 
@@ -135,7 +135,7 @@ def _on_locals(ctx: LocalContext, chosen: Tensor, w1: Tensor, w2: Tensor, tokens
 def _experts_of(ctx: LocalContext, rank: int) -> Span:
     """Which experts a rank holds: from, to."""
     if ctx.layouts[1].shard_sizes(0) != ctx.layouts[2].shard_sizes(0):
-        raise LayoutError(f"mix_experts: w1 and w2 must be cut alike, got {ctx.layouts[1]} and {ctx.layouts[2]}.")
+        raise LayoutError(f"mix_experts: w1 and w2 must be sharded alike, got {ctx.layouts[1]} and {ctx.layouts[2]}.")
     boxes = ctx.layouts[1].boxes(rank)
     return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
 
@@ -183,14 +183,14 @@ register(OpRule(_rows, shape=_tokens_shape, replicated_impl=_on_locals), mix_exp
 class ExpertParallel(ParallelStyle):
     """Every rank holds some of the experts of a layer, whose parameters `w1` and `w2` are stacked by experts.
 
-    Other parameters, such as those of a router, are whole on every rank.
+    Other parameters, such as those of a router, are replicated.
 
     Args:
-        input_layouts: how a plain input is laid out. Cut by its first dim, the tokens of each rank travel to their
-            experts; whole, each rank computes what its own experts add.
-        output_layouts: what the output is moved to.
-        use_local_output: hand on this rank's part as a plain tensor.
-        sizes: how many experts every rank gets; None cuts as `torch.chunk` does.
+        input_layouts: the layout of a plain input. Shard(0): the tokens of each rank are sent to their experts;
+            Replicate(): each rank computes the outputs of its own experts.
+        output_layouts: the layout that the output is redistributed to.
+        use_local_output: return this rank's local tensor.
+        sizes: how many experts every rank gets; None is as of `torch.chunk`.
     """
 
     input_layouts: PlacementsLike = BY_TOKENS
