@@ -217,7 +217,7 @@ def test_statistics_that_could_not_change_in_place_are_refused() -> None:
     mesh = Mesh((2,))
     x = distribute_tensor(IMAGES, mesh, [S0])
     kept = [distribute_tensor(torch.zeros(6, dtype=torch.float64), mesh, [Partial()]) for _ in range(2)]
-    with pytest.raises(RuleError, match=r"neither Partial .* got \(6,\) as Partial\(sum\)"):
+    with pytest.raises(RuleError, match=r"neither Partial .* got \(6,\) as Partial\('sum'\)"):
         F.batch_norm(x, kept[0], kept[1], training=True)
 
 

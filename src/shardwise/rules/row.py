@@ -221,7 +221,7 @@ class OpRule:
         random: the op draws random numbers. Ranks outside the mesh run it too, so that their generators stay in step.
 
     How a rank with an empty shard raises the errors of the other ranks:
-        index_form: how the arguments name indices, as a `shapes.index.Form`: checked on every rank that knows them.
+        index_form: how the arguments name indices, as a `shapes.index.IndexForm`, checked on every rank that has them.
         value_errors: the op raises for some values, such as a division by 0: the rank tries the op on one element.
         saves_operands: the op saves operands, and backward raises if they were changed in place: so does the rank.
 

@@ -1,12 +1,12 @@
-"""Indexing with tensors: rows and elements that indices name are read from, and written to, the ranks that hold them.
+"""Indexing with tensors: index_select, gather, index_put, scatter, take, …
 
-An op here reads x at places, or writes values there. A place is an index along each of some dims of x, the touched
-ones; the others are kept. Nothing gathers x:
+Such an op reads or writes slices of x. A slice is named by one index along each of the indexed dims, and has all
+elements along the kept dims. x is never gathered:
 
-    x cut along a kept dim         each rank reads or writes its part of every place
-    x cut along a touched dim      owners send what is read, once to each rank that wants it; every rank writes the
-                                   places that it holds
-    the places cut as well         places travel to their owners; what is read travels back, what is written with them
+    x sharded along a kept dim       each rank reads or writes its shard of every slice
+    x sharded along an indexed dim   reads: the owner sends a slice to each rank that wants it, once
+                                     writes: each rank writes the slices that it owns
+    the indices sharded too          indices are sent to the owners, and values with them or back
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +27,21 @@ from shardwise.rules.shapes.common import functions_named
 
 aten = torch.ops.aten
 VALUES = ("values", "source", "src", "value")
-READ = "owners send what is asked"
-WRITTEN = "each rank writes the places that it holds"
-TRAVEL = "places travel to their owners"
+KEPT = "each rank has a shard of every slice"
+READ = "owners send the slices that are read"
+WRITTEN = "each rank writes the slices that it owns"
+PARTIAL_INDEXED = "Partial operands are indexed rank by rank"
+ROUTED = "indices are sent to the owners"
 
 
 @dataclass(frozen=True)
-class Form:
-    """How an op is called, and how its index tensors name places.
+class IndexForm:
+    """The arguments of an op, and what its index tensors mean.
 
     Args:
         names: of the arguments after x.
-        kind: "each": one index tensor a touched dim; "along": one tensor of as many dims as x, whose own position is
-            the index along all dims but one; "flat": numbers of elements in row-major order.
+        kind: "each": one index tensor per indexed dim; "along": one tensor with as many dims as x, whose own position
+            is the index along all dims but one; "flat": indices into the flattened x.
         in_place: whether x itself is written to.
         wraps: whether negative indices count from the end.
     """
@@ -64,184 +66,184 @@ class Form:
 
 
 class Call(NamedTuple):
-    """A call of an op on x, with index tensors and values."""
+    """A call of an op on x, with index tensors and values: tensors, or their Meta."""
 
-    form: Form
+    form: IndexForm
     x: Any
-    touched: tuple[int, ...]
+    indexed: tuple[int, ...]  # dims of x
     dims: tuple[int, ...]  # as the call names them
     ids: tuple[Any, ...]
     values: Any
     rest: dict[str, Any]
 
     @property
-    def added(self) -> tuple[int, ...]:
-        """The shape of the index tensors, which a read has in place of the touched dims."""
+    def index_shape(self) -> tuple[int, ...]:
+        """The shape of the index tensors, which the result of a read has in place of the indexed dims."""
         return tuple(torch.broadcast_shapes(*(i.shape for i in self.ids)))
 
     @property
     def kept(self) -> list[int]:
-        """The dims of x that are whole in every place."""
-        return [d for d in range(self.x.ndim) if d not in self.touched]
+        """The dims of x that are not indexed."""
+        return [d for d in range(self.x.ndim) if d not in self.indexed]
 
     @property
     def start(self) -> int:
-        """Where the added dims are in a read: with the touched ones, or in front if those do not lie together."""
-        together = self.touched == tuple(range(self.touched[0], self.touched[-1] + 1))
-        return self.touched[0] if together else 0
+        """The first index dim of the result of a read: that of the indexed dims, or 0 if those are not adjacent."""
+        adjacent = self.indexed == tuple(range(self.indexed[0], self.indexed[-1] + 1))
+        return self.indexed[0] if adjacent else 0
 
     def read_shape(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """The shape of x at the places, where the kept dims have these lengths."""
-        return (*kept[: self.start], *self.added, *kept[self.start :])
+        """The shape of the result of a read, where the kept dims have these lengths."""
+        return (*kept[: self.start], *self.index_shape, *kept[self.start :])
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------
 
 
-class Cut(NamedTuple):
-    """How index tensors and values are cut for a read that is cut along dim `read`."""
+class Sharding(NamedTuple):
+    """Placements of index tensors and values beside a read result that is sharded along dim `read`."""
 
     ids: tuple[Placement, ...]
     values: tuple[Placement, ...]
     read: int
 
 
-def rows(form: Form, mode: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def rows(form: IndexForm, mode: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
     """Rows of an op that reads ("read"), assigns ("assign"), adds ("add") or does something else ("other")."""
     call = form.call(x, args, kwargs)
     if any(i.dtype in (torch.bool, torch.uint8) for i in call.ids) or not x.ndim:
-        raise NotImplementedError("masks, and tensors of one element, are for torch")
+        raise NotImplementedError("masks and 0-d tensors are decomposed")
     alike = (*call.ids, *[call.values] * isinstance(call.values, Meta)) if form.kind == "along" else call.ids
     if form.names[0] == "dim" and any(i.ndim != (1 if form.kind == "each" else x.ndim) for i in alike):
         raise NotImplementedError("the index has another number of dims than torch documents")
     mode = "add" if call.rest.get("accumulate") else "other" if call.rest.get("reduce") else mode
     reads, values = mode == "read", isinstance(call.values, Meta)
     local = local_with(_read if reads else _write, form)
-    kept, cuts, free = _along(call) if form.kind == "along" else _each_or_flat(call)
-    whole = (REPLICATE,) * len(call.ids), (REPLICATE,) * values
-    why, beside_x = "every place has a part on each rank", local if form.kind == "along" else None
-    found = [
-        Row((Shard(d), *cut.ids, *cut.values), Shard(cut.read if reads else d), why, beside_x)
-        for d, cut in kept.items()
-    ]
+    kept, by_index_dim, replicated = _along(call) if form.kind == "along" else _each_or_flat(call)
+    full = (REPLICATE,) * (len(call.ids) + values)
+    if_kept = local if form.kind == "along" else None
+    found = [Row((Shard(d), *s.ids, *s.values), Shard(s.read if reads else d), KEPT, if_kept) for d, s in kept.items()]
     owned: list[Placement] = [Shard(d) for d in range(x.ndim) if d not in kept]
     for p in [*owned, x.placement] if isinstance(x.placement, OnRanks) else owned:
         why = READ if reads else WRITTEN
-        found.append(Row((p, *whole[0], *whole[1]), REPLICATE if reads else p, why, local, aligned=()))
-        for cut in cuts.values():
-            first = next(i for i, q in enumerate(cut.ids) if q != REPLICATE)
-            beside = tuple(range(1, 1 + len(cut.ids) + values))
-            out = Shard(cut.read) if reads else p
+        found.append(Row((p, *full), REPLICATE if reads else p, why, local, aligned=()))
+        for s in by_index_dim.values():
+            first = next(i for i, q in enumerate(s.ids) if q != REPLICATE)
+            aligned = tuple(range(1, 1 + len(s.ids) + values))
+            out = Shard(s.read) if reads else p
             lead = 1 + first if reads else 0
-            found.append(Row((p, *cut.ids, *cut.values), out, TRAVEL, local, aligned=beside, layout_from=lead))
-    for cut in (cuts[b] for b in free if b in cuts):
+            found.append(Row((p, *s.ids, *s.values), out, ROUTED, local, aligned=aligned, layout_from=lead))
+    for s in (by_index_dim[b] for b in replicated if b in by_index_dim):
         if reads:
-            found.append(Row((REPLICATE, *cut.ids), Shard(cut.read), "each rank reads its own places"))
+            found.append(Row((REPLICATE, *s.ids), Shard(s.read), "each rank reads at its own indices"))
         elif mode == "add":
-            found.append(Row((PARTIAL, *cut.ids, *cut.values), PARTIAL, "each rank adds its own values"))
+            found.append(Row((PARTIAL, *s.ids, *s.values), PARTIAL, "each rank adds its own values"))
     linear = {"read": PARTIALS, "assign": SUMS, "add": SUMS}.get(mode, ()) if reads or values else ()
-    return found + [Row((q, *whole[0], *(q,) * values), q, "summands are indexed one by one") for q in linear]
+    ids = (REPLICATE,) * len(call.ids)
+    return found + [Row((q, *ids, *(q,) * values), q, PARTIAL_INDEXED) for q in linear]
 
 
-Cuts = tuple[dict[int, Cut], dict[int, Cut], list[int]]  # by kept dim of x; by dim of the index; of those, x whole
+# By kept dim of x; by dim of the index; which of the latter allow a replicated x.
+Shardings = tuple[dict[int, Sharding], dict[int, Sharding], list[int]]
 
 
-def _each_or_flat(call: Call) -> Cuts:
-    shape, added = call.read_shape([call.x.shape[d] for d in call.kept]), call.added
+def _each_or_flat(call: Call) -> Shardings:
+    shape, index_shape = call.read_shape([call.x.shape[d] for d in call.kept]), call.index_shape
 
     def of_values(dim: int) -> tuple[Placement, ...]:
         return (shard_at(call.values, dim, shape),) if isinstance(call.values, Meta) else ()
 
     kept = {}
     for i, d in enumerate(call.kept):
-        at = i + len(added) * (i >= call.start)
-        kept[d] = Cut((REPLICATE,) * len(call.ids), of_values(at), at)
-    cuts = {}
-    for b in range(len(added)):
-        ids = tuple(shard_at(i, b, added) for i in call.ids)
-        cuts[b] = Cut(ids, of_values(call.start + b), call.start + b)
-    return kept, cuts, list(cuts)
+        at = i + len(index_shape) * (i >= call.start)
+        kept[d] = Sharding((REPLICATE,) * len(call.ids), of_values(at), at)
+    by_index_dim = {}
+    for b in range(len(index_shape)):
+        ids = tuple(shard_at(i, b, index_shape) for i in call.ids)
+        by_index_dim[b] = Sharding(ids, of_values(call.start + b), call.start + b)
+    return kept, by_index_dim, list(by_index_dim)
 
 
-def _along(call: Call) -> Cuts:
-    (index,), alike = call.ids, [call.values] if isinstance(call.values, Meta) else []
-    every = {d: Cut((Shard(d),), (Shard(d),) * len(alike), d) for d in range(index.ndim)}
+def _along(call: Call) -> Shardings:
+    (index,), values = call.ids, [call.values] if isinstance(call.values, Meta) else []
+    every = {d: Sharding((Shard(d),), (Shard(d),) * len(values), d) for d in range(index.ndim)}
     kept = {
-        d: cut
-        for d, cut in every.items()
-        if d != call.dims[0] and all(y.shape[d] == call.x.shape[d] for y in (index, *alike))
+        d: s
+        for d, s in every.items()
+        if d != call.dims[0] and all(y.shape[d] == call.x.shape[d] for y in (index, *values))
     }
-    cuts = every if all(y.shape == index.shape for y in alike) else {}
-    return kept, cuts, [call.dims[0]]
+    return kept, every if all(y.shape == index.shape for y in values) else {}, [call.dims[0]]
 
 
 # ---- reads and writes ------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """What a rank knows of its places, one number a place."""
+class Targets(NamedTuple):
+    """The slices that a rank's indices name."""
 
-    owner: Tensor  # position among the ranks that share them, -1 for none
-    at: Tensor  # number of the place among those of the owner
+    owner: Tensor  # position in the ranks that share x, -1 for none
+    local: Tensor  # index of the slice in the owner's local tensor, its indexed dims flattened
     bad: tuple[int, int]  # dim + 1 and value of the first index that is out of bounds; zeros for none
 
 
-def _read(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     call = form.call(x, args, kwargs)
     axes = _shared_axes(ctx, call)
     if not axes:
         return ctx.call(x, *args, **kwargs)  # type: ignore[no-any-return]
     ranks = ctx.ranks(axes)
     me = ranks.index(ctx.rank)
-    kept, place = _kept(ctx, call), _places(ctx, call, ranks)
-    if _cut_axes(ctx, call):
-        order, route, at = _send_places(ctx, ranks, place)
-        rows = _taken(x, call, at).reshape(len(at), *kept)
-    else:  # everybody knows what everybody asks
-        refuse(ctx.layouts[0].shape, place.bad)
-        order, counts = place.owner.argsort(stable=True), place.owner.bincount(minlength=len(ranks)).tolist()
+    kept, targets = _kept_sizes(ctx, call), _targets(ctx, call, ranks)
+    if _index_axes(ctx, call):
+        order, route, index = _send_indices(ctx, ranks, targets)
+        slices = _take_slices(x, call, index).reshape(len(index), *kept)
+    else:  # all ranks have all indices
+        raise_bad_index(ctx.layouts[0].shape, targets.bad)
+        order, counts = targets.owner.argsort(stable=True), targets.owner.bincount(minlength=len(ranks)).tolist()
         route = Route(ctx, ranks, counts, [counts[me]] * len(ranks))
-        rows = _taken(x, call, place.at[place.owner == me]).reshape(counts[me], *kept)
-        rows = rows.repeat(len(ranks), *(1 for _ in kept))
-    out: Tensor = route.answer(rows).index_select(0, order.argsort()).view((*call.added, *kept))
-    return out.movedim(tuple(range(len(call.added))), tuple(range(call.start, call.start + len(call.added))))
+        slices = _take_slices(x, call, targets.local[targets.owner == me]).reshape(counts[me], *kept)
+        slices = slices.repeat(len(ranks), *(1 for _ in kept))
+    out: Tensor = route.answer(slices).index_select(0, order.argsort()).view((*call.index_shape, *kept))
+    return out.movedim(
+        tuple(range(len(call.index_shape))), tuple(range(call.start, call.start + len(call.index_shape)))
+    )
 
 
-def _write(form: Form, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _write(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     call = form.call(x, args, kwargs)
     if not _shared_axes(ctx, call):
         return ctx.call(x, *args, **kwargs)
-    axes = _cut_axes(ctx, call)
+    axes = _index_axes(ctx, call)
     ranks = ctx.ranks(axes)
-    place, values = _places(ctx, call, ranks), _values(call, _kept(ctx, call))
+    targets, values = _targets(ctx, call, ranks), _values(call, _kept_sizes(ctx, call))
     if axes:
-        order, route, at = _send_places(ctx, ranks, place)
+        order, route, index = _send_indices(ctx, ranks, targets)
     else:
-        refuse(ctx.layouts[0].shape, place.bad)
-        order = (place.owner == 0).nonzero().squeeze(1)
-        at = place.at[order]
+        raise_bad_index(ctx.layouts[0].shape, targets.bad)
+        order = (targets.owner == 0).nonzero().squeeze(1)
+        index = targets.local[order]
     if isinstance(values, Tensor) and values.ndim:
         values = values.index_select(0, order)
         if axes:
             values = route.send(values)
-    return _put(ctx, x, call, at, values)
+    return _write_slices(ctx, x, call, index, values)
 
 
-def _kept(ctx: LocalContext, call: Call) -> list[int]:
-    """How long the kept dims are on those of `ctx.ranks()` that hold anything."""
+def _kept_sizes(ctx: LocalContext, call: Call) -> list[int]:
+    """The lengths of the kept dims on those of `ctx.ranks()` that have elements."""
     boxes = [ctx.layouts[0].box(rank) for rank in ctx.ranks()]
     return [max(box.sizes[d] for box in boxes) for d in call.kept]
 
 
-def _cut_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
-    """The axes on which ranks have places of their own."""
+def _index_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
+    """The axes along which the indices are sharded."""
     ids = ctx.layouts[1 : 1 + len(call.ids)]
     axes = _shared_axes(ctx, call)
     return tuple(axis for axis in axes if any(isinstance(i.placements[axis], Shard) for i in ids))
 
 
 def _shared_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
-    """The axes on which a place of one rank may be another's."""
+    """The axes along which one rank's indices may name another rank's slices."""
     if call.form.kind != "along":
         return ctx.axes
     x, index = ctx.layouts[:2]
@@ -254,44 +256,47 @@ def _shared_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
     return tuple(a for a in ctx.axes if not (isinstance(p := x.placements[a], Shard) and p.dim in own))
 
 
-def _places(ctx: LocalContext, call: Call, ranks: tuple[int, ...]) -> Place:
+def _targets(ctx: LocalContext, call: Call, ranks: tuple[int, ...]) -> Targets:
     shape = ctx.layouts[0].shape
     where: list[Tensor] = []
     if call.form.kind == "flat":
-        index, bad = checked(call, call.ids[0], prod(shape), len(shape))
+        index, bad = flat_index(call, call.ids[0], prod(shape), len(shape))
         where = [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)]
     elif call.form.kind == "along":
         (index,), box = call.ids, ctx.layouts[1].box(ctx.rank)
         for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
-            line = torch.arange(offset, offset + n, device=index.device)
-            where.append(line.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
-        where[call.dims[0]], bad = checked(call, index, shape[call.dims[0]], call.dims[0])
+            own = torch.arange(offset, offset + n, device=index.device)
+            where.append(own.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
+        where[call.dims[0]], bad = flat_index(call, index, shape[call.dims[0]], call.dims[0])
     else:
-        pairs = [checked(call, i.expand(call.added), shape[d], d) for i, d in zip(call.ids, call.touched, strict=True)]
+        pairs = [
+            flat_index(call, i.expand(call.index_shape), shape[d], d)
+            for i, d in zip(call.ids, call.indexed, strict=True)
+        ]
         where, bad = [i for i, _ in pairs], max((bad for _, bad in pairs), key=lambda bad: bad[0] > 0)
     owner = torch.full_like(where[0], -1)
-    at = torch.zeros_like(owner)
+    local = torch.zeros_like(owner)
     for position, rank in enumerate(ranks):
         box = ctx.layouts[0].box(rank)
-        sizes = [box.sizes[d] for d in call.touched]
-        own = [i - box.offsets[d] for i, d in zip(where, call.touched, strict=True)]
-        held = torch.stack([(i >= 0) & (i < n) for i, n in zip(own, sizes, strict=True)]).all(0)
+        sizes = [box.sizes[d] for d in call.indexed]
+        shifted = [i - box.offsets[d] for i, d in zip(where, call.indexed, strict=True)]
+        held = torch.stack([(i >= 0) & (i < n) for i, n in zip(shifted, sizes, strict=True)]).all(0)
         owner = owner.masked_fill(held, position)
-        for i, stride in zip(own, contiguous_strides(sizes), strict=True):
-            at = at + (i * stride).masked_fill(~held, 0)
-    return Place(owner, at, bad)
+        for i, stride in zip(shifted, contiguous_strides(sizes), strict=True):
+            local = local + (i * stride).masked_fill(~held, 0)
+    return Targets(owner, local, bad)
 
 
-def checked(call: Call, index: Tensor, size: int, dim: int) -> tuple[Tensor, tuple[int, int]]:
-    """An index tensor in one row, counted from 0, and what is wrong with it."""
+def flat_index(call: Call, index: Tensor, size: int, dim: int) -> tuple[Tensor, tuple[int, int]]:
+    """An index tensor, flat and non-negative, and its first bad index."""
     index = index.reshape(-1).long()
     wrong = (index >= size) | (index < (-size if call.form.wraps else 0))
     bad = (dim + 1, int(index[wrong][0])) if bool(wrong.any()) else (0, 0)
     return torch.where(index < 0, index + size, index), bad
 
 
-def refuse(shape: tuple[int, ...], bad: tuple[int, int]) -> None:
-    """Raise what torch raises for a bad index of a tensor of this shape, the same on every rank."""
+def raise_bad_index(shape: tuple[int, ...], bad: tuple[int, int]) -> None:
+    """Raise torch's error for a bad index of a tensor of this global shape."""
     dim, index = bad[0] - 1, bad[1]
     if dim == len(shape):
         raise PlaceError(f"out of range: tried to access index {index} on a tensor of {prod(shape)} elements.")
@@ -299,53 +304,55 @@ def refuse(shape: tuple[int, ...], bad: tuple[int, int]) -> None:
         raise PlaceError(f"index {index} is out of bounds for dimension {dim} with size {shape[dim]}")
 
 
-def _send_places(ctx: LocalContext, ranks: tuple[int, ...], place: Place) -> tuple[Tensor, Route, Tensor]:
-    """Send places to their owners: the order in which own ones are sent, the route, and the places received."""
-    order = place.owner.argsort(stable=True)
-    order = order[place.owner[order] >= 0]
-    counts = place.owner[order].bincount(minlength=len(ranks)).tolist()
-    received = exchange_headers(ctx, ranks, [(n, *place.bad) for n in counts], order.device)
-    refuse(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in received if dim), (0, 0)))
+def _send_indices(ctx: LocalContext, ranks: tuple[int, ...], targets: Targets) -> tuple[Tensor, Route, Tensor]:
+    """Send indices to their owners: the order in which they are sent, the route, and the indices received."""
+    order = targets.owner.argsort(stable=True)
+    order = order[targets.owner[order] >= 0]
+    counts = targets.owner[order].bincount(minlength=len(ranks)).tolist()
+    received = exchange_headers(ctx, ranks, [(n, *targets.bad) for n in counts], order.device)
+    raise_bad_index(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in received if dim), (0, 0)))
     route = Route(ctx, ranks, counts, [n for n, _, _ in received])
-    return order, route, route.send(place.at[order])
+    return order, route, route.send(targets.local[order])
 
 
-def _taken(x: Tensor, call: Call, at: Tensor) -> Tensor:
-    """Places of this rank's part: the touched dims as one, in front."""
-    return x.permute(*call.touched, *call.kept).flatten(0, len(call.touched) - 1).index_select(0, at)
+def _take_slices(x: Tensor, call: Call, index: Tensor) -> Tensor:
+    """Slices of the local tensor, along a new first dim."""
+    return x.permute(*call.indexed, *call.kept).flatten(0, len(call.indexed) - 1).index_select(0, index)
 
 
 def _values(call: Call, kept: Sequence[int]) -> Any:
-    """What is written, one row a place; a number for all."""
+    """What is written: one row per slice, or one number for all."""
     values = call.values
     if not isinstance(values, Tensor) or (call.form.names[0] == "dim" and not values.ndim):
         return values
     if call.form.kind == "each":
-        added, shape = len(call.added), call.read_shape(kept)
-        front = values.expand(shape).movedim(tuple(range(call.start, call.start + added)), tuple(range(added)))
-        return front.reshape(prod(call.added), *front.shape[added:])
+        count, shape = len(call.index_shape), call.read_shape(kept)
+        front = values.expand(shape).movedim(tuple(range(call.start, call.start + count)), tuple(range(count)))
+        return front.reshape(prod(call.index_shape), *front.shape[count:])
     return (
-        values[tuple(slice(0, n) for n in call.added)].reshape(-1) if call.form.kind == "along" else values.reshape(-1)
+        values[tuple(slice(0, n) for n in call.index_shape)].reshape(-1)
+        if call.form.kind == "along"
+        else values.reshape(-1)
     )
 
 
-def _put(ctx: LocalContext, x: Tensor, call: Call, at: Tensor, values: Any) -> Any:
-    """The op itself, on this rank's part and places of it."""
+def _write_slices(ctx: LocalContext, x: Tensor, call: Call, index: Tensor, values: Any) -> Any:
+    """Run the op on slices of the local tensor."""
     rows = isinstance(values, Tensor) and values.ndim > 0
-    if rows and not at.numel():  # a rank that holds nothing has kept dims of other lengths
+    if rows and not index.numel():  # a rank without elements may have kept dims of other lengths
         values = values.reshape(-1)[:0].view(0, *(x.shape[d] for d in call.kept))
     if call.form.kind != "each":
         flat = x.reshape(-1)
-        out = ctx.call(flat, *((0,) if call.form.kind == "along" else ()), at, values, **call.rest)
+        out = ctx.call(flat, *((0,) if call.form.kind == "along" else ()), index, values, **call.rest)
         if not call.form.in_place:
-            return torch.ops.aten._unsafe_view(out, x.shape)  # of a new tensor that has no other name
+            return torch.ops.aten._unsafe_view(out, x.shape)  # a new tensor, not a view
         return x if x.is_contiguous() else x.copy_(out.view(x.shape))
     if call.form.names[0] == "dim":
-        return ctx.call(x, call.dims[0], at, values.movedim(0, call.dims[0]) if rows else values, **call.rest)
-    sizes = [x.shape[d] for d in call.touched]
-    indices: list[Tensor | None] = [None] * (call.touched[-1] + 1)
-    for d, n, stride in zip(call.touched, sizes, contiguous_strides(sizes), strict=True):
-        indices[d] = at // stride % max(n, 1)
+        return ctx.call(x, call.dims[0], index, values.movedim(0, call.dims[0]) if rows else values, **call.rest)
+    sizes = [x.shape[d] for d in call.indexed]
+    indices: list[Tensor | None] = [None] * (call.indexed[-1] + 1)
+    for d, n, stride in zip(call.indexed, sizes, contiguous_strides(sizes), strict=True):
+        indices[d] = index // stride % max(n, 1)
     return ctx.call(x, indices, values.movedim(0, call.start) if rows else values, **call.rest)
 
 
@@ -358,30 +365,37 @@ def boolean_index(x: Tensor, start: int, mask: Tensor) -> Tensor:
     return x[index]
 
 
-def masked_rows(x: Meta, start: int, mask: Meta) -> list[Row]:
-    """How many places a mask names is known only when it was read."""
-    found = [Row((Shard(start), Shard(0)), Shard(start), "each rank reads its own part of the mask")]
+def boolean_rows(x: Meta, start: int, mask: Meta) -> list[Row]:
+    """out = x where the mask is true; how many elements that are depends on the data."""
+    found = [Row((Shard(start), Shard(0)), Shard(start), "each rank reads at its shard of the mask")]
     for d in range(x.ndim):
         if d < start or d >= start + mask.ndim:
             after = d if d < start else d - mask.ndim + 1
-            found.append(Row((Shard(d), REPLICATE), Shard(after), "every place has a part on each rank"))
-    return found + [Row((q, REPLICATE), q, "summands are indexed one by one") for q in PARTIALS]
+            found.append(Row((Shard(d), REPLICATE), Shard(after), KEPT))
+    return found + [Row((q, REPLICATE), q, PARTIAL_INDEXED) for q in PARTIALS]
 
 
 def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
-    """The places that the mask names are written in row-major order with the elements of source."""
+    """Where the mask is true, x gets the next element of source, in row-major order."""
     if mask.shape != x.shape:
-        raise NotImplementedError("x and the mask are stretched first")
-    return [Row((Shard(0), Shard(0), REPLICATE), Shard(0), "each rank counts the places before its own", _own_places)]
+        raise NotImplementedError("x and the mask are broadcast first")
+    return [
+        Row(
+            (Shard(0), Shard(0), REPLICATE),
+            Shard(0),
+            "ranks all-gather how many elements their masks select",
+            _local_scatter,
+        )
+    ]
 
 
-def _own_places(ctx: LocalContext, x: Tensor, mask: Tensor, source: Tensor) -> Any:
+def _local_scatter(ctx: LocalContext, x: Tensor, mask: Tensor, source: Tensor) -> Any:
     counts = ctx.all_gather(mask.sum().view(1)).view(-1).tolist()
     here, boxes = ctx.layouts[0].box(ctx.rank).offsets[0], ctx.boxes(0)
     before = sum(n for n, box in zip(counts, boxes, strict=True) if box.sizes[0] and box.offsets[0] < here)
     if source.numel() < sum(counts):
         raise RuntimeError(
-            f"masked_scatter: {sum(counts)} places are true, but the source has {source.numel()} elements."
+            f"masked_scatter: {sum(counts)} elements of the mask are true, the source has {source.numel()}."
         )
     return ctx.call(x, mask, source.reshape(-1)[before:])
 
@@ -405,30 +419,31 @@ OPS = (  # name, what it does, arguments, kind, whether negative indices count f
 )
 
 
-def _read_shape(form: Form, x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _read_shape(form: IndexForm, x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     call = form.call(x, args, kwargs)
     return call.read_shape([x.shape[d] for d in call.kept])
 
 
 def _of_tensors(op: Any) -> bool:
-    """Torch has such ops of lists, too, of dims by name, and with a result that is given."""
+    """Not an overload for lists, named dims or `out=`."""
     others = {"out", "names", "Dimname", "twin"} & {*op._overloadname.split("_")}
     return not others and str(op._schema.arguments[0].type) == "Tensor"
 
 
-def _spelled(name: str) -> list[Any]:
+def _overloads(name: str) -> list[Any]:
     packet = getattr(aten, name)
     overloads = [op for op in (getattr(packet, o) for o in packet.overloads()) if _of_tensors(op)]
-    return [*(op for op in functions_named(name) if name != "index"), *overloads]  # Tensor.index is of named dims
+    return [*(op for op in functions_named(name) if name != "index"), *overloads]  # Tensor.index takes named dims
 
 
 for _name, _mode, _names, _kind, _wraps in OPS:
     for _in_place in (False,) if _mode == "read" else (False, True):
-        _form = Form(tuple(_names.split()), _kind, _in_place, _wraps)
+        _form = IndexForm(tuple(_names.split()), _kind, _in_place, _wraps)
         _shape: Callable[..., Any] = partial(_read_shape, _form) if _mode == "read" else shape_of_first
         register(
-            OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form), *_spelled(_name + "_" * _in_place)
+            OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form),
+            *_overloads(_name + "_" * _in_place),
         )
-register(OpRule(masked_rows, data_dependent_shape=True), boolean_index)
-register(OpRule(masked_scatter, shape=shape_of_first), *_spelled("masked_scatter"))
-register(OpRule(masked_scatter, True, shape_of_first), *_spelled("masked_scatter_"))
+register(OpRule(boolean_rows, data_dependent_shape=True), boolean_index)
+register(OpRule(masked_scatter, shape=shape_of_first), *_overloads("masked_scatter"))
+register(OpRule(masked_scatter, True, shape_of_first), *_overloads("masked_scatter_"))

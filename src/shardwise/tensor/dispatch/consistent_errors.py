@@ -17,7 +17,7 @@ from shardwise.rules import RULES, OpRule
 from shardwise.rules.pointwise import callables_of
 from shardwise.rules.row import amend
 from shardwise.rules.shapes import index
-from shardwise.rules.shapes.index import Form
+from shardwise.rules.shapes.index import IndexForm
 from shardwise.tensor.dispatch.resolve import Recipe
 from shardwise.tensor.dispatch.run_local import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dtensor import DTensor, tag
@@ -45,7 +45,7 @@ def _some_shards_are_empty(recipe: Recipe) -> bool:
 class _ErrorsOfAllRanks(ReadsLayouts):
     __slots__ = ("call", "form", "func", "recipe")
 
-    def __init__(self, func: Any, form: Form | None, recipe: Recipe, call: Callable[..., Any]) -> None:
+    def __init__(self, func: Any, form: IndexForm | None, recipe: Recipe, call: Callable[..., Any]) -> None:
         self.func = func
         self.form = form
         self.recipe = recipe
@@ -100,13 +100,13 @@ class _Saved(torch.autograd.Function):
         return grads[0]
 
 
-def _refuse_indices(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_indices(form: IndexForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, *rest = args
     call, shape = form.call(x, rest, kwargs), x._layout.shape
     dims = call.dims if form.kind != "flat" else (len(shape),)
     if prod(shape) and all(type(i) is DTensor and i._layout.is_replicated for i in call.ids):
         for ids, dim in zip(call.ids, dims, strict=True):
-            index.refuse(shape, index.checked(call, ids, (*shape, prod(shape))[dim], dim)[1])
+            index.raise_bad_index(shape, index.flat_index(call, ids, (*shape, prod(shape))[dim], dim)[1])
 
 
 def _one(a: Any) -> Any:
