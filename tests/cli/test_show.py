@@ -42,7 +42,7 @@ def test_a_layout_is_drawn(capsys: Captured) -> None:
 def test_every_option_is_obeyed(capsys: Captured) -> None:
     options = ["--ranks", "3,1,0,2", "--dtype", "bfloat16", "--header", "mine", "--shard-order", "1,0"]
     assert cli.main([*GRID, *options, "S(0), S(0, [[2, 3], [4, 1]])"]) == 2
-    assert "outer pieces" in capsys.readouterr().err  # in this order axis 1 divides first, into one row of sizes
+    assert "outer shards" in capsys.readouterr().err  # in this order axis 1 divides first, into one row of sizes
     assert cli.main([*GRID, *options, "S(0, [[2, 3], [4, 1]]), S(0)"]) == 0
     layout = Layout(Mesh((2, 2), (3, 1, 0, 2)), [Shard(0, [[2, 3], [4, 1]]), Shard(0)], (10, 4), (1, 0))
     assert capsys.readouterr().out == f"{picture(layout, 'mine', 2)}\n"

@@ -265,7 +265,7 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
         (
             lambda: Layout(GRID, [Shard(0), Shard(0, [[1, 2, 1]] * 3)], (8,)),
             (
-                "Shard(0, sizes=((1, 2, 1), (1, 2, 1), (1, 2, 1))) on axis 1: 2 outer pieces of dim 0 need 2 "
+                "Shard(0, sizes=((1, 2, 1), (1, 2, 1), (1, 2, 1))) on axis 1: 2 outer shards of dim 0 need 2 "
                 "tuples of sizes, got 3."
             ),
         ),

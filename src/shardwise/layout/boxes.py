@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor: where it starts and how far it reaches, one integer a dim."""
+    """A rectangular block of a tensor: offsets and sizes, one integer per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """How many elements the box has."""
+        """The number of elements."""
         count = 1
         for size in self.sizes:
             count *= size
         return count
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part, or None where the two share no element."""
+        """The intersection, or None if it has no element."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -37,12 +37,12 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def along(self, dim: int, start: int, length: int) -> "Box":
-        """The box that reaches from `start` on along `dim`, `length` far, and as far as this one along all others."""
+        """This box, but with offset `start` and size `length` along `dim`."""
         offsets = (*self.offsets[:dim], start, *self.offsets[dim + 1 :])
         return Box(offsets, (*self.sizes[:dim], length, *self.sizes[dim + 1 :]))
 
     def relative_to(self, outer: "Box") -> tuple[slice, ...]:
-        """Slices that pick this box out of a local tensor that holds `outer`."""
+        """The slices of this box in a local tensor that holds `outer`."""
         pairs = zip(self.offsets, self.sizes, outer.offsets, strict=True)
         return tuple(slice(a - b, a - b + n) for a, n, b in pairs)
 
@@ -64,13 +64,13 @@ def split_by_boxes(local: "Tensor", boxes: Sequence[Box]) -> "list[Tensor]":
     return views
 
 
-Labelled = tuple[str, Box]  # where the box lives, in words, and the box
+Labelled = tuple[str, Box]  # where the box is, for errors, and the box
 
 
 def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
     """Raise LayoutError, naming two boxes, unless the boxes cover `shape` exactly once.
 
-    Empty boxes are allowed anywhere inside the shape. Cost: a sweep along the dim that is cut most.
+    Empty boxes are allowed anywhere inside the shape. Cost: a sweep along the dim with most offsets.
     """
     for where, box in labelled:
         _check_inside(where, box, shape)
@@ -88,8 +88,8 @@ def _check_inside(where: str, box: Box, shape: tuple[int, ...]) -> None:
         raise LayoutError(f"Box {box} ({where}) needs {len(shape)} offsets and sizes for shape {shape}.")
     inside = all(a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(*box, shape, strict=True))
     if not inside:
-        whole = Box((0,) * len(shape), shape)
-        raise LayoutError(f"Box {box} ({where}) is out of range: the tensor is {whole}.")
+        full = Box((0,) * len(shape), shape)
+        raise LayoutError(f"Box {box} ({where}) is out of range: the tensor is {full}.")
 
 
 def _overlap(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
@@ -119,22 +119,22 @@ def _describe_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> str:
 
 
 def _first_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> Box:
-    """The first of the boxes that are left when all are taken away from the whole."""
+    """The first of the boxes that remain of `shape` without all others."""
     left = [Box((0,) * len(shape), shape)]
     for _, box in sorted(full, key=lambda item: item[1].offsets):
-        left = [part for rest in left for part in _without(rest, box)]
+        left = [gap for rest in left for gap in _without(rest, box)]
     return min(left)
 
 
 def _without(outer: Box, hole: Box) -> list[Box]:
-    """What is left of `outer` without `hole`: along each dim in turn, the part before and the part behind."""
+    """Boxes that cover `outer` without `hole`: along each dim in turn, what is before and after the hole."""
     common = outer.intersect(hole)
     if common is None:
         return [outer]
-    parts = []
+    boxes = []
     for dim, (start, size) in enumerate(zip(*common, strict=True)):
         for first, last in ((outer.offsets[dim], start), (start + size, outer.offsets[dim] + outer.sizes[dim])):
             if first < last:
-                parts.append(outer.along(dim, first, last - first))
+                boxes.append(outer.along(dim, first, last - first))
         outer = outer.along(dim, start, size)
-    return parts
+    return boxes

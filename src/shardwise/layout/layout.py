@@ -1,4 +1,7 @@
-"""Which box of a global tensor each rank holds. Plain integers; everything else is derived from here."""
+"""Which box of a global tensor is the local shard of each rank; plain integers.
+
+Layout(Mesh((2,)), [Shard(0)], (5, 4)): rank 0 holds [0:3, 0:4], rank 1 [3:5, 0:4]
+"""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -18,17 +21,17 @@ ShardSizes = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 class Layout:
-    """A global shape, a mesh, and one placement an axis of the mesh. Frozen; equal by value.
+    """A global shape, a mesh, and one placement per mesh axis. Frozen; equal by value.
 
-    Equal layouts are one object while any of them lives, so that comparing a hundred of them costs nothing.
+    Equal layouts are the same object while one of them is referenced, so comparing them is cheap.
 
     Args:
         mesh: the ranks.
         placements: one per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated.
         shape: the global shape.
-        shard_order: the order in which axes that cut the same dim do so, as a permutation of the axes;
-            None is from the first axis to the last. Axes that cut different dims have no order, so layouts
-            that differ only there are equal.
+        shard_order: the order in which mesh axes shard the same dim, as a permutation of the axes; None is from
+            the first to the last. Axes that shard different dims have no order: layouts that differ only there
+            are equal.
 
     Raises:
         LayoutError: placements that do not describe a tensor of this shape on this mesh.
@@ -52,7 +55,7 @@ class Layout:
     shape: tuple[int, ...]
     shard_order: tuple[int, ...]
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
-    partial_axes: tuple[int, ...]  # whose positions hold contributions to the value
+    partial_axes: tuple[int, ...]  # along which ranks hold partial values
 
     def __new__(
         cls,
@@ -111,10 +114,10 @@ class Layout:
         order = "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
         return f"Layout({self.shape} as {placements} on {self.mesh}{order})"
 
-    # ---- what a rank holds ------------------------------------------------------------------------------
+    # ---- local shards ------------------------------------------------------------------------------
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The boxes `rank` holds, in the order of its local elements; empty boxes are kept for Shard."""
+        """The boxes of `rank`, in the order of its local elements; an empty shard is an empty box."""
         found = self._boxes.get(rank)  # type: ignore[attr-defined]
         if found is None:
             found = self._boxes[rank] = self._boxes_of(rank)  # type: ignore[attr-defined]
@@ -129,7 +132,7 @@ class Layout:
         if here is None:
             return ()
         offsets, sizes = [0] * len(self.shape), list(self.shape)
-        outer: dict[int, int] = {}  # dim -> which of the pieces that the axes so far made of it
+        outer: dict[int, int] = {}  # dim -> number of the shard that the axes so far give this rank
         for axis in self.shard_order:
             placement, position = self.placements[axis], here[axis]
             if isinstance(placement, OnRanks) and placement.position != position:
@@ -138,17 +141,17 @@ class Layout:
                 return placement.boxes[position]
             if isinstance(placement, Shard):
                 dim = placement.dim
-                cut = _cut(placement, sizes[dim], self.mesh.shape[axis], outer.get(dim, 0))
-                offsets[dim] += sum(cut[:position])
-                sizes[dim] = cut[position]
+                row = _split(placement, sizes[dim], self.mesh.shape[axis], outer.get(dim, 0))
+                offsets[dim] += sum(row[:position])
+                sizes[dim] = row[position]
                 outer[dim] = outer.get(dim, 0) * self.mesh.shape[axis] + position
         return (Box(tuple(offsets), tuple(sizes)),)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the tensor that `rank` stores.
+        """The shape of the local tensor of `rank`.
 
-        One box: its sizes. Several: their elements in a 1-D tensor. None: the global shape with a first dim
-        of 0, so that local ops on nothing keep their number of dims (`(0,)` for a 0-d tensor).
+        One box: its sizes. Several: a 1-D tensor of their elements. None: the global shape with a first dim of 0, so
+        that local ops keep the number of dims (`(0,)` for a 0-d tensor).
         """
         boxes = self.boxes(rank)
         if len(boxes) == 1:
@@ -158,21 +161,21 @@ class Layout:
         return (0, *self.shape[1:])
 
     def local_numel(self, rank: int) -> int:
-        """How many elements `rank` holds."""
+        """The number of local elements of `rank`."""
         return sum(box.numel for box in self.boxes(rank))
 
     def shard_sizes(self, axis: int) -> ShardSizes | None:
-        """How `axis` cuts its dim: one size a position (one tuple per outer piece); None if it does not."""
+        """The shard sizes along `axis` (one tuple per shard of the axes before it); None if it shards no dim."""
         placement = self.placements[axis]
         if not isinstance(placement, Shard):
             return None
         before = self.shard_order[: self.shard_order.index(axis)]
-        pieces = [self.shape[placement.dim]]
+        lengths = [self.shape[placement.dim]]
         for other in before:
             outer = self.placements[other]
             if isinstance(outer, Shard) and outer.dim == placement.dim:
-                pieces = [n for i, p in enumerate(pieces) for n in _cut(outer, p, self.mesh.shape[other], i)]
-        rows = tuple(_cut(placement, p, self.mesh.shape[axis], i) for i, p in enumerate(pieces))
+                lengths = [n for i, size in enumerate(lengths) for n in _split(outer, size, self.mesh.shape[other], i)]
+        rows = tuple(_split(placement, size, self.mesh.shape[axis], i) for i, size in enumerate(lengths))
         return rows[0] if len(rows) == 1 else rows
 
     # ---- derived layouts --------------------------------------------------------------------------------
@@ -200,29 +203,29 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank of the mesh holds the whole value."""
+        """Whether every rank of the mesh holds the full tensor."""
         return all(p == REPLICATE for p in self.placements)
 
     def replicated(self) -> "Layout":
-        """The whole tensor on every rank of the mesh."""
+        """The full tensor on every rank of the mesh."""
         return self.replace([REPLICATE] * self.mesh.ndim)
 
     def gathered_on(self, rank: int) -> "Layout":
-        """The whole tensor on one rank, on a mesh of that rank alone."""
+        """The full tensor on one rank, on a mesh of that rank alone."""
         return Layout(Mesh((1,), (rank,), None, self.mesh.device_type), [REPLICATE], self.shape)
 
     def reduced(self) -> "Layout":
-        """The same without anything Partial: reduced values on every rank that held contributions."""
+        """The layout after all-reduces: Replicate in place of Partial."""
         return self.replace([REPLICATE if isinstance(p, Partial) else p for p in self.placements])
 
     def partial_coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands on the Partial axes: ranks with different answers hold different summands."""
+        """The coordinate of `rank` on the Partial axes: ranks with different ones hold different partial values."""
         here = self.mesh.coordinate(rank)
         return () if here is None else tuple(here[axis] for axis in self.partial_axes)
 
     def identity_element(self, rank: int) -> int | None:
-        """What `rank` holds where one contribution is to carry the whole value: 0 in sums, 1 in products, so that it
-        adds nothing; None if it carries the value itself, as all do of an average, a maximum or a minimum."""
+        """What `rank` holds if one rank per Partial axis holds the value: 0 for sums, 1 for products; None on the rank
+        with the value, and on all ranks for averages, maxima and minima."""
         for axis, here in zip(self.partial_axes, self.partial_coordinate(rank), strict=False):
             placement = self.placements[axis]
             assert isinstance(placement, Partial)
@@ -231,7 +234,7 @@ class Layout:
         return None
 
     def partial_coordinates(self) -> list[tuple[int, ...]]:
-        """All answers of `partial_coordinate`, in order; a single empty one without Partial."""
+        """All values of `partial_coordinate`, in order; one empty tuple without Partial axes."""
         return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
 
     def show(self, header: str = "", itemsize: int | None = None) -> None:
@@ -249,15 +252,15 @@ def _without_sizes(placement: Placement) -> Placement:
     return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
 
 
-def _cut(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, ...]:
-    """How `placement` cuts `size` elements of outer piece `outer`."""
+def _split(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, ...]:
+    """The shard sizes by `placement` of a dim, or of shard number `outer` of it, with `size` elements."""
     if placement.sizes is None:
         return _chunk(size, positions)
     return _rows(placement.sizes, outer + 1)[outer]
 
 
 def _rows(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:
-    """One row of sizes per outer piece: those given, or the same for all `count`."""
+    """One row of sizes per outer shard: those given, or the same for all `count`."""
     nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
     return sizes if nested else (sizes,) * count  # type: ignore[return-value]
 
@@ -268,7 +271,7 @@ _chunk = lru_cache(maxsize=4096)(chunk)
 def _canonical_order(
     mesh: Mesh, placements: Sequence[Placement], ndim: int, order: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The axes in cutting order; among axes that cut different dims, from the first axis to the last."""
+    """`order`, but rising among axes that shard different dims."""
     natural = tuple(range(mesh.ndim))
     if order is None or tuple(order) == natural:
         return natural
@@ -299,11 +302,11 @@ def _canonical_placements(
             f"maxima is not a maximum of sums, so the order of the axes would change the value."
         )
     result = list(placements)
-    pieces: dict[int, list[int]] = {}  # dim -> lengths of the pieces cut so far
+    lengths: dict[int, list[int]] = {}  # dim -> sizes of its shards by the axes so far
     for axis in order:
         placement = result[axis]
         if isinstance(placement, Shard):
-            result[axis] = _canonical_shard(placement, shape, mesh.shape[axis], axis, pieces)
+            result[axis] = _canonical_shard(placement, shape, mesh.shape[axis], axis, lengths)
         elif isinstance(placement, OnRanks):
             if not 0 <= placement.position < mesh.shape[axis]:
                 raise LayoutError(f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}.")
@@ -315,23 +318,23 @@ def _canonical_placements(
 
 
 def _canonical_shard(
-    placement: Shard, shape: tuple[int, ...], positions: int, axis: int, pieces: dict[int, list[int]]
+    placement: Shard, shape: tuple[int, ...], positions: int, axis: int, lengths: dict[int, list[int]]
 ) -> Shard:
     dim, sizes = placement.dim, placement.sizes
     if not -len(shape) <= dim < len(shape):
         raise LayoutError(f"{placement} on axis {axis}: a tensor of shape {shape} has no dim {dim}.")
     dim %= len(shape)
-    outer = pieces.get(dim, [shape[dim]])
+    outer = lengths.get(dim, [shape[dim]])
     if sizes is None:
         if outer[1:] or dim != placement.dim:
-            pieces[dim] = [n for length in outer for n in _chunk(length, positions)]
+            lengths[dim] = [n for length in outer for n in _chunk(length, positions)]
             return Shard(dim)
-        pieces[dim] = list(_chunk(outer[0], positions))
+        lengths[dim] = list(_chunk(outer[0], positions))
         return placement
     rows = _rows(sizes, len(outer))
     if len(rows) != len(outer):
         raise LayoutError(
-            f"{placement} on axis {axis}: {len(outer)} outer pieces of dim {dim} need {len(outer)} tuples "
+            f"{placement} on axis {axis}: {len(outer)} outer shards of dim {dim} need {len(outer)} tuples "
             f"of sizes, got {len(rows)}."
         )
     for row, length in zip(rows, outer, strict=True):
@@ -344,7 +347,7 @@ def _canonical_shard(
                 f"{placement} on axis {axis}: sizes {row} add up to {sum(row)}, but dim {dim} has {length} "
                 f"elements here (global shape {shape})."
             )
-    pieces[dim] = [n for row in rows for n in row]
+    lengths[dim] = [n for row in rows for n in row]
     if all(row == _chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
         return Shard(dim)
     return Shard(dim, rows[0] if all(row == rows[0] for row in rows) else rows)
@@ -353,7 +356,7 @@ def _canonical_shard(
 def _check_boxes(
     placement: Boxes, placements: Sequence[Placement], shape: tuple[int, ...], mesh: Mesh, axis: int
 ) -> None:
-    linear = (REPLICATE, Partial("sum"), Partial("avg"))  # copies and sums, each the other's gradient
+    linear = (REPLICATE, Partial("sum"), Partial("avg"))  # closed under duality: the gradient of Replicate is Partial
     if any(p not in linear for i, p in enumerate(placements) if i != axis):
         raise LayoutError(
             f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, "

@@ -1,4 +1,4 @@
-"""Ranks arranged in a grid with named axes. A plain value: no process group, no device is touched."""
+"""Ranks in an N-D mesh with named axes. A plain value, without process groups or devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from shardwise.errors import MeshError
 
 @dataclass(frozen=True)
 class Mesh:
-    """An N-D arrangement of ranks, in any order, of all ranks of a job or of some.
+    """An N-D mesh of some or all ranks, in any order.
 
     Args:
-        shape: how many positions each axis has.
-        ranks: the global ranks in row-major order; None means 0, 1, 2, ….
-        names: one name an axis; None gives no names.
-        device_type: where local tensors live.
+        shape: the size of each axis.
+        ranks: the global ranks in row-major order; () is 0, 1, 2, ….
+        names: of the axes, or None.
+        device_type: of the local tensors.
     """
 
     shape: tuple[int, ...]
@@ -51,16 +51,16 @@ class Mesh:
 
     @property
     def ndim(self) -> int:
-        """How many axes the mesh has."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """`names`, by the name they have on torch's DeviceMesh."""
+        """`names`, as torch's DeviceMesh calls them."""
         return self.names
 
     def size(self, axis: int | None = None) -> int:
-        """Positions of one axis, or ranks in all."""
+        """The size of one axis, or the number of ranks."""
         return len(self.ranks) if axis is None else self.shape[axis]
 
     def axis(self, name: str | int) -> int:
@@ -85,11 +85,11 @@ class Mesh:
         return table
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where `rank` stands, one position an axis; None if it is not part of the mesh."""
+        """The position of `rank` on each axis; None if it is not in the mesh."""
         return self._coordinates.get(rank)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """The rank that stands at `coordinate`, one position an axis."""
+        """The rank at `coordinate`, one position per axis."""
         index = 0
         for position, size in zip(coordinate, self.shape, strict=True):
             if not 0 <= position < size:
@@ -98,12 +98,12 @@ class Mesh:
         return self.ranks[index]
 
     def axis_ranks(self, rank: int, axis: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on `axis` only, in the order of the axis, `rank` among them."""
+        """The ranks along `axis` through `rank`, in rank order: the coordinate of `rank` but for `axis`."""
         here = self._coordinates[rank]
         return tuple(self.rank_at((*here[:axis], position, *here[axis + 1 :])) for position in range(self.shape[axis]))
 
     def submesh(self, names: str | int | Sequence[str | int], rank: int) -> "Mesh":
-        """The mesh of some axes that `rank` belongs to, all other positions as `rank` has them."""
+        """The mesh of some axes through `rank`: of all ranks with its coordinate on the other axes."""
         wanted = (names,) if isinstance(names, str | int) else tuple(names)
         axes = [self.axis(name) for name in wanted]
         here = self.coordinate(rank)
@@ -124,7 +124,7 @@ class Mesh:
 
 
 def ring_elements(numel: int, size: int, position: int) -> int:
-    """Elements one member of a ring all-reduce sends: every chunk but one, in each of the two rounds."""
+    """Elements that one rank sends in a ring all-reduce: all chunks but one, in both rounds."""
     step = -(-numel // size)
     chunks = [max(0, min(numel, (i + 1) * step) - min(numel, i * step)) for i in range(size)]
     return 2 * numel - chunks[(position + 1) % size] - chunks[(position + 2) % size]

@@ -1,4 +1,4 @@
-"""Placements, meshes, shapes and dtypes as people write them, in a file or a command. Nothing in them is run."""
+"""Placements, meshes, shapes and dtypes as text in a file or a command; parsed, never executed."""
 
 import ast
 import re
@@ -12,22 +12,22 @@ from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import OnRanks, Partial, Placement, Replicate, Shard
 
-# As in Python, and short.
-SPELLED: dict[str, Callable[..., Placement]] = {
+# Names and abbreviations.
+NAMES: dict[str, Callable[..., Placement]] = {
     "Shard": Shard, "S": Shard, "Replicate": Replicate, "R": Replicate, "Partial": Partial, "P": Partial,
     "OnRanks": OnRanks,
 }  # fmt: skip
-BARE = ("Replicate", "R", "Partial", "P")  # those that need no parentheses
+NO_ARGUMENTS = ("Replicate", "R", "Partial", "P")  # allowed without parentheses
 HELP = 'write "Shard(0)", "Shard(1, sizes=[…])", "OnRanks(0)", "Replicate()" or "Partial(\'sum\')"'
 
-MOST_RANKS = 1 << 16  # so that a slip of the finger is an error and not a wait
+MOST_RANKS = 1 << 16  # a typing error is an error at once
 
 ITEMSIZES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8,
     "complex128": 16,
 }  # fmt: skip
-"""Bytes of an element, by the name of the dtype. Torch knows them too, but takes a second to import."""
+"""Bytes per element, by dtype name; importing torch for them would take a second."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_placement(text: object) -> Placement:
-    """The placement that `text` spells, such as "Shard(0, sizes=[3, 1])" or "S(0)".
+    """The placement written in `text`, such as "Shard(0, sizes=[3, 1])" or "S(0)".
 
     Raises:
-        PlanError: it spells none, or several.
+        PlanError: no placement, or several.
     """
     match parse_placements(text) if isinstance(text, str) else []:
         case [placement]:
@@ -57,13 +57,13 @@ def parse_placement(text: object) -> Placement:
 
 
 def parse_placements(text: object) -> list[Placement] | dict[str, Placement]:
-    """The placements that `text` spells, one per mesh axis: "Shard(0), Replicate()", or "dp=Shard(0)" by axis name.
+    """The placements written in `text`, one per mesh axis: "Shard(0), Replicate()", or "dp=Shard(0)" by axis name.
 
     Args:
         text: one string, or a list or a table by axis name of strings of one placement each.
 
     Raises:
-        PlanError: it spells something else.
+        PlanError: anything else.
     """
     if isinstance(text, list):
         return [parse_placement(one) for one in text]
@@ -92,14 +92,14 @@ def _refusal(text: object) -> PlanError:
 
 def _placement(node: ast.expr) -> Placement:
     match node:
-        case ast.Name(id=name) if name in BARE:
-            return SPELLED[name]()
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SPELLED:
+        case ast.Name(id=name) if name in NO_ARGUMENTS:
+            return NAMES[name]()
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in NAMES:
             # `Partial(max)` is read too; elsewhere a name means nothing.
-            bare = SPELLED[name] is Partial
+            bare = NAMES[name] is Partial
             values = [arg.id if bare and isinstance(arg, ast.Name) else ast.literal_eval(arg) for arg in args]
             named = {str(word.arg): ast.literal_eval(word.value) for word in keywords}
-            found = SPELLED[name](*values, **named)
+            found = NAMES[name](*values, **named)
             if isinstance(found, OnRanks) and type(found.position) is not int:
                 raise TypeError(f"OnRanks takes the number of a rank, got {found.position!r}")
             return found
@@ -112,11 +112,11 @@ def parse_integers(text: object, what: str) -> tuple[int, ...]:
     Raises:
         PlanError: anything else.
     """
-    parts = re.split(r"\s*[,x×]\s*", text.strip()) if isinstance(text, str) and text.strip() else text
-    if parts == "" or (isinstance(parts, str) and not parts.strip()):
+    words = re.split(r"\s*[,x×]\s*", text.strip()) if isinstance(text, str) and text.strip() else text
+    if words == "" or (isinstance(words, str) and not words.strip()):
         return ()
-    if isinstance(parts, list):
-        numbers = [int(p) if isinstance(p, str) and re.fullmatch(r"-?[0-9]{1,18}", p) else p for p in parts]
+    if isinstance(words, list):
+        numbers = [int(p) if isinstance(p, str) and re.fullmatch(r"-?[0-9]{1,18}", p) else p for p in words]
         if all(type(n) is int for n in numbers):
             return tuple(numbers)
     raise PlanError(f"{text!r} is no {what}. Fix: write integers with commas between, such as 4,2.")
@@ -135,7 +135,7 @@ def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
     if isinstance(text, dict):
         names, sizes = tuple(map(str, text)), parse_integers(list(text.values()), "mesh")
     elif isinstance(text, str) and "=" in text:
-        pairs = [part.partition("=") for part in text.split(",")]
+        pairs = [pair.partition("=") for pair in text.split(",")]
         names = tuple(name.strip() for name, _, _ in pairs)
         if not all(re.fullmatch("-?[0-9]+", size.strip()) for _, _, size in pairs):
             raise PlanError(f"{text!r} is no mesh: an axis has a name and a size. Fix: write 2,2 or dp=2,tp=2.")

@@ -1,4 +1,4 @@
-"""How one mesh axis divides a tensor. Frozen values; nothing here knows a mesh, a rank or a process."""
+"""How a tensor is laid out along one mesh axis. Frozen values, independent of a mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """Base of the placements; `isinstance(x, Placement)` is all it is for."""
+    """Base class of the placements."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every position of the axis holds the whole value."""
+    """Every rank along the axis holds the same value."""
 
     def __str__(self) -> str:
         return "Replicate()"
@@ -40,13 +40,13 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Shard(Placement):
-    """Each position of the axis holds one contiguous piece of `dim`.
+    """Each rank along the axis holds one contiguous shard of `dim`.
 
     Args:
-        dim: the tensor dim that is cut; negative counts from the end.
-        sizes: how long each position's piece is. None cuts as `torch.chunk` does: ceil(size / positions)
-            each, the last ones shorter or empty. Where an axis before this one in the layout's shard order
-            cuts the same dim into unequal pieces, give one tuple per outer piece.
+        dim: the sharded tensor dim; negative counts from the end.
+        sizes: the size of each rank's shard, in rank order. None is as `torch.chunk`: ceil(size / ranks) each, the
+            last ones smaller or empty. If an axis before this one in the layout's shard order shards the same dim
+            unevenly, give one tuple per outer shard.
     """
 
     dim: int
@@ -81,7 +81,7 @@ def _frozen_sizes(
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Every position holds a full-sized contribution; the value is their sum (avg, max, min, product)."""
+    """Pending reduction: the value is the sum (avg, max, min, product) of the ranks' tensors of full size."""
 
     reduce_op: str = "sum"
 
@@ -97,9 +97,9 @@ class Partial(Placement):
 
 @dataclass(frozen=True, slots=True)
 class OnRanks(Placement):
-    """One position of the axis holds the whole value, the others hold nothing (a table on one rank).
+    """One rank along the axis, at `position`, holds the full tensor, the others hold nothing (table-wise sharding).
 
-    For a copy on several but not all ranks, build the tensor on a sub-mesh of those ranks.
+    For replicas on some ranks, create the tensor on a sub-mesh of those ranks.
     """
 
     position: int
@@ -112,10 +112,10 @@ class OnRanks(Placement):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Boxes(Placement):
-    """Explicit boxes, any number a position (none too); together they cover the tensor exactly once.
+    """Explicit boxes, any number per rank along the axis (also none); together they cover the tensor exactly once.
 
-    Allowed on one axis of a mesh, with Replicate or Partial sums on the others. A position with one box holds
-    it in its own shape; with several, their elements one after the other in a 1-D tensor.
+    Allowed on one mesh axis, with Replicate or Partial sums on the others. The local tensor of a rank with one box has
+    its shape; with several boxes it is 1-D, with their elements in order.
     """
 
     boxes: tuple[tuple[Box, ...], ...]
@@ -131,7 +131,7 @@ class Boxes(Placement):
 
 
 def chunk(size: int, positions: int) -> tuple[int, ...]:
-    """How `torch.chunk` cuts `size` elements: the one place that knows how a dim is cut by default."""
+    """The shard sizes of a dim by default: those of `torch.chunk`."""
     step = -(-size // positions)
     return tuple(max(0, min(size, (i + 1) * step) - min(size, i * step)) for i in range(positions))
 
