@@ -33,8 +33,16 @@ def some(*shape: int) -> Tensor:
 
 
 def causal_and_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """A call without a row; in one process only some kernels take it."""
+    """A call without a row. torch's kernels disagree on whether they take it, and so do its versions."""
     return attention(query, key, value, mask, is_causal=True)
+
+
+def is_refused_by_torch(function: Callable[..., Tensor], *args: Tensor) -> bool:
+    try:
+        function(*args)
+    except RuntimeError:
+        return True
+    return False
 
 
 Q, K, V = normal(2, 4, 5, 3), normal(2, 4, 6, 3), normal(2, 4, 6, 2)
@@ -48,7 +56,6 @@ SAMPLES = [
     Sample(attention, (Q, K, V, some(2, 4, 5, 1))),
     Sample(attention, (Q, K, V, normal(4, 5, 6))),
     Sample(attention, (Q, K, V, normal(2, 1, 1, 6))),
-    Sample(causal_and_masked, (Q, K, normal(2, 4, 6, 3), some(5, 6)), gradients=False),
     Sample(attention, (Q, K[:, :1].contiguous(), V[:1].contiguous())),
     Sample(attention, (Q[0], K[0], V[0]), {"is_causal": True}),
     Sample(attention, (Q[0, 0], K[0, 0], V[0, 0], some(5, 6))),
@@ -61,6 +68,9 @@ SAMPLES = [
     Sample(attention, (Q, K[:, :, :0].contiguous(), V[:, :, :0].contiguous())),
     Sample(attention, (Q * 400, K * 400, V)),
 ]
+CAUSAL_AND_MASKED = (Q, K, normal(2, 4, 6, 3), some(5, 6))
+if not is_refused_by_torch(causal_and_masked, *CAUSAL_AND_MASKED):
+    SAMPLES.append(Sample(causal_and_masked, CAUSAL_AND_MASKED, gradients=False))
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)

@@ -1,8 +1,7 @@
-"""Where torch opens no door to a subclass: custom autograd Functions, backward hooks of modules, `torch.func`.
+"""Custom autograd Functions, backward hooks of modules and `torch.func`, for which torch has no `__torch_function__`.
 
-A custom `autograd.Function` sees DTensors forward and backward, like any other code of the user's: its gradients come
-as DTensors and may be returned in any placements. Torch asks nobody before it applies a Function or opens a
-functorch level, so `install` puts a question before both.
+A custom `autograd.Function` sees DTensors in forward and backward; its gradients may be returned in any placements.
+`shardwise.tensor.torch_patches` installs the replacements of torch's functions that are made here.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ def _layouts(values: Any) -> Layouts:
 
 
 class _Context:
-    """What a backward of the user's sees as `ctx`: the real one, whose saved tensors are what was saved."""
+    """The `ctx` of a user's backward: the real one, but saved tensors are the DTensors that were saved."""
 
     def __init__(self, ctx: Any) -> None:
         object.__setattr__(self, "_ctx", ctx)
@@ -50,7 +49,7 @@ class _Context:
 
 
 def _labelled(x: Any, layout: Layout | None) -> Any:
-    """A local tensor as the DTensor it is part of."""
+    """A local tensor as the DTensor that it is the local tensor of."""
     if layout is None or type(x) is DTensor or x is None:
         return x
     with DisableTorchFunctionSubclass():
@@ -59,7 +58,7 @@ def _labelled(x: Any, layout: Layout | None) -> Any:
 
 @lru_cache(maxsize=1024)
 def _on_dtensors(cls: type[Function]) -> type[Function]:
-    """The Function `cls`, whose backward gets and gives DTensors."""
+    """The Function `cls` with a backward that takes and returns DTensors."""
     setup = torch.autograd.function._is_setup_context_defined(cls.setup_context)
 
     def remember(ctx: Any, inputs: Any, output: Any) -> None:
@@ -92,7 +91,7 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
 
 
 def _local_gradient(grad: Any, of: Layout | None) -> Any:
-    """What a backward of the user's returned for an input, as the engine wants it."""
+    """The local gradient of an input, from what a user's backward returned for it."""
     if not isinstance(grad, Tensor):
         return grad
     if of is None:
@@ -116,9 +115,9 @@ def _apply(original: Any, cls: type[Function], args: tuple[Any, ...], kwargs: di
 
 
 class BackwardHookFunction(Function):
-    """Stands where a module's inputs or outputs pass; hooks on its node see DTensors and may return any placements.
+    """Identity on the inputs or outputs of a module; hooks on its node see DTensors and may return any placements.
 
-    Torch looks for the node by this name.
+    torch finds the node by this name.
     """
 
     @staticmethod
@@ -140,7 +139,7 @@ class BackwardHookFunction(Function):
 
 
 def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> Callable[..., Any]:
-    """`hook` as one of local gradients: of inputs and outputs, or of outputs alone."""
+    """`hook` as a hook on local gradients: of inputs and outputs, or of outputs alone."""
 
     def run(*grads: Sequence[Any]) -> Any:
         labelled = [
@@ -182,8 +181,9 @@ def refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def refuse(x: Any, *args: Any, **kwargs: Any) -> Any:
             if type(x) is DTensor:
                 raise RuleError(
-                    f"{what} would transform this rank's part of a DTensor as if it were the whole. Fix: transform a "
-                    f"function of local tensors inside shardwise.experimental.local_map, or use torch.autograd."
+                    f"{what} would transform the local tensor of a DTensor as if it were the full tensor. Fix: "
+                    f"transform a function of local tensors inside shardwise.experimental.local_map, or use "
+                    f"torch.autograd."
                 )
             return original(x, *args, **kwargs)
 

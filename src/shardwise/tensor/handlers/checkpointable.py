@@ -1,4 +1,4 @@
-"""A `DTensor` as `torch.distributed.checkpoint` asks for it, so that torch's own tools save it and load it."""
+"""The protocol of `torch.distributed.checkpoint`: torch's own tools save and load DTensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,35 +11,37 @@ from shardwise.layout import Box, split_by_boxes
 from shardwise.tensor.dtensor import DTensor, plain, register_method
 
 
-def pieces(x: DTensor) -> list[tuple[Box, Tensor]]:
-    """The boxes that this rank holds, empty ones left out, and their elements: views, outside of autograd.
+def local_boxes(x: DTensor) -> list[tuple[Box, Tensor]]:
+    """The boxes of this rank that are not empty, with views of their elements, detached.
 
     Raises:
-        LayoutError: the tensor is in summands.
+        LayoutError: the tensor is Partial.
     """
     if x._layout.partial_axes:
-        raise LayoutError(f"{x._layout} has summands, which no checkpoint holds. Fix: redistribute it first.")
+        raise LayoutError(
+            f"{x._layout} is Partial; checkpoints store reduced values only. Fix: redistribute it to Shard or Replicate first."
+        )
     local = plain(x.detach())
     if x._tiling is not None:
         found = list(zip(x._tiling.boxes, x._tiling.shards(local), strict=True))
     else:
         boxes = x._layout.boxes(collectives.rank())
         found = list(zip(boxes, split_by_boxes(local, boxes), strict=True))
-    return [(box, part) for box, part in found if box.numel]
+    return [(box, shard) for box, shard in found if box.numel]
 
 
 def create_write_items(x: DTensor, fqn: str, object: DTensor) -> list[Any]:
-    """One item a box. Copies write the same items, of which torch keeps one."""
-    return collectives.write_items(fqn, plain(x.detach()), x._layout.shape, [box for box, _ in pieces(x)])
+    """One item a box. Replicas write the same items, of which torch keeps one."""
+    return collectives.write_items(fqn, plain(x.detach()), x._layout.shape, [box for box, _ in local_boxes(x)])
 
 
 def create_chunk_list(x: DTensor) -> list[Any]:
-    return collectives.chunks([box for box, _ in pieces(x)])
+    return collectives.chunks([box for box, _ in local_boxes(x)])
 
 
 def get_tensor_shard(x: DTensor, index: Any) -> Tensor:
-    held = pieces(x)
-    return shard_at(index, [box for box, _ in held], [part for _, part in held])
+    held = local_boxes(x)
+    return shard_at(index, [box for box, _ in held], [shard for _, shard in held])
 
 
 def shard_at(index: Any, boxes: Sequence[Box], shards: Sequence[Tensor]) -> Tensor:

@@ -19,20 +19,20 @@ from shardwise.tensor.dtensor import DTensor, moved, plain, tag
 from shardwise.tensor.handlers.copies import before_changes, outdate
 from shardwise.trace.comm_trace import Cause
 
-LINEAR = ("_foreach_neg", "_foreach_zero")  # what summands allow as well
+LINEAR = ("_foreach_neg", "_foreach_zero")  # for Partial tensors as well
 ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
     "_foreach_max": torch.max,
 }
-_SUMMANDS = Cause("operand", "_foreach_norm", "a tensor in summands", "a norm is of the reduced values")
+_PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs reduced values")
 
 
 @handler_of_family(
     lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
 )
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a list op. The tensors at one position of the lists are brought to the layout of the first list's."""
+    """Run a list op. Tensors at one position of the lists are redistributed to the layout in the first list."""
     name: str = func.__name__
     if name in ONE_BY_ONE:
         return _reductions(name, *args, **kwargs)
@@ -56,7 +56,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _same_layouts(args: Sequence[Any]) -> list[Layout] | None:
-    """The layouts of the first list, if all lists have these and none is in summands; None if not."""
+    """The layouts of the first list, if all lists have these and none is Partial; None if not."""
     found: list[Layout] | None = None
     for a in args:
         if _is_tensor_list(a):
@@ -95,7 +95,7 @@ def _layout_at(name: str, args: Sequence[Any], kwargs: dict[str, Any], index: in
         if layout.partial_axes:
             if name.endswith("_") and name.rstrip("_") not in LINEAR:
                 raise RuleError(
-                    f"{name}: item {index} is {layout}, whose summands cannot be changed one by one. "
+                    f"{name}: item {index} is {layout}, and an op in place cannot change partial sums. "
                     f"Fix: redistribute it."
                 )
             return layout.reduced()
@@ -136,7 +136,7 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
         )
     if x._layout == layout:
         return x
-    why = "what stands at one position of the lists is laid out like that of the first list"
+    why = "tensors at one position of the lists take the layout in the first list"
     return moved(x, layout, Cause("operand", name, x._name or "an item of a list", why, layout))
 
 
@@ -144,9 +144,9 @@ def _scalar(name: str, x: DTensor) -> Tensor:
     if x._layout.shape:
         raise RuleError(f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}.")
     target = x._layout.replicated()
-    why = "a number beside lists is needed whole"
-    whole = moved(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
-    return plain(whole)
+    why = "a number beside lists has to be replicated"
+    replicated = moved(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
+    return plain(replicated)
 
 
 # ---- reductions -------------------------------------------------------------------------------------------------
@@ -154,13 +154,13 @@ def _scalar(name: str, x: DTensor) -> Tensor:
 
 def _reductions(name: str, self: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """One number a tensor. All norms of a mesh and dtype share an exchange."""
-    whole: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     if name == "_foreach_norm":
         for mesh, members in _together(self):
             row = _norms([self[i] for i in members], *args, **kwargs)
-            whole |= zip(members, [tag(x, _of_numbers(mesh)) for x in row.unbind()], strict=True)
+            norms |= zip(members, [tag(x, _of_numbers(mesh)) for x in row.unbind()], strict=True)
     one = ONE_BY_ONE[name]
-    return tuple([whole[i] if i in whole else one(x, *args, **kwargs) for i, x in enumerate(self)])
+    return tuple([norms[i] if i in norms else one(x, *args, **kwargs) for i, x in enumerate(self)])
 
 
 def _of_numbers(mesh: Mesh) -> Layout:
@@ -178,18 +178,18 @@ def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
 
 
 def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
-    """Norms of tensors of one mesh and dtype, plain: the norm over ranks of what each rank has in its part.
+    """Norms of tensors of one mesh and dtype, plain: the norm over ranks of the norms of local tensors.
 
-    A row a rank of the axes that cut any of them. Of what is repeated along such an axis, its first position tells.
+    One row for each rank of the axes that shard any of them. Of replicas, the first one on the axis counts.
     """
-    tensors = [moved(x, x._layout.reduced(), _SUMMANDS) if x._layout.partial_axes else x for x in tensors]
+    tensors = [moved(x, x._layout.reduced(), _PARTIAL) if x._layout.partial_axes else x for x in tensors]
     distinct = {id(x._layout): x._layout for x in tensors}
     mesh: Mesh = tensors[0]._layout.mesh
     rank = collectives.rank()
     here = mesh.coordinate(rank)
     assert here is not None
     axes = {a for layout in distinct.values() for a, p in enumerate(layout.placements) if p != REPLICATE}
-    tells = {
+    counts = {
         known: all(not here[a] or layout.placements[a] != REPLICATE for a in axes) for known, layout in distinct.items()
     }
     empty = {known for known, layout in distinct.items() if not layout.local_numel(rank)}
@@ -199,16 +199,16 @@ def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = N
         exact = torch.float32 if result.itemsize < 4 else dtype
         held = [x for x in tensors if id(x._layout) not in empty]
         full = iter(torch._foreach_norm(held, ord, dtype=exact) if held else ())
-        # Of an empty part torch knows no largest element.
-        parts = [x.sum(dtype=exact).abs() + nothing if id(x._layout) in empty else next(full) for x in tensors]
-        row = torch.stack(parts)
-        if not all(tells.values()):
-            telling = torch.tensor([tells[id(x._layout)] for x in tensors], device=row.device)
-            row = torch.where(telling, row, nothing)
+        # torch has no maximum of an empty tensor.
+        local_norms = [x.sum(dtype=exact).abs() + nothing if id(x._layout) in empty else next(full) for x in tensors]
+        row = torch.stack(local_norms)
+        if not all(counts.values()):
+            counting = torch.tensor([counts[id(x._layout)] for x in tensors], device=row.device)
+            row = torch.where(counting, row, nothing)
     if axes:
         placements = [Shard(0) if a in axes else REPLICATE for a in range(mesh.ndim)]
         rows = Layout(mesh, placements, (prod(mesh.shape[a] for a in axes), len(tensors)))
-        row = plain(torch.linalg.vector_norm(tag(row[None], rows), ord or 1, 0))  # counts add up
+        row = plain(torch.linalg.vector_norm(tag(row[None], rows), ord or 1, 0))  # numbers of nonzeros add up
     return row.to(result)
 
 
