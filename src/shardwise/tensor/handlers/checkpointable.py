@@ -19,10 +19,8 @@ def local_boxes(x: DTensor) -> list[tuple[Box, Tensor]]:
     """
     if x._layout.partial_axes:
         raise LayoutError(
-        raise LayoutError(
             f"{x._layout} is Partial; checkpoints store reduced values only. "
             f"Fix: redistribute it to Shard or Replicate first."
-        )
         )
     local = plain(x.detach())
     if x._tiling is not None:
