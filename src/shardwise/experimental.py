@@ -1,4 +1,4 @@
-"""For authors of distributed code: rows for their own ops, and functions that work on local parts.
+"""For authors of distributed code: rows for their own ops, and functions of local tensors.
 
 The names and arguments are those of `torch.distributed.tensor.experimental`.
 """
@@ -30,19 +30,19 @@ def register_sharding(
     shape: Callable[..., tuple[int, ...] | list[tuple[int, ...]]] | None = None,
     data_dependent_shape: bool = False,
 ) -> Callable[[Callable[..., Sequence[Row | Acceptable]]], Callable[..., Sequence[Row | Acceptable]]]:
-    """Tell how an op may run on distributed tensors, or replace what the library knows about it.
+    """Register rows of an op, or replace those it has.
 
     Args:
         op: what users call, or a list of such: a function, a `torch.library` op, an overload of one.
         in_place: the op changes its first operand and returns it.
         shape: the result's global shape (a list of shapes for several results) from the op's arguments. None asks
             torch's meta device, which needs the op's fake implementation.
-        ragged: the lengths of the pieces of a cut result are known only after the op has run.
+        data_dependent_shape: the sizes of a sharded result are known only after the op has run.
 
-    The decorated function takes the op's arguments, tensors as `Meta(shape, dtype, placement)`, and returns what may
-    be done on one mesh axis without moving anything: a list of `Row`s, or of pairs
-    `(placements of the results, placements of the arguments)` with None for arguments that are no tensors. That all
-    operands may be whole everywhere need not be said.
+    The decorated function takes the op's arguments, tensors as `Meta(shape, dtype, placement)`, and returns how the op
+    runs on one mesh axis without communication: a list of `Row`s, or of pairs
+    `(placements of the results, placements of the arguments)` with None for arguments that are no tensors. The row of
+    all Replicate need not be given.
 
     Check the rows with `shardwise.testing.check_rows`.
     """
@@ -113,18 +113,17 @@ def local_map(
         func: takes and returns plain tensors; None makes `local_map` a decorator.
         out_placements: of the one result, in a sequence or by axis name, or a tuple of those for several flattened
             results; None for what is no tensor.
-        in_placements: what each flattened argument must have; None (for one or for all) takes any.
-        in_grad_placements: how the gradient of each local argument is laid out, see `DTensor.to_local`. None is: as
-            the argument, a whole one for what is whole.
+        in_placements: the placements that each flattened argument must have; None (for one or for all) takes any.
+        in_grad_placements: of the gradient of each local argument, see `DTensor.to_local`; None is as the argument.
         device_mesh: of the results; None is that of the first DTensor among the arguments.
-        redistribute_inputs: move arguments that are not laid out as `in_placements` says.
+        redistribute_inputs: redistribute arguments that have other placements than `in_placements`.
 
     Returns:
-        A function that calls `func` on the local parts. Without a DTensor among its arguments it is `func`. Results
-        cut unevenly get their sizes from the ranks (one small exchange a result).
+        A function that calls `func` on local tensors. Without a DTensor among its arguments it is `func`. The ranks
+        exchange the sizes of sharded results (one small exchange per result).
 
     Raises:
-        LayoutError: an argument is laid out otherwise, or results and `out_placements` do not match in number or kind.
+        LayoutError: an argument has other placements, or results and `out_placements` differ in number or kind.
     """
     if func is None:
         return lambda f: local_map(
@@ -158,7 +157,7 @@ class _LocalOf:
 
     @staticmethod
     def _for_each(name: str, given: Any, unnamed: int, count: int) -> list[Any]:
-        """One entry an argument; those of keyword arguments may be left out."""
+        """One entry per argument; those of keyword arguments may be omitted."""
         found = [None] * count if given is None else list(given)
         if len(found) not in (unnamed, count):
             raise LayoutError(f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}.")
