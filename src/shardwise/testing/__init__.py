@@ -50,31 +50,10 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DEVICE_COUNT",
-    "DEVICE_TYPE",
-    "NUM_DEVICES",
-    "PG_BACKEND",
-    "Attention",
-    "DTensorConverter",
-    "DTensorOpTestBase",
-    "DTensorTestBase",
-    "DeadlockError",
-    "ExpertLayer",
-    "Experts",
-    "FeedForward",
-    "MLPModule",
-    "MLPStacked",
-    "ModelArgs",
-    "RMSNormPython",
-    "SendError",
-    "TensorAssertions",
-    "Transformer",
-    "TransformerBlock",
-    "World",
-    "check_rows",
-    "skip_unless_torch_gpu",
-    "with_comms",
-    "world",
+    "DEVICE_COUNT", "DEVICE_TYPE", "NUM_DEVICES", "PG_BACKEND", "Attention", "DTensorConverter", "DTensorOpTestBase",
+    "DTensorTestBase", "DeadlockError", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs",
+    "RMSNormPython", "SendError", "TensorAssertions", "Transformer", "TransformerBlock", "World", "check_rows",
+    "skip_unless_torch_gpu", "with_comms", "world",
 ]  # fmt: skip
 
 
