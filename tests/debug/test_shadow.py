@@ -118,7 +118,7 @@ def test_a_wrong_element_is_named_with_op_rows_layouts_index_rank_and_line() -> 
     error = error_on_all_ranks(lambda: doubled(matrix()))
     assert (error.op, error.rank, error.index, error.difference) == ("doubled", 2, (5, 2), 0.5)
     lines = str(error).splitlines()
-    assert lines[0] == "doubled gives another result than plain torch on whole tensors."
+    assert lines[0] == "doubled differs from plain torch on full tensors."
     assert "test_shadow.py:" in lines[1]
     assert lines[2:7] == [
         "  Rows: each rank doubles its own rows",
@@ -367,8 +367,8 @@ def test_the_ops_that_a_function_is_taken_apart_into_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"every": 0}, "every is a whole number, 1 or more, got 0"),
-        ({"every": 1.5}, "every is a whole number, 1 or more, got 1.5"),
+        ({"every": 0}, "every is an int of 1 or more, got 0"),
+        ({"every": 1.5}, "every is an int of 1 or more, got 1.5"),
         ({"atol": -1.0}, "rtol and atol are 0 or more, got None and -1.0"),
         ({"ops": ["matmull", "sin"]}, "torch has no op named 'matmull'"),
     ],

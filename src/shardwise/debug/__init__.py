@@ -1,4 +1,4 @@
-"""Looking at what distributed code does: what it sends and why, whether it is right, where its parts are."""
+"""Debugging: what code sends and why, whether ops are right, and where shards are."""
 
 from shardwise.debug.budget import Budget, no_implicit_comm
 from shardwise.debug.comm_mode import CommDebugMode

@@ -1,9 +1,9 @@
-"""Collectives by module: torch's `CommDebugMode` for DTensors that do not travel by torch's collectives."""
+"""`CommDebugMode`: collectives by module, with the interface of torch's."""
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ class Operation:
     """One op that ran.
 
     Args:
-        shapes, placements: of the DTensors among its arguments; none for an op on plain tensors or local parts.
+        shapes, placements: of the DTensors among its arguments; none for an op on plain or local tensors.
         phase: forward, backward, or checkpointing: forward once more, in backward.
     """
 
@@ -77,9 +77,9 @@ class CommDebugMode(Listener):
     """Counts the collectives of this rank and the bytes it sends, by module, forward and backward.
 
     A context manager with the methods of `torch.distributed.tensor.debug.CommDebugMode`. Collectives are counted under
-    the same keys, ops of `torch.ops.c10d_functional`; a event between layouts is one `all_to_all_single` or
-    `all_reduce`, whatever torch's DTensor would make of it. What is agreed on before tensors are made counts too.
-    Gradients that `.grad` reduces count as backward of no module ("Global").
+    the same keys, ops of `torch.ops.c10d_functional`; a redistribution is one `all_to_all_single` or `all_reduce`,
+    whatever torch's DTensor would use. Checks that ranks agree count too. Gradients that `.grad` reduces count as
+    backward of no module ("Global").
 
     `c10d_functional` has its ops once `torch.distributed._functional_collectives` is imported.
     """
@@ -110,7 +110,7 @@ class CommDebugMode(Listener):
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
 
-    # ---- what it is told ------------------------------------------------------------------------------------
+    # ---- recording ------------------------------------------------------------------------------------------
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         key = torch_op(kind)
@@ -140,7 +140,7 @@ class CommDebugMode(Listener):
     def _phase(self) -> str:
         return RECOMPUTED if self._tracker.recomputes else BACKWARD if in_backward() else FORWARD
 
-    # ---- what it tells --------------------------------------------------------------------------------------
+    # ---- results --------------------------------------------------------------------------------------------
 
     def get_total_counts(self) -> int:
         """How many collectives there were."""
@@ -172,7 +172,7 @@ class CommDebugMode(Listener):
         return self._tracker.placements
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write what `generate_comm_debug_tracing_table` tells as one JSON object a module, children inside."""
+        """Write the content of `generate_comm_debug_tracing_table` as nested JSON, one object a module."""
         Path(file_name).write_text(json.dumps(self._as_json(GLOBAL, noise_level), indent=4), encoding="utf-8")
 
     def _as_json(self, name: str, noise_level: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class CommDebugMode(Listener):
 
         Args:
             noise_level: 0 collectives only; 1 also classes, parameters and ops on DTensors; 2 also ops on plain
-                tensors and local parts; 3 also trivial ones such as views.
+                or local tensors; 3 also trivial ones such as views.
         """
         return "".join(line for name in self._tracker.types for line in self._module_lines(name, noise_level))
 
@@ -244,15 +244,15 @@ def _operation_lines(operation: Operation, indent: str) -> Iterator[str]:
 
 
 class _LocalOps(TorchDispatchMode):
-    """Sees what runs on plain tensors and on local parts."""
+    """Sees ops on plain tensors and on local tensors."""
 
-    def __init__(self, tell: Any) -> None:
+    def __init__(self, on_op: Callable[[Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tell = tell
+        self.on_op = on_op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if any(issubclass(kind, Wrapper) for kind in types):
-            return NotImplemented  # taken apart first; then its local ops come here
-        self.tell(func)
+            return NotImplemented  # decomposed first; its local ops come here
+        self.on_op(func)
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Ops run a second time, on whole tensors in plain torch, and the results are compared."""
+"""`shadow`: runs ops again on full tensors in plain torch, and compares the results."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from shardwise.tensor.dispatch.names import name_of
 from shardwise.trace.comm_trace import muted
 from shardwise.trace.user_stack import call_site
 
-# What these give is whatever the memory held.
+# Their results are whatever the memory held.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 
 
@@ -32,7 +32,7 @@ class Shadow:
 
     Attributes:
         compared: how often, by op.
-        skipped: calls that were due and cannot be compared, by op: random, unfilled or sparse ones.
+        skipped: calls that cannot be compared, by op: random, unfilled or sparse ones.
     """
 
     def __init__(self, every: int, ops: frozenset[str] | None, tolerance: Tolerance) -> None:
@@ -57,20 +57,20 @@ class Shadow:
         return self._run_twice(proceed, func, args, kwargs, ranks)
 
     def _run_twice(self, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs, ranks: tuple[int, ...]) -> Any:
-        with self._aside():
+        with self._untraced():
             copies = _Copies(ranks)
-            whole_args, whole_kwargs = pytree.tree_map(copies.of, (args, kwargs))
+            full_args, full_kwargs = pytree.tree_map(copies.of, (args, kwargs))
         before = torch.get_rng_state()
         out = proceed()
         after = torch.get_rng_state()
-        with self._aside():
-            expected = _outcome(func, whole_args, whole_kwargs)
+        with self._untraced():
+            expected = _outcome(func, full_args, full_kwargs)
             drew = not (torch.equal(before, after) and torch.equal(after, torch.get_rng_state()))
             torch.set_rng_state(after)
             generators = any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))
-            if generators or any(collectives.gather_json(drew, ranks)):  # a rank that holds nothing draws nothing
+            if generators or any(collectives.gather_json(drew, ranks)):  # a rank with an empty shard draws nothing
                 return self._skip(func, out)
-            # A rule gives what it changed in place also where torch gives nothing.
+            # A rule returns what it changed in place even if torch returns nothing.
             result = None if expected is None and copies.are_of(out) else out
             found = [*pairs("the result", result, expected), *copies.changed()]
             worst = largest_difference(found, self._tolerance, ranks)
@@ -84,8 +84,8 @@ class Shadow:
         return out
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Nobody counts what is sent here, autograd does not see it, and nothing of it is compared in turn."""
+    def _untraced(self) -> Iterator[None]:
+        """Nothing inside is counted, differentiated or compared."""
         self._comparing = True
         try:
             with muted(), torch.no_grad():
@@ -99,20 +99,20 @@ class Shadow:
         where = f" at {list(worst.index)}" if worst.count else ""
         held = f" on rank {worst.rank}, where {worst.count:,} elements differ" if worst.count else ""
         return ShadowError(
-            f"{name_of(func)} gives another result than plain torch on whole tensors.\n"
+            f"{name_of(func)} differs from plain torch on full tensors.\n"
             f"  Where: {call_site() or 'unknown'}\n"
             f"  Rows: {entry.reason(func, args, kwargs)}\n"
             f"  Operands: {', '.join(laid_out)}\n"
             f"  Results: {', '.join(results) or type(out).__name__}\n"
             f"  Largest difference: {worst.size:.6g}, in {worst.what}{where}{held}\n"
             f"  Expected {worst.want}, got {worst.got}\n"
-            f"  Fix: mend the rule if it is yours, else report this text; until then redistribute the operands.",
+            f"  Fix: correct the rule if it is yours, else report this text; until then redistribute the operands.",
             name_of(func), worst.rank, worst.index, worst.size,
         )  # fmt: skip
 
 
 class _Copies:
-    """Whole plain copies of the arguments of one call, on each of `ranks`."""
+    """Full plain copies of the arguments of one call, on each of `ranks`."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.mesh = Mesh((len(ranks),), ranks)
@@ -122,29 +122,29 @@ class _Copies:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.made:
-            copy = self._whole(x) if type(x) is DTensor else x.detach().clone()
+            copy = self._full(x) if type(x) is DTensor else x.detach().clone()
             self.made[id(x)] = x, copy, _version(copy)
         return self.made[id(x)][1]
 
-    def _whole(self, x: DTensor) -> Tensor:
+    def _full(self, x: DTensor) -> Tensor:
         replicated = x._layout.replicated()
         if set(x._layout.mesh.ranks) != set(self.mesh.ranks):
             replicated = Layout(self.mesh, [REPLICATE], x._layout.shape)
-        whole = plain(moved(x, replicated)).detach()
-        return whole.clone() if replicated == x._layout else whole
+        full = plain(moved(x, replicated)).detach()
+        return full.clone() if replicated == x._layout else full
 
     def are_of(self, x: Any) -> bool:
         return id(x) in self.made
 
     def changed(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Arguments that the op changes in place, beside their changed copies."""
+        """Arguments that the op changes in place, with their changed copies."""
         for number, (x, copy, version) in enumerate(self.made.values()):
             if version < 0 or _version(copy) != version:
                 yield f"operand {number}", x, copy
 
 
 def _version(x: Tensor) -> int:
-    """Rises with every change in place; -1 where torch does not count."""
+    """The version counter of a tensor; -1 if it has none."""
     return -1 if x.is_inference() else x._version
 
 
@@ -154,7 +154,7 @@ def _is_sparse(x: DTensor) -> bool:
 
 
 class _Raised(str):
-    """What plain torch raised instead of giving a result."""
+    """The error that plain torch raised."""
 
     __slots__ = ()
 
@@ -167,13 +167,13 @@ def _outcome(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _names(func: Any) -> set[Any]:
-    """A function by all that a user may call it: add, add.Tensor, aten.add.Tensor."""
+    """All names of a function: add, add.Tensor, aten.add.Tensor."""
     name = name_of(func)
     return {name, name.strip(".").partition(".")[0], str(func)}
 
 
 def _chosen_name(op: str | Callable[..., Any]) -> str:
-    """A function stands for all of its name: torch.add for Tensor.add too. An overload stands for itself."""
+    """A function selects all of its name: torch.add Tensor.add too. An overload selects itself."""
     if isinstance(op, str):
         return op
     return str(op) if isinstance(op, torch._ops.OpOverload) else name_of(op)
@@ -186,18 +186,18 @@ def shadow(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Iterator[Shadow]:
-    """Inside, ops also run in plain torch on whole copies of their operands, and the results are compared.
+    """Inside, ops also run in plain torch on full copies of their operands, and the results are compared.
 
-    Compared are results and what changes in place, on every rank the part that it holds, so that replicas are checked
-    one by one. A function that torch takes apart is compared as a whole, and so are the ops it is taken apart into.
-    Not compared: ops that draw from a generator (dropout in training, `rand_like`, `normal_`, …; known by the state
-    of torch's generator), unfilled memory (`empty_like`, …), sparse tensors, and backward, which runs on local parts.
-    Gradients, the state of the generator, and what `count_comms` and others count stay as they would be without.
+    Every rank compares its local shard of results and of operands changed in place, so each replica is checked. A
+    function that torch decomposes is compared, and so are the ops it is decomposed into. Not compared: ops that draw
+    from a generator (dropout in training, `rand_like`, `normal_`, …; detected by the state of torch's generator),
+    unfilled memory (`empty_like`, …), sparse tensors, and backward, which runs on local tensors. Gradients, the state
+    of the generator, and what `count_comms` counts are unaffected.
 
-    Needs memory for whole operands and results on every rank, and time for gathering them: for debugging.
+    Needs memory for full operands and results on every rank, and time to gather them.
 
     Args:
-        every: the first call of each op is compared, and then one of so many; 1 compares all.
+        every: compare the first call of each op and then every n-th; 1 compares all.
         ops: names ("matmul", "aten.add.Tensor") to compare, or functions of these names; None compares all.
         rtol, atol: see `Tolerance`.
 
@@ -209,7 +209,7 @@ def shadow(
         RuleError: `every` below one, a negative tolerance, or an op of a name that torch does not know.
     """
     if not isinstance(every, int) or every < 1:
-        raise RuleError(f"shadow: every is a whole number, 1 or more, got {every!r}.")
+        raise RuleError(f"shadow: every is an int of 1 or more, got {every!r}.")
     if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
         raise RuleError(f"shadow: rtol and atol are 0 or more, got {rtol} and {atol}.")
     if isinstance(ops, str):

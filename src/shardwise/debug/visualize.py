@@ -1,4 +1,4 @@
-"""The picture of a DTensor, under the name that torch has for it."""
+"""`visualize_sharding`, as in `torch.distributed.tensor.debug`."""
 
 import sys
 
@@ -8,14 +8,14 @@ from shardwise.tensor import DTensor
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which rank holds which part of `dtensor`, once: on the first rank of its mesh.
+    """Print which rank holds which shard of `dtensor`, on the first rank of its mesh.
 
-    Of a tensor without elements nothing is printed. `shardwise.picture` gives the same as a value, with SVG and HTML.
+    Prints nothing for a tensor without elements. `shardwise.picture` returns the picture, with SVG and HTML.
 
     Args:
         header: a line above the picture.
-        use_rich: let `rich` decide about colours, which knows notebooks and FORCE_COLOR too. Otherwise a terminal gets
-            them unless NO_COLOR is set.
+        use_rich: let `rich` choose colours, which knows notebooks and FORCE_COLOR. Otherwise a terminal gets
+            colours unless NO_COLOR is set.
     """
     if not dtensor.numel() or collectives.rank() != dtensor.layout_.mesh.ranks[0]:
         return
