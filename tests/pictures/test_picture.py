@@ -89,7 +89,7 @@ def test_replicas_share_a_cell_and_ranks_without_anything_are_named() -> None:
 def test_contributions_and_their_copies_are_marked() -> None:
     text = drawn(Layout(Mesh((2, 2, 2)), [Partial(), Replicate(), Shard(0)], (6, 5)))
     assert "│ sum(rank 0 | 2, 4 | 6) │" in text
-    assert "sum(…): these ranks hold contributions of the size of the cell; a | b hold copies of one" in text
+    assert "sum(…): these ranks hold partial values of the whole cell; a | b hold the same" in text
     assert "│ max(rank 0-2) │" in drawn(Layout(Mesh((3,)), [Partial("max")], (6, 5)))
     assert "(…)" not in drawn(Layout(Mesh((3,)), [Partial("max")], (0, 5)))
 
@@ -124,7 +124,7 @@ def test_tensors_without_dims_without_elements_and_on_one_rank() -> None:
 
 def test_the_order_of_cuts_is_told_where_it_is_not_the_natural_one() -> None:
     text = drawn(Layout(Mesh((2, 3)), [Shard(0), Shard(0)], (6,), (1, 0)))
-    assert text.splitlines()[0].endswith(", axes cut in the order 1, 0")
+    assert text.splitlines()[0].endswith(", shard order 1, 0")
 
 
 # ---- of many ranks ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What people look at: pictures of layouts, and tables of what ranks hold."""
+"""Pictures of layouts, and tables of what each rank holds."""
 
 from shardwise.pictures.drawing import Picture, picture
 from shardwise.pictures.table import Placed, Table, sharding_table

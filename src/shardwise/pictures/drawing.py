@@ -14,7 +14,7 @@ from shardwise.pictures.scene import Subject
 from shardwise.pictures.svg import draw_svg
 from shardwise.pictures.text import draw_text
 
-WIDTH = 100  # characters of text that nobody asked for a width of
+WIDTH = 100  # characters, by default
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -25,17 +25,17 @@ class Picture(Subject):
         """Box drawing; the tensor's first dim runs downwards, the second to the right.
 
         Args:
-            width: characters of a line. What does not fit is summarised: `12 shards` are so many cells.
-            colour: ANSI colours, one a rank; of cells with several ranks that of the first.
+            width: characters of a line. What does not fit is summarized: `12 shards` stands for 12 cells.
+            colour: ANSI colours, one per rank; a cell of several ranks has that of the first.
         """
         return draw_text(self, width, colour)
 
     def svg(self) -> str:
-        """A drawing that stands alone. What lies under the pointer is told in full."""
+        """A self-contained drawing, with the full description of each cell as its tooltip."""
         return draw_svg([self])
 
     def html(self) -> str:
-        """A page of its own: the drawing and a table of what each rank holds. It loads nothing and runs nothing."""
+        """A page with the drawing and a table of what each rank holds. It loads no resources and runs no scripts."""
         return page_html([self])
 
     def show(self, file: TextIO | None = None) -> None:
@@ -66,8 +66,8 @@ def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
     """The picture of a `Layout`, or of a DTensor.
 
     Args:
-        x: nothing of it is moved, and no other rank has to call.
-        header: words above the picture.
+        x: read without communication; no other rank has to call.
+        header: text above the picture.
         itemsize: bytes of an element, for a layout; a DTensor knows them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Numbers, ranks and placements as short text that a terminal and a page can show."""
+"""Numbers, ranks and placements as short text."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -6,14 +6,14 @@ from itertools import groupby
 from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-LONG_LIST = 16  # boxes, sizes or ranks beyond which a title tells how many there are
+LONG_LIST = 16  # boxes, sizes or ranks beyond which a title shows their number
 
 
 PLAIN = str.maketrans("┌┬┐├┼┤└┴┘╵╷│─╶╴…", "+++++++++|||---~")
 
 
 def fitting(text: str, encoding: str | None) -> str:
-    """`text` in what `encoding` has: boxes of plus and minus where it has no lines, other characters written out."""
+    """`text` as `encoding` can represent it: boxes of plus and minus, other characters escaped."""
     encoding = encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -23,7 +23,7 @@ def fitting(text: str, encoding: str | None) -> str:
 
 
 def bytes_text(number: float) -> str:
-    """In the largest unit of which there is one or more, to a tenth below a hundred."""
+    """`1.5 MiB`: in the largest unit that gives 1 or more, with one decimal below 100."""
     unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
     digits = 1 if size > 1 and number < 99.95 * size else 0
     return f"{number / size:.{digits}f} {unit}"
@@ -35,7 +35,7 @@ def count_text(number: int, noun: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines with the cells of a column below each other; the first `left` columns are words, the others numbers."""
+    """Lines of aligned columns; the first `left` columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -48,12 +48,12 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """`10 x 4`; a tensor without dims is `0-d`."""
+    """`10 x 4`; `0-d` without dims."""
     return " x ".join(map(str, shape)) or "0-d"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ascending ranks, none left out: 0, 1, 2, 5 as `0-2, 5`, and 0, 8, 16, 24 as `0, 8 … 24`."""
+    """Ascending ranks: 0, 1, 2, 5 as `0-2, 5`, and 0, 8, 16, 24 as `0, 8 … 24`."""
     parts, at = [], 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
@@ -72,7 +72,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def placement_text(placement: Placement) -> str:
-    """As it is written in Python, but of very many boxes or sizes only how many there are."""
+    """As in Python, but long lists of boxes or sizes as their number."""
     if isinstance(placement, Boxes):
         count = sum(map(len, placement.boxes))
         return str(placement) if count <= LONG_LIST // 4 else f"Boxes({count} of them)"
@@ -84,7 +84,7 @@ def placement_text(placement: Placement) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """`Mesh(dp=2, tp=2)`; ranks that are not in order are listed unless they are very many."""
+    """`Mesh(dp=2, tp=2)`, with its ranks if they are not in order and few."""
     if len(mesh.ranks) <= LONG_LIST or mesh.ranks == tuple(range(len(mesh.ranks))):
         return str(mesh)
     plain = str(Mesh(mesh.shape, (), mesh.names))
@@ -92,18 +92,18 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def title(layout: Layout) -> str:
-    """Shape, placements and mesh of `layout` in a line."""
+    """Shape, placements and mesh of `layout` in one line."""
     placements = ", ".join(map(placement_text, layout.placements))
     order = layout.shard_order
-    cut_in = "" if order == tuple(range(layout.mesh.ndim)) else f", axes cut in the order {', '.join(map(str, order))}"
-    return f"{shape_text(layout.shape)} as [{placements}] on {mesh_text(layout.mesh)}{cut_in}"
+    order_text = "" if order == tuple(range(layout.mesh.ndim)) else f", shard order {', '.join(map(str, order))}"
+    return f"{shape_text(layout.shape)} as [{placements}] on {mesh_text(layout.mesh)}{order_text}"
 
 
 # ---- what ranks hold --------------------------------------------------------------------------------------------
 
 
 def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
-    """The shard of `rank`: its shape, or how many there are of how many elements in all; then its bytes."""
+    """The local shard of `rank`: its shape, or the number of shards and elements; then its bytes."""
     shards = [box for box in layout.boxes(rank) if box.numel]
     if not shards:
         return "nothing"
@@ -115,17 +115,17 @@ def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
     return held if itemsize is None else f"{held}, {bytes_text(elements * itemsize)}"
 
 
-GROUPS = 8  # that differ in what they hold; with more, the fullest and the emptiest rank are told
-LONG_NAMES = 72  # characters of ranks in such a line; with more, it tells how many they are
+MAX_GROUPS = 8  # of ranks with equal local shapes; with more, only the largest and the smallest shard are shown
+MAX_NAMES = 72  # characters of ranks in one line; beyond that their number
 
 
 def holdings(layout: Layout, itemsize: int | None) -> list[str]:
-    """Lines that tell what ranks hold: those that hold alike in one line, those without anything at the end."""
-    told = sorted((holding_text(layout, rank, itemsize), rank) for rank in layout.mesh.ranks)
-    groups = {text: [rank for _, rank in group] for text, group in groupby(told, key=lambda one: one[0])}
+    """What ranks hold, one line for each group of equal ranks; those that hold nothing at the end."""
+    held = sorted((holding_text(layout, rank, itemsize), rank) for rank in layout.mesh.ranks)
+    groups = {text: [rank for _, rank in group] for text, group in groupby(held, key=lambda one: one[0])}
     nothing = groups.pop("nothing", [])
     lines = []
-    if len(groups) <= GROUPS:
+    if len(groups) <= MAX_GROUPS:
         for text, ranks in sorted(groups.items(), key=lambda item: item[1]):
             lines.append(f"{_names(ranks)}: {text}{' each' if len(ranks) > 1 else ''}")
     else:
@@ -137,4 +137,4 @@ def holdings(layout: Layout, itemsize: int | None) -> list[str]:
 
 def _names(ranks: Sequence[int]) -> str:
     names = f"rank {ranks_text(ranks)}"
-    return names if len(names) <= LONG_NAMES else f"{len(ranks):,} ranks from {ranks[0]} to {ranks[-1]}"
+    return names if len(names) <= MAX_NAMES else f"{len(ranks):,} ranks from {ranks[0]} to {ranks[-1]}"

@@ -1,4 +1,4 @@
-"""Pictures and tables as HTML: one page that loads nothing and runs nothing, or a fragment for a notebook."""
+"""Pictures and tables as HTML: a page without resources or scripts, or a fragment for a notebook."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from shardwise.pictures.labels import bytes_text, count_text, title
 from shardwise.pictures.scene import Subject
 from shardwise.pictures.svg import colour_of, draw_svg, safe
 
-# The page is inert by itself; a browser is told so as well, in case something slipped through.
+# The page has no scripts; the policy makes browsers enforce it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 LISTED = 4096  # ranks in a table
 STYLE = (
@@ -23,18 +23,18 @@ STYLE = (
 
 
 def page_html(pictures: Sequence[Subject], table: Sequence[Sequence[str]] = ()) -> str:
-    """A whole page: the rows of `table`, if any, then every picture with what each rank holds.
+    """A page: the rows of `table`, if any, then every picture with what each rank holds.
 
     Args:
-        table: headings, then rows of three words and of numbers.
+        table: headings, then rows of three text columns and numbers.
     """
-    alone = len(pictures) == 1 and not table
-    name = (pictures[0].header or title(pictures[0].layout)) if alone else "Shardings"
+    single = len(pictures) == 1 and not table
+    name = (pictures[0].header or title(pictures[0].layout)) if single else "Shardings"
     body = [f"<h1>{safe(name)}</h1>", table_html(table, 3) if table else ""]
     for picture in pictures:
-        if not alone:
+        if not single:
             body.append(f"<h2>{safe(picture.header or title(picture.layout))}</h2>")
-        body.append(fragment_html(replace(picture, header="") if picture.header else picture))  # it is the heading
+        body.append(fragment_html(replace(picture, header="") if picture.header else picture))  # shown as the heading
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -43,12 +43,12 @@ def page_html(pictures: Sequence[Subject], table: Sequence[Sequence[str]] = ()) 
 
 
 def fragment_html(picture: Subject) -> str:
-    """The drawing and the table of ranks, to stand in somebody else's page."""
+    """The drawing and the table of ranks, for embedding in a page."""
     return f"<div>{draw_svg([picture])}{_ranks(picture.layout, picture.itemsize)}</div>"
 
 
 def table_html(rows: Sequence[Sequence[str]], words: int) -> str:
-    """A table with a heading; the first `words` columns are words and the others numbers."""
+    """A table with a heading; the first `words` columns are text, the others numbers."""
 
     def cells(row: Sequence[str], tag: str) -> Iterator[str]:
         for i, cell in enumerate(row):
@@ -61,7 +61,7 @@ def table_html(rows: Sequence[Sequence[str]], words: int) -> str:
 
 
 def _ranks(layout: Layout, itemsize: int | None) -> str:
-    """What each rank holds: shards, elements, bytes, and a bar beside that of the fullest."""
+    """What each rank holds: shards, elements, bytes, and a bar relative to the largest."""
     most = max(layout.local_numel(rank) for rank in layout.mesh.ranks) or 1
     headings = ["rank", "shards", "elements", *(["bytes"] if itemsize is not None else []), ""]
     lines = []

@@ -1,4 +1,4 @@
-"""Plans in TOML: tensors by name, the mesh they are for, and how each is cut. Read without torch.
+"""Plan files in TOML: a mesh, and the sharding of tensors by name. Read without torch.
 
 mesh = [2, 2]                      # or { dp = 2, tp = 2 }
 ranks = [3, 1, 0, 2]               # of the mesh, in row-major order; without it 0, 1, 2, …
@@ -7,12 +7,12 @@ dtype = "float32"                  # of all tensors that name none; without it b
 [parameters."items.weight"]
 shape = [10, 4]
 placements = "Shard(0), Shard(1)"  # one per mesh axis; or by name, such as { dp = "Shard(0)" }
-shard_order = [1, 0]               # optional: which axis cuts first
+shard_order = [1, 0]               # optional: order of the axes that shard a dim
 dtype = "bfloat16"                 # optional
 
 [parameters."users.weight"]
 shape = [10, 4]
-chunk = { dim = 0, ranks = [3, 1, 0, 2] }  # as torch.chunk cuts; a rank may come twice
+chunk = { dim = 0, ranks = [3, 1, 0, 2] }  # as torch.chunk splits; a rank may come twice
 
 [parameters."tags.weight"]
 shape = [4, 4]
@@ -46,13 +46,13 @@ from shardwise.pictures.drawing import Picture
 from shardwise.pictures.table import Table, placed
 
 HEAD = ("mesh", "ranks", "dtype", "parameters")
-WAYS = ("placements", "chunk", "shards")  # to say how a tensor is cut
+WAYS = ("placements", "chunk", "shards")  # to say how a tensor is sharded
 KEYS = ("shape", "dtype", "shard_order", *WAYS)
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What such a file says: pictures whose headers are the names of the tensors."""
+    """A parsed file: pictures whose headers are the names of the tensors."""
 
     mesh: Mesh
     pictures: tuple[Picture, ...]
@@ -68,7 +68,7 @@ def read_plan(path: Path) -> PlanFile:
     """The plan in the file at `path`.
 
     Raises:
-        PlanError: it cannot be read, or says something that is not described above; the first such thing.
+        PlanError: it cannot be read, or is not as described above; names the first problem.
     """
     content = read_toml(path)
     try:
@@ -90,7 +90,7 @@ def _known_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
         if key not in known:
             close = get_close_matches(key, known, n=1)
             meant = f" Did you mean {close[0]!r}?" if close else ""
-            raise PlanError(f"{key!r} means nothing here.{meant} Fix: use {', '.join(known)}.")
+            raise PlanError(f"{key!r} is not a key of a plan file.{meant} Fix: use {', '.join(known)}.")
 
 
 def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -120,7 +120,7 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
     shape = parse_integers(entry["shape"], "shape")
     ways = [way for way in WAYS if way in entry]
     if len(ways) != 1:
-        raise PlanError(f"one of {', '.join(WAYS)} says how it is cut, got {' and '.join(ways) or 'none'}.")
+        raise PlanError(f"one of {', '.join(WAYS)} says how it is sharded, got {' and '.join(ways) or 'none'}.")
     if "placements" in entry:
         order = parse_integers(entry["shard_order"], "order of axes") if "shard_order" in entry else None
         return Layout(mesh, parse_placements(entry["placements"]), shape, order)
@@ -141,10 +141,12 @@ def _chunks(spec: Any, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
         raise PlanError("chunk needs a dim and ranks. Fix: write chunk = { dim = 0, ranks = [0, 1] }.")
     dim, ranks = spec["dim"], _ranks(spec["ranks"])
     if not -len(shape) <= dim < len(shape) or not ranks:
-        raise PlanError(f"chunk cuts one of {len(shape)} dims for one rank or more, got dim {dim} for ranks {ranks}.")
-    whole, start, found = Box((0,) * len(shape), shape), 0, []
+        raise PlanError(
+            f"chunk shards one of {len(shape)} dims over one rank or more, got dim {dim} for ranks {ranks}."
+        )
+    full, start, found = Box((0,) * len(shape), shape), 0, []
     for rank, size in zip(ranks, chunk(shape[dim], len(ranks)), strict=True):
-        found.append((rank, whole.along(dim % len(shape), start, size)))
+        found.append((rank, full.along(dim % len(shape), start, size)))
         start += size
     return found
 

@@ -1,8 +1,7 @@
-"""What there is to draw of a layout, before anything is drawn: panels of cells, in elements.
+"""What a picture of a layout contains: panels of cells, in units of elements.
 
-The first two dims are the rows and columns of a panel. Where a further dim is cut, there is a panel for each
-piece between two of its cuts. A dim with more cuts than can be shown has its middle pieces drawn as one, and the
-cells that meet it as summaries.
+The first two dims are the rows and columns of a panel. If a further dim is sharded, each of its segments has a panel.
+If a dim has too many segments, those in the middle are drawn as one, and their cells as summaries.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,36 +31,36 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A part of the tensor that the same ranks hold.
+    """A box of the tensor and the ranks that hold it.
 
     Args:
         box: where it is; all dims in a scene, rows and columns in a panel.
-        contributions: ranks that hold copies of one contribution, one tuple each; a single one without Partial.
-        reduction: what puts contributions together, such as "sum"; empty without Partial.
-        shards: how many parts of the tensor this is a summary of; 1 is the part itself.
+        partials: ranks that hold the same partial value, one tuple each; a single one without Partial.
+        reduction: of the partial values, such as "sum"; empty without Partial.
+        shards: how many cells this summarizes; 1 for a cell itself.
     """
 
     box: Box
-    contributions: tuple[tuple[int, ...], ...]
+    partials: tuple[tuple[int, ...], ...]
     reduction: str = ""
     shards: int = 1
 
     @property
     def ranks(self) -> list[int]:
-        """All that hold it or a part of it."""
-        return sorted({rank for copies in self.contributions for rank in copies})
+        """All ranks that hold any of it."""
+        return sorted({rank for copies in self.partials for rank in copies})
 
     @property
     def label(self) -> str:
-        """All ranks by name: `rank 0, 3` is copies, `sum(rank 0, 1)` contributions, `sum(rank 0 | 2, 1 | 3)` copies."""
+        """`rank 0, 3` is replicated, `sum(rank 0, 1)` is Partial, `sum(rank 0 | 2, 1 | 3)` is both."""
         if self.shards > 1:
             return f"{self.shards} shards"
         if not self.reduction:
             return "rank " + ranks_text(self.ranks)
-        flat = [copies[0] for copies in self.contributions]
-        if all(len(copies) == 1 for copies in self.contributions):
+        flat = [copies[0] for copies in self.partials]
+        if all(len(copies) == 1 for copies in self.partials):
             return f"{self.reduction}(rank {ranks_text(sorted(flat))})"
-        return f"{self.reduction}(rank {', '.join(' | '.join(map(str, copies)) for copies in self.contributions)})"
+        return f"{self.reduction}(rank {', '.join(' | '.join(map(str, copies)) for copies in self.partials)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,14 @@ class Panel:
     """One slice of the tensor, two dims of it.
 
     Args:
-        deeper: which slice of the third dim and those behind it, such as `0:3, :`; empty where there is only one.
-        rows, columns: where pieces begin and end.
-        cells: non-empty, apart from each other; together they cover the panel.
+        deeper: slice of the further dims, such as `0:3, :`; empty where there is only one.
+        rows, columns: their segments.
+        cells: non-empty and disjoint; together they cover the panel.
     """
 
     deeper: str
-    rows: "Pieces"
-    columns: "Pieces"
+    rows: "Segments"
+    columns: "Segments"
     cells: tuple[Cell, ...]
 
     @property
@@ -86,12 +85,12 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """What a dim is drawn in.
+class Segments:
+    """The segments that a dim is drawn in.
 
     Args:
-        edges: where pieces begin, and at last where the dim ends; 0 and 1 for a dim that the tensor has not.
-        summary: which of them stands for several; None if none does.
+        edges: where segments begin, and where the dim ends; 0 and 1 for a dim that the tensor has not.
+        summary: which of them represents several, if any.
     """
 
     edges: tuple[int, ...]
@@ -99,7 +98,7 @@ class Pieces:
 
     @property
     def lengths(self) -> list[int]:
-        """In elements; the summary counts as the longest other piece, so that it leaves room for the others."""
+        """In elements; the summary counts as the longest other one, to leave room for the others."""
         found = [b - a for a, b in pairwise(self.edges)]
         if self.summary is not None:
             found[self.summary] = max(length for i, length in enumerate(found) if i != self.summary)
@@ -107,7 +106,7 @@ class Pieces:
 
 
 def cells_of(layout: Layout) -> list[Cell]:
-    """Every part of the tensor, with all ranks that hold it. Parts without elements are left out."""
+    """Every non-empty box that a rank holds, with all ranks that hold it."""
     held: dict[Box, dict[tuple[int, ...], list[int]]] = {}
     for rank in sorted(layout.mesh.ranks):
         for box in layout.boxes(rank):
@@ -121,11 +120,11 @@ def cells_of(layout: Layout) -> list[Cell]:
 
 
 def panels(layout: Layout, cells: Sequence[Cell], limits: Sequence[int]) -> list[Panel]:
-    """The slices to draw, in the order of the dims that are cut.
+    """The slices to draw, in the order of the sharded dims.
 
     Args:
         cells: those of `layout`.
-        limits: pieces to draw at most of the rows, of the columns and of each further dim; at least 3 each.
+        limits: most segments to draw of the rows, of the columns and of each further dim; at least 3 each.
     """
     if not cells:
         return []
@@ -136,7 +135,7 @@ def panels(layout: Layout, cells: Sequence[Cell], limits: Sequence[int]) -> list
         lines.append(_coarse(sorted({*edges, size}), limits[min(dim, 2)]))
     cells = _snapped(cells, [line.edges for line in lines])
     deeper = [dim for dim in range(2, len(lines)) if len(lines[dim].edges) > 2]
-    rows, columns = [*lines, Pieces((0, 1)), Pieces((0, 1))][:2]
+    rows, columns = [*lines, Segments((0, 1)), Segments((0, 1))][:2]
     result = []
     for slices in cartesian(*(pairwise(lines[dim].edges) for dim in deeper)):
         part = dict(zip(deeper, slices, strict=True))
@@ -145,16 +144,16 @@ def panels(layout: Layout, cells: Sequence[Cell], limits: Sequence[int]) -> list
     return result
 
 
-def _coarse(edges: list[int], limit: int) -> Pieces:
-    """At most `limit` pieces: those of the middle become one."""
+def _coarse(edges: list[int], limit: int) -> Segments:
+    """At most `limit` segments; those in the middle are merged."""
     if len(edges) - 1 <= limit:
-        return Pieces(tuple(edges))
+        return Segments(tuple(edges))
     after = (limit - 1) // 2
-    return Pieces((*edges[: limit - after], *edges[len(edges) - 1 - after :]), limit - after - 1)
+    return Segments((*edges[: limit - after], *edges[len(edges) - 1 - after :]), limit - after - 1)
 
 
 def _snapped(cells: Sequence[Cell], edges: Sequence[Sequence[int]]) -> list[Cell]:
-    """Cells that begin and end at `edges`; those that fall together become a summary."""
+    """Cells extended to `edges`; those that coincide become a summary."""
     found: dict[Box, list[Cell]] = {}
     for cell in cells:
         bounds = [
@@ -163,13 +162,13 @@ def _snapped(cells: Sequence[Cell], edges: Sequence[Sequence[int]]) -> list[Cell
         ]
         box = Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
         found.setdefault(box, []).append(cell)
-    if sum(box.numel for box in found) > sum(cell.box.numel for cell in cells):  # together they cover no more
+    if sum(box.numel for box in found) > sum(cell.box.numel for cell in cells):  # some overlap
         _join_overlaps(found)
     return [group[0] if len(group) == 1 else _summary(box, group) for box, group in sorted(found.items())]
 
 
 def _join_overlaps(found: dict[Box, list[Cell]]) -> None:
-    """Boxes that stand askew may overlap once they are snapped: each such group is drawn as its bounding box."""
+    """Extended boxes may overlap: each such group is drawn as its bounding box."""
     pending = list(found)
     while pending:
         box = pending.pop()
@@ -177,10 +176,10 @@ def _join_overlaps(found: dict[Box, list[Cell]]) -> None:
             continue
         others = [other for other in found if other != box and other.intersect(box)]
         if others:
-            together = [*others, box]
-            starts = tuple(min(offsets) for offsets in zip(*(b.offsets for b in together), strict=True))
-            stops = [max(ends) for ends in zip(*(_stops(b) for b in together), strict=True)]
-            group = [cell for b in together for cell in found.pop(b)]
+            overlapping = [*others, box]
+            starts = tuple(min(offsets) for offsets in zip(*(b.offsets for b in overlapping), strict=True))
+            stops = [max(ends) for ends in zip(*(_stops(b) for b in overlapping), strict=True)]
+            group = [cell for b in overlapping for cell in found.pop(b)]
             joined = Box(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
             found[joined] = group
             pending.append(joined)
@@ -191,7 +190,7 @@ def _stops(box: Box) -> tuple[int, ...]:
 
 
 def _summary(box: Box, cells: Sequence[Cell]) -> Cell:
-    return Cell(box, tuple(copies for cell in cells for copies in cell.contributions), cells[0].reduction, len(cells))
+    return Cell(box, tuple(copies for cell in cells for copies in cell.partials), cells[0].reduction, len(cells))
 
 
 def _meets(box: Box, part: Mapping[int, tuple[int, int]]) -> bool:
@@ -201,7 +200,7 @@ def _meets(box: Box, part: Mapping[int, tuple[int, int]]) -> bool:
 def _two_dims(cell: Cell) -> Cell:
     """Rows and columns only; those that the tensor has not are one."""
     offsets, sizes = cell.box
-    return Cell(Box((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]), cell.contributions, cell.reduction, cell.shards)
+    return Cell(Box((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]), cell.partials, cell.reduction, cell.shards)
 
 
 def _slice_text(ndim: int, part: Mapping[int, tuple[int, int]]) -> str:
@@ -210,11 +209,11 @@ def _slice_text(ndim: int, part: Mapping[int, tuple[int, int]]) -> str:
     return ", ".join("{}:{}".format(*part[dim]) if dim in part else ":" for dim in range(2, ndim))
 
 
-# ---- how large each piece is drawn ------------------------------------------------------------------------------
+# ---- sizes of segments ------------------------------------------------------------------------------
 
 
 def spread(lengths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """How far to draw each piece: in proportion as far as `room` and the `least` of each allow.
+    """The size of each segment: in proportion as far as `room` and the `least` of each allow.
 
     The sum is at most `room` unless the sum of `least` is more already.
     """

@@ -1,4 +1,4 @@
-"""Pictures as SVG: self-contained, every text escaped, what a cell is in full under the pointer."""
+"""Pictures as SVG: self-contained, every text escaped, with tooltips."""
 
 import colorsys
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,11 @@ from shardwise.errors import printable
 from shardwise.pictures.labels import count_text, holdings, ranks_text, title
 from shardwise.pictures.scene import Cell, Panel, Subject, cells_of, panels, spread
 
-LIMITS = (64, 64, 8)  # pieces drawn of rows, columns and each further dim
-SIDE = 320  # units that the longer side of a panel is drawn at, if its pieces need no more
+LIMITS = (64, 64, 8)  # segments drawn of rows, columns and each further dim
+SIDE = 320  # units that the longer side of a panel is drawn at, if its segments need no more
 LINE = 18  # units from one line of text to the next
 CHARACTER = 7.3  # units at most that a character of the font needs
-LEAST = 10  # units that the smallest piece is drawn at
+LEAST = 10  # units that the smallest segment is drawn at
 MARGIN = 12
 PAGE_WIDTH = 960  # beyond which slices go on in the next row
 STYLE = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
@@ -22,12 +22,12 @@ DIM = "#666666"  # of numbers on edges
 
 
 def safe(text: str) -> str:
-    """Text that XML and HTML show as it is, control characters written out."""
+    """Text escaped for XML and HTML, control characters too."""
     return escape(printable(text).replace("\n", " "), quote=True)
 
 
 def colour_of(rank: int) -> str:
-    """A light colour; those of neighbours differ, since each is a golden section of the circle further."""
+    """A light colour. Hues of successive ranks are a golden section of the circle apart."""
     channels = colorsys.hls_to_rgb(rank * 0.618034 % 1, 0.78, 0.62)
     return "#" + "".join(f"{round(255 * c):02x}" for c in channels)
 
@@ -59,7 +59,7 @@ def _picture(picture: Subject) -> Drawing:
     if not body:
         below.insert(0, "(no element)")
     elif any(cell.reduction for cell in cells_of(layout)[:1]):
-        below.insert(0, "dashed: these ranks hold contributions of the size of the cell")
+        below.insert(0, "dashed: these ranks hold partial values of the whole cell")
     start = MARGIN + LINE * len(above)
     lines = [_text(line, MARGIN, MARGIN + LINE * (i + 0.5)) for i, line in enumerate(above)]
     lines += [_text(line, MARGIN, start + height + LINE * (i + 1)) for i, line in enumerate(below)]
@@ -89,10 +89,10 @@ def _slices(picture: Subject) -> Drawing:
 
 
 def _sizes(found: Sequence[Panel]) -> tuple[list[int], list[int]]:
-    """Widths and heights of the pieces: a panel has the form of its slice, down to a third as wide or as high."""
+    """Widths and heights of the segments: a panel has the form of its slice, down to a third as wide or as high."""
     rows, columns = found[0].rows.lengths, found[0].columns.lengths
     form = min(max(sum(columns) / sum(rows), 1 / 3), 3.0)
-    side = SIDE if sum(columns) * sum(rows) > 1 else SIDE / 4  # one element is no field
+    side = SIDE if sum(columns) * sum(rows) > 1 else SIDE / 4  # a single element is drawn small
     width, height = (side, side / form) if form > 1 else (side * form, side)
     labels = max(len(cell.label) for panel in found for cell in panel.cells)
     few = min(labels * CHARACTER + 10, 2 * SIDE / len(columns))
@@ -108,7 +108,7 @@ def _panel(panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> str
         (top, left), (rows, columns) = cell.box
         x0, x1 = xs[panel.columns.edges.index(left)], xs[panel.columns.edges.index(left + columns)]
         y0, y1 = ys[panel.rows.edges.index(top)], ys[panel.rows.edges.index(top + rows)]
-        parts.append(_cell(cell, (x0, y0, x1 - x0, y1 - y0), _told(cell, panel, ndim)))
+        parts.append(_cell(cell, (x0, y0, x1 - x0, y1 - y0), _tooltip(cell, panel, ndim)))
     if ndim:
         parts += [_text(str(row), -4, y, "end", DIM) for row, y in _apart(panel.rows.edges, ys, LINE - 4)]
     if ndim > 1:
@@ -119,8 +119,8 @@ def _panel(panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> str
     return "".join(parts)
 
 
-def _told(cell: Cell, panel: Panel, ndim: int) -> str:
-    """Where a cell is and who holds it, in full."""
+def _tooltip(cell: Cell, panel: Panel, ndim: int) -> str:
+    """Where a cell is, and all ranks that hold it."""
     dims = [f"{start}:{start + size}" for start, size in zip(*cell.box, strict=True)][:ndim]
     where = f"[{', '.join([*dims, panel.deeper] if panel.deeper else dims)}]" if dims else "the element"
     if cell.shards > 1:
@@ -128,32 +128,32 @@ def _told(cell: Cell, panel: Panel, ndim: int) -> str:
     return f"{where}: {cell.label}"
 
 
-def _cell(cell: Cell, frame: tuple[int, int, int, int], told: str) -> str:
+def _cell(cell: Cell, frame: tuple[int, int, int, int], tooltip: str) -> str:
     x, y, width, height = frame
     fill = GREY if cell.shards > 1 else colour_of(cell.ranks[0])
     dashed = ' stroke-dasharray="6 3"' if cell.reduction else ""
     shown = next((word for word in _shorter(cell) if len(word) * CHARACTER + 6 <= width and height >= LINE - 4), "")
     label = _text(shown, x + width / 2, y + height / 2, "middle") if shown else ""
     return (
-        f'<g class="cell" data-ranks="{" ".join(map(str, cell.ranks))}"><title>{safe(told)}</title>'
+        f'<g class="cell" data-ranks="{" ".join(map(str, cell.ranks))}"><title>{safe(tooltip)}</title>'
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" stroke="#333333"{dashed}/>{label}</g>'
     )
 
 
 def _shorter(cell: Cell) -> Iterator[str]:
-    """The label, and shorter ones for small cells; the pointer tells the rest."""
+    """The label, and shorter ones for small cells; the tooltip has all of it."""
     yield cell.label
     yield cell.label.removeprefix("rank ")
     yield f"{len(cell.ranks)} ranks" if len(cell.ranks) > 1 else ""
 
 
-def _apart(edges: Sequence[int], places: Sequence[int], need: float) -> Iterator[tuple[int, int]]:
-    """The numbers on an edge with their places: the first, the last, and those between that have room."""
+def _apart(edges: Sequence[int], positions: Sequence[int], need: float) -> Iterator[tuple[int, int]]:
+    """The numbers on an edge with their positions: the first, the last, and those between that have room."""
     before = -need
-    for edge, place in zip(edges, places, strict=True):
-        if edge == edges[-1] or (place - before >= need and (edge == edges[0] or places[-1] - place >= need)):
-            yield edge, place
-            before = place
+    for edge, position in zip(edges, positions, strict=True):
+        if edge == edges[-1] or (position - before >= need and (edge == edges[0] or positions[-1] - position >= need)):
+            yield edge, position
+            before = position
 
 
 def _text(text: str, x: float, y: float, anchor: str = "start", fill: str = "#111111") -> str:

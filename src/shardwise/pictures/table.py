@@ -1,4 +1,4 @@
-"""What every rank holds of each parameter of a module, as a table."""
+"""What each rank holds of each parameter of a module, as a table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from shardwise.pictures.page import page_html, table_html
 if TYPE_CHECKING:
     from torch import nn
 
-SHOWN_RANKS = 4  # with more, the fullest and the emptiest rank are shown
-WORDS = 3  # columns of a table before those of numbers
+SHOWN_RANKS = 4  # with more, only the largest and the smallest are shown
+WORDS = 3  # text columns before those of numbers
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Placed:
 
     Args:
         name: its path in the module.
-        shape: of the whole parameter.
-        placement: on the only axis of the mesh, or in words.
-        rank_bytes: what each rank holds of it; empty where nobody can tell.
+        shape: global.
+        placement: on the only axis of the mesh, or as text.
+        rank_bytes: on each rank; empty if unknown.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Table:
-    """Parameters and the ranks that their bytes are told of. `str()` is the text; notebooks show a table."""
+    """Parameters, and the ranks of their bytes. `str()` is the text; notebooks show a table."""
 
     placed: tuple[Placed, ...]
     ranks: tuple[int, ...]
 
     def rows(self) -> list[list[str]]:
-        """A heading, one row a parameter, and the sums."""
+        """A heading, one row per parameter, and the sums."""
         known = [one.rank_bytes for one in self.placed if one.rank_bytes]
         sums = [sum(column) for column in zip(*known, strict=True)] or [0] * len(self.ranks)
         few = len(self.ranks) <= SHOWN_RANKS
@@ -59,7 +59,7 @@ class Table:
         ]
 
     def html(self) -> str:
-        """A page of its own, which loads nothing and runs nothing."""
+        """A page that loads no resources and runs no scripts."""
         return page_html([], self.rows())
 
     def __str__(self) -> str:
@@ -80,11 +80,11 @@ def placed(name: str, layout: Layout, itemsize: int, ranks: Sequence[int]) -> Pl
 
 
 def sharding_table(module: "nn.Module", plan: Any = None, mesh: Any = None) -> Table:
-    """Where the parameters of `module` are; or, with a plan, where they would be. Nothing is moved or allocated.
+    """Where the parameters of `module` are or, with a plan, would be. Sends and allocates nothing.
 
     Args:
-        module: any module; on the meta device too. A parameter that is no DTensor is whole on every rank.
-        plan: what `shard_module` takes, or a `ShardingPlan`, of which the parameters of a `Sharder`
+        module: any module; on the meta device too. A parameter that is no DTensor is on every rank.
+        plan: what `shard_module` takes, or a `ShardingPlan`; parameters of its `Sharder`s
             have unknown bytes.
         mesh: of the plan; None is one axis of all ranks.
 
@@ -117,14 +117,14 @@ Planned = tuple[dict[str, Layout], dict[str, str], set[int]]
 
 
 def _planned(module: "nn.Module", plan: Any, mesh: Any, now: Mapping[str, Layout]) -> Planned:
-    """Layouts under the plan, words for what it leaves to sharders, and the ranks it is for."""
+    """Layouts under the plan, text for parameters of sharders, and the ranks of the mesh."""
     from shardwise import collectives
     from shardwise.parallel.shard_module import layouts_of
     from shardwise.sharded_tensor import ShardingPlan, ShardingSpec
     from shardwise.tensor.dtensor import default_mesh
 
     where = default_mesh("cpu") if mesh is None else mesh
-    if not isinstance(where, Mesh):  # one of ours may be of ranks that this world has not: nobody talks to them
+    if not isinstance(where, Mesh):  # a `Mesh` may have ranks that this world has not
         where = collectives.as_mesh(where)
     if not isinstance(plan, ShardingPlan):
         return layouts_of(module, plan, where), {}, set(where.ranks)

@@ -7,16 +7,16 @@ from textwrap import wrap
 from shardwise.errors import printable
 from shardwise.layout import Box, Layout
 from shardwise.pictures.labels import holdings, title
-from shardwise.pictures.scene import Cell, Panel, Pieces, Subject, cells_of, panels, spread
+from shardwise.pictures.scene import Cell, Panel, Segments, Subject, cells_of, panels, spread
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
 JOINS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # at the sum of the directions that lines leave in
 COLOURS = (36, 35, 32, 33, 34, 31)  # ANSI codes: cyan, magenta, green, yellow, blue, red
 
-MAX_ROWS = 16  # pieces drawn one below the other
-MAX_LINES = 24  # that a panel is drawn high, if its pieces need no more
+MAX_ROWS = 16  # segments drawn one below the other
+MAX_LINES = 24  # of a panel, unless its segments need more
 MAX_SLICES = 8  # of a dim from the third on; with several such dims fewer of each
-BESIDE = 3  # slices that are drawn small enough to stand beside each other
+BESIDE = 3  # slices side by side that widths are chosen for
 LABEL_WIDTH = 26  # beyond which the names of ranks go on in the next line
 LABEL_LINES = 3  # beyond which they go below the picture
 
@@ -34,11 +34,11 @@ def draw_text(subject: Subject, width: int, colour: bool) -> str:
 
 
 def _legend(cells: Sequence[Cell]) -> Iterator[str]:
-    """What the words in cells of contributions mean."""
+    """What labels of Partial cells mean."""
     if cells and cells[0].reduction:
-        copies = any(len(ranks) > 1 for cell in cells for ranks in cell.contributions)
-        bar = "; a | b hold copies of one" if copies else ""
-        yield f"{cells[0].reduction}(…): these ranks hold contributions of the size of the cell{bar}"
+        copies = any(len(ranks) > 1 for cell in cells for ranks in cell.partials)
+        bar = "; a | b hold the same" if copies else ""
+        yield f"{cells[0].reduction}(…): these ranks hold partial values of the whole cell{bar}"
 
 
 # ---- panels -----------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def _labels(found: Sequence[Panel], notes: list[str], most: int) -> dict[Cell, l
 
 
 def _widths(found: Sequence[Panel], labels: dict[Cell, list[str]], ndim: int, room: int) -> list[int]:
-    """Characters between two borders, for each piece of the columns. Slices stand side by side if they can."""
+    """Characters between two borders, for each segment of the columns. Slices are side by side if they fit."""
     columns = found[0].columns
     least = [len(str(column)) if ndim > 1 else 1 for column in columns.edges[:-1]]
     needed = {cell: max(map(len, lines)) + 2 for cell, lines in labels.items()}
@@ -92,20 +92,20 @@ def _widths(found: Sequence[Panel], labels: dict[Cell, list[str]], ndim: int, ro
 
 
 def _heights(found: Sequence[Panel], labels: dict[Cell, list[str]]) -> list[int]:
-    """Lines between two borders, for each piece of the rows."""
+    """Lines between two borders, for each segment of the rows."""
     least = [1] * len(found[0].rows.lengths)
     _make_room(found, {cell: len(lines) for cell, lines in labels.items()}, least, 0)
     return _in_proportion(found[0].rows, least, MAX_LINES)
 
 
-def _in_proportion(dim: Pieces, least: Sequence[int], room: int) -> list[int]:
+def _in_proportion(dim: Segments, least: Sequence[int], room: int) -> list[int]:
     """No larger than it takes to be in proportion."""
     enough = sum(dim.lengths) * max(few / length for few, length in zip(least, dim.lengths, strict=True))
     return spread(dim.lengths, least, max(1, min(round(enough), room)))
 
 
 def _make_room(found: Sequence[Panel], needed: dict[Cell, int], least: list[int], dim: int) -> None:
-    """Let the pieces that each cell reaches over have what it needs; the cells of one piece first."""
+    """Widen the segments that each cell covers to what its label needs; cells of one segment first."""
     reached = [(_reach(cell.box, panel, dim), needed[cell]) for panel in found for cell in panel.cells]
     for covered, few in sorted(reached, key=lambda one: len(one[0])):
         have = sum(least[i] for i in covered) + len(covered) - 1
@@ -113,7 +113,7 @@ def _make_room(found: Sequence[Panel], needed: dict[Cell, int], least: list[int]
 
 
 def _reach(box: Box, panel: Panel, dim: int) -> range:
-    """Which pieces of `dim` the box covers."""
+    """The segments of `dim` that the box covers."""
     edges = (panel.rows, panel.columns)[dim].edges
     return range(edges.index(box.offsets[dim]), edges.index(box.offsets[dim] + box.sizes[dim]))
 
