@@ -14,7 +14,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 @world(4)
-def test_one_dim_cut_by_both_axes_of_a_mesh_loses_no_row() -> None:
+def test_one_dim_sharded_by_both_axes_of_a_mesh_loses_no_row() -> None:
     """W6: (5, 3) cut twice on a 2 x 2 mesh; the last row was lost and a zero row inserted."""
     full = torch.arange(15.0).view(5, 3)
     x = distribute_tensor(full, Mesh((2, 2)), [S0, S0])
@@ -22,7 +22,7 @@ def test_one_dim_cut_by_both_axes_of_a_mesh_loses_no_row() -> None:
 
 
 @world(4)
-def test_from_local_keeps_the_columns_of_unequal_parts() -> None:
+def test_from_local_keeps_the_columns_of_uneven_shards() -> None:
     """W7: parts of 2, 3, 4, 5 columns with the global shape given; columns were dropped, zeros inserted."""
     full = torch.arange(28.0).view(2, 14)
     part = full.split([2, 3, 4, 5], 1)[collectives.rank()]
@@ -31,7 +31,7 @@ def test_from_local_keeps_the_columns_of_unequal_parts() -> None:
 
 
 @world(4)
-def test_from_local_finds_the_global_shape_of_unequal_parts() -> None:
+def test_from_local_finds_the_global_shape_of_uneven_shards() -> None:
     """W8: r + 1 rows on rank r and no shape given; every rank believed in another global shape."""
     full = torch.arange(20.0).view(10, 2)
     part = full.split([1, 2, 3, 4])[collectives.rank()]
@@ -41,7 +41,7 @@ def test_from_local_finds_the_global_shape_of_unequal_parts() -> None:
 
 
 @pytest.mark.parametrize("bad", [99, -1])
-def test_ids_outside_a_row_cut_table_raise(bad: int) -> None:
+def test_ids_outside_a_row_wise_table_raise(bad: int) -> None:
     """W10: they gave zeros and no error."""
 
     def body() -> str:
@@ -68,7 +68,7 @@ def test_redistribute_to_another_mesh_moves_the_data() -> None:
 
 
 @world(4)
-def test_a_row_cut_lookup_works_where_some_ranks_hold_no_row() -> None:
+def test_a_row_wise_lookup_works_if_some_ranks_hold_no_row() -> None:
     """H2, L2: 5 rows on 4 ranks; one rank raised and the others waited for ever."""
     full, ids = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(5)
     mesh = Mesh((4,))
@@ -125,7 +125,7 @@ def test_gradients_of_distributed_and_plain_parameters_are_clipped_together(norm
 
 
 @world(4)
-def test_the_gradient_of_a_row_cut_table_is_as_large_as_the_shard() -> None:
+def test_the_gradient_of_a_row_wise_table_is_as_large_as_the_shard() -> None:
     """M1: every rank had the gradient of the whole table."""
     module = shard_module(nn.Embedding(1000, 8), {"weight": S0})
     module(distribute_tensor(torch.arange(7), Mesh((4,)), [R])).sum().backward()

@@ -35,7 +35,7 @@ def at(x: Tensor, placement: Any = S0) -> DTensor:
     return distribute_tensor(x, LINE, [placement])
 
 
-def whole(x: Any) -> Tensor:
+def full_value(x: Any) -> Tensor:
     return as_dtensor(x).full_tensor()
 
 
@@ -57,7 +57,7 @@ ELEMENTWISE: dict[str, Callable[[Any, Any], Tensor]] = {
 def test_mean_losses_of_unequal_and_empty_shards(name: str, rows: int) -> None:
     """W1, W2: 5 % off without a word, or not a number."""
     loss, x, y = ELEMENTWISE[name], normal(rows, 8), normal(rows, 8).flip(1)
-    assert_close(whole(loss(at(x), at(y))), loss(x, y))
+    assert_close(full_value(loss(at(x), at(y))), loss(x, y))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -72,19 +72,19 @@ def test_cross_entropy_counts_what_counts_in_the_whole_batch(rows: int, weighted
     loss = F.cross_entropy(x, at(target), None if weight is None else at(weight, R))
     plain = scores.requires_grad_()
     wanted = F.cross_entropy(plain, target, weight)
-    assert_close(whole(loss), wanted)
+    assert_close(full_value(loss), wanted)
     loss.backward()
     wanted.backward()
     assert plain.grad is not None
-    assert_close(whole(x.grad), plain.grad)
+    assert_close(full_value(x.grad), plain.grad)
 
 
 @world(4)
-def test_cosine_embedding_loss_of_cut_columns() -> None:
+def test_cosine_embedding_loss_of_sharded_columns() -> None:
     """W5: 2.623 instead of 0.748 on even shards."""
     x, y, target = normal(8, 8), normal(8, 8).flip(0), torch.tensor([1, -1] * 4)
     assert_close(
-        whole(F.cosine_embedding_loss(at(x, S1), at(y, S1), at(target, R))), F.cosine_embedding_loss(x, y, target)
+        full_value(F.cosine_embedding_loss(at(x, S1), at(y, S1), at(target, R))), F.cosine_embedding_loss(x, y, target)
     )
 
 
@@ -97,7 +97,7 @@ def test_frequencies_of_ids_are_counted_over_all_ranks(table_at: Any) -> None:
     F.embedding(at(ids), mine, scale_grad_by_freq=True).square().sum().backward()
     F.embedding(ids, plain, scale_grad_by_freq=True).square().sum().backward()
     assert plain.grad is not None
-    assert_close(whole(mine.grad), plain.grad)
+    assert_close(full_value(mine.grad), plain.grad)
 
 
 CONVOLUTIONS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
@@ -112,7 +112,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
 @pytest.mark.parametrize("dim", [0, 2])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @world(4)
-def test_convolutions_of_unevenly_cut_batches_and_images(name: str, dim: int) -> None:
+def test_convolutions_of_unevenly_sharded_batches_and_images(name: str, dim: int) -> None:
     """W12: results of the wrong shape."""
     conv, spatial, options = CONVOLUTIONS[name]
     x, w = normal(5, 3, *([7] * spatial)), normal(*(3, 3, *([3] * spatial)))
@@ -139,7 +139,7 @@ def test_random_ops_give_the_same_numbers_on_any_ranks_and_no_shard_repeats_anot
 
     def body(size: int, placement: Any) -> Tensor:
         torch.manual_seed(7)
-        return whole(RANDOM[name](distribute_tensor(torch.ones(8, 6), Mesh((size,)), [placement])))
+        return full_value(RANDOM[name](distribute_tensor(torch.ones(8, 6), Mesh((size,)), [placement])))
 
     results = [world(size).run(body, size, p) for size, p in [(1, R), (4, S0), (4, R), (3, S1), (3, R)]]
     first = results[0][0]
@@ -169,7 +169,7 @@ def test_extremes_with_an_empty_shard(name: str) -> None:
     op, x = EXTREMES[name], normal(5, 3)
     got, want = op(at(x)), op(x)
     for g, w in zip(got if isinstance(got, tuple) else [got], want if isinstance(want, tuple) else [want], strict=True):
-        assert_close(whole(g), w)
+        assert_close(full_value(g), w)
 
 
 UNEVEN: dict[str, Callable[[Any], Tensor]] = {
@@ -188,7 +188,7 @@ UNEVEN: dict[str, Callable[[Any], Tensor]] = {
 def test_ops_that_lost_step_on_unequal_shards(name: str, placement: Any) -> None:
     """H3: ranks issued different collectives."""
     op, x = UNEVEN[name], normal(5, 3)
-    assert_close(whole(op(at(x, placement))), op(x))
+    assert_close(full_value(op(at(x, placement))), op(x))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------
@@ -200,17 +200,17 @@ def test_a_pending_lookup_can_be_summed_viewed_and_joined() -> None:
     table, ids = normal(9, 4), torch.tensor([0, 8, 3])
     out = F.embedding(at(ids, R), at(table))
     want = F.embedding(ids, table)
-    assert_close(whole(out.sum()), want.sum())
-    assert_close(whole(out.view(-1)), want.view(-1))
-    assert_close(whole(torch.cat([out, out])), torch.cat([want, want]))
+    assert_close(full_value(out.sum()), want.sum())
+    assert_close(full_value(out.view(-1)), want.view(-1))
+    assert_close(full_value(torch.cat([out, out])), torch.cat([want, want]))
 
 
 @world(4)
-def test_a_sum_in_summands_plus_a_tensor() -> None:
+def test_partial_plus_a_tensor() -> None:
     """E4: AttributeError; a number was added once a rank before."""
     x = DTensor.from_local(torch.tensor(float(rank())), LINE, [Partial()])
     for ten in (torch.tensor(10), 10, 10.0):
-        assert whole(x + ten) == 16
+        assert full_value(x + ten) == 16
 
 
 @pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
@@ -222,7 +222,7 @@ def test_unused_chunks_have_zero_gradients(placement: Any) -> None:
     first.sum().backward()
     want = torch.zeros(5, 9, dtype=torch.float64)
     want[:, :3] = 1
-    assert_close(whole(x.grad), want)
+    assert_close(full_value(x.grad), want)
 
 
 @world(4)
@@ -240,14 +240,14 @@ def test_a_pair_of_layers_split_unevenly() -> None:
 
 
 @world(4)
-def test_plain_values_are_copied_into_cut_tensors() -> None:
+def test_plain_values_are_copied_into_sharded_tensors() -> None:
     """E8: an error; a plain state dict did not load."""
     x, full = at(torch.zeros(7, 3, dtype=torch.float64)), normal(7, 3)
     x.copy_(full)
     assert_close(x.full_tensor(), full)
     layer, plain = shard_module(nn.Linear(3, 7), {"weight": S0}), nn.Linear(3, 7)
     layer.load_state_dict(plain.state_dict())
-    assert torch.equal(whole(layer.weight), plain.weight)
+    assert torch.equal(full_value(layer.weight), plain.weight)
 
 
 OPTIMISERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -260,7 +260,7 @@ OPTIMISERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @world(4)
-def test_optimisers_on_cut_parameters(name: str) -> None:
+def test_optimisers_on_sharded_parameters(name: str) -> None:
     """E9: no rule, or 'in-place operations that require placement changes'."""
     values = [normal(7, 3), normal(5)]
     mine = [nn.Parameter(at(v)) for v in values]
@@ -272,7 +272,7 @@ def test_optimisers_on_cut_parameters(name: str) -> None:
             sum((p.sin() * p).sum() for p in params).backward()  # type: ignore[union-attr]
             optimiser.step()
     for got, want in zip(mine, plain, strict=True):
-        assert_close(whole(got.detach()), want.detach())
+        assert_close(full_value(got.detach()), want.detach())
 
 
 # ---- hidden gathers ---------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ FRUGAL: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 @pytest.mark.parametrize("name", FRUGAL)
 @world(4)
-def test_ops_along_a_cut_dim_do_not_gather_the_tensor(name: str) -> None:
+def test_ops_along_a_sharded_dim_do_not_gather_the_tensor(name: str) -> None:
     """M2: the whole tensor came to every rank without a word."""
     op, most = FRUGAL[name]
     full = normal(64, 8)
@@ -298,7 +298,7 @@ def test_ops_along_a_cut_dim_do_not_gather_the_tensor(name: str) -> None:
     with count_comms() as comms:
         out = op(x)
     assert comms.total_bytes <= most
-    assert_close(whole(out), op(full))
+    assert_close(full_value(out), op(full))
 
 
 # ---- embedding tables --------------------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ def test_columns_of_bounded_norm_have_gradients() -> None:
     for table, ids in ((mine, at(NUMBERS)), (plain, NUMBERS)):
         F.embedding(ids, table, max_norm=1.0).square().sum().backward()
     assert plain.grad is not None
-    assert_close(whole(mine.grad), plain.grad)
-    assert_close(whole(mine.detach()), plain.detach())
+    assert_close(full_value(mine.grad), plain.grad)
+    assert_close(full_value(mine.detach()), plain.detach())
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -330,10 +330,10 @@ def test_bags_pad_weigh_and_bound_and_their_table_keeps_what_changed(table_at: A
         outs.append(F.embedding_bag(ids, table, per_sample_weights=given, **options))
         outs[-1].square().sum().backward()
     assert plain.grad is not None
-    assert_close(whole(outs[1]), outs[0])
-    assert_close(whole(mine.grad), plain.grad)
-    assert_close(whole(mine.detach()), plain.detach())
+    assert_close(full_value(outs[1]), outs[0])
+    assert_close(full_value(mine.grad), plain.grad)
+    assert_close(full_value(mine.detach()), plain.detach())
     assert not plain.grad[8].any()
     if weights[0] is not None and weights[1] is not None:
         assert weights[0].grad is not None
-        assert_close(whole(weights[1].grad), weights[0].grad)
+        assert_close(full_value(weights[1].grad), weights[0].grad)

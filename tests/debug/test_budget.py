@@ -50,7 +50,7 @@ def on_every_rank(size: int, body: Callable[[], str]) -> str:
     return text
 
 
-def test_a_move_that_fits_to_the_byte_runs_and_one_byte_less_is_the_same_error_on_every_rank() -> None:
+def test_a_budget_is_exact_to_the_byte_and_the_error_is_the_same_on_every_rank() -> None:
     def body() -> str:
         x = uneven()
         with no_implicit_comm(GATHER) as budget:
@@ -100,7 +100,7 @@ def test_a_budget_is_for_the_whole_block() -> None:
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(GATHER, GATHER - 1), (GATHER - 1, GATHER)])
-def test_what_moves_must_fit_all_budgets_around_it(outer: int, inner: int) -> None:
+def test_communication_must_fit_all_budgets_around_it(outer: int, inner: int) -> None:
     def body() -> str:
         x = uneven()
         with no_implicit_comm(outer) as around:
@@ -125,7 +125,7 @@ def test_an_inner_budget_is_spent_from_the_outer_one() -> None:
     assert "allowed: 96 bytes, of which 64 are spent" in on_every_rank(3, body)
 
 
-def test_a_move_refused_in_backward_is_the_same_error_on_every_rank() -> None:
+def test_a_redistribution_refused_in_backward_is_the_same_error_on_every_rank() -> None:
     def body() -> str:
         x = uneven().requires_grad_()
         y = columns().requires_grad_()
@@ -155,7 +155,7 @@ def test_a_backward_that_fits_gives_the_gradients() -> None:
     world(3).run(body)
 
 
-def test_what_is_asked_for_and_what_sends_nothing_is_free() -> None:
+def test_explicit_redistributions_and_those_that_send_nothing_are_free() -> None:
     def body() -> None:
         x = uneven()
         x.requires_grad_()
@@ -210,7 +210,7 @@ def test_sparse_gradients_that_should_count_are_refused_on_every_rank() -> None:
     assert "no rank knows in advance how many rows" in on_every_rank(4, body)
 
 
-def test_every_mesh_has_an_account_of_its_own() -> None:
+def test_every_mesh_has_a_budget_of_its_own() -> None:
     """Rank 1 is in both meshes, ranks 0 and 2 in one: they must not count differently."""
 
     def body() -> int:
@@ -225,7 +225,7 @@ def test_every_mesh_has_an_account_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("shape", "placements"), [((1,), [S0]), ((2,), [S0]), ((5,), [S0]), ((2, 2), [S0, S0])])
-def test_the_budget_counts_what_explain_tells(shape: tuple[int, ...], placements: Any) -> None:
+def test_the_budget_counts_what_explain_reports(shape: tuple[int, ...], placements: Any) -> None:
     def body() -> None:
         x = distribute_tensor(torch.ones(7, 3), Mesh(shape), placements).requires_grad_()
         with no_implicit_comm(10**9) as budget, explain() as report:

@@ -131,7 +131,7 @@ def test_gradients_that_are_read_count_as_backward_of_no_module() -> None:
         assert mode.get_module_bytes() == {"Global": {"forward": 0, "backward": 8}}
 
 
-def test_what_backward_computes_again_counts_where_it_runs() -> None:
+def test_recomputation_counts_as_backward_of_its_module() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -215,7 +215,7 @@ def test_a_backward_outside_modules_does_not_count_for_the_last_one_of_another_b
         assert mode.get_module_counts()["Global"]["backward"] == {EXCHANGE: 2}
 
 
-def test_parameters_and_their_placements_are_told_by_module() -> None:
+def test_parameters_and_their_placements_are_reported_by_module() -> None:
     def body() -> tuple[Any, Any]:
         linear = shard_module(nn.Sequential(nn.Linear(3, 4)), {"0.weight": S0}, mesh=Mesh((2,)))
         linear.register_parameter("plain", nn.Parameter(torch.ones(1)))
@@ -232,7 +232,7 @@ def test_parameters_and_their_placements_are_told_by_module() -> None:
         assert placements == {"Sequential.0.weight": (S0,), "Sequential.0.bias": (R,)}
 
 
-def test_a_mode_that_is_entered_again_starts_anew_and_hears_nothing_in_between() -> None:
+def test_a_mode_that_is_entered_again_starts_from_zero() -> None:
     def body() -> None:
         outer, mode = model(), CommDebugMode()
         for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_mode_that_is_entered_again_starts_anew_and_hears_nothing_in_between()
     assert not hooks._global_forward_pre_hooks
 
 
-def test_ranks_hear_their_own_modules_only() -> None:
+def test_ranks_track_their_own_modules_only() -> None:
     def body() -> list[str]:
         with CommDebugMode() as mode:
             x = rows()
@@ -302,7 +302,7 @@ def table_of(mode: Any, noise_level: int) -> list[str]:
 
 
 @pytest.mark.parametrize("noise_level", [0, 1, 2, 3])
-def test_plain_modules_are_followed_as_by_torch(noise_level: int) -> None:
+def test_plain_modules_are_tracked_as_by_torch(noise_level: int) -> None:
     from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 
     ours = table_of(CommDebugMode(), noise_level)
@@ -310,7 +310,7 @@ def test_plain_modules_are_followed_as_by_torch(noise_level: int) -> None:
     assert (len(ours) > 50) == (noise_level > 1)
 
 
-def test_the_table_tells_more_with_each_level_and_the_file_has_no_colours(tmp_path: Path) -> None:
+def test_the_table_shows_more_with_each_level_and_the_file_has_no_colours(tmp_path: Path) -> None:
     def body() -> tuple[list[str], str, dict[str, Any]]:
         outer = model()
         with CommDebugMode() as mode:

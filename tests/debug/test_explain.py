@@ -50,7 +50,7 @@ def on_ranks(size: int, body: Callable[[], Any]) -> list[Any]:
     return world(size).run(body)
 
 
-def test_an_operand_that_is_moved_is_told_with_line_layouts_bytes_reason_and_remedy() -> None:
+def test_a_redistributed_operand_is_reported_with_line_layouts_bytes_reason_and_fix() -> None:
     def body() -> tuple[Explanation[None], int]:
         rows, columns = operands(Mesh((3,)))
         columns._name = "head.weight"
@@ -60,22 +60,22 @@ def test_an_operand_that_is_moved_is_told_with_line_layouts_bytes_reason_and_rem
         return report, line
 
     for rank, (report, line) in enumerate(on_ranks(3, body)):
-        (move,) = report.events
-        cause = move.cause
+        (event,) = report.events
+        cause = event.cause
         assert (cause.kind, cause.op, cause.operand, cause.backward) == ("operand", "mul", "head.weight", False)
         assert cause.call_site is not None
         assert (cause.call_site.file, cause.call_site.line) == (__file__, line)
-        assert (move.src.placements, move.dst.placements) == ((S1,), (ROWS,))
-        assert move.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
-        assert move.total_bytes == 8 * 14
+        assert (event.src.placements, event.dst.placements) == ((S1,), (ROWS,))
+        assert event.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
+        assert event.total_bytes == 8 * 14
         assert cause.why == "elementwise"
-        assert move.avoid == (
+        assert event.avoid == (
             "head.weight.redistribute(placements=[Shard(0, sizes=(4, 1, 2))]) before the loop, "
             "or [Shard(0, sizes=(4, 1, 2))] in the plan"
         )
 
 
-def test_an_op_without_a_rule_is_told_with_its_gather() -> None:
+def test_an_op_without_a_rule_is_reported_with_its_gather() -> None:
     def body() -> Explanation[None]:
         x = distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Shard(0, sizes=(3, 0, 1))])
         with explain() as report:
@@ -83,14 +83,14 @@ def test_an_op_without_a_rule_is_told_with_its_gather() -> None:
         return report
 
     for rank, report in enumerate(on_ranks(3, body)):
-        (move,) = report.events
-        assert (move.cause.kind, move.cause.op, move.cause.why) == ("no rule", HALVED, "it has no rule")
-        assert move.sent_bytes == 4 * (6 * 2, 0, 2 * 2)[rank]  # every element to the two ranks that lack it
-        assert move.total_bytes == 4 * 16
-        assert move.avoid == ".redistribute(placements=[Replicate()]) of an operand before the loop"
+        (event,) = report.events
+        assert (event.cause.kind, event.cause.op, event.cause.why) == ("no rule", HALVED, "it has no rule")
+        assert event.sent_bytes == 4 * (6 * 2, 0, 2 * 2)[rank]  # every element to the two ranks that lack it
+        assert event.total_bytes == 4 * 16
+        assert event.avoid == ".redistribute(placements=[Replicate()]) of an operand before the loop"
 
 
-def test_the_backward_of_an_implicit_move_is_told_with_the_line_of_its_forward() -> None:
+def test_an_implicit_backward_is_reported_with_the_line_of_its_forward() -> None:
     def body() -> tuple[Explanation[None], int]:
         rows, columns = operands(Mesh((3,)), requires_grad=True)
         with explain() as report:
@@ -100,7 +100,7 @@ def test_the_backward_of_an_implicit_move_is_told_with_the_line_of_its_forward()
         return report, line
 
     for rank, (report, line) in enumerate(on_ranks(3, body)):
-        forward, backward = (move for move in report.events if move.cause.op == "mul")
+        forward, backward = (event for event in report.events if event.cause.op == "mul")
         assert not forward.cause.backward
         assert backward.cause.backward
         assert (backward.src.placements, backward.dst.placements) == ((ROWS,), (S1,))
@@ -111,7 +111,7 @@ def test_the_backward_of_an_implicit_move_is_told_with_the_line_of_its_forward()
         assert backward.avoid == forward.avoid
 
 
-def test_a_backward_whose_forward_nobody_heard_is_told_with_the_line_that_called_it() -> None:
+def test_a_backward_whose_forward_was_outside_is_reported_with_the_line_that_called_it() -> None:
     def body() -> tuple[Explanation[None], int]:
         rows, columns = operands(Mesh((3,)), requires_grad=True)
         out = (rows * columns).sum()
@@ -121,29 +121,32 @@ def test_a_backward_whose_forward_nobody_heard_is_told_with_the_line_that_called
         return report, line
 
     for report, line in on_ranks(3, body):
-        (move,) = [move for move in report.events if move.cause.op == "mul"]
-        assert move.cause.backward
-        assert move.cause.implicit
-        assert move.cause.call_site is not None
-        assert move.cause.call_site.line == line
+        (event,) = [event for event in report.events if event.cause.op == "mul"]
+        assert event.cause.backward
+        assert event.cause.implicit
+        assert event.cause.call_site is not None
+        assert event.cause.call_site.line == line
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_what_was_asked_for_is_told_as_such_forward_and_backward(async_op: bool) -> None:
+def test_explicit_redistributions_are_reported_as_such_forward_and_backward(async_op: bool) -> None:
     def body() -> Explanation[None]:
         rows, _ = operands(Mesh((3,)), requires_grad=True)
         with explain() as report:
             rows.redistribute(placements=[S1], async_op=async_op).sum().backward()
-        assert report.sent_bytes == sum(move.sent_bytes for move in report.events)
+        assert report.sent_bytes == sum(event.sent_bytes for event in report.events)
         return report
 
     for report in on_ranks(3, body):
-        asked = [move for move in report.events if move.src is not None and move.src.shape == (7, 3)]
-        assert [(move.cause.kind, move.cause.backward) for move in asked] == [("explicit", False), ("explicit", True)]
-        assert not any(move.cause.implicit or move.avoid for move in asked)
+        asked = [event for event in report.events if event.src is not None and event.src.shape == (7, 3)]
+        assert [(event.cause.kind, event.cause.backward) for event in asked] == [
+            ("explicit", False),
+            ("explicit", True),
+        ]
+        assert not any(event.cause.implicit or event.avoid for event in asked)
 
 
-def test_gradients_that_are_read_are_told_for_the_whole_mesh() -> None:
+def test_gradients_that_are_read_are_reported_for_all_ranks_of_the_mesh() -> None:
     """Columns of 2 and 1 over "tp", copies over "dp": each line of "dp" reduces its own width."""
 
     def body() -> Explanation[None]:
@@ -158,15 +161,15 @@ def test_gradients_that_are_read_are_told_for_the_whole_mesh() -> None:
         return report
 
     for rank, report in enumerate(on_ranks(4, body)):
-        (move,) = report.events
-        assert (move.cause.kind, move.cause.operand, move.cause.implicit) == ("gradient", "the gradient of w", True)
+        (event,) = report.events
+        assert (event.cause.kind, event.cause.operand, event.cause.implicit) == ("gradient", "the gradient of w", True)
         held = 5 * (2, 1)[rank % 2]
-        assert move.sent_bytes == 4 * held  # to the one other rank of the line, by an exchange or as a ring
-        assert move.total_bytes == 4 * (2 * 10 + 2 * 5)
-        assert move.ranks == (0, 1, 2, 3)
+        assert event.sent_bytes == 4 * held  # to the one other rank of the line, by an exchange or as a ring
+        assert event.total_bytes == 4 * (2 * 10 + 2 * 5)
+        assert event.ranks == (0, 1, 2, 3)
 
 
-def test_an_exchange_inside_an_op_is_told_but_is_no_implicit_move() -> None:
+def test_an_exchange_inside_an_op_is_reported_but_not_implicit() -> None:
     def body() -> tuple[Explanation[Any], int]:
         mesh = Mesh((2,))
         table = distribute_tensor(torch.randn(9, 4), mesh, [S0]).requires_grad_()
@@ -178,12 +181,12 @@ def test_an_exchange_inside_an_op_is_told_but_is_no_implicit_move() -> None:
         return report, counted.total_bytes
 
     for report, counted in on_ranks(2, body):
-        lookups = [move for move in report.events if move.cause.op == "embedding"]
-        assert {move.cause.backward for move in lookups} == {False, True}
-        for move in lookups:
-            assert (move.cause.kind, move.cause.implicit, move.total_bytes) == ("internal", False, None)
-            assert move.cause.why == "all-to-all of ids to row owners, then of embeddings"
-            assert move.src is None
+        lookups = [event for event in report.events if event.cause.op == "embedding"]
+        assert {event.cause.backward for event in lookups} == {False, True}
+        for event in lookups:
+            assert (event.cause.kind, event.cause.implicit, event.total_bytes) == ("internal", False, None)
+            assert event.cause.why == "all-to-all of ids to row owners, then of embeddings"
+            assert event.src is None
         assert report.sent_bytes == counted
 
 
@@ -199,7 +202,9 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("shape", "placements"), [((1,), [S0]), ((3,), [S0]), ((2, 2), [S0, R]), ((2, 2), [S0, S1])])
-def test_the_bytes_of_the_moves_and_of_agreements_are_all_that_is_sent(shape: tuple[int, ...], placements: Any) -> None:
+def test_the_bytes_of_events_and_of_agreement_checks_are_all_that_is_sent(
+    shape: tuple[int, ...], placements: Any
+) -> None:
     def body() -> None:
         mesh = Mesh(shape)
         torch.manual_seed(0)
@@ -214,10 +219,10 @@ def test_the_bytes_of_the_moves_and_of_agreements_are_all_that_is_sent(shape: tu
         assert (
             report.sent_bytes
             == counted.total_bytes
-            == sum(move.sent_bytes for move in report.events) + (report.other_bytes)
+            == sum(event.sent_bytes for event in report.events) + (report.other_bytes)
         )
         assert (counted.total_bytes > 0) == (mesh.size() > 1)
-        totals = [(move.total_bytes, move.sent_bytes) for move in report.events if move.total_bytes is not None]
+        totals = [(event.total_bytes, event.sent_bytes) for event in report.events if event.total_bytes is not None]
         every = collectives.gather_json(totals, tuple(range(mesh.size())))
         assert len({len(rank) for rank in every}) == 1
         for same_move in zip(*every, strict=True):
@@ -264,7 +269,7 @@ def test_a_call_is_explained_with_its_arguments_and_result() -> None:
     assert report.result == 6.0
 
 
-def test_what_moves_before_an_error_is_told() -> None:
+def test_events_before_an_error_are_reported() -> None:
     def body() -> int:
         _, columns = operands(Mesh((3,)))
         report = explain()
@@ -282,7 +287,7 @@ def test_what_moves_before_an_error_is_told() -> None:
     assert on_ranks(3, body) == [1, 1, 1]
 
 
-def test_no_stack_is_looked_at_while_nobody_asks_for_lines() -> None:
+def test_no_stack_is_read_unless_a_listener_wants_call_sites() -> None:
     def body() -> None:
         _, columns = operands(Mesh((3,)), requires_grad=True)
         moved = columns.redistribute(placements=[S0])
@@ -298,7 +303,7 @@ def test_no_stack_is_looked_at_while_nobody_asks_for_lines() -> None:
     on_ranks(3, body)
 
 
-def test_simulated_ranks_hear_themselves_only() -> None:
+def test_simulated_ranks_record_themselves_only() -> None:
     def body() -> tuple[int, bool]:
         _, columns = operands(Mesh((3,)))
         if collectives.rank() == 1:
@@ -334,35 +339,35 @@ def test_the_first_of_two_overlapping_listeners_may_leave_first() -> None:
     assert not comm_trace.listening()
 
 
-def test_an_operand_of_another_mesh_is_told_with_the_mesh_to_go_to() -> None:
+def test_an_operand_of_another_mesh_is_reported_with_the_mesh_it_needs() -> None:
     def body() -> str:
         x = distribute_tensor(torch.ones(5, 3), Mesh((3,)), [S0])
         y = distribute_tensor(torch.ones(3), Mesh((2,)), [R])
         with explain() as report:
             x * y
-        (move,) = report.events
-        assert move.total_bytes == 4 * 3  # to the rank that is not in the smaller mesh
-        return move.avoid
+        (event,) = report.events
+        assert event.total_bytes == 4 * 3  # to the rank that is not in the smaller mesh
+        return event.avoid
 
     assert set(on_ranks(3, body)) == {
         ".redistribute(device_mesh=Mesh(0=3), placements=[Replicate()]) of an operand before the loop"
     }
 
 
-def test_a_maximum_that_backward_has_to_reduce_is_told() -> None:
+def test_a_maximum_that_backward_has_to_reduce_is_reported() -> None:
     def body() -> list[tuple[str, str]]:
         x = distribute_tensor(torch.tensor(5.0), Mesh((2,)), [Replicate()]).requires_grad_()
         assert isinstance(x, DTensor)
         top = x.redistribute(placements=[Partial("max")])
         with explain() as report:
             top.backward()
-        return [(move.cause.kind, move.cause.op) for move in report.events]
+        return [(event.cause.kind, event.cause.op) for event in report.events]
 
     for told in on_ranks(2, body):
         assert told[0] == ("operand", "backward")
 
 
-def test_real_ranks_tell_the_same() -> None:
+def test_real_ranks_report_the_same() -> None:
     for rank, (sent, total, file) in enumerate(world(2, real=True).run(gathered_on_a_real_rank)):
         assert sent == 4 * (3, 2)[rank]
         assert total == 4 * 5
@@ -373,6 +378,6 @@ def gathered_on_a_real_rank() -> tuple[int, int | None, str]:
     x = distribute_tensor(torch.ones(5), Mesh((2,)), [S0])
     with explain() as report:
         halved(x)
-    (move,) = report.events
-    assert move.cause.call_site is not None
-    return move.sent_bytes, move.total_bytes, move.cause.call_site.file
+    (event,) = report.events
+    assert event.cause.call_site is not None
+    return event.sent_bytes, event.total_bytes, event.cause.call_site.file

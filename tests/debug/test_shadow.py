@@ -134,7 +134,7 @@ def test_a_replica_that_differs_from_the_others_is_found() -> None:
     assert (error.rank, error.index, error.difference) == (2, (5, 2), 0.5)
 
 
-def test_summands_are_added_before_they_are_compared() -> None:
+def test_partial_sums_are_reduced_before_they_are_compared() -> None:
     def call() -> object:
         parts = DTensor.from_local(torch.ones(6, 3, dtype=torch.float64), Mesh((3,)), [P], run_check=False)
         return doubled(parts)
@@ -144,7 +144,7 @@ def test_summands_are_added_before_they_are_compared() -> None:
     assert "Expected 6.0, got 6.5" in str(error)
 
 
-def test_the_place_in_a_rank_of_several_boxes_is_the_global_one() -> None:
+def test_the_index_on_a_rank_of_several_boxes_is_the_global_one() -> None:
     boxes = [[Box((0, 0), (6, 1))], [], [Box((4, 1), (2, 2)), Box((0, 1), (4, 2))]]
     error = error_on_all_ranks(lambda: doubled(matrix(Boxes(boxes))))
     assert (error.rank, error.index, error.difference) == (2, (3, 2), 0.5)
@@ -167,7 +167,7 @@ def test_what_changes_in_place_is_compared_though_nothing_is_returned(counts_ver
     assert "in operand 0 at [4, 0] on rank 2, where 6 elements differ" in str(error)
 
 
-def test_the_largest_of_several_differences_is_told() -> None:
+def test_the_largest_of_several_differences_is_reported() -> None:
     error = error_on_all_ranks(lambda: halves(matrix()))
     assert (error.rank, error.index, error.difference) == (0, (0, 0), 1.0)
     assert "in the result[2] at [0, 0] on rank 0, where 12 elements differ" in str(error)
@@ -220,7 +220,7 @@ class Block(torch.nn.Module):
         return out
 
 
-def whole(x: Any) -> Tensor:
+def full(x: Any) -> Tensor:
     found: Tensor = x.full_tensor()
     return found
 
@@ -238,16 +238,16 @@ def outcome(mesh: Mesh, placements: Any, seen: list[Shadow] | None) -> tuple[lis
     with count_comms() as counted, explain() as report, shadow() if seen is not None else explain() as watching:
         loss = model(x).log().mean()
         loss.backward()
-        gradients = [whole(p.grad) for p in model.parameters()]
+        gradients = [full(p.grad) for p in model.parameters()]
         optimizer.step()
         x.mul_(2)
-        nonzero = whole((x > 0).nonzero())
-        drawn = whole(torch.rand_like(x))
+        nonzero = full((x > 0).nonzero())
+        drawn = full(torch.rand_like(x))
     if isinstance(watching, Shadow):
         assert seen is not None
         seen.append(watching)
-    values = [whole(loss), whole(x), *map(whole, model.parameters())]
-    moves = [(str(move), move.sent_bytes) for move in report.events]
+    values = [full(loss), full(x), *map(full, model.parameters())]
+    moves = [(str(event), event.sent_bytes) for event in report.events]
     return [values, gradients, nonzero, drawn, torch.rand(3)], [counted.calls, counted.sent_bytes, moves]
 
 
@@ -354,7 +354,7 @@ def test_only_the_chosen_ops_are_compared(ops: Any) -> None:
     assert world(3).run(body) == [{"sin": 1}] * 3
 
 
-def test_the_ops_that_a_function_is_taken_apart_into_can_be_chosen() -> None:
+def test_the_ops_that_a_function_is_decomposed_into_can_be_chosen() -> None:
     def body() -> dict[str, int]:
         with shadow(ops=["aten.max.dim", "max"]) as seen:
             torch.max(matrix(), 1)
@@ -402,7 +402,7 @@ def test_inner_shadows_compare_what_outer_ones_do_not() -> None:
     world(3).run(body)
 
 
-def test_the_doors_are_as_before_after_an_error() -> None:
+def test_no_hook_is_left_after_an_error() -> None:
     error_on_all_ranks(lambda: doubled(matrix()))
     assert DTensor._dispatch is entry.enter
 

@@ -78,7 +78,7 @@ def test_a_tensor_parallel_transformer_replays_bit_for_bit(ranks: int, dropout: 
     world(ranks).run(check)
 
 
-def test_on_a_grid_with_uneven_batches_every_layout_has_its_recording() -> None:
+def test_each_layout_of_uneven_batches_on_a_grid_has_its_own_graph() -> None:
     def check() -> None:
         torch.manual_seed(0)
         mesh = sw.Mesh((2, 2))
@@ -153,7 +153,7 @@ def test_a_replay_sends_as_much_in_as_many_collectives_and_runs_no_rules() -> No
         assert not ran & {"dispatch.py", "resolve.py", "on_locals.py", "movement.py", "row.py", "transformer.py"}
 
 
-def test_every_kind_of_output_comes_back_as_it_is() -> None:
+def test_every_kind_of_output_is_returned_unchanged() -> None:
     def check() -> None:
         mesh = sw.Mesh((2,))
         weight = sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)]).requires_grad_()
@@ -201,7 +201,7 @@ def test_plain_tensors_and_modules_of_plain_torch_are_captured_too() -> None:
         assert torch.equal(a, b)  # the running statistics moved on
 
 
-def test_backward_may_run_twice_over_a_recording_and_over_a_replay() -> None:
+def test_backward_may_run_twice_over_a_trace_and_over_a_replay() -> None:
     weight = nn.Parameter(torch.randn(3))
     step = sw.capture(lambda x: (x * weight).exp().sum())
     for _ in range(2):
@@ -225,7 +225,7 @@ def test_a_weight_that_changed_before_backward_is_an_error_in_a_replay_as_ever()
         loss.backward()
 
 
-def test_autocast_has_a_recording_of_its_own() -> None:
+def test_autocast_has_a_graph_of_its_own() -> None:
     model = nn.Linear(4, 4)
     step = sw.capture(model)
     x = torch.randn(2, 4)

@@ -36,7 +36,7 @@ def agrees(step: Any, x: Tensor) -> bool:
     return torch.equal(step(x), expected)
 
 
-def whole(x: Any) -> Tensor:
+def full(x: Any) -> Tensor:
     found: Tensor = x.full_tensor()
     return found.clone()
 
@@ -62,7 +62,7 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_module_that_changed_is_recorded_anew(name: str) -> None:
+def test_a_module_that_changed_is_retraced(name: str) -> None:
     torch.manual_seed(1)
     module, x = Scaled(), torch.randn(4, 3)
     step = sw.capture(module)
@@ -89,7 +89,7 @@ def test_values_written_into_parameters_and_buffers_count_at_once() -> None:
     assert len(step.graphs()) == 1
 
 
-def test_numbers_in_a_closure_or_a_global_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_in_a_closure_or_a_global_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     factor = 1.0
 
     def function(x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_numbers_in_a_closure_or_a_global_are_looked_at(monkeypatch: pytest.Monk
     assert torch.equal(step(x), x * 4.0 * 5.0)
 
 
-def test_every_kind_of_operands_has_its_own_recording() -> None:
+def test_every_kind_of_call_has_its_own_graph() -> None:
     def check() -> None:
         mesh = sw.Mesh((2,))
         x, y = torch.randn(4, 6), torch.randn(6, 4)
@@ -127,14 +127,14 @@ def test_every_kind_of_operands_has_its_own_recording() -> None:
     world(2).run(check)
 
 
-def test_one_tensor_in_two_places_is_not_two() -> None:
+def test_aliased_arguments_are_another_kind_of_call() -> None:
     step, a, b = sw.capture(lambda x, y: x * 2 + y), torch.randn(3), torch.randn(3)
     assert torch.equal(step(a, a), 3 * a)
     assert torch.equal(step(a, b), a * 2 + b)
     assert torch.equal(step(b, b), 3 * b)
 
 
-def test_too_many_kinds_of_operands_are_an_error_that_says_what_to_do() -> None:
+def test_too_many_kinds_of_calls_are_an_error_that_says_what_to_do() -> None:
     step = sw.capture(lambda x, n: x * n, limit=3)
     for n in (1.0, 2.0, 3.0, 1.0):
         step(torch.ones(2), n)
@@ -142,7 +142,7 @@ def test_too_many_kinds_of_operands_are_an_error_that_says_what_to_do() -> None:
         step(torch.ones(2), 4.0)
 
 
-def test_tools_that_look_on_see_the_step_itself() -> None:
+def test_debugging_tools_see_the_step_itself() -> None:
     def check() -> None:
         mesh = sw.Mesh((2,))
         weight = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
@@ -192,13 +192,13 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_replay_could_not_repeat_is_refused_while_recording(name: str) -> None:
+def test_what_a_replay_could_not_repeat_is_refused_while_tracing(name: str) -> None:
     function, said = REFUSED[name]
     with pytest.raises(CaptureError, match=said):
         sw.capture(function)(torch.randn(3))
 
 
-def test_values_that_are_the_same_at_every_replay_may_be_looked_at() -> None:
+def test_constants_may_be_read() -> None:
     def function(x: Tensor) -> Tensor:
         table = torch.tensor([3, 1, 2])
         table.add_(1)
@@ -210,7 +210,7 @@ def test_values_that_are_the_same_at_every_replay_may_be_looked_at() -> None:
         assert torch.equal(step(x), function(x))
 
 
-def test_facts_that_ranks_tell_each_other_are_refused_on_all_of_them() -> None:
+def test_facts_that_ranks_exchange_are_refused_on_all_of_them() -> None:
     def check() -> None:
         mesh = sw.Mesh((2,))
         step = sw.capture(lambda x: sw.DTensor.from_local(x, mesh, [sw.Shard(0)]).sum())
@@ -220,7 +220,7 @@ def test_facts_that_ranks_tell_each_other_are_refused_on_all_of_them() -> None:
     world(2).run(check)
 
 
-def test_parts_of_a_plain_batch_that_ranks_ask_for_are_refused_and_told_sizes_work() -> None:
+def test_plain_batches_of_unknown_shard_sizes_are_refused_and_given_sizes_work() -> None:
     def check(style: ColwiseParallel, length: int) -> Tensor:
         torch.manual_seed(0)
         layer = parallelize_module(nn.Linear(3, 4), sw.Mesh((2,)), style)
@@ -259,7 +259,7 @@ def test_a_second_derivative_of_a_replay_is_an_error() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "aot_eager"), (1, "inductor")])
-def test_what_lies_between_collectives_may_be_compiled(ranks: int, backend: str) -> None:
+def test_ops_between_collectives_may_be_compiled(ranks: int, backend: str) -> None:
     def check() -> None:
         torch.manual_seed(0)
         mesh = sw.Mesh((ranks,))
@@ -272,7 +272,7 @@ def test_what_lies_between_collectives_may_be_compiled(ranks: int, backend: str)
             grads = []
             for function in (step.function, step):
                 function(x).backward()
-                grads.append([whole(p.grad) for p in model.parameters()])
+                grads.append([full(p.grad) for p in model.parameters()])
                 model.zero_grad()
             torch.testing.assert_close(*grads)
         assert len(step.graphs()) == 1

@@ -72,7 +72,7 @@ def test_every_page_is_well_formed(written: Written) -> None:
     ET.fromstring(one.svg())  # noqa: S314 - not from elsewhere
 
 
-def test_pieces_of_a_drawing_are_in_proportion() -> None:
+def test_segments_of_a_drawing_are_in_proportion() -> None:
     assert [ranks for _, ranks, _ in cells(picture(UNEVEN).svg())] == [{0}, {1}, {2}, {3}]
     heights = [frame[3] for *_, frame in cells(picture(UNEVEN).svg())]
     assert heights == [heights[0], 3 * heights[0], heights[0], 3 * heights[0]]
@@ -80,7 +80,7 @@ def test_pieces_of_a_drawing_are_in_proportion() -> None:
     assert [b - a for a, b in pairwise(edges)] == heights[:-1]
 
 
-def test_slices_stand_beside_each_other_and_name_their_place() -> None:
+def test_slices_are_side_by_side_and_labelled() -> None:
     svg = picture(DEEP).svg()
     assert "[:, :, 0:5]" in svg
     assert "[:, :, 5:10]" in svg
@@ -92,7 +92,7 @@ def test_slices_stand_beside_each_other_and_name_their_place() -> None:
     ]
 
 
-def test_contributions_are_dashed_and_other_cells_are_not() -> None:
+def test_partial_cells_are_dashed_and_others_are_not() -> None:
     assert picture(Layout(Mesh((2,)), [Partial()], (4, 4))).svg().count("stroke-dasharray") == 1
     assert "stroke-dasharray" not in picture(Layout(Mesh((2,)), [Replicate()], (4, 4))).svg()
 
@@ -104,7 +104,7 @@ def test_thousands_of_cells_are_summarised() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1000, 10000), (1000, 64), (10**9, 10**12), (64,)])
-def test_numbers_on_edges_stand_apart(shape: tuple[int, ...]) -> None:
+def test_numbers_on_edges_do_not_overlap(shape: tuple[int, ...]) -> None:
     mesh, placements = (Mesh((64, 64)), [Shard(0), Shard(1)]) if len(shape) > 1 else (Mesh((64,)), [Shard(0)])
     svg = picture(Layout(mesh, placements, shape)).svg()
     texts = re.findall(r'<text x="(\S+)" y="(\S+)" text-anchor="(\w+)"[^>]* fill="#666666">(\d+)<', svg)
@@ -116,7 +116,7 @@ def test_numbers_on_edges_stand_apart(shape: tuple[int, ...]) -> None:
     assert {"0", *map(str, shape)} <= ends
 
 
-def test_a_page_tells_what_each_rank_holds() -> None:
+def test_a_page_shows_what_each_rank_holds() -> None:
     page = picture(Layout(Mesh((3,)), [Shard(0, [3, 0, 1])], (4, 2)), itemsize=4).html()
     rows = re.findall(r"<tr><td>(\d+)</td><td class=\"word\">(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
     assert rows == [("0", "[0:3, 0:2]", "6", "24 B"), ("1", "nothing", "0", "0 B"), ("2", "[3:4, 0:2]", "2", "8 B")]

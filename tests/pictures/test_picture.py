@@ -23,7 +23,7 @@ def drawn(layout: Layout, width: int = 100, itemsize: int | None = None) -> str:
 # ---- as they look -----------------------------------------------------------------------------------------------
 
 
-def test_a_two_dim_cut_on_a_grid() -> None:
+def test_two_dims_sharded_on_a_grid() -> None:
     assert drawn(Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (10, 6)), itemsize=4) == (
         "10 x 6 as [Shard(0), Shard(1)] on Mesh(0=2, 1=2)\n"
         "   0        3\n"
@@ -36,7 +36,7 @@ def test_a_two_dim_cut_on_a_grid() -> None:
     )
 
 
-def test_uneven_pieces_are_drawn_in_proportion() -> None:
+def test_uneven_shards_are_drawn_in_proportion() -> None:
     assert drawn(Layout(Mesh((4,)), [Shard(0, [1, 3, 1, 3])], (8, 16)), itemsize=4) == (
         "8 x 16 as [Shard(0, sizes=(1, 3, 1, 3))] on Mesh(0=4)\n"
         "   0\n"
@@ -58,7 +58,7 @@ def test_uneven_pieces_are_drawn_in_proportion() -> None:
     )
 
 
-def test_a_cut_of_the_third_dim_is_a_row_of_slices() -> None:
+def test_a_sharded_third_dim_is_a_row_of_slices() -> None:
     assert drawn(Layout(Mesh((2, 2), (3, 1, 0, 2)), [Shard(0), Shard(2, [2, 8])], (6, 4, 10))) == (
         "6 x 4 x 10 as [Shard(0), Shard(2, sizes=(2, 8))] on Mesh(0=2, 1=2, ranks=(3, 1, 0, 2))\n"
         "  [:, :, 0:2]    [:, :, 2:10]\n"
@@ -86,7 +86,7 @@ def test_replicas_share_a_cell_and_ranks_without_anything_are_named() -> None:
     )
 
 
-def test_contributions_and_their_copies_are_marked() -> None:
+def test_partial_values_and_their_replicas_are_marked() -> None:
     text = drawn(Layout(Mesh((2, 2, 2)), [Partial(), Replicate(), Shard(0)], (6, 5)))
     assert "│ sum(rank 0 | 2, 4 | 6) │" in text
     assert "sum(…): these ranks hold partial values of the whole cell; a | b hold the same" in text
@@ -94,7 +94,7 @@ def test_contributions_and_their_copies_are_marked() -> None:
     assert "(…)" not in drawn(Layout(Mesh((3,)), [Partial("max")], (0, 5)))
 
 
-def test_boxes_are_drawn_as_they_lie() -> None:
+def test_boxes_are_drawn_in_place() -> None:
     boxes = [[((0, 0), (2, 1)), ((0, 1), (1, 1))], [((1, 1), (1, 1))]]
     assert drawn(Layout(Mesh((2,)), [Boxes(boxes)], (2, 2)), itemsize=2) == (
         "2 x 2 as [Boxes([0:2, 0:1] [0:1, 1:2] | [1:2, 1:2])] on Mesh(0=2)\n"
@@ -122,7 +122,7 @@ def test_tensors_without_dims_without_elements_and_on_one_rank() -> None:
     assert drawn(Layout(Mesh((3,)), [OnRanks(2)], (4, 4))).endswith("rank 2: 4 x 4\nrank 0-1: nothing")
 
 
-def test_the_order_of_cuts_is_told_where_it_is_not_the_natural_one() -> None:
+def test_a_shard_order_is_shown_if_it_is_not_the_default() -> None:
     text = drawn(Layout(Mesh((2, 3)), [Shard(0), Shard(0)], (6,), (1, 0)))
     assert text.splitlines()[0].endswith(", shard order 1, 0")
 
@@ -133,7 +133,7 @@ def test_the_order_of_cuts_is_told_where_it_is_not_the_natural_one() -> None:
 @pytest.mark.parametrize("width", [60, 100, 200])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [64, 1000])
-def test_many_pieces_are_summarised_to_fit(ranks: int, dim: int, width: int) -> None:
+def test_many_shards_are_summarised_to_fit(ranks: int, dim: int, width: int) -> None:
     layout = Layout(Mesh((ranks,)), [Shard(dim)], (3000, 3000, 3000))
     lines = drawn(layout, width).splitlines()
     assert max(map(len, lines)) <= width
@@ -157,7 +157,7 @@ def test_all_of_very_many_replicas_are_named() -> None:
     assert "rank 0, 16 … 112" in drawn(Layout(Mesh((8, 16)), [Replicate(), Shard(1)], (10, 160)))
 
 
-def test_many_different_shards_are_told_by_the_fullest_and_the_emptiest() -> None:
+def test_of_many_different_shards_the_largest_and_the_smallest_are_shown() -> None:
     sizes = [i % 13 for i in range(64)]
     text = drawn(Layout(Mesh((64,)), [Shard(0, sizes)], (sum(sizes), 2)), itemsize=1)
     assert text.splitlines()[-3:] == [
@@ -175,7 +175,7 @@ def test_long_labels_go_on_in_the_next_line_where_there_is_no_room() -> None:
     assert labels_of("\n".join(lines))[0] == "max(rank 0 | 12, 1 | 13, 2 | 14, 3 | 15)"
 
 
-def test_boxes_that_stand_askew_are_summarised_without_overlapping() -> None:
+def test_boxes_that_would_overlap_are_summarised_together() -> None:
     """Rows of bricks, each shifted by half a brick."""
     bricks = []
     for row in range(40):

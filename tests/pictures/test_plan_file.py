@@ -110,7 +110,10 @@ HEAD = "mesh = [2]\n[parameters.w]\n"
         (f"{HEAD}placements = 'S(0)'", "w: the shape is missing"),
         (f"{HEAD}shape = [4]", "w: one of placements, chunk, shards says how it is sharded, got none"),
         (f"{HEAD}shape = [4]\nplacements = 'S(0)'\nchunk = {{}}", "got placements and chunk"),
-        (f"{HEAD}shape = [4]\nplacement = 'S(0)'", "w: 'placement' is not a key of a plan file. Did you mean 'placements'?"),
+        (
+            f"{HEAD}shape = [4]\nplacement = 'S(0)'",
+            "w: 'placement' is not a key of a plan file. Did you mean 'placements'?",
+        ),
         (f"{HEAD}shape = [4]\nplacements = 'S(1)'", "w: Shard(1) on axis 0: a tensor of shape (4,) has no dim 1"),
         (f"{HEAD}shape = [4.5]\nplacements = 'S(0)'", "w: [4.5] is no shape"),
         (f"{HEAD}shape = [4]\nplacements = 'exit()'", "w: 'exit()' is no placement"),

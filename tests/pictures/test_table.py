@@ -24,7 +24,7 @@ def model() -> nn.Module:
 PLAN: dict[str, Any] = {"0.weight": Shard(0, (5, 2)), "1.weight": Shard(1), "1.bias": OnRanks(1)}
 
 
-def test_a_plan_is_shown_before_anything_is_moved() -> None:
+def test_a_plan_is_shown_before_it_is_applied() -> None:
     with torch.device("meta"):
         module = model()
     assert str(sharding_table(module, PLAN, MESH)) == (
@@ -49,7 +49,7 @@ def test_a_sharded_module_is_shown_as_its_plan_was() -> None:
         assert [one.rank_bytes[rank] for one in table.placed] == held
 
 
-def test_plain_parameters_are_whole_on_every_rank_and_tied_ones_are_one() -> None:
+def test_plain_parameters_are_on_every_rank_and_tied_ones_are_one() -> None:
     module = model()
     assert [one.placement for one in sharding_table(module).placed] == ["plain"] * 3
     assert sharding_table(module).ranks == (0,)

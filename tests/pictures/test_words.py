@@ -21,7 +21,7 @@ from tests.strategies import laws
         (1_048_575, "1024 KiB"), (1_048_576, "1.0 MiB"), (5 << 30, "5.0 GiB"), (5 << 40, "5120 GiB"),
     ],
 )  # fmt: skip
-def test_bytes_are_said_in_few_characters(number: float, text: str) -> None:
+def test_bytes_are_short(number: float, text: str) -> None:
     assert bytes_text(number) == text
 
 
@@ -47,7 +47,7 @@ def test_runs_of_ranks_are_short(ranks: list[int], text: str) -> None:
 
 @laws
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 20)), min_size=1, max_size=8), st.integers(1, 200))
-def test_pieces_are_at_least_as_large_as_they_must_be_and_fit(pieces: list[tuple[int, int]], room: int) -> None:
+def test_segments_have_their_least_size_and_fit(pieces: list[tuple[int, int]], room: int) -> None:
     lengths, least = [n for n, _ in pieces], [few for _, few in pieces]
     sizes = spread(lengths, least, room)
     assert all(size >= few for size, few in zip(sizes, least, strict=True))
@@ -56,7 +56,7 @@ def test_pieces_are_at_least_as_large_as_they_must_be_and_fit(pieces: list[tuple
     assert all(b >= a or few_a > b for (_, few_a, a), (_, _, b) in pairwise(by_length))
 
 
-def test_pieces_are_in_proportion_where_there_is_room() -> None:
+def test_segments_are_in_proportion_if_there_is_room() -> None:
     assert spread([1, 3, 1, 3], [1, 1, 1, 1], 16) == [2, 6, 2, 6]
     assert spread([1, 3, 1, 3], [3, 3, 3, 3], 12) == [3, 3, 3, 3]
 
@@ -70,7 +70,7 @@ def test_control_characters_are_written_out() -> None:
     assert printable("größe\x1b[2J\r\n\ud800") == "größe\\x1b[2J\\r\n\\ud800"
 
 
-def test_many_boxes_are_told_by_their_number() -> None:
+def test_many_boxes_are_shown_by_their_number() -> None:
     boxes = Boxes([[((i, 0), (1, 2)) for i in range(5)], []])
     assert title(Layout(Mesh((2,)), [boxes], (5, 2))) == "5 x 2 as [Boxes(5 of them)] on Mesh(0=2)"
 

@@ -133,7 +133,7 @@ def check(module: nn.Module, step: Any, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_a_module_names_is_looked_at(name: str) -> None:
+def test_whatever_a_module_names_is_guarded(name: str) -> None:
     torch.manual_seed(1)
     module, x = Model(), torch.randn(4, 3)
     step = sw.capture(module)
@@ -144,7 +144,7 @@ def test_whatever_a_module_names_is_looked_at(name: str) -> None:
         check(module, step, x)
 
 
-def test_what_lies_beside_a_model_and_is_not_named_may_change() -> None:
+def test_attributes_that_no_function_names_may_change() -> None:
     module, x = Model().eval(), torch.randn(4, 3)
     module.listed[0].eval()
     step = sw.capture(module)
@@ -157,7 +157,7 @@ def test_what_lies_beside_a_model_and_is_not_named_may_change() -> None:
 
 
 @pytest.mark.parametrize("where", ["the class", "a global", "a namespace"])
-def test_values_outside_of_a_module_are_looked_at(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_outside_of_a_module_are_guarded(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = Model(), torch.randn(4, 3)
     step = sw.capture(module)
     for _ in range(2):
@@ -204,7 +204,7 @@ FORMS: dict[str, Callable[[Trainer], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_an_object_is_looked_at_wherever_it_hangs(name: str) -> None:
+def test_an_object_is_guarded_however_it_is_reached(name: str) -> None:
     trainer, x = Trainer(), torch.randn(50)
     function = FORMS[name](trainer)
     step = sw.capture(function)
@@ -229,7 +229,7 @@ def test_an_object_is_looked_at_wherever_it_hangs(name: str) -> None:
         assert agrees()
 
 
-def test_what_a_cached_function_reaches_is_looked_at() -> None:
+def test_what_a_cached_function_reaches_is_guarded() -> None:
     held = [2.0]
 
     @functools.lru_cache
@@ -244,7 +244,7 @@ def test_what_a_cached_function_reaches_is_looked_at() -> None:
     assert step(torch.ones(1)).item() == 3
 
 
-def test_a_call_without_grad_gives_results_without_and_another_recording() -> None:
+def test_a_call_without_grad_has_another_graph() -> None:
     step, x = sw.capture(lambda x: x * WEIGHT), torch.ones(3)
     for grad in (False, True, False, True):
         for _ in range(2):
@@ -257,7 +257,7 @@ def test_a_call_without_grad_gives_results_without_and_another_recording() -> No
     WEIGHT.grad = None
 
 
-def test_who_changes_what_it_reaches_is_told_once() -> None:
+def test_a_function_that_changes_what_it_reaches_warns_once() -> None:
     counter = [0]
 
     def function(x: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ AROUND: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_what_is_set_around_a_call_counts(name: str) -> None:
+def test_modes_around_a_call_are_guarded(name: str) -> None:
     around, function = AROUND[name]
     step, x = sw.capture(function), torch.randn(16, 8)
     for _ in range(2):
@@ -335,7 +335,7 @@ def test_what_is_set_around_a_call_counts(name: str) -> None:
         assert torch.equal(step(x), function(x))
 
 
-def test_activations_of_a_captured_block_may_be_thrown_away_and_made_again() -> None:
+def test_a_captured_block_may_be_checkpointed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3))
     other, x = copy.deepcopy(model), torch.randn(2, 4, requires_grad=True)
     step = sw.capture(model)
@@ -374,7 +374,7 @@ def test_minus_zero_is_another_number() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_an_argument_may_share_memory_with_another_or_with_what_is_reached(sharded: bool) -> None:
+def test_an_argument_may_alias_another_or_a_reachable_tensor(sharded: bool) -> None:
     def made() -> Tensor:
         x = torch.randn(4)
         return sw.distribute_tensor(x, placements=[sw.Shard(0)]) if sharded else x
@@ -454,7 +454,7 @@ def test_what_would_be_another_value_at_a_replay_is_refused(name: str) -> None:
         sw.capture(function)(torch.ones(3))
 
 
-def test_a_recurrent_layer_that_keeps_nothing_without_grad_is_refused_and_its_other_kernel_works() -> None:
+def test_the_onednn_recurrent_layer_is_refused_and_the_other_kernel_works() -> None:
     model = nn.LSTM(4, 4)
     other, step = copy.deepcopy(model), sw.capture(lambda x: model(x)[0])
     with pytest.raises(CaptureError, match="mkldnn_rnn_layer"):
