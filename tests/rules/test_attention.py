@@ -93,7 +93,7 @@ def test_batch_heads_and_causal_queries_are_computed_where_they_are() -> None:
 
 
 @world(2)
-def test_shared_heads_are_cut_with_the_queries_that_share_them() -> None:
+def test_key_heads_are_sharded_with_the_query_heads_that_share_them() -> None:
     mesh = Mesh((2,))
     q, k, v = (distribute_tensor(x, mesh, [S1]) for x in (Q, FEW_K, FEW_V))
     with count_comms() as comms:
@@ -106,7 +106,7 @@ def test_shared_heads_are_cut_with_the_queries_that_share_them() -> None:
 
 
 @world(3)
-def test_cut_keys_meet_in_one_exchange_that_does_not_grow_with_their_number() -> None:
+def test_sharded_keys_need_one_collective_whose_size_does_not_depend_on_their_number() -> None:
     mesh, sent = Mesh((3,)), []
     for keys in (6, 60):
         q = distribute_tensor(Q[:, :, :1], mesh, [R])
@@ -124,8 +124,8 @@ def test_attention_under_autocast_has_the_dtype_of_one_process() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = attention(single[0], single[1], single[2])
         for placements in ([S1, S1, S1], [S2, R, R], [R, S2, S2]):
-            places = zip(single, placements, strict=True)
-            q, k, v = (distribute_tensor(x, Mesh((2,)), [p]) for x, p in places)
+            pairs = zip(single, placements, strict=True)
+            q, k, v = (distribute_tensor(x, Mesh((2,)), [p]) for x, p in pairs)
             out = as_dtensor(attention(q, k, v, is_causal=False))
             assert out.dtype == expected.dtype == torch.bfloat16
             torch.testing.assert_close(out.full_tensor(), expected, rtol=0.02, atol=0.02)
@@ -133,8 +133,8 @@ def test_attention_under_autocast_has_the_dtype_of_one_process() -> None:
 
 def test_dropped_weights_are_the_same_for_every_layout() -> None:
     def dropped(placements: list[Any], ranks: int) -> Tensor:
-        places = zip((Q, K, V), placements, strict=True)
-        q, k, v = (distribute_tensor(x, Mesh((ranks,)), [p]) for x, p in places)
+        pairs = zip((Q, K, V), placements, strict=True)
+        q, k, v = (distribute_tensor(x, Mesh((ranks,)), [p]) for x, p in pairs)
         torch.manual_seed(5)
         return as_dtensor(attention(q, k, v, dropout_p=0.5, is_causal=True)).full_tensor()
 
@@ -184,7 +184,7 @@ def test_attention_layers_equal_one_process(number: int, training: bool) -> None
 
 
 @world(2)
-def test_attention_layers_of_a_cut_batch_send_nothing() -> None:
+def test_attention_layers_with_a_sharded_batch_do_not_communicate() -> None:
     x = distribute_tensor(INPUT, Mesh((2,)), [S0])
     for module in (
         nn.MultiheadAttention(8, 2, batch_first=True),

@@ -1,4 +1,4 @@
-"""Heads cut at will: projections at head boundaries, shared heads, masks, dropout, kernels and rotary embeddings."""
+"""Sharded heads: projections at head boundaries, shared heads, masks, dropout, kernels and rotary embeddings."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
 
 
 def plan(queries: Sequence[int], keys: Sequence[int] | None) -> dict[str, Placement]:
-    """Projections cut at heads of 4 features, so many a rank; keys on all ranks if None."""
+    """Projections sharded at heads of 4 features, so many on each rank; keys on all ranks if None."""
     q = [4 * n for n in queries]
     kv = R if keys is None else Shard(0, [4 * n for n in keys])
     return {"q.*": Shard(0, q), "[kv].*": kv, "o.weight": Shard(1, q)}
@@ -78,7 +78,7 @@ def taught(module: nn.Module, x: Tensor) -> list[Any]:
     return [out, x.grad, *(p.grad for p in module.parameters())]
 
 
-def whole(x: Any) -> Tensor:
+def full(x: Any) -> Tensor:
     return as_dtensor(x).full_tensor().detach()
 
 
@@ -99,7 +99,7 @@ CUTS: list[tuple[int, int, tuple[int, ...], tuple[int, ...] | None, int]] = [
 
 @pytest.mark.parametrize("how", ["enable_gqa", "repeat_interleave", "expand"])
 @pytest.mark.parametrize("case", CUTS, ids=str)
-def test_projections_cut_at_heads_need_nothing_from_each_other(case: Any, how: str) -> None:
+def test_projections_sharded_at_heads_do_not_communicate(case: Any, how: str) -> None:
     heads, shared, queries, keys, exchanges = case
     module = SelfAttention(heads, shared, how).double()
     expected = taught(deepcopy(module), X)
@@ -111,7 +111,7 @@ def test_projections_cut_at_heads_need_nothing_from_each_other(case: Any, how: s
             got = mine(x)
         assert as_dtensor(got)._layout.placements[0].is_partial() or len(queries) == 1
         for ours, theirs in zip(taught(mine, x), expected, strict=True):
-            assert_close(whole(ours), theirs)
+            assert_close(full(ours), theirs)
         return comms.total_calls
 
     calls = set(world(len(queries)).run(body))
@@ -136,7 +136,7 @@ COS, SIN = normal(2, 1, 7, 4), normal(7, 4)
 
 
 @world(4)
-def test_dropout_keeps_heads_cut_and_makes_the_weights_of_its_own_heads_only() -> None:
+def test_dropout_keeps_heads_sharded_and_computes_the_weights_of_local_heads_only() -> None:
     q, k, v = (distribute_tensor(x, Mesh((4,)), [Shard(1, (4, 0, 5, 1))]) for x in (Q, K, V))
     torch.manual_seed(0)
     attention(q, k, v, dropout_p=0.2, is_causal=True)  # the ranks compare their seeds at the first draw
@@ -169,7 +169,7 @@ def test_what_attention_drops_does_not_depend_on_ranks_or_layouts(shared: int) -
         torch.manual_seed(5)
         out = attention(q, k, v, dropout_p=0.4, enable_gqa=True)
         (out * out).sum().backward()
-        return [whole(x) for x in (out, q.grad, k.grad, v.grad)]
+        return [full(x) for x in (out, q.grad, k.grad, v.grad)]
 
     expected = world(1).run(dropped, *DROPPED[0])[0]
     kept = attention(*operands, enable_gqa=True)
@@ -185,8 +185,8 @@ MASKS += [normal(2, 1, 6, 7), normal(2, 10, 6, 7), normal(1, 10, 6, 7), MASKS[0]
 
 @pytest.mark.parametrize("shared", [10, 5])
 @pytest.mark.parametrize("number", range(len(MASKS)))
-def test_masks_may_be_plain_whole_or_cut(number: int, shared: int) -> None:
-    """A mask that all ranks have, or that is cut by the heads of the queries, costs nothing."""
+def test_masks_may_be_plain_replicated_or_sharded(number: int, shared: int) -> None:
+    """A replicated mask, or one sharded with the heads of the queries, needs no communication."""
     mask = MASKS[number]
     operands = normal(2, 10, 6, 4), normal(2, shared, 7, 4), normal(2, shared, 7, 4)
 
@@ -198,8 +198,8 @@ def test_masks_may_be_plain_whole_or_cut(number: int, shared: int) -> None:
         return [out.detach(), *(x.grad for x in leaves if x.requires_grad)], comms.total_calls
 
     expected, _ = run(*operands, mask)
-    cuts = [S0, S1, Shard(1, (0, 4, 4, 2)), S2, S3]
-    fitting = [p for p in cuts if p.dim < mask.ndim and (p.sizes is None or mask.shape[p.dim] == 10)]
+    placements = [S0, S1, Shard(1, (0, 4, 4, 2)), S2, S3]
+    fitting = [p for p in placements if p.dim < mask.ndim and (p.sizes is None or mask.shape[p.dim] == 10)]
 
     def body(placement: Placement | None) -> None:
         q, k, v = (distribute_tensor(x, Mesh((4,)), [S1]) for x in operands)
@@ -221,7 +221,7 @@ KERNELS = {
 
 
 def nodes(out: Tensor) -> set[str]:
-    """What stands in the graph of a tensor."""
+    """The names of the nodes in the graph of a tensor."""
     found, left = set(), [out.grad_fn]
     while left:
         node = left.pop()
@@ -251,7 +251,7 @@ def test_the_kernel_that_is_asked_for_runs_on_every_rank(kernel: SDPBackend, arg
         assert KERNELS[kernel] in ran or not as_dtensor(got[0]).to_local().numel()  # nothing needs no kernel
         assert not ran & (set(KERNELS.values()) - {KERNELS[kernel]})
         for ours, theirs in zip(got, expected, strict=True):
-            assert_close(whole(ours), theirs)
+            assert_close(full(ours), theirs)
 
     expected, ran = run(operands)
     assert KERNELS[kernel] in ran
@@ -268,19 +268,19 @@ def test_a_kernel_that_this_device_lacks_is_the_error_of_torch() -> None:
 
 
 @world(4)
-def test_rotary_embeddings_of_cut_heads_send_nothing() -> None:
+def test_rotary_embeddings_of_sharded_heads_do_not_communicate() -> None:
     x = Q.clone().requires_grad_()
     expected = rotated(x, COS, SIN)
     (expected * expected).sum().backward()
     for placement in (S1, Shard(1, (4, 0, 5, 1)), S0, S2):
-        cut = distribute_tensor(Q, Mesh((4,)), [placement]).requires_grad_()
+        sharded_q = distribute_tensor(Q, Mesh((4,)), [placement]).requires_grad_()
         with count_comms() as comms:
-            out = rotated(cut, COS, SIN)
+            out = rotated(sharded_q, COS, SIN)
             (out * out).sum().backward()
         assert comms.total_calls == 0
         assert as_dtensor(out).placements == (placement,)
-        assert_close(whole(out), expected.detach())
-        assert_close(whole(cut.grad), x.grad)
+        assert_close(full(out), expected.detach())
+        assert_close(full(sharded_q.grad), x.grad)
 
 
 FUSED = nn.MultiheadAttention(20, 10, batch_first=True).double()
@@ -295,8 +295,8 @@ LAYERS: list[tuple[nn.MultiheadAttention, dict[str, Placement]]] = [
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("number", range(len(LAYERS)))
-def test_torch_attention_with_cut_weights_equals_one_process(number: int, need_weights: bool) -> None:
-    layer, places = LAYERS[number]
+def test_torch_attention_with_sharded_weights_equals_one_process(number: int, need_weights: bool) -> None:
+    layer, placements = LAYERS[number]
     inputs = [normal(2, 5, n) for n in (20, layer.kdim or 20, layer.vdim or 20)]
 
     def run(module: nn.Module, inputs: Sequence[Tensor]) -> list[Any]:
@@ -306,10 +306,10 @@ def test_torch_attention_with_cut_weights_equals_one_process(number: int, need_w
         return [*outs, *(x.grad for x in (*leaves, *module.parameters()))]
 
     def body(placement: Placement) -> None:
-        mine = sharded(deepcopy(layer), places)
+        mine = sharded(deepcopy(layer), placements)
         got = run(mine, [distribute_tensor(x, Mesh((4,)), [placement]) for x in inputs])
         for ours, theirs in zip(got, expected, strict=True):
-            assert_close(whole(ours), theirs.detach())
+            assert_close(full(ours), theirs.detach())
 
     expected = run(deepcopy(layer), inputs)
     for placement in (R, S0, S1):

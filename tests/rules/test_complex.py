@@ -42,7 +42,7 @@ def test_complex_numbers_equal_one_process(sample: Sample) -> None:
 
 
 @world(2)
-def test_parts_and_pairs_stay_where_they_are() -> None:
+def test_real_and_imaginary_parts_do_not_communicate() -> None:
     mesh = Mesh((2,))
     z = distribute_tensor(Z, mesh, [Shard(0)])
     with count_comms() as comms:

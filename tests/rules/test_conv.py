@@ -65,7 +65,7 @@ def test_convolutions_equal_one_process(sample: Sample) -> None:
 
 
 @world(4)
-def test_a_cut_spatial_dim_sends_its_edges_only() -> None:
+def test_a_sharded_spatial_dim_sends_its_halo_only() -> None:
     x = distribute_tensor(waves(2, 3, 16, 5), Mesh((4,)), [S2])
     weight = distribute_tensor(waves(4, 3, 3, 3), Mesh((4,)), [R])
     with count_comms() as comms:
@@ -99,7 +99,7 @@ def test_windows_that_do_not_overlap_send_nothing() -> None:
 
 
 @world(2)
-def test_channels_are_cut_as_columns_and_rows_of_a_matrix() -> None:
+def test_channels_are_sharded_like_columns_and_rows_of_a_matrix() -> None:
     mesh = Mesh((2,))
     x, first, second = distribute_tensor(waves(2, 3, 5), mesh, [R]), waves(4, 3, 3), waves(3, 4, 1)
     weights = [distribute_tensor(w, mesh, [p]) for w, p in ((first, S0), (second, S1))]
@@ -112,7 +112,7 @@ def test_channels_are_cut_as_columns_and_rows_of_a_matrix() -> None:
 
 
 @world(2)
-def test_depthwise_convolution_of_cut_channels_stays_local() -> None:
+def test_depthwise_convolution_of_sharded_channels_does_not_communicate() -> None:
     mesh = Mesh((2,))
     x = distribute_tensor(waves(2, 4, 5), mesh, [S1])
     for placement in (S0, R):

@@ -15,7 +15,7 @@ from shardwise import Mesh
 from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.chance import (
+from tests.rules.random_ops import (
     ONE,
     S0,
     S1,
@@ -25,7 +25,7 @@ from tests.rules.chance import (
     assert_the_same_on_all_layouts,
     assert_the_same_on_summands,
     on,
-    part,
+    sharded_values,
 )
 
 DROPOUTS: dict[str, Op] = {
@@ -57,7 +57,7 @@ def test_the_same_elements_are_dropped_whatever_the_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_the_same_elements_are_dropped_from_summands(name: str) -> None:
+def test_partial_values_have_one_mask(name: str) -> None:
     assert_the_same_on_summands(DROPOUTS[name])
 
 
@@ -68,12 +68,12 @@ def dropped(
 
     def body() -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(3)
-        whole = 1 + torch.rand(tuple(shape), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        x = part(Layout(Mesh((2,)), [S1], shape), whole).requires_grad_()
+        full = 1 + torch.rand(tuple(shape), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        x = sharded_values(Layout(Mesh((2,)), [S1], shape), full).requires_grad_()
         out = as_dtensor(op(x, p))
         out.sum().backward()
         assert x.grad is not None
-        return whole, as_dtensor(out.detach()).full_tensor(), as_dtensor(x.grad).full_tensor()
+        return full, as_dtensor(out.detach()).full_tensor(), as_dtensor(x.grad).full_tensor()
 
     return world(2).run(body)[0]
 
@@ -88,7 +88,7 @@ def test_dropout_keeps_scaled_elements_and_their_gradients(p: float) -> None:
 
 
 @pytest.mark.parametrize("op", [F.dropout1d, F.feature_alpha_dropout])
-def test_channels_are_dropped_as_a_whole(op: Callable[..., Tensor]) -> None:
+def test_all_elements_of_a_channel_are_dropped(op: Callable[..., Tensor]) -> None:
     def drop(x: Any, p: float) -> Tensor:
         return op(x, p, True)
 
@@ -103,7 +103,9 @@ def test_channels_are_dropped_as_a_whole(op: Callable[..., Tensor]) -> None:
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
     def body() -> tuple[float, float]:
         torch.manual_seed(9)
-        x = part(Layout(Mesh((2,)), [S0], (200_000,)), torch.randn(200_000, generator=torch.Generator().manual_seed(2)))
+        x = sharded_values(
+            Layout(Mesh((2,)), [S0], (200_000,)), torch.randn(200_000, generator=torch.Generator().manual_seed(2))
+        )
         out = as_dtensor(F.alpha_dropout(x, 0.3, True)).full_tensor()
         return out.mean().item(), out.std().item()
 
@@ -114,7 +116,7 @@ def test_alpha_dropout_keeps_mean_and_variance() -> None:
 
 def test_what_drops_nothing_draws_nothing() -> None:
     def body() -> bool:
-        x = part(on(Mesh((2,)), [S0]))
+        x = sharded_values(on(Mesh((2,)), [S0]))
         before = torch.get_rng_state()
         for same in (F.dropout(x, 0.0), F.dropout(x, 0.5, False), F.alpha_dropout(x), F.dropout(x, 0.5, False, True)):
             assert same is x
@@ -147,7 +149,7 @@ def test_torchs_warnings_about_dims_are_given() -> None:
     def body() -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            F.dropout2d(part(ONE))
+            F.dropout2d(sharded_values(ONE))
         return [str(w.message) for w in caught]
 
     ((text,),) = world(1).run(body)

@@ -53,12 +53,12 @@ SAMPLES = [
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_ops_on_planes_equal_one_process(sample: Sample) -> None:
+def test_ops_on_images_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 10
 
 
 @world(2)
-def test_planes_cut_in_rows_send_edges_at_most() -> None:
+def test_images_with_sharded_rows_send_their_halos_at_most() -> None:
     x = distribute_tensor(PLANES, Mesh((2,)), [S2])
     with count_comms() as comms:
         results: list[Any] = [F.interpolate(x, scale_factor=3), F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2)]

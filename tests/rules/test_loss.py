@@ -141,8 +141,8 @@ def test_losses_equal_one_process(sample: Sample) -> None:
 
 @pytest.mark.parametrize("placements", [(S0, S1), (S1, S0), (S1, S1), (S0, S0)], ids=str)
 @pytest.mark.parametrize("sample", [s for s in CLASSES if s.op is not F.linear_cross_entropy][::2], ids=str)
-def test_batch_and_classes_may_be_cut_at_once(sample: Sample, placements: tuple[Placement, Placement]) -> None:
-    """Nothing is gathered: what travels is a few numbers an example, whatever the number of classes."""
+def test_batch_and_classes_may_both_be_sharded(sample: Sample, placements: tuple[Placement, Placement]) -> None:
+    """Scores are not gathered: the ranks exchange a few numbers per example, for any number of classes."""
     scores, target, *rest = sample.tensors()
     if scores.ndim < 2:
         return
@@ -195,14 +195,14 @@ def test_losses_of_short_dtypes_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("cut", "own"), [(S1, R), (S0, S0)], ids=str)
+@pytest.mark.parametrize(("of_scores", "of_targets"), [(S1, R), (S0, S0)], ids=str)
 def test_a_target_that_is_no_class_is_the_same_error_on_every_rank(
-    loss: Callable[..., Tensor], cut: Placement, own: Placement
+    loss: Callable[..., Tensor], of_scores: Placement, of_targets: Placement
 ) -> None:
     def body() -> str:
-        scores = distribute_tensor(SCORES, Mesh((3,)), [cut])
+        scores = distribute_tensor(SCORES, Mesh((3,)), [of_scores])
         with pytest.raises(IndexError) as caught:
-            loss(scores, distribute_tensor(torch.tensor([0, 1, 2, 3, 7]), Mesh((3,)), [own]))
+            loss(scores, distribute_tensor(torch.tensor([0, 1, 2, 3, 7]), Mesh((3,)), [of_targets]))
         return str(caught.value)
 
     assert set(world(3).run(body)) == {"Target 7 is out of bounds: there are 4 classes."}
@@ -210,7 +210,7 @@ def test_a_target_that_is_no_class_is_the_same_error_on_every_rank(
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss], ids=lambda f: f.__name__)
 @world(3)
-def test_classes_that_are_ruled_out_on_a_whole_rank_have_a_gradient_of_zero(loss: Callable[..., Tensor]) -> None:
+def test_a_rank_whose_classes_are_all_masked_has_a_gradient_of_zero(loss: Callable[..., Tensor]) -> None:
     full = SCORES.clone()
     full[:, :2] = float("-inf")
     grads = []
@@ -222,7 +222,7 @@ def test_classes_that_are_ruled_out_on_a_whole_rank_have_a_gradient_of_zero(loss
 
 
 @world(4)
-def test_cut_classes_need_two_numbers_an_example_and_no_gather() -> None:
+def test_sharded_classes_exchange_two_numbers_per_example() -> None:
     scores = distribute_tensor(torch.zeros(6, 400, dtype=torch.float64), Mesh((4,)), [S1])
     target = distribute_tensor(torch.arange(6), Mesh((4,)), [R])
     with count_comms() as comms:

@@ -94,7 +94,7 @@ def test_products_equal_one_process(sample: Sample) -> None:
 
 
 @world(2)
-def test_column_then_row_cut_layers_communicate_once() -> None:
+def test_column_then_row_parallel_layers_communicate_once() -> None:
     mesh = Mesh((2,))
     first, second = (distribute_tensor(SQUARE, mesh, [p]) for p in (S0, S1))
     x = distribute_tensor(A, mesh, [R])
@@ -118,7 +118,7 @@ def test_shapes_that_do_not_fit_are_refused_on_every_rank_alike() -> None:
 def test_two_rows_are_not_stretched_where_torch_refuses_to() -> None:
     mesh = Mesh((2,))
     x, other = distribute_tensor(normal(5, 1), mesh, [R]), distribute_tensor(normal(2, 4), mesh, [S0])
-    for product in (torch.matmul, F.linear):  # the piece of a rank would fit
+    for product in (torch.matmul, F.linear):  # the local shard would fit
         with pytest.raises(RuntimeError):
             product(x, other)
     with pytest.raises(RuntimeError):
@@ -128,7 +128,7 @@ def test_two_rows_are_not_stretched_where_torch_refuses_to() -> None:
 
 
 @world(3)
-def test_terms_are_cut_or_contributed_once_without_a_message() -> None:
+def test_terms_are_sharded_or_added_on_one_rank_without_communication() -> None:
     mesh = Mesh((3,))
     left, right = distribute_tensor(A, mesh, [S1]), distribute_tensor(SQUARE, mesh, [S0])
     term = distribute_tensor(B, mesh, [Partial()])
@@ -157,18 +157,18 @@ def test_products_under_autocast_have_the_dtypes_of_one_process() -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "ranks"), [(2, 8, 2), (200, 8, 4), (2000, 7, 2), (2000, 90, 4), (21, 24, 4)]
 )
-def test_summands_are_added_up_before_they_meet_a_cut_weight_which_stays_where_it_is(
+def test_partial_inputs_are_reduced_before_a_sharded_weight_which_is_not_redistributed(
     rows: int, columns: int, ranks: int
 ) -> None:
     """Also where the weight is smaller: else every rank would compute all columns, and the sum would come later."""
     x, weight = normal(rows, 6), normal(columns, 6)
 
     def body() -> None:
-        whole = distribute_tensor(x, Mesh((ranks,)), [R])
-        summands = as_dtensor(whole).redistribute(placements=[Partial()])
-        cut = distribute_tensor(weight, Mesh((ranks,)), [S0])
+        replicated = distribute_tensor(x, Mesh((ranks,)), [R])
+        partial = as_dtensor(replicated).redistribute(placements=[Partial()])
+        sharded = distribute_tensor(weight, Mesh((ranks,)), [S0])
         with count_comms() as comms:
-            out = as_dtensor(F.linear(summands, cut))
+            out = as_dtensor(F.linear(partial, sharded))
         assert out.placements == (S1,)
         assert [move.split(":")[0] for move in comms.implicit] == ["linear, operand 0"]
         torch.testing.assert_close(out.full_tensor(), F.linear(x, weight))
@@ -178,12 +178,12 @@ def test_summands_are_added_up_before_they_meet_a_cut_weight_which_stays_where_i
 
 
 @world(4)
-def test_summands_that_meet_a_row_cut_weight_are_added_up_in_pieces() -> None:
+def test_partial_inputs_of_a_row_parallel_weight_are_reduce_scattered() -> None:
     """Each rank gets the columns that its rows of the weight take: a reduce-scatter, and the result is a sum again."""
     x, weight = distribute_tensor(X, Mesh((4,)), [R]), distribute_tensor(WEIGHT, Mesh((4,)), [Shard(0, (3, 0, 2, 1))])
-    summands = as_dtensor(x).redistribute(placements=[Partial()])
+    partial = as_dtensor(x).redistribute(placements=[Partial()])
     with count_comms() as comms:
-        out = as_dtensor(torch.mm(summands, weight))
+        out = as_dtensor(torch.mm(partial, weight))
     assert out.placements == (Partial(),)
     assert (comms.total_calls, len(comms.implicit)) == (1, 1)
     own = weight.to_local().shape[0]

@@ -114,8 +114,8 @@ def test_every_name_equals_one_process(name: str) -> None:
 
 WRONG = [
     (lambda x: [Row((Partial(),), Partial(), "sums pass through a square")], "result 0 differs"),
-    (lambda x: [Row((S0,), Shard(1), "the cut changes dims")], "Tensor-likes|shape|[Dd]im|Layout"),
-    (lambda x: [Row((S0,), Partial(), "pieces are summands")], "rank"),
+    (lambda x: [Row((S0,), Shard(1), "sharded along another dim")], "Tensor-likes|shape|[Dd]im|Layout"),
+    (lambda x: [Row((S0,), Partial(), "shards as partial sums")], "rank"),
     (lambda x: [Row((S0,), S0, "the gradient is lost", lambda ctx, x: torch.special.entr(x.detach()))], "grad"),
 ]
 
@@ -201,9 +201,9 @@ def test_what_a_number_or_a_dtype_changes_is_not_taken_from_a_cache() -> None:
     assert as_dtensor(torch.div(x, 1.0, rounding_mode="trunc")).full_tensor().tolist() == [-1.0, 0.0, 1.0]
     assert as_dtensor(torch.full_like(x, 1)).full_tensor().tolist() == [1.0, 1.0, 1.0]
     assert as_dtensor(torch.full_like(x, 2.5)).full_tensor().tolist() == [2.5, 2.5, 2.5]
-    whole = distribute_tensor(torch.tensor([4, 5, 6]), Mesh((2,)), [S0])
-    assert as_dtensor(whole.to(torch.float64)).dtype == torch.float64
-    assert as_dtensor(whole.to(torch.int32)).dtype == torch.int32
+    integers = distribute_tensor(torch.tensor([4, 5, 6]), Mesh((2,)), [S0])
+    assert as_dtensor(integers.to(torch.float64)).dtype == torch.float64
+    assert as_dtensor(integers.to(torch.int32)).dtype == torch.int32
 
 
 @world(2)
@@ -217,7 +217,7 @@ def test_what_is_spelled_like_an_op_but_gives_no_new_tensor_is_not_taken_for_one
 
 
 @world(2)
-def test_out_arguments_receive_the_whole_result_in_their_own_layout() -> None:
+def test_out_arguments_receive_the_result_in_their_own_layout() -> None:
     """A moved copy was written to, and the tensor itself left as it was."""
     x = distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0])
     for placement in (S0, R, Shard(0, [1, 3])):
@@ -237,7 +237,7 @@ def test_out_arguments_receive_the_whole_result_in_their_own_layout() -> None:
 
 
 @world(2)
-def test_in_place_ops_that_are_not_linear_reduce_summands_and_keep_the_layout() -> None:
+def test_in_place_ops_that_are_not_linear_reduce_partial_operands_and_keep_the_layout() -> None:
     changes: list[Callable[[DTensor], object]] = [
         lambda x: x.add_(1),
         lambda x: x.pow_(2),
@@ -255,7 +255,7 @@ def test_in_place_ops_that_are_not_linear_reduce_summands_and_keep_the_layout() 
 
 
 @world(2)
-def test_in_place_into_a_plain_tensor_adds_the_whole() -> None:
+def test_in_place_into_a_plain_tensor_adds_the_full_tensor() -> None:
     plain = torch.zeros(4)
     plain.add_(distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0]))
     plain += distribute_tensor(torch.arange(4.0), Mesh((2,)), [S0])
@@ -266,15 +266,20 @@ def test_in_place_into_a_plain_tensor_adds_the_whole() -> None:
 @world(4)
 def test_what_is_no_sum_is_not_made_one_of_zeros_that_infinities_turn_to_nan(placement: Placement) -> None:
     x, y = torch.ones(4, 3), torch.tensor([0.0, 1.0, math.inf])
-    mine = distribute_tensor(x, Mesh((4,)), [placement])
+    x_partial = distribute_tensor(x, Mesh((4,)), [placement])
     other = distribute_tensor(y, Mesh((4,)), [placement])
-    for got, want in ((mine / other, x / y), (mine * other, x * y), (mine * math.inf, x * math.inf), (mine / 0, x / 0)):
+    for got, want in (
+        (x_partial / other, x / y),
+        (x_partial * other, x * y),
+        (x_partial * math.inf, x * math.inf),
+        (x_partial / 0, x / 0),
+    ):
         assert torch.equal(as_dtensor(got).full_tensor(), want)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "avg"])
 @world(2)
-def test_factors_that_are_not_finite_wait_for_the_sum_of_which_a_summand_may_be_zero(reduction: str) -> None:
+def test_non_finite_factors_reduce_a_partial_operand_first(reduction: str) -> None:
     x = torch.tensor([2.0, 4.0, 0.0, -6.0])
     ops: list[Callable[[Any], Any]] = [
         lambda x: x / 0,
@@ -290,7 +295,7 @@ def test_factors_that_are_not_finite_wait_for_the_sum_of_which_a_summand_may_be_
     ]
     for _ in range(2):  # the second time at once
         for op in ops:
-            summand = torch.where(torch.arange(4) % 2 == rank(), x * (2 if reduction == "avg" else 1), 0.0)
-            mine = DTensor.from_local(summand, Mesh((2,)), [Partial(reduction)])
-            assert_close(op(mine).full_tensor(), op(x), equal_nan=True)
-    assert as_dtensor(mine * 0.5).placements == as_dtensor(mine / 2.0).placements == (Partial(reduction),)
+            local = torch.where(torch.arange(4) % 2 == rank(), x * (2 if reduction == "avg" else 1), 0.0)
+            x_partial = DTensor.from_local(local, Mesh((2,)), [Partial(reduction)])
+            assert_close(op(x_partial).full_tensor(), op(x), equal_nan=True)
+    assert as_dtensor(x_partial * 0.5).placements == as_dtensor(x_partial / 2.0).placements == (Partial(reduction),)

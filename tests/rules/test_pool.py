@@ -87,7 +87,7 @@ def test_overlapping_windows_send_their_edges_in_one_exchange() -> None:
 
 
 @world(2)
-def test_the_mean_of_a_plane_sends_no_element() -> None:
+def test_the_mean_of_an_image_exchanges_no_elements() -> None:
     x = distribute_tensor(X, Mesh((2,)), [S2])
     with count_comms() as comms:
         out = as_dtensor(F.adaptive_avg_pool2d(x, 1))
@@ -96,14 +96,14 @@ def test_the_mean_of_a_plane_sends_no_element() -> None:
 
 
 @world(3)
-def test_windows_of_nothing_but_infinities_and_nans_have_the_places_of_one_process() -> None:
+def test_windows_of_only_infinities_and_nans_have_the_indices_of_one_process() -> None:
     x = torch.full((1, 1, 9, 4), float("-inf"))
     x[0, 0, 4, 1] = float("nan")
     expected = F.max_pool2d(x, 3, 1, 1, return_indices=True)
     for placement in (S2, S3, Shard(2, (1, 0, 8))):
         got = F.max_pool2d(distribute_tensor(x, Mesh((3,)), [placement]), 3, 1, 1, return_indices=True)
-        for whole, part in zip(expected, got, strict=True):
-            torch.testing.assert_close(as_dtensor(part).full_tensor(), whole, equal_nan=True)
+        for full, got_one in zip(expected, got, strict=True):
+            torch.testing.assert_close(as_dtensor(got_one).full_tensor(), full, equal_nan=True)
 
 
 @world(2)
@@ -114,7 +114,9 @@ def test_windows_larger_than_the_input_are_refused_on_every_rank_alike() -> None
             pool(x, 20)
 
 
-def test_whole_numbers_are_summed_before_they_are_averaged_also_after_floats() -> None:
-    """Quotients of whole numbers lose their rest, so what holds for summands of floats does not for theirs."""
-    whole = torch.arange(48).view(1, 2, 4, 6) * 7 - 50
-    assert_equals_one_process([Sample(F.avg_pool2d, (x, 2)) for x in (whole.double(), whole)], (Mesh((3,)),), limit=8)
+def test_integers_are_reduced_before_they_are_averaged_also_after_floats() -> None:
+    """Integer division drops the remainder, so it is not linear as that of floats is."""
+    integers = torch.arange(48).view(1, 2, 4, 6) * 7 - 50
+    assert_equals_one_process(
+        [Sample(F.avg_pool2d, (x, 2)) for x in (integers.double(), integers)], (Mesh((3,)),), limit=8
+    )

@@ -16,14 +16,14 @@ from shardwise.layout import Layout
 from shardwise.rules.random import counter_rng
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.chance import (
+from tests.rules.random_ops import (
     COUNT,
-    ELEMENTS,
     ONE,
+    PARTIAL_LAYOUTS,
     S0,
     S1,
     SHAPE,
-    SUMMANDS,
+    SHARDED_LAYOUTS,
     VALUES,
     Op,
     R,
@@ -33,7 +33,7 @@ from tests.rules.chance import (
     assert_the_same_on_summands,
     drawn,
     on,
-    part,
+    sharded_values,
 )
 
 OPS: dict[str, Op] = {
@@ -77,12 +77,12 @@ def test_the_numbers_do_not_depend_on_layout_or_world(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_summands_get_the_numbers_of_their_sum(name: str) -> None:
+def test_partial_values_reduce_to_the_same_numbers(name: str) -> None:
     assert_the_same_on_summands(OPS[name])
 
 
 def test_only_what_is_read_is_reduced_first() -> None:
-    """A dropped sum stays in summands, a new tensor of random numbers has none; neither needs a move."""
+    """Dropout of a Partial tensor stays Partial, a new random tensor is not Partial; neither communicates."""
     ops: list[Op] = [
         F.dropout,
         torch.rand_like,
@@ -94,24 +94,24 @@ def test_only_what_is_read_is_reduced_first() -> None:
         found = []
         for op in ops:
             with collectives.count_comms() as comms:
-                outs = as_list(op(part(on(Mesh((2, 2)), [Partial(), S1]))))
+                outs = as_list(op(sharded_values(on(Mesh((2, 2)), [Partial(), S1]))))
             found.append((comms.implicit, *(out.placements for out in outs)))
         return found
 
-    summed, whole = (Partial(), S1), (R, S1)
-    assert world(4).run(body) == [[([], summed), ([], whole), ([], summed), ([], summed, whole)]] * 4
+    partial, sharded = (Partial(), S1), (R, S1)
+    assert world(4).run(body) == [[([], partial), ([], sharded), ([], partial), ([], partial, sharded)]] * 4
 
 
 def test_gumbel_softmax_is_a_sharp_choice_by_the_same_noise() -> None:
-    """Up to rounding, as the sums of a cut dim are added in another order."""
+    """Up to rounding, as sums over a sharded dim are added in another order."""
 
     def body(layout: Layout) -> Tensor:
         torch.manual_seed(5)
-        return as_dtensor(F.gumbel_softmax(part(layout), tau=0.5, dim=1)).full_tensor()
+        return as_dtensor(F.gumbel_softmax(sharded_values(layout), tau=0.5, dim=1)).full_tensor()
 
     (expected,) = world(1).run(body, ONE)
     assert_close(expected.sum(1), torch.ones(6, 3, dtype=torch.float64))
-    for layout in (*ELEMENTS, *SUMMANDS):
+    for layout in (*SHARDED_LAYOUTS, *PARTIAL_LAYOUTS):
         for got in world(layout.mesh.size()).run(body, layout):
             assert_close(got, expected, msg=str(layout))
 
@@ -135,7 +135,7 @@ BAD: dict[str, Op] = {
     "multinomial of none": lambda x: torch.multinomial(x[:, :, 0], 0),
     "normal": lambda x: torch.normal(x, -1.0),
     "rrelu": lambda x: F.rrelu(x, 0.5, 0.1, True),
-    # What only values tell, and only one rank has them.
+    # Errors that depend on values of one rank.
     "normal of a bad value": lambda x: torch.normal(0.0, bad_in_one_place(x, -1.0)),
     "poisson of a bad value": lambda x: torch.poisson(bad_in_one_place(x, -1.0)),
     "multinomial of a negative": lambda x: torch.multinomial(bad_in_one_place(x, -1.0)[:, :, 0], 1),
@@ -145,9 +145,9 @@ BAD: dict[str, Op] = {
 
 
 def bad_in_one_place(x: Tensor, value: float) -> Tensor:
-    places = torch.zeros(SHAPE, dtype=torch.bool)
-    places[-1, 0, 0] = True
-    return torch.where(places, value, x)
+    mask = torch.zeros(SHAPE, dtype=torch.bool)
+    mask[-1, 0, 0] = True
+    return torch.where(mask, value, x)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -157,7 +157,7 @@ def test_bad_arguments_are_torchs_error_on_every_rank_before_anything_is_drawn(n
 
 def test_a_bad_probability_on_one_rank_is_an_error_on_all() -> None:
     def body(layout: Layout) -> list[str]:
-        bad = bad_in_one_place(part(layout), 1.5)
+        bad = bad_in_one_place(sharded_values(layout), 1.5)
         ops: list[Op] = [torch.bernoulli, lambda p: torch.binomial(p * 0 + 3, p), lambda p: torch.binomial(-p, p / 2)]
         texts = []
         for op in ops:
@@ -255,7 +255,7 @@ def test_discrete_laws(dtype: torch.dtype) -> None:
     assert full.mean().item() / top == pytest.approx(0.5, abs=0.01)
 
 
-def test_whole_numbers_of_ranges_that_64_bits_hardly_hold() -> None:
+def test_integers_of_ranges_close_to_64_bits() -> None:
     index = torch.arange(COUNT)
     for low, high in ((-(2**63), 2**63), (0, 2**63), (-(2**63), 2**62), (-(2**62), 2**62 + 1), (5, 2**32 + 5)):
         values = counter_rng.integers(low, high, index, 3, torch.int64).tolist()
@@ -267,7 +267,7 @@ def test_whole_numbers_of_ranges_that_64_bits_hardly_hold() -> None:
     assert few.bincount(minlength=3).div(COUNT).sub(1 / 3).abs().max() < 0.01
 
 
-def test_whole_numbers_are_the_upper_half_of_a_product() -> None:
+def test_integers_are_the_upper_half_of_a_product() -> None:
     index = torch.arange(1000)
     for span in (1, 3, 2**31 + 7, 2**32 - 1, 2**32, 2**32 + 1, 3 * 2**61 + 12345, 2**64 - 1, 2**64):
         wanted = [((z % 2**64) * span >> 64) - 2**63 for z in counter_rng.bits(index, 9).tolist()]
@@ -292,7 +292,7 @@ def test_multinomial_draws_categories_by_their_weights() -> None:
 
     def body(replacement: bool) -> Tensor:
         torch.manual_seed(6)
-        p = part(Layout(Mesh((3,)), [S1], (rows, 6)), weights.expand(rows, 6).clone())
+        p = sharded_values(Layout(Mesh((3,)), [S1], (rows, 6)), weights.expand(rows, 6).clone())
         return as_dtensor(torch.multinomial(p, 3, replacement)).full_tensor()
 
     often = world(3).run(body, True)[0]
@@ -356,7 +356,7 @@ def test_gradients_of_random_values_are_torchs() -> None:
     def body() -> list[list[float] | None]:
         found: list[list[float] | None] = []
         for op in ops.values():
-            x = part(on(Mesh((2,)), [S0])).requires_grad_()
+            x = sharded_values(on(Mesh((2,)), [S0])).requires_grad_()
             out = op(x[:, :, 0])
             if out.requires_grad:
                 out.sum().backward()
@@ -377,7 +377,7 @@ def test_gradients_of_random_values_are_torchs() -> None:
 
 def test_a_leaf_cannot_be_refilled_where_autograd_watches() -> None:
     def body() -> str:
-        x = part(on(Mesh((2,)), [S0])).requires_grad_()
+        x = sharded_values(on(Mesh((2,)), [S0])).requires_grad_()
         with pytest.raises(RuntimeError) as caught:
             x.uniform_()
         with torch.no_grad():

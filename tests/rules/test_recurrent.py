@@ -1,4 +1,4 @@
-"""Recurrent layers on sharded operands equal one process; a cut batch sends nothing."""
+"""Recurrent layers on sharded operands equal one process; a sharded batch needs no communication."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -61,8 +61,10 @@ def sharded(module: nn.Module, operands: tuple[Tensor, ...], dim: int, plan: dic
     layer = deepcopy(module)
     if plan:
         shard_module(layer, plan, mesh=mesh)
-    places = [R if dim >= x.ndim else Shard(dim) for x in operands]
-    results = run(layer, tuple(distribute_tensor(x.clone(), mesh, [p]) for x, p in zip(operands, places, strict=True)))
+    placements = [R if dim >= x.ndim else Shard(dim) for x in operands]
+    results = run(
+        layer, tuple(distribute_tensor(x.clone(), mesh, [p]) for x, p in zip(operands, placements, strict=True))
+    )
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in results]
 
 
@@ -77,7 +79,7 @@ def test_recurrent_layers_equal_one_process(number: int) -> None:
 
 
 @world(4)
-def test_a_cut_batch_sends_nothing_and_cut_weights_are_said_to_be_gathered() -> None:
+def test_a_sharded_batch_does_not_communicate_and_gathers_of_weights_are_noted() -> None:
     mesh, states = Mesh((4,)), distribute_tensor(torch.zeros(1, 4, 3, dtype=torch.float64), Mesh((4,)), [S1])
     x, layer = distribute_tensor(X, mesh, [S0]), nn.GRU(6, 3, batch_first=True).double()
     with count_comms() as comms:

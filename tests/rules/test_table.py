@@ -32,14 +32,14 @@ def rows_of_squared(x: Meta) -> list[Row]:
 
 
 def rows_with_a_wrong_one(x: Meta) -> list[Row]:
-    return [*rows_of_squared(x), Row((Partial(),), Partial(), "a sum of squares of summands")]
+    return [*rows_of_squared(x), Row((Partial(),), Partial(), "squares of Partial values")]
 
 
 def rows_with_a_shadow(x: Meta) -> list[Row]:
     return [*rows_of_squared(x), Row((Shard(0),), Replicate(), "behind another one")]
 
 
-def rows_cut_wrongly(x: Meta) -> list[Row]:
+def rows_with_a_wrong_output(x: Meta) -> list[Row]:
     return [Row((Shard(0),), Replicate(), "every rank has everything, it says")]
 
 
@@ -74,15 +74,15 @@ def test_a_wrong_row_is_named_with_its_world_and_what_was_expected() -> None:
     for part in (
         "torch.square: square(float64[5, 2])",
         "on Mesh(0=2)",
-        "a sum of squares of summands",
+        "squares of Partial values",
         "got [",
         "expected [9, 4, 1, 0",
     ):
         assert part in found[0]
 
 
-def test_a_result_said_to_be_cut_otherwise_is_an_error() -> None:
-    assert "every rank has everything, it says" in " ".join(complaints(rows_cut_wrongly))
+def test_a_result_with_another_layout_than_its_row_is_an_error() -> None:
+    assert "every rank has everything, it says" in " ".join(complaints(rows_with_a_wrong_output))
 
 
 def test_a_row_that_is_never_taken_is_named() -> None:
@@ -97,7 +97,7 @@ def test_a_key_without_a_sample_is_named() -> None:
 
 def test_a_row_in_the_source_that_no_sample_makes_is_named() -> None:
     planned = table_survey.plan({torch.abs: [Sample(torch.abs, (X,))]}, {torch.abs: RULES[torch.abs]})
-    assert any(place.startswith("matmul.py:") for place in planned.unbuilt)
+    assert any(line.startswith("matmul.py:") for line in planned.unbuilt)
 
 
 WRONG = Checked("a.key", "key(float64[5])", ("on Mesh(0=2): it differs",), 1)

@@ -13,7 +13,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.chance import ELEMENTS, SUMMANDS, VALUES, on, part
+from tests.rules.random_ops import PARTIAL_LAYOUTS, SHARDED_LAYOUTS, VALUES, on, sharded_values
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "t_": lambda x: x[0].clone().t_(),
@@ -37,18 +37,18 @@ def test_values_and_gradients_equal_one_process(name: str) -> None:
         return out.detach(), leaf.grad
 
     def body(layout: Layout) -> tuple[Tensor, Tensor]:
-        value, grad = map(as_dtensor, outcome(part(layout)))
+        value, grad = map(as_dtensor, outcome(sharded_values(layout)))
         return value.full_tensor(), grad.full_tensor()
 
     expected = outcome(VALUES.clone())
-    for layout in (*(x for x in ELEMENTS if "Boxes" not in str(x)), SUMMANDS[0]):
+    for layout in (*(x for x in SHARDED_LAYOUTS if "Boxes" not in str(x)), PARTIAL_LAYOUTS[0]):
         for got in world(layout.mesh.size()).run(body, layout):
             assert_close(got, expected, msg=str(layout))
 
 
 def test_it_is_the_tensor_itself_that_changes() -> None:
     def body() -> None:
-        x = part(on(Mesh((3,)), [Shard(0, [0, 5, 1])]))
+        x = sharded_values(on(Mesh((3,)), [Shard(0, [0, 5, 1])]))
         assert x.transpose_(0, 1) is x
         assert x.layout_ == Layout(Mesh((3,)), [Shard(1, [0, 5, 1])], (5, 6, 3))
         assert x.stride() == (18, 3, 1)
@@ -62,10 +62,10 @@ def test_what_must_move_to_be_seen_that_way_moves_unless_others_would_miss_it() 
     layout = Layout(Mesh((2,)), [Shard(0)], (1, 4))
 
     def body() -> str:
-        x = part(layout, torch.arange(4.0).view(1, 4))
+        x = sharded_values(layout, torch.arange(4.0).view(1, 4))
         x.squeeze_()
         assert x.full_tensor().tolist() == [0, 1, 2, 3]
-        watched = part(layout, torch.arange(4.0).view(1, 4)).requires_grad_() * 1
+        watched = sharded_values(layout, torch.arange(4.0).view(1, 4)).requires_grad_() * 1
         with pytest.raises(RuleError) as caught:
             watched.squeeze_()
         return str(caught.value)
@@ -77,7 +77,7 @@ def test_what_must_move_to_be_seen_that_way_moves_unless_others_would_miss_it() 
 def test_a_leaf_is_torchs_error() -> None:
     def body() -> str:
         with pytest.raises(RuntimeError) as caught:
-            part(on(Mesh((2,)), [Shard(0)])).requires_grad_().transpose_(0, 1)
+            sharded_values(on(Mesh((2,)), [Shard(0)])).requires_grad_().transpose_(0, 1)
         return str(caught.value)
 
     (text,) = set(world(2).run(body))
@@ -131,7 +131,7 @@ def test_what_torch_copies_is_no_alias_of_a_part_that_happens_to_be_contiguous(p
 )
 @world(3)
 def test_new_results_are_no_views_of_something_inside(op: Callable[[Any], Any]) -> None:
-    x = part(on(Mesh((3,)), [Shard(0, [0, 5, 1])]))[:, :, 0].requires_grad_()
+    x = sharded_values(on(Mesh((3,)), [Shard(0, [0, 5, 1])]))[:, :, 0].requires_grad_()
     plain = VALUES[:, :, 0].clone().requires_grad_()
     with torch.no_grad():
         kept = op(x)

@@ -11,7 +11,7 @@ from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, distr
 from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.chance import ELEMENTS, SHAPE, SUMMANDS, VALUES, on, part
+from tests.rules.random_ops import PARTIAL_LAYOUTS, SHAPE, SHARDED_LAYOUTS, VALUES, on, sharded_values
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SOME = torch.tensor([5, 0, -3])
@@ -30,21 +30,21 @@ def test_numbers_are_written_where_the_places_are_held(name: str) -> None:
     expected[INDICES[name]] = 7.5
 
     def body(layout: Layout) -> Tensor:
-        x = part(layout)
+        x = sharded_values(layout)
         before = x
         x[INDICES[name]] = 7.5
         assert x is before
         assert x.layout_ == layout
         return x.full_tensor()
 
-    for layout in (*ELEMENTS, *SUMMANDS):
+    for layout in (*SHARDED_LAYOUTS, *PARTIAL_LAYOUTS):
         for got in world(layout.mesh.size()).run(body, layout):
             assert_close(got, expected, msg=str(layout))
 
 
 def test_no_gradient_reaches_what_was_overwritten() -> None:
     def body(layout: Layout) -> Tensor:
-        leaf = part(layout).requires_grad_()
+        leaf = sharded_values(layout).requires_grad_()
         x = leaf * 2
         x[3, 4, 0] = 1
         as_dtensor(x).sum().backward()
@@ -53,13 +53,13 @@ def test_no_gradient_reaches_what_was_overwritten() -> None:
 
     expected = torch.full(SHAPE, 2.0, dtype=torch.float64)
     expected[3, 4, 0] = 0
-    for layout in ELEMENTS:
+    for layout in SHARDED_LAYOUTS:
         assert all(torch.equal(got, expected) for got in world(layout.mesh.size()).run(body, layout)), layout
 
 
 def test_places_outside_are_torchs_error_on_every_rank() -> None:
     def body() -> str:
-        x = part(on(Mesh((3,)), [S0]))
+        x = sharded_values(on(Mesh((3,)), [S0]))
         with pytest.raises(IndexError) as caught:
             x[SOME, 5, 0] = 1
         return str(caught.value)

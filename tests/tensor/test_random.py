@@ -1,4 +1,4 @@
-"""Random tensors depend on the seed and on the place in the whole, not on ranks or layouts."""
+"""Random tensors depend on the seed and on global indices, not on ranks or layouts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -125,14 +125,14 @@ def test_one_box_of_a_tensor_larger_than_memory_is_made_alone() -> None:
     index = torch.arange(199_999_990, 199_999_995).view(5, 1) * 10_000 + torch.tensor([9_998, 9_999])
     assert torch.equal(local, counter_rng.uniform(index, 11, torch.float64))
     thousand = Layout(Mesh((1000,)), [Shard(0)], (200_000, 10_000))
-    piece = torch.empty(thousand.local_shape(0))
-    counter_rng.fill(piece, thousand.boxes(0), thousand.shape, 11, counter_rng.normal)
-    assert piece.numel() == 2 * columns
-    whole = counter_rng.normal(torch.arange(2 * columns), 11, torch.float32)
-    assert torch.equal(piece.view(-1), whole)
+    local = torch.empty(thousand.local_shape(0))
+    counter_rng.fill(local, thousand.boxes(0), thousand.shape, 11, counter_rng.normal)
+    assert local.numel() == 2 * columns
+    expected = counter_rng.normal(torch.arange(2 * columns), 11, torch.float32)
+    assert torch.equal(local.view(-1), expected)
 
 
-def test_ranks_with_different_seeds_are_told_so() -> None:
+def test_ranks_with_different_seeds_raise() -> None:
     def body() -> str:
         torch.manual_seed(collectives.rank() % 2)
         with pytest.raises(MismatchError) as caught:
@@ -251,7 +251,7 @@ GENERATED: dict[str, Callable[[DTensor, torch.Generator], Any]] = {
     "multinomial": lambda x, g: torch.multinomial(x, 3, generator=g),
     "rrelu": lambda x, g: torch.rrelu(-x, 0.1, 0.9, True, g),
     "poisson": torch.poisson,
-    "gamma, on whole copies": torch._standard_gamma,
+    "gamma, replicated": torch._standard_gamma,
     "init.xavier_normal_": lambda x, g: nn.init.xavier_normal_(x, generator=g),
     "init.trunc_normal_": lambda x, g: nn.init.trunc_normal_(x, generator=g),
     "init.kaiming_uniform_": lambda x, g: nn.init.kaiming_uniform_(x, generator=g),
@@ -324,13 +324,13 @@ def test_what_has_no_random_values_is_refused() -> None:
 
 
 @world(4)
-def test_a_sum_is_refilled_in_one_of_its_summands() -> None:
+def test_in_place_random_ops_of_partial_tensors_equal_one_process() -> None:
     for placements in ([Partial(), R], [Partial(), Partial("avg")], [Partial("product"), S0], [Partial("max"), R]):
-        summands = empty(8, device_mesh=Mesh((2, 2)), placements=[R, R]).redistribute(placements=placements)
+        partial = empty(8, device_mesh=Mesh((2, 2)), placements=[R, R]).redistribute(placements=placements)
         torch.manual_seed(1)
-        summands.uniform_()
+        partial.uniform_()
         torch.manual_seed(1)
-        assert torch.equal(summands.full_tensor(), rand(8).full_tensor()), placements
+        assert torch.equal(partial.full_tensor(), rand(8).full_tensor()), placements
 
 
 @world(3)
@@ -361,12 +361,12 @@ def test_real_processes_make_the_tensor_of_one() -> None:
     torch.manual_seed(7)
     everywhere = randn(*SHAPE, dtype=torch.float64)
     torch.manual_seed(7)
-    cut = randn(*SHAPE, dtype=torch.float64, device_mesh=Mesh((2, 2)), placements=[S0, S1])
-    assert torch.equal(cut.full_tensor(), everywhere.to_local())
+    sharded = randn(*SHAPE, dtype=torch.float64, device_mesh=Mesh((2, 2)), placements=[S0, S1])
+    assert torch.equal(sharded.full_tensor(), everywhere.to_local())
     torch.manual_seed(8)
     kept = as_dtensor(F.dropout(everywhere, 0.4)).to_local()
     torch.manual_seed(8)
-    assert torch.equal(as_dtensor(F.dropout(cut, 0.4)).full_tensor(), kept)
+    assert torch.equal(as_dtensor(F.dropout(sharded, 0.4)).full_tensor(), kept)
     torch.manual_seed(collectives.rank())
     with pytest.raises(MismatchError, match="disagree on the random seed"):
         drawn_often()
@@ -402,7 +402,7 @@ def spread(shape: tuple[int, ...]) -> list[tuple[Mesh, list[Placement]]]:
 
 
 @pytest.mark.parametrize("name", INITS)
-def test_initialisations_of_the_whole_give_one_tensor_for_any_world_and_layout(name: str) -> None:
+def test_initialisations_give_one_tensor_for_any_world_and_layout(name: str) -> None:
     shape, init = INITS[name]
 
     def body(mesh: Mesh, placements: list[Placement]) -> Tensor:
@@ -428,7 +428,7 @@ def test_initialisations_of_the_whole_give_one_tensor_for_any_world_and_layout(n
 
 
 @pytest.mark.parametrize("init", [nn.init.xavier_normal_, nn.init.kaiming_normal_, nn.init.kaiming_uniform_])
-def test_the_fan_is_that_of_the_whole(init: Callable[[Tensor], Tensor]) -> None:
+def test_the_fan_is_that_of_the_global_shape(init: Callable[[Tensor], Tensor]) -> None:
     def body() -> float:
         torch.manual_seed(1)
         x = empty(300, 200, placements=[S1])

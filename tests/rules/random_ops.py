@@ -17,7 +17,7 @@ from shardwise.testing.local_shards import dtensor_from_full
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 SHAPE = (6, 5, 3)
-PIECES = Boxes([[((0, 0, 0), (2, 5, 3)), ((4, 0, 0), (2, 5, 3))], [], [((2, 0, 0), (2, 5, 3))]])
+BOXES = Boxes([[((0, 0, 0), (2, 5, 3)), ((4, 0, 0), (2, 5, 3))], [], [((2, 0, 0), (2, 5, 3))]])
 Op = Callable[[Any], Any]
 
 
@@ -26,21 +26,21 @@ def on(mesh: Mesh, placements: Sequence[Placement], order: Sequence[int] | None 
 
 
 ONE = on(Mesh((1,)), [R])
-ELEMENTS = [  # layouts whose parts are elements of the whole
+SHARDED_LAYOUTS = [  # layouts without Partial
     on(Mesh((3,), (2, 0, 1)), [R]),
     on(Mesh((2,)), [S0]),
     on(Mesh((3,), (2, 0, 1)), [S1]),
     on(Mesh((5,)), [S0]),  # the last rank holds nothing
     on(Mesh((3,)), [Shard(0, [0, 5, 1])]),
     on(Mesh((3,)), [OnRanks(1)]),
-    on(Mesh((3,)), [PIECES]),
+    on(Mesh((3,)), [BOXES]),
     on(Mesh((2, 2)), [S0, S0]),
     on(Mesh((2, 2)), [S0, S0], (1, 0)),
     on(Mesh((2, 2)), [S2, S1]),
     on(Mesh((2, 2)), [Shard(1, [4, 1]), Shard(1, [[1, 3], [0, 1]])]),
     on(Mesh((2, 2)), [OnRanks(1), S0]),
 ]
-SUMMANDS = [
+PARTIAL_LAYOUTS = [
     on(Mesh((2,)), [Partial()]),
     on(Mesh((2, 2)), [Partial(), S0]),
     on(Mesh((2, 2)), [Partial(), Partial("avg")]),
@@ -50,8 +50,8 @@ SUMMANDS = [
 VALUES = 0.1 + 0.8 * torch.rand(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def part(layout: Layout, values: Tensor = VALUES) -> DTensor:
-    """This rank's part of `values`."""
+def sharded_values(layout: Layout, values: Tensor = VALUES) -> DTensor:
+    """This rank's sharded_values of `values`."""
     return as_dtensor(dtensor_from_full(values, layout))
 
 
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def outcome(op: Op, layout: Layout) -> Outcome:
-    x = part(layout)
+    x = sharded_values(layout)
     x.requires_grad_(not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layout.placements))
     torch.manual_seed(5)
     outs = as_list(op(x))
@@ -80,7 +80,7 @@ def outcome(op: Op, layout: Layout) -> Outcome:
 def assert_the_same_on_all_layouts(op: Op) -> None:
     """Bit for bit, gradients up to rounding; torch's generator has moved on alike."""
     (expected,) = world(1).run(outcome, op, ONE)
-    for layout in ELEMENTS:
+    for layout in SHARDED_LAYOUTS:
         for got in world(layout.mesh.size()).run(outcome, op, layout):
             assert all(map(torch.equal, got.values, expected.values)), layout
             assert (got.grad is None) == (expected.grad is None), layout
@@ -92,7 +92,7 @@ def assert_the_same_on_all_layouts(op: Op) -> None:
 def assert_the_same_on_summands(op: Op) -> None:
     """Up to the rounding of the sum."""
     (expected,) = world(1).run(outcome, op, ONE)
-    for layout in SUMMANDS:
+    for layout in PARTIAL_LAYOUTS:
         for got in world(layout.mesh.size()).run(outcome, op, layout):
             for a, b in zip(got.values, expected.values, strict=True):
                 assert_close(a, b, rtol=1e-12, atol=1e-12, msg=str(layout))
@@ -108,7 +108,7 @@ def assert_refused_as_by_torch(op: Op) -> None:
     wanted = TypeError if expected.type is NotImplementedError else expected.type
 
     def body(layout: Layout) -> tuple[type[BaseException], str]:
-        x, before = part(layout), torch.get_rng_state()
+        x, before = sharded_values(layout), torch.get_rng_state()
         with pytest.raises(wanted) as caught:
             op(x)
         assert torch.equal(torch.get_rng_state(), before)
@@ -126,7 +126,7 @@ def drawn(fill: Op, dtype: torch.dtype, count: int = COUNT) -> Tensor:
 
     def body() -> Tensor:
         torch.manual_seed(11)
-        x = part(Layout(Mesh((3,)), [Shard(0, [1, count - 1, 0])], (count,)), torch.zeros(count, dtype=dtype))
+        x = sharded_values(Layout(Mesh((3,)), [Shard(0, [1, count - 1, 0])], (count,)), torch.zeros(count, dtype=dtype))
         return as_dtensor(fill(x)).full_tensor()
 
     numbers = world(3).run(body)[0]
