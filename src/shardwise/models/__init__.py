@@ -1,4 +1,4 @@
-"""Toy models with the names and the arithmetic of torch's own test kit, to try distributed code on."""
+"""Toy models with the names and the arithmetic of torch's own distributed tests."""
 
 from shardwise.models.experts import ExpertLayer, Experts
 from shardwise.models.mlp import MLPModule, MLPStacked, RMSNormPython
