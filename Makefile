@@ -25,7 +25,7 @@ check: $(DEV_READY)
 	$(BIN)/mypy
 
 quick: $(DEV_READY)
-	$(BIN)/pytest -m "not processes and not survey" $(or $(ARGS),$(PARALLEL))
+	$(BIN)/pytest -m "not processes and not survey and not slow" $(or $(ARGS),$(PARALLEL))
 
 # Surveys of the op table keep all cores busy by themselves, so they run apart from the other tests.
 test: check
@@ -33,7 +33,7 @@ ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
 	$(BIN)/pytest -m "not survey" $(PARALLEL)
-	$(BIN)/pytest -m survey $(PARALLEL)
+	$(BIN)/pytest -m survey
 endif
 
 TORCH_ENV := .venv-torch-$(TORCH)

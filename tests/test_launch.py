@@ -19,6 +19,8 @@ from shardwise.launch import launch, under_torchrun
 from tests.launch_jobs import facts, fail_on, unpicklable
 from tests.sessions import PATIENCE_SECONDS, press_ctrl_c, session
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 
 

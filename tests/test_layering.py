@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tools.structure import LAYERS, layers
+from tools.structure import LAYERS, layers, room_list
 
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "collectives"  # the one unit that sees torch.distributed
@@ -193,3 +193,8 @@ def test_a_unit_without_a_layer_is_named_with_the_fix(tmp_path: Path) -> None:
 def test_layers_are_ordered_and_name_each_unit_once() -> None:
     assert LEVEL["cli"] > LEVEL["demos"] > LEVEL["pictures"] > LEVEL["tensor"] > LEVEL["errors"]
     assert len(LEVEL) == len(LAYERS.replace("|", " ").split())
+
+
+def test_contributing_lists_the_rooms() -> None:
+    page = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert room_list() in page, "CONTRIBUTING.md: replace the list by the output of `python -m tools.structure --rooms`"

@@ -7,6 +7,8 @@ import pytest
 from tools.fuzz import GOOD, Outcome, main, shrunk, verdict
 from tools.programs import Program, program
 
+pytestmark = pytest.mark.slow
+
 LEAF = "x1 = leaf(1, (4, 3), torch.float64, True, Mesh((2,)), [Shard(0)])"
 RANK = '__import__("shardwise").rank()'
 

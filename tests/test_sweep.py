@@ -8,6 +8,8 @@ import pytest
 from shardwise.testing.judge import Outcome
 from tools.sweep import Plan, Result, Worker, by_op, cause, counted, known, main, shrunk, summary, sweep, table, worst
 
+pytestmark = pytest.mark.survey
+
 
 def test_every_op_of_torch_is_right_or_known_not_to_be() -> None:
     """If an op is right that was not: `python tools/sweep.py --few --shrink`. The list never grows."""

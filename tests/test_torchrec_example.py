@@ -10,6 +10,8 @@ import pytest
 
 from shardwise.testing import world
 
+pytestmark = pytest.mark.processes
+
 FILE = Path(__file__).parents[1] / "examples" / "torchrec_sharding.py"
 NAMES = ["row-wise-even", "row-wise-uneven", "table-wise", "column-wise", "grid"]
 UNEVEN = """\

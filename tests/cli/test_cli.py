@@ -14,6 +14,8 @@ import pytest
 from shardwise import cli, errors
 from shardwise.errors import RankFailedError, ShardwiseError
 
+pytestmark = pytest.mark.processes
+
 
 def add_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int]) -> None:
     """Let `shardwise try` call `run`."""

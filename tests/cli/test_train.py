@@ -15,6 +15,8 @@ from shardwise.demos.recommender.training import Training
 from tests.cli.shell import COMMAND, PLAIN, shell
 from tests.sessions import PATIENCE_SECONDS, press_ctrl_c, session
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
     """Both also from one process, which shows that the command does nothing else."""

@@ -12,6 +12,8 @@ from shardwise.demos.lm.config import LanguageModelConfig
 from shardwise.demos.lm.training import Training
 from tests.cli.shell import shell
 
+pytestmark = pytest.mark.processes
+
 SMALL = ["--steps", "8", "--set", "dim=16", "--set", "layers=1", "--set", "context=512", "--set", "batch_size=3"]
 SMALL += ["--set", "log_every=2", "--set", "sample_bytes=5", "--set", "warmup_steps=2"]
 

@@ -24,6 +24,8 @@ from shardwise.collectives.failures.store import (
 from tests.collectives.real_ranks import outcomes
 from tests.sessions import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.processes
+
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
 
 

@@ -11,6 +11,8 @@ from shardwise.collectives.failures import reports
 from tests.collectives import jobs
 from tests.collectives.real_ranks import Outcome, outcomes, stderr_of
 
+pytestmark = pytest.mark.processes
+
 LONG = 60.0  # seconds; whoever fails before it did not wait for it
 PROMISED_SECONDS = 2.0  # from the timeout to the error
 

@@ -1,8 +1,12 @@
 """Ops replayed with other operands than they were recorded with; `tools/captures.py` tries all of them."""
 
+import pytest
+
 from shardwise.testing.judge import Sample
 from tools.captures import tried
 from tools.rows import written
+
+pytestmark = pytest.mark.slow
 
 PART = 41  # every so many-th of the samples in tests/rules
 

@@ -71,6 +71,7 @@ def assert_cuts_agree_with_boxes(layout: Layout) -> None:
 # ---- all small layouts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", SMALL_MESHES, ids=str)
 def test_every_small_layout_holds_everything_as_written(mesh_shape: tuple[int, ...]) -> None:
     mesh = Mesh(mesh_shape)
@@ -79,6 +80,7 @@ def test_every_small_layout_holds_everything_as_written(mesh_shape: tuple[int, .
             assert_is_what_was_written(written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", SMALL_MESHES, ids=str)
 def test_the_cuts_of_every_small_layout_agree_with_its_boxes(mesh_shape: tuple[int, ...]) -> None:
     mesh = Mesh(mesh_shape)

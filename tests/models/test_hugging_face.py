@@ -29,6 +29,8 @@ from shardwise import (
 )
 from shardwise.testing import world
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "examples" / "hugging_face.py"
 R, S0 = Replicate(), Shard(0)
 VOCAB, DIM, LAYERS = 37, 24, 2

@@ -20,6 +20,8 @@ from shardwise.models import ModelArgs, Transformer
 from shardwise.testing import world
 from tests.parallel.one_process import full
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 near = partial(assert_close, atol=1e-5, rtol=1e-5)
 

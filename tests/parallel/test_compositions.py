@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from shardwise.testing import world
 from tests.parallel.compositions import NONE, YES, outcomes, table
+
+pytestmark = pytest.mark.processes
 
 PAGE = Path(__file__).parents[2] / "docs" / "data-parallel.md"
 

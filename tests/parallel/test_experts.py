@@ -62,6 +62,7 @@ def check(
 # ---- values --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [9, 2, 0])
 @pytest.mark.parametrize(("experts", "top_k"), [(5, 2), (2, 1), (2, 2), (1, 1)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
@@ -79,6 +80,7 @@ def test_tokens_and_experts_may_be_cut_by_hand_or_whole(x_at: Placement, w_at: P
     assert at == ((Partial(),) if x_at == R and w_at != R else (x_at,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("x_at", "w_at", "w2_at"),
     [
@@ -95,6 +97,7 @@ def test_a_mesh_of_data_and_experts_equals_the_plain_layer(x_at: Places, w_at: P
     world(4).run(check, layer(5), tokens(9), Mesh((2, 2)), x_at, w_at, w2_at)
 
 
+@pytest.mark.slow
 def test_processes_equal_the_plain_layer() -> None:
     world(2, real=True).run(check, layer(5), tokens(9), Mesh((2,)), [S0], [S0])
 
@@ -125,6 +128,7 @@ def test_numbers_of_experts_travel_unchanged_beside_tokens_of_any_width(dtype: t
     assert_close(as_dtensor(got).full_tensor(), want, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_the_plain_layer_is_the_formula() -> None:
     plain, x = layer(4, 2), tokens(5)
     probabilities = F.softmax(x @ plain.router.weight.t(), -1)
@@ -199,6 +203,7 @@ def trained(module: nn.Module, x: Tensor) -> Tensor:
     return full(module(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
 def test_steps_of_training_with_a_loss_of_balance_equal_the_plain_layer(mesh: Mesh) -> None:
     def body() -> None:

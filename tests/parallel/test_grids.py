@@ -175,6 +175,7 @@ class Block(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 2), (2, 3, 1)], ids=str)
 def test_data_tensor_and_sequence_axes_work_together(sizes: tuple[int, int, int]) -> None:
     """Parts of the batch on "dp", of the sequence on "sp" and, between layers, on "tp" as well."""

@@ -17,6 +17,8 @@ from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import full
 
+pytestmark = pytest.mark.slow
+
 EVEN = ModelArgs(dropout_p=0.0)
 # Ten heads in five groups on four ranks, eleven words, a width of three ranks' worth.
 UNEVEN = ModelArgs(dropout_p=0.0, dim=20, n_heads=10, n_kv_heads=5, vocab_size=11, hidden_dim=7, n_layers=1)

@@ -18,6 +18,8 @@ from shardwise.layout import Box, Layout, Mesh, OnRanks, Partial, Replicate, Sha
 from shardwise.pictures import Picture, Placed, Table, picture
 from tests.strategies import Written, laws, layouts
 
+pytestmark = pytest.mark.slow
+
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = [
     "<script>document.title='broken'</script>",

@@ -201,6 +201,7 @@ def check_every_element(layout: Layout) -> None:
         assert ranks_in(label_at(text, index), text) == holders, f"{layout} at {index}\n{text}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [*SMALL_MESHES])
 @pytest.mark.parametrize("shape", [(), (4,), (3, 2), (0, 3)])
 def test_small_pictures_name_the_holders_of_each_element(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:

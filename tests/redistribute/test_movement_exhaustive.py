@@ -15,6 +15,8 @@ from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, 
 from tests.redistribute.one_process import Case, assert_equal_to_one_process
 from tests.strategies import Written, laws, layouts, meshes, small_layouts
 
+pytestmark = pytest.mark.slow
+
 
 def dealt_rows(shape: tuple[int, ...], positions: int) -> Boxes:
     """The last rows, then some of the first for the last position; others for the first; none between."""

@@ -13,6 +13,8 @@ from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.redistribute.one_process import Case, assert_gradient, assert_value, on_this_rank
 
+pytestmark = pytest.mark.processes
+
 SHAPE = (5, 3)
 ROWS = Boxes([[((3, 0), (2, 3)), ((0, 0), (1, 3))], [((1, 0), (2, 3))]])
 DTYPES = ["float32", "bfloat16", "float16", "int16", "int32", "int64", "uint8", "bool", "complex64", "complex128"]

@@ -143,6 +143,7 @@ def test_a_plan_is_the_same_whenever_it_is_made(written: Written, data: st.DataO
     assert plan_redistribute(written.layout, other.layout) is plan_redistribute(written.layout, other.layout)
 
 
+@pytest.mark.slow
 @laws
 @given(layouts())
 def test_staying_where_one_is_takes_no_step(written: Written) -> None:

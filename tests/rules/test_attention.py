@@ -73,6 +73,7 @@ if not is_refused_by_torch(causal_and_masked, *CAUSAL_AND_MASKED):
     SAMPLES.append(Sample(causal_and_masked, CAUSAL_AND_MASKED, gradients=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_attention_equals_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=7).cases >= 14
@@ -118,6 +119,7 @@ def test_sharded_keys_need_one_collective_whose_size_does_not_depend_on_their_nu
     assert sent[0] == sent[1] == 2 * (2 * 4 * (2 + 2)) * 8
 
 
+@pytest.mark.slow
 @world(2)
 def test_attention_under_autocast_has_the_dtype_of_one_process() -> None:
     single = Q.float(), K.float(), V.float()
@@ -158,6 +160,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("number", range(len(LAYERS)))
 def test_attention_layers_equal_one_process(number: int, training: bool) -> None:

@@ -293,6 +293,7 @@ LAYERS: list[tuple[nn.MultiheadAttention, dict[str, Placement]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("number", range(len(LAYERS)))
 def test_torch_attention_with_sharded_weights_equals_one_process(number: int, need_weights: bool) -> None:

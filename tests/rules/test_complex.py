@@ -36,6 +36,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_complex_numbers_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], (Mesh((3,)), Mesh((2, 2))), limit=6).cases >= 9

@@ -59,6 +59,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_convolutions_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 18
@@ -122,6 +123,7 @@ def test_depthwise_convolution_of_sharded_channels_does_not_communicate() -> Non
         assert (out.placements, comms.total_calls) == ((S1,), 0)
 
 
+@pytest.mark.slow
 @world(3)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 def test_modules_with_any_padding_equal_one_process(mode: Any) -> None:

@@ -66,6 +66,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_counts_and_finds_equal_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], MESHES, limit=4)

@@ -58,6 +58,7 @@ def sharded(ids: DTensor, weight: DTensor, op: Any, **kwargs: Any) -> tuple[Tens
     return out.detach().full_tensor(), gradient(weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("op", ["embedding", "sum", "mean"])
 @pytest.mark.parametrize(("weight", "ids"), list(product(WEIGHTS, IDS)), ids=str)
@@ -94,6 +95,7 @@ GRID: list[tuple[list[Placement], list[Placement]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["embedding", "mean"])
 @pytest.mark.parametrize(("weight", "ids"), GRID, ids=str)
 def test_grids_equal_one_process(weight: list[Placement], ids: list[Placement], op: str) -> None:
@@ -111,6 +113,7 @@ def test_grids_equal_one_process(weight: list[Placement], ids: list[Placement], 
         torch.testing.assert_close(grad, expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 def test_ragged_bags_of_every_rank_equal_one_process(weight: Placement, mode: str) -> None:
@@ -317,18 +320,21 @@ def check_options(
     world(mesh.size()).run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("weight", "ids"), PLACES, ids=str)
 def test_options_of_embedding_equal_one_process(weight: Placement, ids: Placement, options: dict[str, Any]) -> None:
     check_options(F.embedding, NUMBERS, options, Mesh((3,)), [weight], [ids])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", BAG_OPTIONS, ids=str)
 @pytest.mark.parametrize(("weight", "ids"), PLACES, ids=str)
 def test_options_of_embedding_bag_equal_one_process(weight: Placement, ids: Placement, options: dict[str, Any]) -> None:
     check_options(F.embedding_bag, NUMBERS, options, Mesh((3,)), [weight], [ids])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [OPTIONS[4], BAG_OPTIONS[1], BAG_OPTIONS[3], BAG_OPTIONS[5]], ids=str)
 @pytest.mark.parametrize(("weight", "ids"), GRID, ids=str)
 def test_options_on_grids_equal_one_process(
@@ -340,6 +346,7 @@ def test_options_on_grids_equal_one_process(
 RAGGED: list[list[list[int]]] = [[[3, 3, 0], [], [6]], [], [[1, 5, 0, 2], [0]]]  # bags of each rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True], ids=["starts", "starts and end"])
 @pytest.mark.parametrize("options", BAG_OPTIONS, ids=str)
 @pytest.mark.parametrize("weight", [R, S0, Shard(1, [0, 4, 1]), OnRanks(1)], ids=str)
@@ -397,6 +404,7 @@ CALLS += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", CALLS, ids=str)
 def test_ops_of_tables_equal_one_process(sample: Sample) -> None:
     tally = assert_equals_one_process([sample], MESHES[1:], limit=10)
@@ -415,6 +423,7 @@ def test_a_table_that_cannot_change_where_it_is_is_renormalised_as_a_whole(op: A
     torch.testing.assert_close(as_dtensor(param).full_tensor(), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: nn.Embedding(7, 5, 3, 1.0), lambda: nn.EmbeddingBag(7, 5, 1.0, mode="max")])
 def test_modules_with_options_train_as_in_one_process(make: Any) -> None:
     torch.manual_seed(0)

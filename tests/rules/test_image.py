@@ -52,6 +52,7 @@ SAMPLES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_ops_on_images_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 10

@@ -84,6 +84,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", [*READS, *WRITES], ids=str)
 def test_reads_and_writes_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases > 10

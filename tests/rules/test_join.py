@@ -91,6 +91,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_joined_tensors_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=5).cases > 10

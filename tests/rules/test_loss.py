@@ -133,6 +133,7 @@ CLASSES = [
 SAMPLES = [*ELEMENTS, *EXAMPLES, *CLASSES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_losses_equal_one_process(sample: Sample) -> None:
     tally = assert_equals_one_process([sample], MESHES, limit=6)

@@ -87,6 +87,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_products_equal_one_process(sample: Sample) -> None:
     tally = assert_equals_one_process([sample], MESHES, limit=6)
@@ -138,6 +139,7 @@ def test_terms_are_sharded_or_added_on_one_rank_without_communication() -> None:
     assert comms.total_calls == 0
 
 
+@pytest.mark.slow
 @world(2)
 def test_products_under_autocast_have_the_dtypes_of_one_process() -> None:
     mesh = Mesh((2,))

@@ -86,11 +86,13 @@ NORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SOFT, ids=str)
 def test_softmax_equals_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], MESHES, limit=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [S0, S1, Shard(1, [0, 3, 1])], ids=str)
 @pytest.mark.parametrize(
     "op",
@@ -118,6 +120,7 @@ def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor]
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", NORMS, ids=str)
 def test_normalisations_equal_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], MESHES[1:], limit=6)
@@ -264,6 +267,7 @@ def steps(module: nn.Module, batches: list[Any], probe: Tensor) -> list[Any]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [True, False], ids=["DTensor parameters", "plain parameters"])
 @pytest.mark.parametrize("cut", [S0, S1], ids=str)
 @pytest.mark.parametrize(("make", "shape"), MODULES, ids=lambda m: str(m()) if callable(m) else str(m))

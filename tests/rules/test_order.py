@@ -83,6 +83,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_ops_on_the_order_of_elements_equal_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], MESHES, limit=3)

@@ -105,6 +105,7 @@ def sample_of(name: str) -> Sample:
     return Sample(op, arguments, gradients=name not in {"nextafter", "heaviside", "floor_divide"}, tolerance=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_name_equals_one_process(name: str) -> None:
     tally = assert_equals_one_process([sample_of(name)], (Mesh((3,)), Mesh((2, 2))), limit=8)
@@ -136,6 +137,7 @@ def test_the_check_finds_rows_that_are_wrong(rule: Callable[..., list[Row]], wha
 IN_PLACE = ["abs", "add", "clamp_min", "copy", "div", "exp", "fmod", "lerp", "mul", "neg", "pow", "relu", "sub", "zero"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_ops_equal_one_process_or_are_refused(name: str) -> None:
     more: tuple[Any, ...] = {"lerp": (ROW, 0.3), "pow": (2.0,)}.get(
@@ -187,6 +189,7 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", AWKWARD, ids=str)
 def test_awkward_calls_equal_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], MESHES, limit=8)

@@ -57,6 +57,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_pooling_equals_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 18
@@ -95,6 +96,7 @@ def test_the_mean_of_an_image_exchanges_no_elements() -> None:
         torch.testing.assert_close(out.full_tensor(), F.adaptive_avg_pool2d(X, 1))
 
 
+@pytest.mark.slow
 @world(3)
 def test_windows_of_only_infinities_and_nans_have_the_indices_of_one_process() -> None:
     x = torch.full((1, 1, 9, 4), float("-inf"))

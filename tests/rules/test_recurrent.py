@@ -68,6 +68,7 @@ def sharded(module: nn.Module, operands: tuple[Tensor, ...], dim: int, plan: dic
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LAYERS)))
 def test_recurrent_layers_equal_one_process(number: int) -> None:
     make, operands = LAYERS[number]

@@ -122,6 +122,7 @@ EXTREMES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # torch's word on a rank that holds nothing
 @pytest.mark.parametrize("sample", SAMPLES + SPREADS + NORMS + EXTREMES, ids=str)
 def test_reductions_equal_one_process(sample: Sample) -> None:

@@ -48,6 +48,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_scans_equal_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], MESHES, limit=4)

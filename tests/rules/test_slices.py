@@ -70,6 +70,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_ops_on_slices_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=5).cases >= 7

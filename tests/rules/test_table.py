@@ -20,6 +20,7 @@ from tools.table_survey import Checked, Survey, run
 X = torch.arange(10, dtype=torch.float64).view(5, 2) - 3
 
 
+@pytest.mark.survey
 def test_every_row_of_every_key_is_taken_and_right() -> None:
     found = survey(jobs=2)
     keys = [op for op in ops_with_rules() if op is not mix_experts]  # sharded by experts, it refuses some layouts

@@ -119,6 +119,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_views_equal_one_process(sample: Sample) -> None:
     tally = assert_equals_one_process([sample], MESHES, limit=6)

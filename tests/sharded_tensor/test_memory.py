@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from shardwise import rank
 from shardwise.sharded_tensor import ChunkShardingSpec
 from shardwise.testing import world
+
+pytestmark = pytest.mark.processes
 
 ROWS, DIM = 1 << 20, 64  # 256 MB of floats
 

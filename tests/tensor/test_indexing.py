@@ -76,12 +76,14 @@ def taken(index: Any) -> Callable[[Any], Any]:
     return op
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BASIC, *PLACES])
 def test_what_brackets_give_equals_one_process(name: str) -> None:
     x, index = {**BASIC, **PLACES}[name]
     assert assert_equals_one_process([Sample(taken(index), (x,))], MESHES, limit=6).cases > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BASIC, *PLACES])
 def test_what_is_assigned_to_brackets_equals_one_process(name: str) -> None:
     x, index = {**BASIC, **PLACES}[name]
@@ -121,6 +123,7 @@ def assigned(x: Any, rows: Any, value: Any) -> Any:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [
@@ -251,6 +254,7 @@ SCATTERED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SCATTERED, ids=str)
 def test_scattered_slices_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases > 10

@@ -75,6 +75,7 @@ def sharded(layout: str, mesh: Mesh) -> list[nn.Parameter]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"), [(name, way) for name in OPTIMIZERS for way in WAYS if way != "fused" or name in FUSED]
 )
@@ -110,6 +111,7 @@ def assert_state_fits(state: dict[str, Any], shard: Tensor) -> None:
             assert value.ndim == 0, key
 
 
+@pytest.mark.slow
 @world(4)
 def test_steps_on_a_grid_equal_one_process() -> None:
     mesh = Mesh((2, 2))
@@ -143,6 +145,7 @@ def train_table(table: nn.Parameter, ids: list[Any], name: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimisers build sparse tensors themselves
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
 def test_sparse_steps_equal_one_process_for_every_layout(name: str) -> None:

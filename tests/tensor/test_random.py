@@ -79,6 +79,7 @@ LAYOUTS: list[tuple[Mesh, list[Placement]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MAKES)
 def test_the_same_seed_gives_the_same_tensor_for_any_world_and_layout(name: str, dtype: torch.dtype) -> None:
@@ -97,6 +98,7 @@ def test_the_same_seed_gives_the_same_tensor_for_any_world_and_layout(name: str,
             assert torch.equal(got[1], second), (mesh, placements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [nn.Linear(7, 9), nn.Embedding(9, 7), nn.EmbeddingBag(9, 7)], ids=repr)
 def test_reset_parameters_gives_the_same_module_for_any_world_and_layout(module: nn.Module) -> None:
     def body(mesh: Mesh, placements: list[Placement]) -> dict[str, Tensor]:
@@ -401,6 +403,7 @@ def spread(shape: tuple[int, ...]) -> list[tuple[Mesh, list[Placement]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INITS)
 def test_initialisations_give_one_tensor_for_any_world_and_layout(name: str) -> None:
     shape, init = INITS[name]

@@ -124,6 +124,7 @@ def run(op: Any, x: Any) -> Any:
     return entry.enter(op, (x,), {}) if type(x) is not Tensor else op(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [halves, shifted, positive], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 11])
 def test_ops_with_such_rows_equal_one_process(op: Any, length: int) -> None:

@@ -22,6 +22,8 @@ from shardwise.testing import (
     with_comms,
 )
 
+pytestmark = pytest.mark.processes
+
 PAIR = (0, 1)
 
 

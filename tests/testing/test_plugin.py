@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from shardwise import errors
+
+pytestmark = pytest.mark.processes
 
 SOURCE = str(Path(errors.__file__).parents[1])
 

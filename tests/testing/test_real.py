@@ -18,6 +18,8 @@ from shardwise.errors import RemoteRankError, ShardwiseError
 from shardwise.testing import DeadlockError, SendError, world
 from shardwise.testing.reference import refer
 
+pytestmark = pytest.mark.processes
+
 REAL = world(2, real=True)
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shardwise import errors
+
+pytestmark = pytest.mark.processes
 
 SOURCE = str(Path(errors.__file__).parents[1])
 

@@ -10,6 +10,8 @@ from scripts.make_pyident import make_payload, read_functions, write
 from shardwise.demos.data import load_pyident
 from shardwise.demos.data.pyident import is_held_out
 
+pytestmark = pytest.mark.processes
+
 FILES = {
     "top.py": """
 import os

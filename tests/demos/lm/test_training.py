@@ -25,6 +25,8 @@ from shardwise.models import Transformer
 from shardwise.tensor import DTensor
 from shardwise.testing import world
 
+pytestmark = pytest.mark.processes
+
 Tiny = Callable[..., LanguageModelConfig]
 MESHES = [
     ("dp=1", 1), ("dp=3", 3), ("tp=2", 2), ("tp=4", 4), ("tp=3 sequence", 3), ("dp=2,tp=2", 4),

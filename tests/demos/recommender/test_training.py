@@ -31,6 +31,8 @@ from shardwise.layout import OnRanks, Placement, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing import world
 
+pytestmark = pytest.mark.processes
+
 TINY = TrainConfig(dim=6, batch_size=7, epochs=100, save_every=1000)  # the last batch of a pass is shorter
 PLANS = [*NAMED, "mixed"]
 
