@@ -289,7 +289,7 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[
 def test_a_name_that_looks_like_a_piece_of_another_is_refused(tmp_path: Path) -> None:
     layout = Layout(Mesh((2,)), [Shard(0)], (2,))
     state = {"a[0:1]": torch.ones(3), "a": torch.ones(2)}
-    with pytest.raises(CheckpointError, match=r"two pieces of the state are called 'a\[0:1\]'"):
+    with pytest.raises(CheckpointError, match=r"two tensors of the state are called 'a\[0:1\]'"):
         world(2).run(
             lambda: save(tmp_path, {n: distributed(state[n], layout) for n in ["a"]} | {"a[0:1]": tied()}, step=1)
         )

@@ -261,7 +261,7 @@ def test_parts_that_do_not_fit_together_get_one_error_with_all_ranks() -> None:
         )
 
     assert parts((2, 3), (2, 4), (2, 3)) == (
-        "from_local: the parts do not make a tensor of shape (6, 3) under [Shard(0)]:\n"
+        "from_local: the local tensors do not form a tensor of shape (6, 3) under [Shard(0)]:\n"
         "  rank 1: expected (2, 3), got (2, 4)\n"
         "  Fix: pass parts of the expected shapes, or other placements."
     )
@@ -296,7 +296,7 @@ def test_from_local_refuses_nonsense_alike() -> None:
     assert "only row-major" in same_error(
         2, LayoutError, lambda: DTensor.from_local(FULL, None, [R], shape=(7, 5), stride=(1, 7))
     )
-    assert "cuts dim 2, but the parts have 2 dims" in same_error(
+    assert "shards dim 2, but the local tensors have 2 dims" in same_error(
         2, LayoutError, lambda: DTensor.from_local(FULL, None, [Shard(2)])
     )
     assert "Fix: pass shape=" in same_error(
@@ -323,7 +323,7 @@ def test_ranks_outside_a_mesh_hold_nothing() -> None:
     if rank() not in mesh.ranks:
         assert x.to_local().shape == (0, 5)
         assert "holds nothing" in repr(x)
-        with pytest.raises(LayoutError, match=r"outside .* must be told the global shape"):
+        with pytest.raises(LayoutError, match=r"outside .* needs the global shape"):
             DTensor.from_local(part, mesh, [S0])
     else:
         assert torch.equal(x.full_tensor(), FULL)

@@ -1,4 +1,4 @@
-"""One file of a checkpoint: safetensors, written and read piece by piece with plain reads and writes.
+"""One file of a checkpoint: safetensors, written and read in blocks with plain reads and writes.
 
 The header of a file follows from the chunks in it, so reading never parses one: it is compared with the
 header that the manifest implies. Nothing is mapped into memory: a file that shrinks meanwhile is an error and

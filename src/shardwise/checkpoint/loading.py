@@ -29,7 +29,7 @@ def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset
     wrong on any of them, all raise and `state` is as it was.
 
     Args:
-        folder: a checkpoint, or the folder that it was saved to, which stands for its latest one.
+        folder: a checkpoint, or the folder that it was saved to, which means its latest one.
         state: nested mappings as they were given to `save`: tensors receive the stored values, JSON values
             are replaced.
         subset: whether the checkpoint may hold more than `state` names.

@@ -253,7 +253,7 @@ def _tensor(name: str, said: Any) -> StoredTensor:
 def check_chunks(name: str, tensor: StoredTensor) -> None:
     """Raise CheckpointError unless the chunks cover the tensor exactly once."""
     stored, needed = sum(chunk.box.numel for chunk in tensor.chunks), prod(tensor.shape)
-    if stored < needed:  # asked first: to name the gap takes long where there are many chunks
+    if stored < needed:  # compared first: to name the gap takes long where there are many chunks
         raise CheckpointError(f"tensor {name!r}: its chunks hold {stored:,} of {needed:,} elements")
     try:
         check_cover([(f"{chunk.file}, {chunk.key!r}", chunk.box) for chunk in tensor.chunks], tensor.shape)

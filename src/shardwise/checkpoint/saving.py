@@ -146,7 +146,7 @@ class _Draft:
                 key = _key(name, part, box)
                 if wrote:
                     if key in tensors:
-                        raise CheckpointError(f"two pieces of the state are called {key!r}. Fix: rename one")
+                        raise CheckpointError(f"two tensors of the state are called {key!r}. Fix: rename one")
                     tensors[key] = view
                 held.append((number, box, view, key, wrote))
         sums = write_file(temp / file_name(rank), tensors) if tensors else {}
@@ -182,19 +182,19 @@ class _Draft:
 
 
 def _key(name: str, part: Part, box: Box) -> str:
-    """What a box is called in its file: a whole tensor has its own name, so that other tools find it."""
+    """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
     return name if box.sizes == part.layout.shape else f"{name}{box}"
 
 
 def _check_replicas(said: Mapping[str, Mapping[int, _Report]]) -> None:
     differing = []
-    for piece, by_rank in said.items():
+    for entry, by_rank in said.items():
         ranks: dict[int, list[int]] = {}
         for rank, row in by_rank.items():
             ranks.setdefault(row.crc32, []).append(rank)
         if len(ranks) > 1:
             groups = " against ".join(f"rank {', '.join(map(str, who))}" for who in ranks.values())
-            differing.append(f"  {piece}: {groups}")
+            differing.append(f"  {entry}: {groups}")
     if differing:
         raise CheckpointError(
             "ranks that should hold the same do not:\n" + listed(differing) + "\n  Fix: make what they hold equal, "

@@ -50,13 +50,13 @@ def restore(
     extra: MutableMapping[str, Any] | None = None,
     subset: bool = False,
 ) -> Manifest:
-    """Bring a module and its optimizer, fresh or used, to the state that a checkpoint of `state_of` holds.
+    """Load a checkpoint of `state_of` into a module and its optimizer, fresh or used.
 
     Optimizer state that is not there yet is made with the layout of its parameter. Which implementation the
     optimizer uses (fused, foreach, …) is not restored.
 
     Args:
-        folder: a checkpoint, or the folder that it was saved to, which stands for its latest one.
+        folder: a checkpoint, or the folder that it was saved to, which means its latest one.
         extra: what else was saved beside `state_of(...)`; filled in place.
         subset: whether the checkpoint may hold more, for example the optimizer when only the module is wanted.
 
@@ -182,7 +182,7 @@ def _new_state(key: str, stored: StoredTensor, parameter: nn.Parameter, group: M
 
 
 def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """`layout` for state of another shape, such as one number a row: cut where it has the dim that is cut."""
+    """`layout` for state of another shape, such as one number a row: sharded where it has the sharded dim."""
     if shape == layout.shape:
         return layout
 

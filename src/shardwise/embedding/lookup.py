@@ -204,7 +204,7 @@ def _sums_of_runs(request: Request, received: Sequence[Received]) -> Tensor:
 
 
 def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
-    """The sums or means of whole bags, in the order of ranks."""
+    """The sums or means of full bags, in the order of ranks."""
     bags = request.bags
     assert bags is not None
     if bags.offsets is None:

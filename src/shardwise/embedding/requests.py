@@ -1,6 +1,6 @@
 """What a rank requests from the owners of rows, in the first part of a lookup.
 
-Where owners hold all rows, whole bags go to them and pooled sums come back. Where summing at the owners makes the
+Where owners hold all rows, full bags go to them and pooled sums come back. Where summing at the owners makes the
 answers smaller, the owners get each bag's ids by bag (`Grouped`). Otherwise they get the distinct ids (`Distinct`).
 """
 
@@ -45,7 +45,7 @@ class Request(Lookup):
     ranks: tuple[int, ...]  # the ranks that exchange ids
     owners: tuple[Box, ...]  # the box of the table of each of `ranks`; empty boxes for none
     columns: tuple[Span, ...]  # the columns that each of `ranks` wants
-    found: Distinct | Grouped | None  # the ids requested; None: whole bags go to the owners and sums come back
+    found: Distinct | Grouped | None  # the ids requested; None: full bags go to the owners and sums come back
     spans: tuple[Span, ...]  # which of the ids requested each owner holds
 
     @cached_property

@@ -18,7 +18,7 @@ from shardwise.graph_capture.tracer import Tracer, apply_to_locals
 from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
-SAVED = object()  # stands for a tensor that autograd saves
+SAVED = object()  # in place of a tensor that autograd saves
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Tracer:
 
     Attributes:
         graph: aten ops and opaque calls in execution order. Placeholders are the graph inputs.
-        inputs: placeholder -> the tensor it stands for: arguments, parameters, buffers, constants.
+        inputs: placeholder -> the tensor it represents: arguments, parameters, buffers, constants.
     """
 
     def __init__(self, reachable: Sequence[Tensor] = ()) -> None:

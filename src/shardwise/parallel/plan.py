@@ -27,7 +27,7 @@ def parallelize_module(
 ) -> M:
     """Parallelise submodules of `module` as a plan of styles says, in place.
 
-    The whole plan is checked, and compared between ranks, before anything changes. Modules that it does not name stay
+    The full plan is checked, and compared between ranks, before anything changes. Modules that it does not name stay
     unchanged. Parameters become new objects: make the optimizer afterwards. Tied parameters stay tied. Submodules on
     the meta device are materialised one by one by their `reset_parameters()`.
 

@@ -25,7 +25,7 @@ class Picture(Subject):
         """Box drawing; the tensor's first dim runs downwards, the second to the right.
 
         Args:
-            width: characters of a line. What does not fit is summarized: `12 shards` stands for 12 cells.
+            width: characters of a line. What does not fit is summarized: `12 shards` means 12 cells.
             colour: ANSI colours, one per rank; a cell of several ranks has that of the first.
         """
         return draw_text(self, width, colour)

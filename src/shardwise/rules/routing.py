@@ -2,7 +2,7 @@
 
     headers   to every rank: how many rows follow, and whether the sender's ids are valid
     rows      to their owners
-    answers   back to the ranks that asked
+    answers   back to the requesting ranks
 
 An invalid id is the same error on all ranks, before any row is sent.
 """

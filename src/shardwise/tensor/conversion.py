@@ -36,8 +36,8 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
             return local
         if not torch.is_grad_enabled():
             return local.detach()
-        border = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
-        return ToPlain.apply(local, layout, border)  # type: ignore[no-any-return, no-untyped-call]
+        grad_layout = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
+        return ToPlain.apply(local, layout, grad_layout)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = None) -> DTensor:
@@ -45,8 +45,8 @@ def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = Non
     with DisableTorchFunctionSubclass():
         if not (torch.is_grad_enabled() and local.requires_grad):
             return tag(local.detach(), layout)
-        border = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
-        return tag(FromPlain.apply(local, layout, border), layout)  # type: ignore[no-untyped-call]
+        grad_layout = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
+        return tag(FromPlain.apply(local, layout, grad_layout), layout)  # type: ignore[no-untyped-call]
 
 
 def from_local(
@@ -70,9 +70,7 @@ def from_local(
     if mesh.coordinate(collectives.rank()) is None:
         layout = _layout_of_parts(None, mesh, wanted, shape) if shape is not None else None
         if layout is None:
-            raise LayoutError(
-                f"from_local: rank {collectives.rank()} is outside {mesh}, so it must be told the global shape."
-            )
+            raise LayoutError(f"from_local: rank {collectives.rank()} is outside {mesh}, so it needs the global shape.")
         nothing = local.reshape(-1)[:0].view(layout.local_shape(collectives.rank()))  # connected: backward meets peers
         return wrap(nothing, layout, grad_placements)
     if run_check:
@@ -100,45 +98,45 @@ def _layout_of_parts(
     shape: Sequence[int] | None,
     tiling: Tiling | None = None,
 ) -> Layout:
-    """Without asking anybody: from the global shape, or from the promise that all parts are equal."""
+    """The layout without an exchange: from the global shape, or as even shards."""
     if shape is None:
         assert local is not None
         if any(isinstance(p, Boxes | OnRanks) or (isinstance(p, Shard) and p.sizes) for p in placements):
             raise LayoutError(
-                f"from_local(run_check=False): the global shape cannot be told from one part under "
+                f"from_local(run_check=False): the global shape does not follow from one local tensor under "
                 f"{placements_text(mesh, placements)}. Fix: pass shape=, or leave run_check on."
             )
-        whole = list(local.shape)
+        global_shape = list(local.shape)
         for axis, p in enumerate(placements):
             if isinstance(p, Shard):
-                whole[p.dim] *= mesh.shape[axis]
-        shape = whole
+                global_shape[p.dim] *= mesh.shape[axis]
+        shape = global_shape
     layout = Layout(mesh, placements, shape)
     rank = collectives.rank()
-    if tiling is not None and tiling.boxes and not _stands_right(layout, rank, tiling.bounds):
+    if tiling is not None and tiling.boxes and not _offsets_match(layout, rank, tiling.bounds):
         raise LayoutError(
-            f"from_local: under {placements_text(mesh, placements)} the shards stand elsewhere:\n"
-            f"{_misplaced(layout, rank, tiling.bounds)}\n  {_PLACES_FIX}, or leave run_check on."
+            f"from_local: under {placements_text(mesh, placements)} the shards have other offsets:\n"
+            f"{_misplaced(layout, rank, tiling.bounds)}\n  {_OFFSETS_FIX}, or leave run_check on."
         )
     if local is not None and not _fits(tuple(local.shape), layout, rank, tiling is not None):
         raise LayoutError(
             f"from_local: under {placements_text(mesh, placements)} rank {rank} holds {layout.local_shape(rank)} of "
-            f"{tuple(shape)}, got a part of shape {tuple(local.shape)}. "
+            f"{tuple(shape)}, got a local tensor of shape {tuple(local.shape)}. "
             f"Fix: give the sizes, Shard(dim, sizes=...), or leave run_check on."
         )
     return layout
 
 
 def _fits(shape: tuple[int, ...], layout: Layout, rank: int, wrapped: bool) -> bool:
-    """Whether a part of `shape` is what `rank` holds. Who holds nothing may pass anything without elements."""
+    """Whether `shape` is the local shape of `rank`. A rank that holds nothing may pass any empty tensor."""
     nothing = not prod(shape) and not layout.local_numel(rank) and (wrapped or not layout.boxes(rank))
     return nothing or shape == layout.local_shape(rank)
 
 
-_PLACES_FIX = "Fix: give offsets in the whole tensor; for several boxes on a rank use init_from_local_shards()"
+_OFFSETS_FIX = "Fix: give offsets in the global tensor; for several boxes on a rank use init_from_local_shards()"
 
 
-def _stands_right(layout: Layout, rank: int, bounds: Box) -> bool:
+def _offsets_match(layout: Layout, rank: int, bounds: Box) -> bool:
     boxes = layout.boxes(rank)
     return boxes == (bounds,) or not (bounds.numel or any(box.numel for box in boxes))
 
@@ -154,7 +152,7 @@ def _agreed_layout(
     placements: Sequence[Placement],
     shape: Sequence[int] | None,
 ) -> tuple[Layout, torch.dtype]:
-    """Ask all ranks for the shapes of their parts; the layout follows from those, never from a guess.
+    """The layout from the local shapes of all ranks, which they exchange.
 
     Also the dtype, which a rank without shards cannot know.
     """
@@ -167,41 +165,41 @@ def _agreed_layout(
     }
     ranks = tuple(sorted(mesh.ranks))
     if tiling is not None:
-        said["stands"] = list(tiling.bounds) if tiling.boxes else None
+        said["bounds"] = list(tiling.bounds) if tiling.boxes else None
     every = dict(zip(ranks, collectives.gather_json(said, ranks), strict=True))
-    nobody = [rank for rank, answer in every.items() if answer.get("stands", ()) is None]
+    nobody = [rank for rank, answer in every.items() if answer.get("bounds", ()) is None]
     for field in ("dtype", "mesh", "placements", "global shape"):
         _all_alike(field, {r: answer[field] for r, answer in every.items() if field != "dtype" or r not in nobody})
     shapes = {rank: tuple(answer["shape"]) for rank, answer in every.items()}
     _guess_empty(shapes, nobody, placements)
     layout = fitted(mesh, placements, shapes, shape)
-    stands = {r: Box(*map(tuple, answer["stands"])) for r, answer in every.items() if answer.get("stands")}
-    misplaced = [_misplaced(layout, r, box) for r, box in stands.items() if not _stands_right(layout, r, box)]
+    bounds = {r: Box(*map(tuple, answer["bounds"])) for r, answer in every.items() if answer.get("bounds")}
+    misplaced = [_misplaced(layout, r, box) for r, box in bounds.items() if not _offsets_match(layout, r, box)]
     if misplaced:
         raise MismatchError(
-            f"from_local: under {placements_text(mesh, placements)} of shape {layout.shape} the shards stand "
-            f"elsewhere:\n" + "\n".join(misplaced) + f"\n  {_PLACES_FIX}."
+            f"from_local: under {placements_text(mesh, placements)} of shape {layout.shape} the shards "
+            f"have other offsets:\n" + "\n".join(misplaced) + f"\n  {_OFFSETS_FIX}."
         )
-    wrong = {r: s for r, s in shapes.items() if not _fits(s, layout, r, "stands" in every[r])}
+    wrong = {r: s for r, s in shapes.items() if not _fits(s, layout, r, "bounds" in every[r])}
     if wrong:
         lines = [f"  rank {r}: expected {layout.local_shape(r)}, got {s}" for r, s in wrong.items()]
         raise MismatchError(
-            f"from_local: the parts do not make a tensor of shape {layout.shape} under "
+            f"from_local: the local tensors do not form a tensor of shape {layout.shape} under "
             f"{placements_text(mesh, placements)}:\n"
             + "\n".join(lines)
-            + "\n  Fix: pass parts of the expected shapes, or other placements."
+            + "\n  Fix: pass local tensors of the expected shapes, or other placements."
         )
     who = next((r for r in ranks if r not in nobody), ranks[0])
     return layout, getattr(torch, every[who]["dtype"].removeprefix("torch."))
 
 
 def _guess_empty(shapes: dict[int, tuple[int, ...]], nobody: Sequence[int], placements: Sequence[Placement]) -> None:
-    """A rank without shards has a part as those of others, of length 0 where the only cut is."""
-    cut = [p.dim for p in placements if isinstance(p, Shard)]
+    """Give a rank without shards the local shape of the others, with length 0 in the one sharded dim."""
+    sharded = [p.dim for p in placements if isinstance(p, Shard)]
     other = next((shape for rank, shape in shapes.items() if rank not in nobody), None)
     for rank in nobody:
-        if len(cut) == 1 and other is not None and -len(other) <= cut[0] < len(other):
-            shapes[rank] = tuple(0 if d == cut[0] % len(other) else n for d, n in enumerate(other))
+        if len(sharded) == 1 and other is not None and -len(other) <= sharded[0] < len(other):
+            shapes[rank] = tuple(0 if d == sharded[0] % len(other) else n for d, n in enumerate(other))
 
 
 def _all_alike(field: str, answers: dict[int, Any]) -> None:
@@ -216,7 +214,7 @@ def fitted(
     shapes: dict[int, tuple[int, ...]],
     shape: Sequence[int] | None,
 ) -> Layout:
-    """Give every Shard without sizes the sizes that the parts have."""
+    """Give every Shard without sizes the sizes of the local tensors."""
     fixed = any(isinstance(p, Boxes | OnRanks) for p in placements)
     if fixed and shape is None:
         owners = [s for r, s in shapes.items() if not _holds_nothing(mesh, placements, r)]
@@ -232,23 +230,26 @@ def fitted(
     if fixed:
         return Layout(mesh, placements, shape or ())
     if len({len(s) for s in shapes.values()}) > 1:
-        raise MismatchError(f"from_local: parts have different numbers of dims: {shapes}.")
-    whole = list(next(iter(shapes.values())))
+        raise MismatchError(f"from_local: local tensors have different numbers of dims: {shapes}.")
+    global_shape = list(next(iter(shapes.values())))
     dims: dict[int, list[int]] = {}
     for axis, p in enumerate(placements):
         if isinstance(p, Shard):
-            if not whole or not -len(whole) <= p.dim < len(whole):
-                raise LayoutError(f"from_local: {p} cuts dim {p.dim}, but the parts have {len(whole)} dims.")
-            dims.setdefault(p.dim % len(whole), []).append(axis)
+            if not global_shape or not -len(global_shape) <= p.dim < len(global_shape):
+                raise LayoutError(
+                    f"from_local: {p} shards dim {p.dim}, but the local tensors have {len(global_shape)} dims."
+                )
+            dims.setdefault(p.dim % len(global_shape), []).append(axis)
     result = list(placements)
     for dim, axes in dims.items():
-        whole[dim] = _fit_dim(mesh, result, shapes, dim, axes)
-    if shape is not None and tuple(shape) != tuple(whole):
+        global_shape[dim] = _fit_dim(mesh, result, shapes, dim, axes)
+    if shape is not None and tuple(shape) != tuple(global_shape):
         raise MismatchError(
-            f"from_local: the parts make a tensor of shape {tuple(whole)} under {placements_text(mesh, placements)}, "
-            f"but the global shape was given as {tuple(shape)}. Parts: {shapes}."
+            f"from_local: the local tensors form a tensor of shape {tuple(global_shape)} under "
+            f"{placements_text(mesh, placements)}, but the global shape was given as {tuple(shape)}. "
+            f"Local shapes: {shapes}."
         )
-    return Layout(mesh, result, whole)
+    return Layout(mesh, result, global_shape)
 
 
 def _holds_nothing(mesh: Mesh, placements: Sequence[Placement], rank: int) -> bool:
@@ -260,10 +261,10 @@ def _holds_nothing(mesh: Mesh, placements: Sequence[Placement], rank: int) -> bo
 def _fit_dim(
     mesh: Mesh, placements: list[Placement], shapes: dict[int, tuple[int, ...]], dim: int, axes: Sequence[int]
 ) -> int:
-    """Fill in the sizes by which `axes`, outer first, cut `dim`; return the length of the whole dim."""
+    """Fill in the sizes by which `axes`, outer first, shard `dim`; return its global length."""
 
     def length(fixed: dict[int, int], rest: Sequence[int]) -> int:
-        """Of the piece at positions `fixed`, from the parts of the ranks that hold pieces of it."""
+        """Of the shard at positions `fixed`, from the local shapes of the ranks that hold parts of it."""
         if not rest:
             at = tuple(fixed.get(axis, 0) for axis in range(mesh.ndim))
             return shapes[mesh.rank_at(at)][dim]
@@ -294,14 +295,14 @@ def distribute_tensor(
     """A DTensor with the values of a plain tensor.
 
     Args:
-        tensor: the whole tensor; every rank passes one of the same shape and dtype. A leaf gives a leaf: the
+        tensor: the global tensor; every rank passes one of the same shape and dtype. A leaf gives a leaf: the
             result requires grad if `tensor` does, but is not connected to it.
         device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
         placements: one per mesh axis, in a sequence or by axis name; None replicates.
         src_data_rank: position in the mesh (in its row-major order) of the rank whose values count: each
             rank receives its own part from there. None takes every rank's own values and sends nothing;
             they must be equal.
-        shard_order: which axis cuts first where several cut one dim.
+        shard_order: which axis divides first where several shard one dim.
 
     Raises:
         MismatchError: shapes, dtypes or placements differ between ranks.
@@ -327,7 +328,7 @@ def distribute_tensor(
 
 
 def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:
-    """This rank's part of `tensor`, a copy: cut from its own, or sent by the source rank."""
+    """The local shard of `tensor`, a copy: sliced from this rank's own, or sent by the source rank."""
     mesh = layout.mesh
     if src_data_rank is None or mesh.size() == 1:
         local = redistribute_local(tensor, layout.replicated(), layout)
@@ -339,8 +340,8 @@ def scattered(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tens
 
 def sent_by(source: int, tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's part of the `tensor` of the rank `source`, a copy; nobody else's needs values."""
-    whole, rank = layout.gathered_on(source), collectives.rank()
+    full, rank = layout.gathered_on(source), collectives.rank()
     if rank != source:
-        tensor = tensor.new_empty(whole.local_shape(rank), device=layout.mesh.device_type)
-    local = redistribute_local(tensor, whole, layout)
+        tensor = tensor.new_empty(full.local_shape(rank), device=layout.mesh.device_type)
+    local = redistribute_local(tensor, full, layout)
     return local.clone() if local is tensor else local

@@ -55,7 +55,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Hook:
-    """An official hook of torch or Python that is used for the whole process."""
+    """An official hook of torch or Python that is used in the entire process."""
 
     target: str
     what: str

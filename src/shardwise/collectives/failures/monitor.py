@@ -15,7 +15,7 @@ TICK_SECONDS = 0.4
 class FailureMonitor:
     """Polls the failure store until states are requested, then publishes that of this rank once.
 
-    So ranks that diagnose a failure can tell a rank that waits like them from one that hangs, and name the line where
+    So ranks that diagnose a failure can distinguish a waiting rank from one that hangs, and name the line where
     that one is. One poll is one round trip to the store.
 
     Attributes:

@@ -70,7 +70,7 @@ def remote_error(
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process; its start time tells it from an earlier one with the same number."""
+    """One process; its start time distinguishes it from an earlier one with the same number."""
 
     host: str
     pid: int

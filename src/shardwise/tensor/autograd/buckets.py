@@ -1,9 +1,11 @@
-"""The summands of Replicate leaves are added in buckets: when a gradient is read, or while backward still runs.
+"""Bucketed all-reduce of the gradients of replicated parameters.
 
-Gradients that wait are reduced when the first of them is read, so several backwards before a read cost one reduction.
-Where the leaves were last reduced after exactly one backward, each bucket starts to travel as soon as it is complete,
-and is waited for when a gradient is read. That guess decides when something is sent, never what comes out: what was
-reduced is kept apart from what accumulates later.
+    loss.backward()   # gradients are Partial
+    parameter.grad    # the first read all-reduces the gradients of all parameters
+
+Several backwards before a read cost one reduction. If the same leaves were last reduced after exactly one backward,
+each bucket is sent during backward, as soon as it is complete, and waited for when a gradient is read. That guess
+decides when a bucket is sent, never the result: what was reduced is stored apart from what accumulates later.
 """
 
 from collections import deque
@@ -31,7 +33,7 @@ from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import Cause
 
 raw_grad: Any = torch._C.TensorBase.grad
-READ = Cause("gradient", ".grad", "gradients", "the summands of Replicate axes are added when a gradient is read")
+READ = Cause("gradient", ".grad", "gradients", "partial sums on Replicate axes are all-reduced when a gradient is read")
 KEPT_PLANS = 64
 FIX = "let every rank use the same parameters in each step; one that does not apply can be multiplied by 0"
 
@@ -40,7 +42,7 @@ Kind = tuple[Mesh, tuple[int, ...], torch.dtype, torch.device]  # what one buffe
 
 @dataclass(frozen=True)
 class Options:
-    """How the gradients of one rank travel."""
+    """How one rank reduces gradients."""
 
     max_bytes: int = 25 << 20
     overlap: bool | None = None
@@ -51,32 +53,32 @@ class Options:
 
 @dataclass
 class Plan:
-    """Which leaves, by their numbers, travel together, in the order in which all ranks start."""
+    """Which leaves, by their numbers, share a bucket, in the order in which all ranks send the buckets."""
 
     buckets: tuple[tuple[int, ...], ...]
     options: Options
-    once: bool = False  # whether the last gradients were read after one backward
-    spoiled: bool = False  # whether somebody else changes gradients after they came, as DistributedDataParallel does
+    read_once: bool = False  # the last gradients were read after exactly one backward
+    changed_later: bool = False  # other code changes gradients after backward, as DistributedDataParallel does
 
 
 @dataclass(frozen=True)
 class Started:
-    """A bucket on its way, and the gradients that it was filled with."""
+    """A bucket that was sent, and the gradients that it contains."""
 
     leaves: tuple[DTensor, ...]
     raws: tuple[Tensor, ...]
     versions: tuple[int, ...]
     finish: Finish
 
-    def fresh(self) -> list[bool]:
-        """Which leaves have the very gradient that was sent: nothing was added to it, nor was it cleared."""
+    def unchanged(self) -> list[bool]:
+        """For each leaf, whether its gradient is still the one that was sent: not accumulated, cleared or replaced."""
         now = [raw_grad.__get__(leaf) for leaf in self.leaves]
         return [a is b and a._version == v for a, b, v in zip(now, self.raws, self.versions, strict=True)]
 
 
 @dataclass
 class _Rank:
-    """What one rank knows of its gradients; simulated ranks have one each."""
+    """State of one rank; each simulated rank has its own."""
 
     options: Options = field(default_factory=Options)
     numbers: "count[int]" = field(default_factory=lambda: count(1))
@@ -84,7 +86,7 @@ class _Rank:
     plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)  # by the numbers of all leaves
     latest: tuple[int, ...] = ()  # the leaves that were reduced last
     agreed: dict[tuple[int, ...], dict[str, str]] = field(default_factory=dict)  # by ranks: what they reduced last
-    batch: "Batch | None" = None  # that of the backward that runs, or ran last
+    batch: "Batch | None" = None  # of the current or the last backward
 
 
 _ranks: "WeakKeyDictionary[Any, _Rank]" = WeakKeyDictionary()
@@ -99,13 +101,13 @@ def _rank() -> _Rank:
 
 
 def gradient_buckets(max_bytes: int = Options.max_bytes, *, overlap: bool | None = None) -> None:
-    """How gradients of Replicate axes are reduced from now on; all ranks have to say the same.
+    """Set how gradients of replicated parameters are reduced from now on; the same on all ranks.
 
     Args:
         max_bytes: gradients share a collective up to this size; a larger one has its own.
-        overlap: let a bucket travel as soon as backward has filled it, where the last gradients of the same leaves
-            were read after exactly one backward. False sends nothing before a gradient is read. None is False on
-            the CPU, where communication takes the cores that backward needs, and True elsewhere.
+        overlap: send a bucket during backward, as soon as it is complete, if the last gradients of the same leaves were
+            read after exactly one backward. False sends nothing before a gradient is read. None is False on the
+            CPU, where communication takes the cores that backward needs, and True elsewhere.
 
     Raises:
         RuleError: `max_bytes` is not positive.
@@ -119,23 +121,23 @@ def gradient_buckets(max_bytes: int = Options.max_bytes, *, overlap: bool | None
 
 
 def next_numbers(mesh: Mesh) -> tuple[int, int]:
-    """The place of a leaf in the order of the program, and among those of its mesh, the same on all ranks of that."""
+    """The number of a new leaf in program order, and in its mesh, where all ranks count alike."""
     here, ranks = _rank(), tuple(sorted(mesh.ranks))
     return next(here.numbers), next(here.numbers_of.setdefault(ranks, count(1)))
 
 
-# ---- while backward runs ------------------------------------------------------------------------------------
+# ---- during backward ----------------------------------------------------------------------------------------
 
 
 class Batch:
-    """Leaves whose gradients were not read since they came."""
+    """Leaves whose gradients were not read since their backward."""
 
     def __init__(self) -> None:
         self.leaves: dict[int, DTensor] = {}  # by number
         self.arrivals: dict[int, int] = {}
         self.started: list[Started] = []
         self.plan: Plan | None = None
-        self.next = 0  # the bucket of the plan that starts next
+        self.next = 0  # the next bucket of the plan to send
 
     def forget(self, leaf: DTensor) -> None:
         """The gradient of `leaf` was cleared or replaced."""
@@ -147,7 +149,7 @@ class Batch:
             for started in self.started:
                 started.finish()
 
-    def start_what_is_complete(self, plan: Plan) -> None:
+    def send_complete_buckets(self, plan: Plan) -> None:
         while self.next < len(plan.buckets):
             members = [self.leaves.get(number) for number in plan.buckets[self.next]]
             if any(leaf is None or _is_sparse(leaf) for leaf in members):
@@ -157,12 +159,12 @@ class Batch:
 
 
 def joined(leaf: Tensor) -> None:
-    """A gradient was added to that of `leaf`: called at the end of each backward's way to it."""
+    """The post-accumulate hook of a leaf: its gradient joins the batch of this backward."""
     assert isinstance(leaf, DTensor)
     here, number = _rank(), leaf._watched
     if leaf._grad_batch is None:
         with DisableTorchFunctionSubclass():
-            if raw_grad.__get__(leaf) is None:  # a custom Function that has no gradient for it comes here as well
+            if raw_grad.__get__(leaf) is None:  # a custom Function returned no gradient for it
                 return
         if here.batch is None:
             here.batch = Batch()
@@ -173,34 +175,34 @@ def joined(leaf: Tensor) -> None:
     batch: Batch = leaf._grad_batch
     batch.arrivals[number] = batch.arrivals.get(number, 0) + 1
     plan = batch.plan
-    if plan is None or not plan.once or plan.spoiled:
+    if plan is None or not plan.read_once or plan.changed_later:
         return
     if batch.arrivals[number] > 1:
-        plan.once = False  # gradients accumulate: nothing more is sent before one is read
+        plan.read_once = False  # gradients accumulate: nothing more is sent before one is read
     elif not torch.is_grad_enabled():
         with DisableTorchFunctionSubclass():
             if here.options.overlaps(leaf.device):
-                batch.start_what_is_complete(plan)
+                batch.send_complete_buckets(plan)
 
 
 # ---- when a gradient is read --------------------------------------------------------------------------------
 
 
 def reduce_batch(batch: Batch) -> None:
-    """Reduce what waits, and wait for what travels."""
+    """Reduce the gradients that were not sent yet, and wait for the buckets that were."""
     here = _rank()
     if here.batch is batch:
         here.batch = None
     for leaf in batch.leaves.values():
         leaf._grad_batch = None
     plan = _plan_of(batch.leaves, here)
-    plan.once = all(n == 1 for n in batch.arrivals.values())
+    plan.read_once = all(n == 1 for n in batch.arrivals.values())
     for leaf in batch.leaves.values():
         leaf._grad_plan = plan
-    fresh = {leaf._watched: is_fresh for s in batch.started for leaf, is_fresh in zip(s.leaves, s.fresh(), strict=True)}
-    sent = {n for n in batch.leaves if fresh.get(n)}
+    unchanged = {leaf._watched: same for s in batch.started for leaf, same in zip(s.leaves, s.unchanged(), strict=True)}
+    sent = {n for n in batch.leaves if unchanged.get(n)}
     waiting = {n: leaf for n, leaf in batch.leaves.items() if n not in sent}
-    plan.spoiled |= plan.once and not all(fresh.get(n, True) for n in batch.leaves)
+    plan.changed_later |= plan.read_once and not all(unchanged.get(n, True) for n in batch.leaves)
     buckets = plan.buckets
     if sent:
         ordered = [n for bucket in plan.buckets for n in bucket if n in waiting]
@@ -209,13 +211,13 @@ def reduce_batch(batch: Batch) -> None:
 
 
 def reduce_alone(leaf: DTensor) -> None:
-    """The gradient of a leaf that joins no batch."""
+    """Reduce the gradient of a leaf that is in no batch."""
     _reduce_buckets([], [[leaf]])
 
 
 def _plan_of(leaves: dict[int, DTensor], here: _Rank) -> Plan:
-    """The plan of these leaves; of others than the last ones only once the ranks agree that it is about the same."""
-    # Not as backward came to them: an empty shard may have kernels of its own, which come to leaves in another order.
+    """The bucket plan of these leaves. If they are not those of the last plan, the ranks compare them first."""
+    # Not in the order of backward: kernels of empty shards may reach leaves in another order.
     numbers = sorted(leaves, reverse=True)
     key = tuple(-n if _is_sparse(leaves[n]) else n for n in numbers)
     if key != here.latest:
@@ -234,17 +236,17 @@ def _is_sparse(leaf: DTensor) -> bool:
 
 
 def _agree(leaves: Sequence[DTensor], here: _Rank) -> None:
-    """Let the ranks of each mesh say which leaves they are about to reduce together, where these are not the last ones.
+    """Compare between the ranks of each mesh which leaves they reduce, unless these are the last ones.
 
-    Buckets of other leaves may be of equal size, and would be added up without a word. Who listens to what is sent
-    hears nothing of this one small exchange.
+    Buckets of different leaves may have equal sizes and would be added silently. The communication trace does not show
+    this small exchange.
     """
-    told: dict[tuple[int, ...], dict[str, str]] = {}
+    facts_by_ranks: dict[tuple[int, ...], dict[str, str]] = {}
     for leaf in leaves:
         ranks, name = tuple(sorted(leaf._layout.mesh.ranks)), f"{leaf._name or 'leaf'} (number {leaf._watched_here})"
         what = f"{'sparse ' if _is_sparse(leaf) else ''}{leaf.dtype} {leaf._layout}"
-        told.setdefault(ranks, {"buckets": str(here.options)})[name] = what
-    for ranks, facts in told.items():
+        facts_by_ranks.setdefault(ranks, {"buckets": str(here.options)})[name] = what
+    for ranks, facts in facts_by_ranks.items():
         if collectives.rank() in ranks and here.agreed.get(ranks) != facts:
             with comm_trace.separate_rank():
                 collectives.agree("the gradients that are reduced together", facts, ranks, FIX)
@@ -252,7 +254,7 @@ def _agree(leaves: Sequence[DTensor], here: _Rank) -> None:
 
 
 def _buckets(numbers: Sequence[int], leaves: Mapping[int, DTensor], options: Options) -> tuple[tuple[int, ...], ...]:
-    """Leaves of one kind share a bucket while there is room. Buckets stand in the order in which they are complete.
+    """Leaves of one kind share a bucket while there is room. Buckets are ordered by when they are complete.
 
     Ranks that share two buckets share their sizes, so they also agree on which of the two comes first.
     """
@@ -270,7 +272,7 @@ def _buckets(numbers: Sequence[int], leaves: Mapping[int, DTensor], options: Opt
 
 
 def _kind(leaf: DTensor) -> Kind | int:
-    """Gradients of one kind fit one buffer; a sparse one is alone, and one of which this rank holds nothing."""
+    """Gradients of one kind fit one buffer; a sparse gradient, and one without elements here, has its own."""
     raw = raw_grad.__get__(leaf)
     if leaf._layout.mesh.coordinate(collectives.rank()) is None or (raw is not None and raw.is_sparse):
         return leaf._watched
@@ -282,21 +284,21 @@ def _kind(leaf: DTensor) -> Kind | int:
 
 
 def _reduce_buckets(started: Sequence[Started], buckets: Iterable[Sequence[DTensor]]) -> None:
-    """Finish what travels, one bucket behind what starts."""
-    under_way = deque(started)
+    """Send the buckets, finishing each after the next one was sent."""
+    in_flight = deque(started)
     for leaves in buckets:
-        under_way.append(_start(leaves))
-        while len(under_way) > 1:
-            _finish(under_way.popleft())
-    while under_way:
-        _finish(under_way.popleft())
+        in_flight.append(_start(leaves))
+        while len(in_flight) > 1:
+            _finish(in_flight.popleft())
+    while in_flight:
+        _finish(in_flight.popleft())
 
 
 def _start(leaves: Sequence[DTensor]) -> Started:
-    """Let the gradients of a bucket travel. They stay where they are meanwhile, for somebody may change them."""
+    """Send a copy of the gradients of a bucket. Until it is finished other code may change them."""
     raws = [raw_grad.__get__(leaf) for leaf in leaves]
     versions = [raw._version for raw in raws]
-    if leaves[0]._layout.mesh.coordinate(collectives.rank()) is None:  # this rank holds none of the summands
+    if leaves[0]._layout.mesh.coordinate(collectives.rank()) is None:  # this rank is outside the mesh
         finish = _known(plain(raws[0]))
     elif raws[0].is_sparse:
         finish = _known(_sum_sparse(plain(raws[0]), leaves[0]._layout))
@@ -314,7 +316,7 @@ def _start_sum(flat: Tensor, leaves: Sequence[DTensor]) -> Finish:
     mesh, axes = leaves[0]._layout.mesh, axes_to_reduce(leaves[0]._layout)
     line = mesh.submesh(axes, collectives.rank())
     src = Layout(line, [Partial()] * line.ndim, flat.shape)
-    cause = _told(mesh, axes, leaves, flat) if comm_trace.listening() else READ
+    cause = _cause_of(mesh, axes, leaves, flat) if comm_trace.listening() else READ
     if torch.is_grad_enabled() and flat.requires_grad:
         return _known(redistribute_local(flat, src, src.replicated(), cause))
     return start_redistribute(flat.detach(), src, src.replicated(), cause)
@@ -322,20 +324,20 @@ def _start_sum(flat: Tensor, leaves: Sequence[DTensor]) -> Finish:
 
 def _finish(started: Started) -> None:
     total, rank = started.finish(), collectives.rank()
-    pieces = total.split([raw.numel() for raw in started.raws]) if len(started.leaves) > 1 else (total,)
-    for leaf, piece, fresh in zip(started.leaves, pieces, started.fresh(), strict=True):
-        if not fresh:
+    totals = total.split([raw.numel() for raw in started.raws]) if len(started.leaves) > 1 else (total,)
+    for leaf, reduced, unchanged in zip(started.leaves, totals, started.unchanged(), strict=True):
+        if not unchanged:
             continue
         raw_grad.__set__(leaf, None)
-        if not piece.is_sparse and leaf._layout.mesh.coordinate(rank) is not None:
+        if not reduced.is_sparse and leaf._layout.mesh.coordinate(rank) is not None:
             shape = leaf._layout.local_shape(rank)
-            alone = len(started.leaves) == 1 and not piece.requires_grad  # nobody shares its memory: no view
-            piece = torch.ops.aten._unsafe_view.default(piece, shape) if alone else piece.view(shape)
-        _add_reduced(leaf, piece)
+            alone = len(started.leaves) == 1 and not reduced.requires_grad  # nothing shares its memory: no view
+            reduced = torch.ops.aten._unsafe_view.default(reduced, shape) if alone else reduced.view(shape)
+        _add_reduced(leaf, reduced)
 
 
-def _told(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
-    """The reduction for those who listen: whose gradients, and what the other lines of the mesh send as well."""
+def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
+    """The cause for the communication trace: whose gradients, and what all ranks of the mesh send."""
     elements = 0
     for line in {mesh.submesh(axes, rank) for rank in mesh.ranks}:
         src = Layout(line, [Partial()] * line.ndim, (sum(leaf._layout.local_numel(line.ranks[0]) for leaf in leaves),))
@@ -357,7 +359,7 @@ def _add_reduced(leaf: DTensor, total: Tensor) -> None:
 
 
 def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
-    """Row-sparse summands of all ranks as one sparse tensor: indices and values travel, never the dense table."""
+    """The sum of row-sparse gradients over the ranks: indices and values are exchanged, never the dense table."""
     own = raw.coalesce()
     line = layout.mesh.submesh(axes_to_reduce(layout), collectives.rank())
     ranks = tuple(sorted(line.ranks))
@@ -369,7 +371,7 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
         width = prod(x.shape[1:])
         flat = x.reshape(-1).repeat(len(ranks))
         every = all_to_all_no_grad(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, READ)
-        return [piece.view(-1, *x.shape[1:]) for piece in every.split([n * width for n in counts])]
+        return [rows.view(-1, *x.shape[1:]) for rows in every.split([n * width for n in counts])]
 
     indices = torch.cat(gathered(own.indices().t().contiguous())).t()
     values = torch.cat(gathered(own.values()))
@@ -381,13 +383,13 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def axes_to_reduce(layout: Layout) -> tuple[int, ...]:
-    """The axes whose ranks hold different summands of the gradient of a tensor laid out so."""
+    """The axes on which the gradient of a tensor with this layout is Partial."""
     return tuple(axis for axis in layout.dual().partial_axes if layout.mesh.shape[axis] > 1)
 
 
 @lru_cache(maxsize=4096)
 def readable(layout: Layout) -> Layout:
-    """The layout of the gradient that users see: that of the tensor, and whole where the tensor is in summands."""
+    """The layout of `.grad`: that of the tensor, with Partial read as Replicate."""
     if not layout.partial_axes:
         return layout
     return layout.reduced()

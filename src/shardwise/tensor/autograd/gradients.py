@@ -1,8 +1,7 @@
-"""Where gradients meet the duality: seeds, borders to plain tensors, and the `.grad` of leaves.
+"""Layouts of gradients: where backward starts, at conversions to and from plain tensors, and in `.grad`.
 
-The gradient of a Replicate leaf stays a sum of unreduced summands while backward runs. Reading any `.grad`
-reduces all gradients of that backward in buckets, one collective each (`reduction.py`): data parallelism, gradient
-accumulation without communication and bucketed reduction are this one rule.
+The gradient of a replicated leaf stays Partial during backward. Reading any `.grad` all-reduces all gradients of that
+backward in buckets (`buckets.py`). Data parallelism, accumulation without communication and bucketed reduction follow.
 """
 
 from collections.abc import Iterable
@@ -36,7 +35,9 @@ _get_raw = raw_grad.__get__
 _SET = Cause("gradient", ".grad =", "the gradient", "it is kept in the layout of its tensor")
 _GRAD = Cause("gradient", "torch.autograd.grad", "a gradient", "it is returned in the layout of its input")
 _SEED = Cause("gradient", "backward", "the gradient it starts with", "it is laid out for the tensor it belongs to")
-_BORDER = Cause("gradient", "backward", "a gradient", "it crosses between a DTensor and a plain tensor", backward=True)
+_CONVERSION = Cause(
+    "gradient", "backward", "a gradient", "it is converted between a DTensor and a plain tensor", backward=True
+)
 _OUTPUT = Cause("operand", "backward", "its output", "a maximum, minimum or product has no gradient until reduced")
 
 
@@ -72,7 +73,7 @@ def read(x: DTensor) -> DTensor | None:
 
 
 def write(x: DTensor, value: Tensor | None) -> None:
-    """Set or clear the gradient; a plain tensor is taken for the whole gradient."""
+    """Set or clear the gradient; a plain tensor is the full gradient."""
     if x._grad_batch is not None:
         with DisableTorchFunctionSubclass():
             x._grad_batch.forget(x)
@@ -95,10 +96,10 @@ def write(x: DTensor, value: Tensor | None) -> None:
             raw_grad.__set__(x, moved(value, readable(x._layout), _SET))
 
 
-# ---- seeds and borders --------------------------------------------------------------------------------------
+# ---- seeds and conversions -----------------------------------------------------------------------------------
 
 
-def as_cotangent(value: Tensor, layout: Layout, of: Layout, cause: Cause = _BORDER) -> Tensor:
+def as_cotangent(value: Tensor, layout: Layout, of: Layout, cause: Cause = _CONVERSION) -> Tensor:
     """A local gradient laid out as `layout` for a tensor laid out as `of`, in the dual layout of `of`.
 
     A replicated gradient of a replicated value becomes equal shares and not one share and zeros, because
@@ -128,13 +129,13 @@ def _seed(output: DTensor, gradient: Any) -> Tensor:
                 return torch.full(
                     layout.local_shape(collectives.rank()), 1 / shares, dtype=output.dtype, device=output.device
                 )
-    whole = layout.replicated()
+    full = layout.replicated()
     if gradient is None:
-        ones = torch.ones(whole.local_shape(collectives.rank()), dtype=output.dtype, device=output.device)
-        return as_cotangent(ones, whole, layout, _SEED)
+        ones = torch.ones(full.local_shape(collectives.rank()), dtype=output.dtype, device=output.device)
+        return as_cotangent(ones, full, layout, _SEED)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout, _SEED)
-    return as_cotangent(gradient, whole, layout, _SEED)
+    return as_cotangent(gradient, full, layout, _SEED)
 
 
 def _linear_output(output: Any) -> Any:
@@ -206,42 +207,46 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     return tuple(shown(x, g) for x, g in zip(inputs, found, strict=True))
 
 
-class _Border(torch.autograd.Function):
-    """Between a DTensor laid out as `layout` and a plain tensor whose gradient is laid out as `border`."""
+class _Conversion(torch.autograd.Function):
+    """Between a DTensor with `layout` and a plain tensor whose gradient has `grad_layout`."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, border: Layout) -> Tensor:
-        ctx.layout, ctx.border, ctx.shape = layout, border, local.shape
+    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout) -> Tensor:
+        ctx.layout, ctx.grad_layout, ctx.shape = layout, grad_layout, local.shape
         return local.view_as(local)
 
 
-class ToPlain(_Border):
-    """From a DTensor to a plain tensor: the gradient that comes back is laid out as `border`."""
+class ToPlain(_Conversion):
+    """From a DTensor to a plain tensor, whose gradient has `grad_layout`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return as_cotangent(taken(grads[0], ctx.border), ctx.border, ctx.layout), None, None
+        return as_cotangent(taken(grads[0], ctx.grad_layout), ctx.grad_layout, ctx.layout), None, None
 
 
-class FromPlain(_Border):
-    """From a plain tensor to a DTensor: the gradient leaves laid out as `border`."""
+class FromPlain(_Conversion):
+    """From a plain tensor to a DTensor; the plain tensor's gradient has `grad_layout`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.layout.mesh.coordinate(collectives.rank()) is None:  # nothing of it was used here
             return grads[0].new_zeros(ctx.shape), None, None
-        return given(redistribute_local(grads[0], ctx.layout.dual(), ctx.border, _BORDER), ctx.border), None, None
+        return (
+            given(redistribute_local(grads[0], ctx.layout.dual(), ctx.grad_layout, _CONVERSION), ctx.grad_layout),
+            None,
+            None,
+        )
 
 
-def taken(gradient: Tensor, border: Layout) -> Tensor:
-    """A plain gradient laid out as `border`, as a local one: a border like that of its tensor, if derived again."""
+def taken(gradient: Tensor, grad_layout: Layout) -> Tensor:
+    """A plain gradient with `grad_layout` as a local one; a conversion with a gradient, for second derivatives."""
     if torch.is_grad_enabled() and gradient.requires_grad:
-        return FromPlain.apply(gradient, border, border.reduced())  # type: ignore[no-any-return, no-untyped-call]
+        return FromPlain.apply(gradient, grad_layout, grad_layout.reduced())  # type: ignore[no-any-return, no-untyped-call]
     return gradient
 
 
-def given(gradient: Tensor, border: Layout) -> Tensor:
-    """A local gradient laid out as `border`, as a plain one; the other way round."""
+def given(gradient: Tensor, grad_layout: Layout) -> Tensor:
+    """The inverse of `taken`."""
     if torch.is_grad_enabled() and gradient.requires_grad:
-        return ToPlain.apply(gradient, border, border.reduced())  # type: ignore[no-any-return, no-untyped-call]
+        return ToPlain.apply(gradient, grad_layout, grad_layout.reduced())  # type: ignore[no-any-return, no-untyped-call]
     return gradient

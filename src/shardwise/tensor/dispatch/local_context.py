@@ -97,8 +97,8 @@ class RankContext:
     def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
         layouts, model = list(self.layouts), self.layouts[like]
         axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
-        cut = sizes_by_axis(model.mesh, axes, model.shard_order, lengths)
-        placements = [Shard(0, cut[axis]) if axis in cut else p for axis, p in enumerate(model.placements)]
+        sizes = sizes_by_axis(model.mesh, axes, model.shard_order, lengths)
+        placements = [Shard(0, sizes[axis]) if axis in sizes else p for axis, p in enumerate(model.placements)]
         layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
         return RankContext(self.op, tuple(layouts), self.outputs, self.axes, self.operands, self.cause)
 

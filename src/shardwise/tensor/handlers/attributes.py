@@ -101,7 +101,7 @@ def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
         raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
     raise RuleError(
-        f"DTensor does not answer for .{attribute}: it might show the local shard for the whole. "
+        f"DTensor does not answer for .{attribute}: it might return the local shard as if it were the global tensor. "
         f"Fix: ask to_local() or full_tensor()."
     )
 
@@ -151,6 +151,6 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "records the step and compiles its local ops."
         )
     raise RuleError(
-        f"{name_of(func)}() would reach this rank's part of a DTensor as if it were the whole. "
+        f"{name_of(func)}() would use the local tensor of a DTensor as if it were the global one. "
         f"Fix: call it on to_local() or full_tensor(), or inside shardwise.experimental.local_map."
     )

@@ -1,8 +1,8 @@
-"""Copies where torch gives views: a view of a cut tensor may have to be moved, and then shares nothing with it.
+"""Copies where torch gives views: a view of a sharded tensor that had to be redistributed shares no memory with it.
 
-Such a copy is refused in place, for the original would not change. When the original changes instead, the copies of it
-that are still alive are outdated: to read one would be to read old values, so every use of it is an error from then on.
-Both are known by storages, which all views of a tensor share, and both are the same on ranks whose part did not travel.
+An in-place op on such a copy is refused, because the original would not change. An in-place op on the original outdates
+its live copies: they hold old values, so every later use of one is an error. Both follow from storages, which all views
+of a tensor share, and both happen on all ranks, also on those that sent nothing.
 """
 
 import gc
@@ -118,8 +118,8 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
 def before_changes(name: str, tensors: Iterable[Any]) -> list[Copy]:
     """The same for many tensors, most of which are no views and have none."""
     with DisableTorchFunctionSubclass():
-        asked = [x for x in tensors if type(x) is DTensor and (LIVING or x._is_view())]
-    return [copy for x in asked for copy in before_change(name, x)]
+        changed = [x for x in tensors if type(x) is DTensor and (LIVING or x._is_view())]
+    return [copy for x in changed for copy in before_change(name, x)]
 
 
 def outdate(copies: Iterable[Copy]) -> None:
