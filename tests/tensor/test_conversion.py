@@ -263,7 +263,7 @@ def test_parts_that_do_not_fit_together_get_one_error_with_all_ranks() -> None:
     assert parts((2, 3), (2, 4), (2, 3)) == (
         "from_local: the local tensors do not form a tensor of shape (6, 3) under [Shard(0)]:\n"
         "  rank 1: expected (2, 3), got (2, 4)\n"
-        "  Fix: pass parts of the expected shapes, or other placements."
+        "  Fix: pass local tensors of the expected shapes, or other placements."
     )
     assert "different numbers of dims" in parts((2, 3), (2,), (2, 3))
     assert "rank 1: expected (2,), got (3,)" in parts((2,), (3,), (2,), placement=R)
