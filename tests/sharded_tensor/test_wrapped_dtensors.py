@@ -419,9 +419,9 @@ def test_torch_checkpoints_get_the_shards_and_their_memory(name: str) -> None:
 
 @world(2)
 def test_what_a_checkpoint_cannot_hold_is_refused() -> None:
-    summands = DTensor.from_local(torch.ones(3), Mesh((2,)), [Partial()])
-    with pytest.raises(LayoutError, match="summands"):
-        summands.__create_chunk_list__()  # type: ignore[attr-defined]
-    part = LocalShardsWrapper([torch.ones(2, 2)], [(2, 0)])
+    partial = DTensor.from_local(torch.ones(3), Mesh((2,)), [Partial()])
+    with pytest.raises(LayoutError, match="is Partial; checkpoints store reduced values only"):
+        partial.__create_chunk_list__()  # type: ignore[attr-defined]
+    shard = LocalShardsWrapper([torch.ones(2, 2)], [(2, 0)])
     with pytest.raises(LayoutError, match=r"x: .*are at \[2:4, 0:2\].*Fix: save DTensor"):
-        part.__create_write_items__("x", part)
+        shard.__create_write_items__("x", shard)
