@@ -163,34 +163,30 @@ def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...
     return local.prod(dim, dtype=local.dtype)
 
 
-class _Exchange(torch.autograd.Function):
+class _Step(torch.autograd.Function):
+    """A step that communicates; its backward is the dual redistribution."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return (
+            redistribute_local(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()),
+            None,
+            None,
+        )
+
+
+class _Exchange(_Step):
     @staticmethod
     def forward(ctx: Any, local: Tensor, step: Exchange, cause: Cause) -> Tensor:
         ctx.step, ctx.cause = step, cause
         return run_exchange(local, step)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            redistribute_local(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()),
-            None,
-            None,
-        )
 
-
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(_Step):
     @staticmethod
     def forward(ctx: Any, local: Tensor, step: AllReduce, cause: Cause) -> Tensor:
         ctx.step, ctx.cause = step, cause
         return _reduced(local, step)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            redistribute_local(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()),
-            None,
-            None,
-        )
 
 
 def _reduced(local: Tensor, step: AllReduce) -> Tensor:
