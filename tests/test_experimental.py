@@ -11,7 +11,7 @@ from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, dis
 from shardwise.errors import LayoutError, RuleError
 from shardwise.experimental import Meta, Row, implicit_replication, local_map, register_sharding
 from shardwise.rules import RULES
-from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import check_rows, world
 from shardwise.testing.assertions import as_dtensor
 
@@ -49,7 +49,7 @@ def forget_new_rules() -> Iterator[None]:
     yield
     RULES.clear()
     RULES.update(before)
-    entry.forget()
+    dispatcher.forget()
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tools.structure import LAYERS, layers, room_list
+from tools.structure import LAYERS, layers, package_list
 
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "collectives"  # the one unit that sees torch.distributed
@@ -21,7 +21,7 @@ PACKAGE = "shardwise"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
 # Higher number, higher layer.
-LEVEL = {room: level for level, line in enumerate(reversed(layers())) for room in line}
+LEVEL = {package: level for level, line in enumerate(reversed(layers())) for package in line}
 
 
 class Import(NamedTuple):
@@ -195,6 +195,8 @@ def test_layers_are_ordered_and_name_each_unit_once() -> None:
     assert len(LEVEL) == len(LAYERS.replace("|", " ").split())
 
 
-def test_contributing_lists_the_rooms() -> None:
+def test_contributing_lists_the_packages() -> None:
     page = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert room_list() in page, "CONTRIBUTING.md: replace the list by the output of `python -m tools.structure --rooms`"
+    assert package_list() in page, (
+        "CONTRIBUTING.md: replace the list by the output of `python -m tools.structure --packages`"
+    )

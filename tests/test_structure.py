@@ -31,7 +31,7 @@ def test_torch_is_changed_by_its_list_of_patches_only() -> None:
     assert assignments_into_others(SOURCE, "torch") == []
 
 
-def test_few_modules_lie_beside_the_rooms() -> None:
+def test_few_modules_lie_beside_the_packages() -> None:
     assert len(loose_modules(SOURCE)) <= LOOSE_MODULES
 
 
@@ -39,11 +39,11 @@ def test_a_cycle_is_found(tmp_path: Path) -> None:
     root = write(
         tmp_path,
         a="from shardwise.b import f",
-        b="def f():\n    import shardwise.room.c",
+        b="def f():\n    import shardwise.package.c",
         room__c="from shardwise import a",
         d="from shardwise import a",
     )
-    assert cycles(import_graph(root)) == [["a", "b", "room.c"]]
+    assert cycles(import_graph(root)) == [["a", "b", "package.c"]]
 
 
 @pytest.mark.parametrize(

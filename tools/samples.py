@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.rules import OpRule
-from shardwise.rules.row import ops_with_rules
+from shardwise.rules.registry import ops_with_rules
 from shardwise.testing.judge import Sample, plain_run, tensors_in
 from shardwise.testing.local_shards import SEED
 from tools import opinfo

@@ -1,8 +1,8 @@
-"""What the code looks like from outside: `python -m tools.structure [PACKAGE | --rooms]`.
+"""What the code looks like from outside: `python -m tools.structure [PACKAGE | --packages]`.
 
-Prints files and lines of each room, loose modules, import cycles, assignments into other modules, uses of `Any` and
+Prints files and lines of each package, loose modules, import cycles, assignments into other modules, uses of `Any` and
 `type: ignore`, and how often words occur that docs/glossary.md replaces. PACKAGE is the package's folder; default:
-src/shardwise. `--rooms` prints the rooms as CONTRIBUTING.md lists them. tests/test_structure.py holds the limits.
+src/shardwise. `--packages` prints the packages as CONTRIBUTING.md lists them. tests/test_structure.py holds the limits.
 """
 
 import ast
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# From the top down: a room may import the rooms of the lines below its own; `testing` may import all of them.
+# From the top down: a package may import the packages of the lines below its own; `testing` may import all of them.
 LAYERS = """
     cli
     demos
@@ -33,7 +33,7 @@ LAYERS = """
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
 PACKAGE = "shardwise"
-ANY = r"\bAny\b"
+ANY = r": Any\b|-> Any\b"
 
 # Words with a plain meaning that once stood for a term of the field; docs/glossary.md has the terms.
 WORDS = (
@@ -144,30 +144,30 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def rooms(root: Path) -> dict[str, tuple[int, int]]:
+def packages(root: Path) -> dict[str, tuple[int, int]]:
     """Files and lines of every folder and loose module directly under the package."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for file in sorted(root.rglob("*.py")):
-        room = counts[file.relative_to(root).parts[0]]
-        room[0] += 1
-        room[1] += len(file.read_text(encoding="utf-8").splitlines())
+        package = counts[file.relative_to(root).parts[0]]
+        package[0] += 1
+        package[1] += len(file.read_text(encoding="utf-8").splitlines())
     return {name: (files, lines) for name, (files, lines) in counts.items()}
 
 
 def layers() -> list[list[str]]:
-    """The rooms of each line of `LAYERS`, the top line first."""
-    return [[room.strip() for room in line.split("|")] for line in LAYERS.strip().splitlines()]
+    """The packages of each line of `LAYERS`, the top line first."""
+    return [[package.strip() for package in line.split("|")] for line in LAYERS.strip().splitlines()]
 
 
-def room_list(root: Path = SOURCE) -> str:
-    """Every room with the first line of its docstring, in the order of the layers; CONTRIBUTING.md shows it."""
+def package_list(root: Path = SOURCE) -> str:
+    """Every package with the first line of its docstring, in the order of the layers; CONTRIBUTING.md shows it."""
     lines = []
-    for rooms_of_line in [*layers(), ["testing"]]:
-        for room in rooms_of_line:
-            path = root / room / "__init__.py" if (root / room).is_dir() else root / f"{room}.py"
+    for packages_of_line in [*layers(), ["testing"]]:
+        for package in packages_of_line:
+            path = root / package / "__init__.py" if (root / package).is_dir() else root / f"{package}.py"
             summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
-            name = f"{room}/" if path.name == "__init__.py" else f"{room}.py"
-            lines.append(f"{'| ' if room != rooms_of_line[0] else '  '}{name:18} {summary}".rstrip())
+            name = f"{package}/" if path.name == "__init__.py" else f"{package}.py"
+            lines.append(f"{'| ' if package != packages_of_line[0] else '  '}{name:18} {summary}".rstrip())
     return "\n".join(lines)
 
 
@@ -184,11 +184,11 @@ def words(texts: list[str]) -> Counter[str]:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--rooms"]:
-        print(room_list())
+    if sys.argv[1:] == ["--packages"]:
+        print(package_list())
         return
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE
-    sizes = rooms(root)
+    sizes = packages(root)
     for name, (files, lines) in sorted(sizes.items(), key=lambda item: -item[1][1]):
         print(f"{name:20} {files:4} files {lines:6,} lines")
     print(f"{'all':20} {sum(f for f, _ in sizes.values()):4} files {sum(n for _, n in sizes.values()):6,} lines")

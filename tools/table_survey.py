@@ -18,7 +18,7 @@ from typing import Any
 import shardwise.rules
 from shardwise.layout import Mesh
 from shardwise.rules import OpRule, Row
-from shardwise.rules.row import ops_with_rules
+from shardwise.rules.registry import ops_with_rules
 from shardwise.testing.judge import Sample
 from shardwise.testing.rule_checks import MESHES, assert_equals_one_process, placements_of, possible_rows
 from tools.samples import Samples, bare_name, chosen, features_of, function_of, name_of_key, settle

@@ -16,9 +16,10 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REPLICATE, Placement, Placements, Shard, as_placements, placements_text
 from shardwise.rules import Meta, OpRule, Row
-from shardwise.rules.row import override
+from shardwise.rules.registry import override
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor, strict
-from shardwise.tensor.dispatch.entry import forget
+from shardwise.tensor.dispatch.dispatcher import forget
 
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
 
@@ -70,7 +71,7 @@ def _names_of(op: Any) -> list[Any]:
     return [op]
 
 
-def _as_row(found: Row | Acceptable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
+def _as_row(found: Row | Acceptable, args: Args, kwargs: Kwargs) -> Row:
     if isinstance(found, Row):
         return found
     outputs, inputs = found

@@ -13,8 +13,10 @@ from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Replicate, Shard, 
 from shardwise.debug import Shadow, explain, shadow
 from shardwise.errors import RuleError, ShadowError
 from shardwise.layout import Box
-from shardwise.rules.row import RULES, LocalContext, Meta, OpRule, Row
-from shardwise.tensor.dispatch import entry
+from shardwise.rules.local_context import LocalContext
+from shardwise.rules.registry import RULES, OpRule
+from shardwise.rules.row import Meta, Row
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import world
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
@@ -93,8 +95,8 @@ def with_wrong_rules() -> Iterator[None]:
     yield
     for op in (doubled, added_in_place, halves, bump_):
         del RULES[op]
-    entry.forget()
-    assert DTensor._dispatch is entry.enter
+    dispatcher.forget()
+    assert DTensor._dispatch is dispatcher.dispatch
 
 
 def matrix(placement: Any = UNEVEN, dtype: torch.dtype = torch.float64) -> DTensor:
@@ -404,7 +406,7 @@ def test_inner_shadows_compare_what_outer_ones_do_not() -> None:
 
 def test_no_hook_is_left_after_an_error() -> None:
     error_on_all_ranks(lambda: doubled(matrix()))
-    assert DTensor._dispatch is entry.enter
+    assert DTensor._dispatch is dispatcher.dispatch
 
 
 def test_real_ranks_compare_as_simulated_ones() -> None:

@@ -12,7 +12,7 @@ from shardwise import collectives
 from shardwise.collectives import count_comms
 from shardwise.layout import Layout, Partial, Replicate
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run import redistribute_local
+from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.testing import world
 from shardwise.testing.local_shards import (
     local_tensor,

@@ -14,7 +14,7 @@ from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.exchange import identity
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run import redistribute_local
+from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.redistribute.transfers import all_to_all
 from shardwise.testing import world
 from shardwise.testing.local_shards import (

@@ -8,7 +8,7 @@ import torch
 from shardwise import collectives
 from shardwise.layout import Boxes, Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run import redistribute_local
+from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.redistribute.one_process import Case, assert_gradient, assert_value, on_this_rank

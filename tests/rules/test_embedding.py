@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.errors import IdError, IdTypeError
 from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.run import redistribute_local
+from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

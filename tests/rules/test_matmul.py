@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.tensor.dispatch.entry import forget
+from shardwise.tensor.dispatch.dispatcher import forget
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample

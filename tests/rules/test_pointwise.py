@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank
 from shardwise.errors import RuleError
 from shardwise.rules import RULES, OpRule, Row, pointwise
-from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
@@ -131,7 +131,7 @@ def test_the_check_finds_rows_that_are_wrong(rule: Callable[..., list[Row]], wha
             assert_equals_one_process([Sample(op, (fraction(4, 4),))], (Mesh((2,)),), limit=20)
     finally:
         del RULES[op]
-        entry.forget()
+        dispatcher.forget()
 
 
 IN_PLACE = ["abs", "add", "clamp_min", "copy", "div", "exp", "fmod", "lerp", "mul", "neg", "pow", "relu", "sub", "zero"]

@@ -10,8 +10,8 @@ import torch
 from shardwise import Partial, Replicate, Shard
 from shardwise.parallel.experts import mix_experts
 from shardwise.rules import RULES, Meta, OpRule, Row
-from shardwise.rules.row import ops_with_rules
-from shardwise.tensor.dispatch import entry
+from shardwise.rules.registry import ops_with_rules
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing.judge import Sample
 from tools import table_survey
 from tools.rows import exceptions, main, survey, table_of
@@ -50,7 +50,7 @@ def forget_new_rules() -> Iterator[None]:
     yield
     RULES.clear()
     RULES.update(before)
-    entry.forget()
+    dispatcher.forget()
 
 
 def surveyed(*keys: Any) -> Survey:

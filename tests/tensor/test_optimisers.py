@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor
-from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dispatch.hooks import hook_calls
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -35,14 +35,14 @@ def plain_with_grad() -> nn.Parameter:
 def asked(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the list ops and in-place ops that asked for their way."""
     seen: list[str] = []
-    enter = entry.enter
+    enter = dispatcher.dispatch
 
     def noting(func: Any, args: Any, kwargs: Any) -> Any:
         seen.append(getattr(func, "__name__", ""))
         return enter(func, args, kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "enter", noting)  # not a hook of a tool, for which every op is dispatched
+        patch.setattr(dispatcher, "dispatch", noting)  # not a hook of a tool, for which every op is dispatched
         patch.setattr(DTensor, "_dispatch", staticmethod(noting))
         run()
     return [name for name in seen if name.endswith("_") and not name.startswith("__")]

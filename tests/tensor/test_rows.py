@@ -11,21 +11,10 @@ from torch import Tensor
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.layout import Box
-from shardwise.rules.row import (
-    NO_OPERAND,
-    RULES,
-    LocalContext,
-    Meta,
-    OpRule,
-    Row,
-    amend,
-    decomposed,
-    handler,
-    op_rule,
-    register,
-    unregister,
-)
-from shardwise.tensor.dispatch import entry
+from shardwise.rules.local_context import LocalContext
+from shardwise.rules.registry import RULES, OpRule, amend, decomposed, handler, op_rule, register, unregister
+from shardwise.rules.row import NO_OPERAND, Meta, Row
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dtensor import register_method
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -113,7 +102,7 @@ def with_new_ops() -> Iterator[None]:
     yield
     for op in (halves, shifted, positive, joined):
         del RULES[op]
-    entry.forget()
+    dispatcher.forget()
 
 
 X = torch.randn(11, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -121,7 +110,7 @@ X = torch.randn(11, 3, dtype=torch.float64, generator=torch.Generator().manual_s
 
 def run(op: Any, x: Any) -> Any:
     """As a torch function would arrive."""
-    return entry.enter(op, (x,), {}) if type(x) is not Tensor else op(x)
+    return dispatcher.dispatch(op, (x,), {}) if type(x) is not Tensor else op(x)
 
 
 @pytest.mark.slow
@@ -137,7 +126,7 @@ def test_ops_with_such_rows_equal_one_process(op: Any, length: int) -> None:
 @pytest.mark.parametrize("length", [0, 3, 8])
 def test_boxes_of_two_operands_travel_together(length: int) -> None:
     def call(x: Any, y: Any) -> Any:
-        return entry.enter(joined, (x, y), {}) if type(x) is not Tensor else joined(x, y)
+        return dispatcher.dispatch(joined, (x, y), {}) if type(x) is not Tensor else joined(x, y)
 
     assert_equals_one_process([Sample(call, (X, X[:length] * 2))], limit=8)
 
@@ -241,8 +230,8 @@ def test_a_handler_answers_calls_and_a_second_one_is_refused() -> None:
     before = dict(RULES)
     handler(halves_of, is_op=True)(lambda func, args, kwargs: (func, args))
     try:
-        assert entry.is_op(halves_of)
-        assert entry.enter(halves_of, (1,), {}) == (halves_of, (1,))
+        assert dispatcher.is_op(halves_of)
+        assert dispatcher.dispatch(halves_of, (1,), {}) == (halves_of, (1,))
         with pytest.raises(RuleError, match="is registered already"):
             handler(halves_of)(lambda func, args, kwargs: None)
     finally:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.layout import Box, split_by_boxes
-from shardwise.tensor import DTensor, moved, plain
+from shardwise.tensor import DTensor, plain, to_layout
 
 Bounds = Callable[[Tensor], tuple[float, float]]  # from the expected value to a relative and an absolute tolerance
 
@@ -103,7 +103,7 @@ def _difference(what: str, got: Any, want: Any, tolerance: Tolerance) -> Differe
             return Difference(what, math.inf, f"{layout.shape} {plain(got).dtype}", f"{tuple(want.shape)} {want.dtype}")
         if layout.mesh.coordinate(collectives.rank()) is None:
             return None
-        return _local_difference(what, moved(got, layout.reduced()), want, tolerance)
+        return _local_difference(what, to_layout(got, layout.reduced()), want, tolerance)
     if isinstance(got, Tensor) and isinstance(want, Tensor):
         if got.shape != want.shape or got.dtype != want.dtype:
             return Difference(what, math.inf, f"{tuple(got.shape)} {got.dtype}", f"{tuple(want.shape)} {want.dtype}")

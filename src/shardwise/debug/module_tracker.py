@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.layout import Placement
+from shardwise.rules.row import Args
 from shardwise.tensor import DTensor
 
 GLOBAL = "Global"  # what runs outside modules, as torch calls it
@@ -90,7 +91,7 @@ class ModuleTracker:
 
     # ---- hooks ----------------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Args) -> None:
         if collectives.transport() is not self._rank:
             return
         name = self._name(module)
@@ -104,7 +105,7 @@ class ModuleTracker:
         # The gradient of a leaf is computed before those of the parameters, so it does not end the module.
         _on_gradients(args, lambda: self._leave(name), leaves=False)
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Args, output: Any) -> None:
         if collectives.transport() is not self._rank:
             return
         name = self._name(module)

@@ -14,10 +14,11 @@ from shardwise import collectives
 from shardwise.debug.compare import Difference, Tolerance, largest_difference, pairs
 from shardwise.errors import RuleError, ShadowError
 from shardwise.layout import REPLICATE, Layout, Mesh
-from shardwise.rules.row import Args, Kwargs, ops_with_rules
-from shardwise.tensor import DTensor, moved, plain
-from shardwise.tensor.dispatch import entry
-from shardwise.tensor.dispatch.entry import is_op
+from shardwise.rules.registry import ops_with_rules
+from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor import DTensor, plain, to_layout
+from shardwise.tensor.dispatch import dispatcher
+from shardwise.tensor.dispatch.dispatcher import is_op
 from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.trace.comm_trace import muted
@@ -101,7 +102,7 @@ class Shadow:
         return ShadowError(
             f"{name_of(func)} differs from plain torch on full tensors.\n"
             f"  Where: {call_site() or 'unknown'}\n"
-            f"  Rows: {entry.reason(func, args, kwargs)}\n"
+            f"  Rows: {dispatcher.reason(func, args, kwargs)}\n"
             f"  Operands: {', '.join(laid_out)}\n"
             f"  Results: {', '.join(results) or type(out).__name__}\n"
             f"  Largest difference: {worst.size:.6g}, in {worst.what}{where}{held}\n"
@@ -130,7 +131,7 @@ class _Copies:
         replicated = x._layout.replicated()
         if set(x._layout.mesh.ranks) != set(self.mesh.ranks):
             replicated = Layout(self.mesh, [REPLICATE], x._layout.shape)
-        full = plain(moved(x, replicated)).detach()
+        full = plain(to_layout(x, replicated)).detach()
         return full.clone() if replicated == x._layout else full
 
     def are_of(self, x: Any) -> bool:

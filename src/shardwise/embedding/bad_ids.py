@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.embedding.ids import Bags
 from shardwise.errors import IdError, IdTypeError, LayoutError
 from shardwise.layout import Layout, Shard, contiguous_strides
-from shardwise.rules.row import LocalContext
+from shardwise.rules.local_context import LocalContext
 from shardwise.trace.capture_hooks import allow_in_graph
 
 Verdict = tuple[int, int]  # position in the global ids of a rank's first bad id, and that id

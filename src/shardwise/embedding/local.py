@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise.embedding.ids import Bags, plain_lookup
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Boxes, split_by_boxes
-from shardwise.rules.row import LocalContext
+from shardwise.rules.local_context import LocalContext
 from shardwise.trace.capture_hooks import is_capturing
 
 EMPTY_BOX = Box((0, 0), (0, 0))

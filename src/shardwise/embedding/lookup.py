@@ -27,8 +27,9 @@ from shardwise.embedding import bad_ids
 from shardwise.embedding.ids import Bags, Grouped, looked_up, spread
 from shardwise.embedding.local import empty_lookup, local_lookup, local_rows, table_boxes
 from shardwise.embedding.requests import FIRST_LIMIT, Lookup, Request, Span, exchange_axes, requests_of, wire_dtype
-from shardwise.rules.routing import Route, exchange_words
-from shardwise.rules.row import Args, Kwargs, LocalContext, LocalFunction, arguments
+from shardwise.rules.local_context import LocalContext
+from shardwise.rules.row import Args, Kwargs, LocalFunction, arguments
+from shardwise.rules.row_exchange import Route, exchange_words
 from shardwise.trace.capture_hooks import allow_in_graph_with_backward
 
 # ---- entry points: the local functions of the rules ------------------------------------------------------------

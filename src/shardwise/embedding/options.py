@@ -16,7 +16,8 @@ from shardwise.embedding import bad_ids, lookup
 from shardwise.embedding.local import table_boxes
 from shardwise.errors import IdError
 from shardwise.layout import Boxes, Shard
-from shardwise.rules.row import LocalContext, arguments
+from shardwise.rules.local_context import LocalContext
+from shardwise.rules.row import arguments
 
 
 def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:

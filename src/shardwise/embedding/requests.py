@@ -16,7 +16,7 @@ from shardwise.embedding.bad_ids import VALID, Verdict
 from shardwise.embedding.ids import Bags, Distinct, Grouped, distinct, grouped, number_of_distinct
 from shardwise.embedding.local import EMPTY_BOX, table_boxes
 from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard
-from shardwise.rules.row import LocalContext
+from shardwise.rules.local_context import LocalContext
 
 WORTH_ADDING = 0.8  # owners add up runs where there are fewer of them than this share of the distinct ids
 WORTH_A_MESSAGE = 1 << 18  # bytes that are saved by it where that takes a second message of ids

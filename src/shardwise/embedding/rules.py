@@ -16,8 +16,10 @@ from shardwise.embedding import bad_ids, lookup, options
 from shardwise.embedding.requests import exchange_axes
 from shardwise.errors import IdTypeError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.rules.local_context import LocalContext, specialized
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
-from shardwise.rules.row import LocalContext, LocalFunction, Meta, Row, arguments, op_rule, specialized
+from shardwise.rules.registry import op_rule
+from shardwise.rules.row import LocalFunction, Meta, Row, arguments
 
 aten = torch.ops.aten
 

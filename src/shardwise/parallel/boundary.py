@@ -15,8 +15,8 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
 from shardwise.redistribute.plan import same_local_shards
-from shardwise.redistribute.run import redistribute_local
-from shardwise.tensor import DTensor, moved, plain, tag
+from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.tensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.autograd.gradients import as_cotangent, given, taken
 from shardwise.tensor.conversion import fitted
 from shardwise.trace.capture_hooks import not_capturable
@@ -192,7 +192,7 @@ class BoundaryRedistribution:
             target, same_shards = self._targets.get(layout) or self._target(layout)
             if same_shards:
                 return x if target is layout else tag(plain(x), target)
-            return self._once(x, target, lambda: moved(x, target, self.cause))
+            return self._once(x, target, lambda: to_layout(x, target, self.cause))
         plan = self._plain_plans.get(x.shape) or self._plan_from_plain(x)
         out = self._once(x, plan, lambda: _from_plain(x, plan, self.cause))
         return self._to_local(out) if self.use_local_output else out

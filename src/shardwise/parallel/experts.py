@@ -13,8 +13,9 @@ from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, PlacementsLike, first_input
 from shardwise.rules import Meta, OpRule, Row
-from shardwise.rules.routing import Route, exchange_headers
-from shardwise.rules.row import LocalContext, register
+from shardwise.rules.local_context import LocalContext
+from shardwise.rules.registry import register
+from shardwise.rules.row_exchange import Route, exchange_headers
 
 Span = tuple[int, int]
 BY_TOKENS = Shard(0)

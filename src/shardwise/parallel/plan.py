@@ -11,6 +11,7 @@ from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import module_sharding
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,7 +79,7 @@ class _PreHook:
 
     input_fn: InputFn
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         return self.input_fn(args, kwargs)
 
 
@@ -88,7 +89,7 @@ class _Hook:
 
     output_fn: OutputFn
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Args, output: Any) -> Any:
         return self.output_fn(output)
 
 

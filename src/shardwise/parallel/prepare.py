@@ -21,6 +21,7 @@ from shardwise.parallel.styles import (
     PlacementsLike,
     forward_arguments,
 )
+from shardwise.rules.row import Args, Kwargs
 
 NestedLayouts = PlacementsLike | None | Sequence[Any] | Mapping[str, Any]
 """Of one argument: placements of a tensor, None to leave it, or a tuple, list or dict of these for nested arguments.
@@ -142,7 +143,7 @@ class _ModuleInputs:
     count: int | None  # of positional arguments that the plan has layouts for
     what: str
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Arguments:
         positional = self.by_position
         if self.count is not None and any(isinstance(x, Tensor) for x in args[max(self.count, len(positional)) :]):
             raise PlanError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, axis_names, chunk
 from shardwise.parallel.boundary import AxisPlacements, BoundaryRedistribution, SharedInput
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
 
 PlacementsLike = Placement | Sequence[Placement | None] | Mapping[str, Placement | None]
@@ -130,7 +131,7 @@ class FirstInput:
     transform: Callable[[Tensor], Tensor]
     name: str
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Arguments:
         if args:
             return (self.transform(args[0]), *args[1:]), kwargs
         if self.name in kwargs:
@@ -285,7 +286,7 @@ class _BagInputs:
     transform: BoundaryRedistribution
     context: ModuleContext
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Arguments:
         named = dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
         offsets, mesh = named.get("offsets"), self.context.mesh
         if isinstance(offsets, Tensor) and not isinstance(offsets, DTensor) and mesh.size() > self.context.axis_size:

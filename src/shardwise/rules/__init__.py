@@ -1,9 +1,11 @@
 """The one table of op rules. Importing this package fills it, except for lookups (`shardwise.embedding`)."""
 
 from shardwise.rules import attention, conv, image, loss, matmul, pointwise, pool, recurrent
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.random import distributions, dropout, random
 from shardwise.rules.reductions import count, normalisation, order, reduce
-from shardwise.rules.row import RULES, LocalContext, Meta, OpRule, Row, op_rule
+from shardwise.rules.registry import RULES, OpRule, op_rule
+from shardwise.rules.row import Meta, Row
 from shardwise.rules.shapes import index, join, reshape, slices, view
 
 __all__ = [

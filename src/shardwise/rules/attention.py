@@ -9,8 +9,10 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise.rules.empty import never_empty
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.reductions.normalisation import INF, Maybe, wide
-from shardwise.rules.row import LocalContext, Meta, OpRule, Row, arguments, local_with, register
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Meta, Row, arguments
 
 
 def attention(

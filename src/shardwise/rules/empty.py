@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.row import LocalContext
+from shardwise.rules.local_context import LocalContext
 
 
 def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:

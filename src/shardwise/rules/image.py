@@ -11,8 +11,10 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Box, Shard
 from shardwise.rules.empty import emptied, filled, never_empty
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pool import pool_rows, resized, with_halo
-from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Meta, Row
 from shardwise.rules.window import Window, each, sliding
 
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}

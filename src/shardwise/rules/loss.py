@@ -10,26 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.reductions.normalisation import INF, wide
-from shardwise.rules.row import (
-    LocalContext,
-    LocalFunction,
-    Meta,
-    OpRule,
-    Row,
-    arguments,
-    local_with,
-    register,
-    specialized,
-)
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise.trace.capture_hooks import allow_in_graph
 
 Loss = Callable[..., Any]
 Named = dict[str, Any]
 
 
-def _checked(loss: Loss, args: tuple[Any, ...], kwargs: Named) -> tuple[Named, list[Meta]]:
+def _checked(loss: Loss, args: Args, kwargs: Named) -> tuple[Named, list[Meta]]:
     """The arguments by name, and those of them that are tensors, in the order of the call."""
     named = arguments(loss, args, kwargs)
     if named.get("size_average") is not None or named.get("reduce") is not None:

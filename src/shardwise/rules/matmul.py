@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial, Placement, Shard
-from shardwise.rules.row import Meta, OpRule, Row, decomposed, local_with, register
+from shardwise.rules.local_context import local_with
+from shardwise.rules.registry import OpRule, decomposed, register
+from shardwise.rules.row import Meta, Row
 
 aten = torch.ops.aten
 BROADCAST = "?"  # the letter of a dim of size 1 that is broadcast

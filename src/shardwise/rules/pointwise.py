@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules.row import RULES, Meta, OpRule, Row, Rule, register
+from shardwise.rules.registry import RULES, OpRule, Rule, register
+from shardwise.rules.row import Args, Kwargs, Meta, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
@@ -64,7 +65,7 @@ def shard_at(x: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
     return Shard(own) if own >= 0 and x.shape[own] == shape[dim] else REPLICATE
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Meta]:
+def tensors_of(args: Args, kwargs: Kwargs) -> list[Meta]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, Meta)]
 
 
@@ -157,7 +158,7 @@ def without_sizes(placement: Placement) -> Placement:
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
-def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[complex]:
+def numbers_of(args: Args, kwargs: Kwargs) -> list[complex]:
     return [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | complex)]
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from shardwise.layout import PARTIAL, Shard, contiguous_strides
 from shardwise.rules.empty import filled
-from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
+from shardwise.rules.local_context import LocalContext, local_with
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Meta, Row
 from shardwise.rules.window import Window, Windows, cropped, each, input_box, sliding, window_rows
 
 aten = torch.ops.aten

@@ -8,7 +8,9 @@ import torch
 
 from shardwise.layout import REPLICATE, Shard
 from shardwise.rules.empty import never_empty
-from shardwise.rules.row import Meta, OpRule, Row, local_with, register
+from shardwise.rules.local_context import local_with
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Meta, Row
 
 aten = torch.ops.aten
 

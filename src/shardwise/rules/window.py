@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, Shard
-from shardwise.rules.row import LocalFunction, Meta, Row, local_with
+from shardwise.rules.local_context import local_with
+from shardwise.rules.row import LocalFunction, Meta, Row
 
 
 class Window(NamedTuple):

@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.rules import OpRule
-from shardwise.rules.row import Args, Kwargs, reregister
+from shardwise.rules.registry import reregister
+from shardwise.rules.row import Args, Kwargs
 from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor.dispatch import hooks
-from shardwise.tensor.dispatch.entry import entry_of
-from shardwise.tensor.dispatch.run import run
+from shardwise.tensor.dispatch.dispatcher import entry_of
+from shardwise.tensor.dispatch.run_op import run
 from shardwise.tensor.dtensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -14,7 +14,8 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Box, check_cover
 from shardwise.rules import pointwise
-from shardwise.rules.row import rule_of
+from shardwise.rules.registry import rule_of
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.checkpointable import shard_at
@@ -140,9 +141,7 @@ class LocalShardsWrapper(torch.Tensor):
         return wrapper  # type: ignore[return-value]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}

@@ -14,7 +14,7 @@ from shardwise.sharded_tensor.layouts import layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
 from shardwise.tensor import factories
-from shardwise.tensor.dtensor import DTensor, moved, plain, register_method, tag
+from shardwise.tensor.dtensor import DTensor, plain, register_method, tag, to_layout
 
 ShardedTensor = DTensor
 
@@ -138,7 +138,7 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
     with torch.no_grad():
-        full_tensor = moved(x.detach(), layout.gathered_on(dst)).to_local()
+        full_tensor = to_layout(x.detach(), layout.gathered_on(dst)).to_local()
         if rank != dst:
             return None
         if out is None:

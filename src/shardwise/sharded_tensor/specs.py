@@ -24,7 +24,7 @@ from shardwise.sharded_tensor.metadata import (
     listed,
 )
 from shardwise.tensor.conversion import sent_by
-from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
+from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
 
 
 class ShardingSpec(ABC):
@@ -120,7 +120,7 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: Any = None
     else:
         ranks = collectives.group_ranks(process_group, leaving=True)
     layout = resharding_spec.layout(x._layout.shape, ranks)
-    result = moved(x, layout)
+    result = to_layout(x, layout)
     if result is x:  # whose own spec stays
         result = remembering(x, tag(plain(x), layout))
     result._spec = resharding_spec

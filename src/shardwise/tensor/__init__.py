@@ -7,11 +7,11 @@ import shardwise.embedding  # noqa: F401  (registers the rules of lookups)
 from shardwise.tensor import conversion, factories, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
-from shardwise.tensor.dispatch import entry, native
+from shardwise.tensor.dispatch import dispatcher, native
 from shardwise.tensor.dispatch.promotion import strict
-from shardwise.tensor.dtensor import DTensor, implement, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, implement, plain, tag, to_layout
 from shardwise.tensor.handlers import (
-    arriving,
+    async_redistribute,
     attributes,
     checkpointable,
     compositions,
@@ -26,16 +26,35 @@ from shardwise.tensor.handlers import (
 )
 
 __all__ = [
-    "DTensor", "arriving", "attributes", "checkpointable", "compositions", "distribute_tensor", "embedding_bags",
-    "entry", "factories", "functions", "fused", "indexing", "inplace_views", "lists", "moved", "native",
-    "optimisers", "plain", "random_functions", "sparse", "strict", "tag", "torch_patches",
+    "DTensor",
+    "async_redistribute",
+    "attributes",
+    "checkpointable",
+    "compositions",
+    "distribute_tensor",
+    "embedding_bags",
+    "factories",
+    "functions",
+    "fused",
+    "indexing",
+    "inplace_views",
+    "lists",
+    "native",
+    "optimisers",
+    "plain",
+    "random_functions",
+    "sparse",
+    "strict",
+    "tag",
+    "to_layout",
+    "torch_patches",
 ]  # fmt: skip
 
 implement(
-    dispatch=entry.enter,
+    dispatch=dispatcher.dispatch,
     from_local=conversion.from_local,
     to_local=conversion.to_local,
-    redistributed=arriving.redistributed,
+    redistributed=async_redistribute.async_redistribute,
     backward=gradients.backward,
     read_grad=gradients.read,
     write_grad=gradients.write,

@@ -23,7 +23,7 @@ from shardwise.layout import (
     contiguous_strides,
     placements_text,
 )
-from shardwise.redistribute.run import redistribute_local
+from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dtensor import DTensor, Tiling, default_mesh, plain, tag
 

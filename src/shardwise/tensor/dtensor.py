@@ -15,8 +15,8 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
-from shardwise.redistribute.run import redistribute_local
-from shardwise.rules.row import Handler
+from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.rules.row import Args, Handler, Kwargs
 from shardwise.trace.comm_trace import EXPLICIT, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
@@ -79,9 +79,7 @@ class DTensor(torch.Tensor):
     reshard = Registered("shardwise.sharded_tensor")
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         return cls._dispatch(func, args, kwargs or {})
 
     # ---- made from and returned to local tensors ---------------------------------------------------------
@@ -130,7 +128,7 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The full tensor, on every rank of the mesh."""
-        return DTensor._to_local(moved(self, self._layout.replicated()), grad_placements)
+        return DTensor._to_local(to_layout(self, self._layout.replicated()), grad_placements)
 
     def redistribute(
         self,
@@ -162,7 +160,7 @@ class DTensor(torch.Tensor):
         target = Layout(mesh, wanted, self._layout.shape, order)
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
         if backward_dtype is None and not async_op:
-            return moved(x, target)
+            return to_layout(x, target)
         return self._redistributed(x, target, self.dtype if backward_dtype is None else backward_dtype, async_op)
 
     # ---- what it is -----------------------------------------------------------------------------------------
@@ -425,7 +423,7 @@ def plain(x: Tensor) -> Tensor:
         return x.detach() if x.is_sparse else _as_subclass(x, torch.Tensor)
 
 
-def moved(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
+def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
     if x._layout == layout:
         return x

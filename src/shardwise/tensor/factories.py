@@ -9,6 +9,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout, Placements, as_placements, placements_text
+from shardwise.rules.row import Kwargs
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
@@ -94,5 +95,5 @@ def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _given(kwargs: Kwargs) -> dict[str, Any]:
     return {k: v for k, v in kwargs.items() if not (k == "dtype" and v is None)}

@@ -16,7 +16,7 @@ from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.layout import Layout, Mesh
 from shardwise.tensor.conversion import scattered
-from shardwise.tensor.dtensor import DTensor, default_mesh, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag, to_layout
 
 LISTED = 12  # names in the error for an unknown one
 Owners = list[tuple[nn.Module, str]]
@@ -165,7 +165,7 @@ def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_ran
 def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int | None) -> nn.Parameter:
     rank = collectives.rank()
     if isinstance(parameter, DTensor):
-        local = plain(moved(parameter, layout)).detach()
+        local = plain(to_layout(parameter, layout)).detach()
     elif parameter.is_meta or rank not in layout.mesh.ranks:
         local = torch.empty(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
     else:

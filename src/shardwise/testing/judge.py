@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import collectives
 from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial
-from shardwise.rules.row import rule_of
+from shardwise.rules.registry import rule_of
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
 from shardwise.testing.local_shards import SEED, dtensor_from_full
 from shardwise.testing.worlds import world
@@ -220,9 +221,7 @@ def draws_random(sample: Sample) -> bool:
     drew: list[object] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
             before = torch.get_rng_state()
             out = func(*args, **(kwargs or {}))
             if not torch.equal(before, torch.get_rng_state()):

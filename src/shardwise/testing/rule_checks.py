@@ -19,7 +19,8 @@ from torch import Tensor
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
 from shardwise.rules import Meta, Row
-from shardwise.rules.row import rule_of
+from shardwise.rules.registry import rule_of
+from shardwise.rules.row import Kwargs
 from shardwise.tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
 from shardwise.testing.judge import Judge, Observed, Sample, assert_close_bounds, observe_rank
 from shardwise.testing.worlds import world
@@ -237,7 +238,7 @@ def _refuses(sample: Sample, layouts: Sequence[Layout]) -> bool:
 def check_rows(
     op: Callable[..., Any],
     args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Kwargs | None = None,
     *,
     gradients: bool = True,
     constant: Sequence[int] = (),

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.pointwise import broadcast, nonlinear
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.random import refuse, register_random, without_gradient
-from shardwise.rules.row import LocalContext
 
 aten = torch.ops.aten
 

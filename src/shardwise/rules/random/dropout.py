@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Partial
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.random import fill, register_random
-from shardwise.rules.row import LocalContext, Meta, Row, local_with
+from shardwise.rules.row import Meta, Row
 
 aten = torch.ops.aten
 SELU_SCALE = (

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout, OnRanks, Shard
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.counter_rng import Sampler
-from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with, register
+from shardwise.rules.registry import OpRule, Rule, register
+from shardwise.rules.row import Kwargs, LocalFunction, Meta, Row
 from shardwise.trace.capture_hooks import allow_in_graph
 
 aten = torch.ops.aten
@@ -53,7 +55,7 @@ def check_arguments(op: Any, *args: Any, **kwargs: Any) -> None:
             raise TypeError(f"{error}") from error
 
 
-def _try(op: Any, args: Sequence[Any], kwargs: dict[str, Any], dtypes: dict[torch.dtype, torch.dtype]) -> None:
+def _try(op: Any, args: Sequence[Any], kwargs: Kwargs, dtypes: dict[torch.dtype, torch.dtype]) -> None:
     def one_element(x: Any) -> Any:
         if isinstance(x, Meta):
             categories = x.shape[-1:] if op in MULTINOMIAL else (1,) * min(x.ndim, 1)
@@ -103,7 +105,7 @@ def _numbers(ctx: LocalContext, sampler: Sampler, dtype: torch.dtype, device: to
     return fill(out, ctx, ctx.output, sampler, generator)
 
 
-def _sampler(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> Sampler:
+def _sampler(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: Kwargs) -> Sampler:
     if name in ("random", "randint_like"):
         return partial(counter_rng.integers, *_range(dtype, args, kwargs))
     distribution, defaults = DISTRIBUTIONS[name]
@@ -111,7 +113,7 @@ def _sampler(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: dict[st
     return partial(distribution, *given.values())
 
 
-def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: Kwargs) -> tuple[int, int]:
     """From `(high)` or `(low, high)`; without high, up to the largest range of exact integers of the dtype."""
     low, high = (kwargs.get("from", kwargs.get("low")), kwargs.get("to", kwargs.get("high")))
     if len(args) == 1 and high is None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Shard
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.pointwise import shard_rows
 from shardwise.rules.reductions.order import gather_rows
 from shardwise.rules.reductions.over_dims import group_rank, on_operand, register_reduction
-from shardwise.rules.row import LocalContext, Meta, Row
+from shardwise.rules.row import Meta, Row
 
 WHY = "each rank counts its own elements"
 

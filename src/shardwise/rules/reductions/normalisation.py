@@ -15,8 +15,10 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Box, Boxes, Partial, Placement, Shard
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import shape_of_first
-from shardwise.rules.row import Args, LocalContext, Meta, OpRule, Row, decomposed, local_with, register
+from shardwise.rules.registry import OpRule, decomposed, register
+from shardwise.rules.row import Args, Meta, Row
 
 aten = torch.ops.aten
 INF = float("inf")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Shard
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import nonlinear, shape_of_first
 from shardwise.rules.reductions.over_dims import (
     Dims,
@@ -31,7 +32,8 @@ from shardwise.rules.reductions.over_dims import (
     with_indices,
 )
 from shardwise.rules.reductions.reduce import extreme, extremes
-from shardwise.rules.row import LocalContext, Meta, Row, Shapes, local_with
+from shardwise.rules.registry import Shapes
+from shardwise.rules.row import Meta, Row
 
 Output = TypeVar("Output")
 LAST = 1 << 62  # an index after all others, exact as a double

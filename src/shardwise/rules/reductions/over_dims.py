@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Boxes, OnRanks, Placement, Shard
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import callables_of
-from shardwise.rules.row import Args, Kwargs, LocalContext, LocalFunction, Meta, OpRule, Row, Rule, local_with, register
+from shardwise.rules.registry import OpRule, Rule, register
+from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Row
 
 Dims = tuple[int, ...] | None  # None: all dims of the local tensor, whatever its shape
 OneOrMore = Placement | tuple[Placement, ...]

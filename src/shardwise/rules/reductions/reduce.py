@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import EmptyError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
 from shardwise.rules.reductions.over_dims import (
     OWN_SHARD,
@@ -32,7 +33,8 @@ from shardwise.rules.reductions.over_dims import (
     shard_counts,
     with_indices,
 )
-from shardwise.rules.row import Args, Kwargs, LocalContext, Meta, Row, Shapes, decomposed, register
+from shardwise.rules.registry import Shapes, decomposed, register
+from shardwise.rules.row import Args, Kwargs, Meta, Row
 
 
 def reduced(reduce_op: str, linear: Sequence[Placement], input: Meta, *args: Any, **kwargs: Any) -> list[Row]:

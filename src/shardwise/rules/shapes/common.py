@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import OnRanks, Placement
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.pointwise import PARTIALS
-from shardwise.rules.row import LocalContext, LocalFunction, Meta, Row
+from shardwise.rules.row import LocalFunction, Meta, Row
 
 VIEW_OF_PARTIAL = "a view of a Partial tensor is Partial"
 OWNER = "the rank that holds the tensor runs the op"

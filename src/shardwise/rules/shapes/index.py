@@ -20,9 +20,11 @@ from torch import Tensor
 
 from shardwise.errors import PlaceError
 from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, contiguous_strides
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
-from shardwise.rules.routing import Route, exchange_headers
-from shardwise.rules.row import LocalContext, Meta, OpRule, Row, local_with, register
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Kwargs, Meta, Row
+from shardwise.rules.row_exchange import Route, exchange_headers
 from shardwise.rules.shapes.common import functions_named
 
 aten = torch.ops.aten
@@ -51,7 +53,7 @@ class IndexForm:
     in_place: bool = False
     wraps: bool = False
 
-    def call(self, x: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "Call":
+    def call(self, x: Any, args: Sequence[Any], kwargs: Kwargs) -> "Call":
         """The arguments of a call, tensors or what rules know of them."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         indices = given.pop("indices", None)

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
-from shardwise.rules.row import NO_OPERAND, LocalContext, Meta, OpRule, Row, local_with, register
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import NO_OPERAND, Args, Meta, Row
 from shardwise.rules.shapes.common import OWNER, empty_result, functions_named, unsharded_rows
 from shardwise.rules.shapes.probe import DimSlice
 
@@ -214,7 +216,7 @@ def _local_runs(dims: Any, value: float, ctx: LocalContext, x: Tensor, /, *args:
     return assembled(dims, value, ctx, [x], ctx.layouts)
 
 
-def _numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
+def _numbers(args: Args) -> tuple[int, ...]:
     """Numbers given as arguments, or as one sequence."""
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box
-from shardwise.rules.row import Args, Kwargs, Meta, Shapes
+from shardwise.rules.registry import Shapes
+from shardwise.rules.row import Args, Kwargs, Meta
 
 
 class DimSlice(NamedTuple):

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box, Boxes, Layout, Shard, contiguous_strides
-from shardwise.rules.row import (
-    NO_OPERAND,
-    LocalContext,
-    LocalFunction,
-    Meta,
-    OpRule,
-    Row,
-    local_with,
-    register,
-    specialized,
-)
+from shardwise.rules.local_context import LocalContext, local_with, specialized
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
 
 aten = torch.ops.aten

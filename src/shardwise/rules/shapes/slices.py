@@ -10,8 +10,10 @@ from torch import Tensor
 
 from shardwise.layout import Shard
 from shardwise.rules.empty import never_empty
+from shardwise.rules.local_context import local_with
 from shardwise.rules.pointwise import SUMS, broadcast, shard_at, tensors_of
-from shardwise.rules.row import LocalFunction, Meta, OpRule, Row, local_with, register
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import LocalFunction, Meta, Row
 
 aten = torch.ops.aten
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Placement, Shard
+from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import SUMS, homogeneous, shape_of_first
-from shardwise.rules.row import LocalContext, LocalFunction, Meta, OpRule, Row, local_with, register, specialized
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Row
 from shardwise.rules.shapes.common import empty_result, functions_named, run_on_owner, unsharded_rows
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_shapes, probe_views
 
@@ -105,7 +107,7 @@ def _hashable(a: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _cached_views(
-    op: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, args: Any, kwargs: Any
+    op: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, args: Args, kwargs: Kwargs
 ) -> tuple[list[ViewMap], bool]:
     return probe_views(op, Meta(shape, dtype, REPLICATE), args, dict(kwargs))
 

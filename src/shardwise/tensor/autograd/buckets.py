@@ -26,7 +26,7 @@ from shardwise.collectives import Finish
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run import redistribute_local, start_redistribute
+from shardwise.redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise.redistribute.transfers import all_to_all_no_grad
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.trace import comm_trace

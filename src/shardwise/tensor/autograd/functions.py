@@ -16,6 +16,7 @@ from torch.nn.modules import _functions as of_modules
 
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.gradients import as_cotangent
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
@@ -101,7 +102,7 @@ def _local_gradient(grad: Any, of: Layout | None) -> Any:
     return as_cotangent(grad, of.replicated(), of)
 
 
-def _apply(original: Any, cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> Any:
     if issubclass(cls, of_modules.BackwardHookFunction):
         return BackwardHookFunction.apply(*args)  # type: ignore[no-untyped-call]
     out = original.__get__(None, _on_dtensors(cls))(*args, **kwargs)

@@ -16,8 +16,9 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
-from shardwise.redistribute.run import redistribute_local
-from shardwise.rules.row import handler
+from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.rules.registry import handler
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.buckets import (
     axes_to_reduce,
     joined,
@@ -27,7 +28,7 @@ from shardwise.tensor.autograd.buckets import (
     reduce_alone,
     reduce_batch,
 )
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.trace.comm_trace import Cause
 
 _get_raw = raw_grad.__get__
@@ -91,9 +92,9 @@ def write(x: DTensor, value: Tensor | None) -> None:
         if type(value) is not DTensor:
             value = tag(value.detach(), replicated)
         if axes_to_reduce(x._layout):
-            x._reduced_grad = moved(value, readable(x._layout), _SET)
+            x._reduced_grad = to_layout(value, readable(x._layout), _SET)
         else:
-            raw_grad.__set__(x, moved(value, readable(x._layout), _SET))
+            raw_grad.__set__(x, to_layout(value, readable(x._layout), _SET))
 
 
 # ---- seeds and conversions -----------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ def _linear_output(output: Any) -> Any:
         return output
     parts = output._layout.placements
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in parts):
-        return moved(output, output._layout.reduced(), _OUTPUT)
+        return to_layout(output, output._layout.reduced(), _OUTPUT)
     return output
 
 
@@ -181,12 +182,12 @@ def _edges(inputs: Iterable[Any]) -> list[Any]:
 
 
 @handler(torch.autograd.backward)
-def _backward_of_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _backward_of_torch(func: Any, args: Args, kwargs: Kwargs) -> None:
     backward(*args, **kwargs)
 
 
 @handler(torch.autograd.grad)
-def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def grad(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """`torch.autograd.grad` with DTensors: gradients come back in the layouts of their inputs."""
     outputs_arg, inputs_arg, *rest = args
     seeds_arg = rest[0] if rest else kwargs.pop("grad_outputs", None)
@@ -202,7 +203,7 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     def shown(x: Any, g: Tensor | None) -> Any:
         if g is None:
             return torch.zeros_like(x, requires_grad=bool(kwargs.get("create_graph"))) if materialize else None
-        return moved(tag(g, x._layout.dual()), readable(x._layout), _GRAD) if type(x) is DTensor else g
+        return to_layout(tag(g, x._layout.dual()), readable(x._layout), _GRAD) if type(x) is DTensor else g
 
     return tuple(shown(x, g) for x, g in zip(inputs, found, strict=True))
 

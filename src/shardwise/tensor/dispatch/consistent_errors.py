@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from shardwise import collectives
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.pointwise import callables_of
-from shardwise.rules.row import amend
+from shardwise.rules.registry import amend
+from shardwise.rules.row import Args, Kwargs
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import IndexForm
+from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.resolve import Recipe
-from shardwise.tensor.dispatch.run_local import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dtensor import DTensor, tag
 
 amend(F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss, torch.batch_norm, torch.instance_norm,
@@ -61,7 +62,7 @@ class _ErrorsOfAllRanks(ReadsLayouts):
             self._refuse(args, kwargs)
             raise
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _refuse(self, args: Args, kwargs: Kwargs) -> None:
         """Raise what every rank does, if this one can know."""
         if self.form is not None:
             _refuse_indices(self.form, args, kwargs)
@@ -100,7 +101,7 @@ class _Saved(torch.autograd.Function):
         return grads[0]
 
 
-def _refuse_indices(form: IndexForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
     x, *rest = args
     call, shape = form.call(x, rest, kwargs), x._layout.shape
     dims = call.dims if form.kind != "flat" else (len(shape),)

@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, contiguous_strides
-from shardwise.redistribute.run import redistribute_local
-from shardwise.rules.row import Args, Kwargs, rule_of
+from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.rules.registry import OpRule, rule_of
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import meshes, seeds
 from shardwise.tensor.dispatch.promotion import promoted
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, copied, outdate
 from shardwise.trace.comm_trace import Cause
 
@@ -60,6 +61,17 @@ def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if func.name() == "aten::is_same_size":
         return args[0]._layout.shape == args[1]._layout.shape
     return run_replicated(func, args, kwargs, "it has no rule")
+
+
+def run_without_row(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, error: RuleError) -> Any:
+    """Run a call for which the rule has no row: decomposed by its rule or torch, or, an aten op, replicated."""
+    if rule.decomposition is not None:
+        return rule.decomposition(*args, **kwargs)
+    if rule.fallback is not None:
+        return rule.fallback(func, args, kwargs)
+    if isinstance(func, torch._ops.OpOverload):
+        return run_replicated(func, args, kwargs, str(error))
+    return run_decomposed(func, args, kwargs)
 
 
 def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -156,7 +168,7 @@ def _gathered(func: Any, leaves: Sequence[Any], written: Sequence[DTensor], why:
         if type(x) is not DTensor or id(x) in full:
             continue
         target = x._layout.replicated()
-        replicated = moved(x, target, Cause("no rule", str(func), x._name or "an operand", why, target))
+        replicated = to_layout(x, target, Cause("no rule", str(func), x._name or "an operand", why, target))
         with DisableTorchFunctionSubclass():
             full[id(x)] = plain(replicated)
         if any(x is y for y in written) and not x._layout.is_replicated:

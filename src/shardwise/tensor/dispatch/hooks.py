@@ -1,6 +1,6 @@
 """Hooks on every call of a torch function with a DTensor, for tools.
 
-While no hook is installed, calls go to `entry.enter` directly.
+While no hook is installed, calls go to `dispatcher.dispatch` directly.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from shardwise import collectives
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.dispatch import entry
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dtensor import DTensor, set_dispatcher
 
 Proceed = Callable[[], Any]
@@ -33,12 +33,12 @@ def hook_calls(hook: Hook) -> Iterator[None]:
     finally:
         mine[:] = [other for other in mine if other is not hook]
         if not any(_hooks.values()):
-            set_dispatcher(entry.enter)
+            set_dispatcher(dispatcher.dispatch)
 
 
 def are_installed() -> bool:
     """Whether any rank of this process has a hook installed."""
-    return DTensor._dispatch is not entry.enter
+    return DTensor._dispatch is not dispatcher.dispatch
 
 
 _conditions: list[Callable[[Iterable[Any]], bool]] = []
@@ -55,7 +55,7 @@ def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
 
 
 def _enter(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    proceed: Proceed = lambda: entry.enter(func, args, kwargs)  # noqa: E731
+    proceed: Proceed = lambda: dispatcher.dispatch(func, args, kwargs)  # noqa: E731
     for hook in _hooks.get(collectives.transport(), ()):
         proceed = _bound(hook, proceed, func, args, kwargs)
     return proceed()

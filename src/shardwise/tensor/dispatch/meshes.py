@@ -12,22 +12,23 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.redistribute.plan import plan_redistribute
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import copied
 from shardwise.trace.comm_trace import Cause
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def are_several(args: Any, kwargs: dict[str, Any]) -> bool:
+def are_several(args: Args, kwargs: Kwargs) -> bool:
     """Whether the DTensors among the arguments are on different meshes."""
     meshes = [x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
     return any(mesh != meshes[0] for mesh in meshes)
 
 
-def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh_operand: int | None) -> Call:
+def on_one_mesh(func: Any, args: Args, kwargs: Kwargs, mesh_operand: int | None) -> Call:
     """The arguments with every DTensor redistributed to the mesh of operand `mesh_operand`; None is the largest.
 
     All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
@@ -50,7 +51,7 @@ def on_one_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh_o
             return x
         target = _cheapest(x._layout, lead._layout)
         why = "operands of one op must be on one mesh"
-        return moved(x, target, Cause("operand", name_of(func), x._name or "an operand", why, target))
+        return to_layout(x, target, Cause("operand", name_of(func), x._name or "an operand", why, target))
 
     found: Call = pytree.tree_map(on_mesh, (args, kwargs))
     return found
@@ -75,8 +76,8 @@ def nothing(
     func: Callable[..., Any],
     layouts: Any,
     mesh: Mesh,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     view: bool = False,
     copies: bool = False,
 ) -> Any:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.row import amend
+from shardwise.rules.registry import amend
 from shardwise.rules.shapes.reshape import row_major
 from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.dtensor import DTensor

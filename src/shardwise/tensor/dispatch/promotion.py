@@ -1,6 +1,6 @@
 """Plain tensors beside distributed ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dtensor import DTensor, moved, tag
+from shardwise.tensor.dtensor import DTensor, tag, to_layout
 from shardwise.trace.comm_trace import Cause
 
 _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
@@ -30,7 +31,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
         _strict.reset(token)
 
 
-def all_promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def all_promoted(func: Any, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as replicated DTensors, which get the full gradient."""
     everything = [*args, *kwargs.values()]
     first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
@@ -48,7 +49,7 @@ def all_promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
 
 
-def has_plain_tensors(args: Any) -> bool:
+def has_plain_tensors(args: Sequence[Any]) -> bool:
     """Whether there are plain tensors among arguments, or in lists and tuples among them."""
     return any(
         has_plain_tensors(a) if isinstance(a, list | tuple) else isinstance(a, Tensor) and type(a) is not DTensor
@@ -56,7 +57,7 @@ def has_plain_tensors(args: Any) -> bool:
     )
 
 
-def into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def into_plain(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an op that writes to a plain tensor, on every rank, with gathered DTensor operands."""
 
     def gathered(x: Any) -> Any:
@@ -64,7 +65,7 @@ def into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return x
         target = x._layout.replicated()
         why = "an op in place on a plain tensor needs full tensors"
-        return moved(x, target, Cause("operand", name_of(func), x._name or "the operand", why, target)).to_local()
+        return to_layout(x, target, Cause("operand", name_of(func), x._name or "the operand", why, target)).to_local()
 
     args, kwargs = pytree.tree_map(gathered, (args, kwargs))
     return func(*args, **kwargs)

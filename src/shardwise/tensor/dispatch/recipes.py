@@ -11,7 +11,8 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.layout import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
-from shardwise.rules.row import Args, Kwargs, Shapes, arguments, no_rows
+from shardwise.rules.registry import Shapes, no_rows
+from shardwise.rules.row import Args, Kwargs, arguments
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
 from shardwise.tensor.dispatch.names import name_of

@@ -12,7 +12,8 @@ from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Partial, Placement, Shard
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.rules import Meta, OpRule, Row
-from shardwise.rules.row import Shapes
+from shardwise.rules.registry import Shapes
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
 from shardwise.trace.comm_trace import INTERNAL, Cause
 
@@ -50,9 +51,7 @@ class NoRowError(RuleError):
 ALL_REPLICATED = "every rank has everything"
 
 
-def choose(
-    name: str, rule: OpRule, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Row, ...]:
+def choose(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwargs: Kwargs) -> tuple[Row, ...]:
     """A row for every mesh axis.
 
     Args:
@@ -152,8 +151,8 @@ def _choose(
     rule: OpRule,
     operands: Sequence[Operand],
     layouts: Sequence[Layout],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     axis: int,
 ) -> Row:
     current = tuple(layout.placements[axis] for layout in layouts)
@@ -225,9 +224,7 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
     return cost + deferred if of_others and isinstance(row.output, Partial) else cost
 
 
-def meta_shape(
-    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]
-) -> Shapes:
+def meta_shape(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> Shapes:
     """The shape of the result on torch's meta device; a list of shapes for several results.
 
     Raises:

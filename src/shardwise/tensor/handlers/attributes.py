@@ -9,11 +9,12 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._guards import TracingContext
 
 from shardwise.errors import CaptureError, RuleError
-from shardwise.rules.row import handler, handler_of_family
+from shardwise.rules.registry import handler, handler_of_family
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dtensor import DTensor, moved, plain, remembering, tag
+from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
 from shardwise.trace.comm_trace import Cause
 
 # What is the same for the local and the global tensor.
@@ -36,14 +37,14 @@ def _attribute(func: Any) -> str:
 
 
 @handler_of_family(lambda func: _attribute(func) in SAME)
-def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def same(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call `func` with the local tensor: the result is right for the global one."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 @handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _requires_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = same(func, args, kwargs)
     if type(args[0]) is DTensor:
         gradients.watch(args[0])
@@ -51,7 +52,7 @@ def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @handler(Tensor.register_post_accumulate_grad_hook)
-def _register_post_accumulate_grad_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _register_post_accumulate_grad_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return same(func, (args[0], _as_user_code(*args[1:], **kwargs)), {})
 
 
@@ -66,7 +67,7 @@ def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @handler(Tensor.register_hook)
-def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The hook sees the gradient as a DTensor, and may return another one of any placements."""
     return _hooked(*args, **kwargs)
 
@@ -89,7 +90,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
 
 
 @handler_of_family(lambda func: getattr(func, "__name__", "") in ("__get__", "__set__"))
-def attribute_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`func` reads or sets an attribute that may differ between the local and the global tensor."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
@@ -115,7 +116,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
         )
     if type(value) is not DTensor:
         value = tag(value.detach(), x._layout.replicated())
-    return moved(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
+    return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
 
 
 def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -128,12 +129,12 @@ def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
 
 
 @handler(Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn)
-def _refuse_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse_sparse(func: Any, args: Args, kwargs: Kwargs) -> Any:
     raise RuleError(f"{name_of(func)}(): a DTensor has no sparse form. Fix: call it on full_tensor() or to_local().")
 
 
 @handler(Tensor.view_as)
-def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view_as(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """x.view_as(x) is an alias with an autograd node of its own, by which torch finds the leaf of a gradient."""
     x, other = args
     if x is not other:
@@ -144,7 +145,7 @@ def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith("torch.distributed."), is_op=True)
 @handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
-def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def refuse(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if TracingContext.try_get() is not None:  # the first thing that torch.compile asks of a tensor
         raise CaptureError(
             "torch.compile cannot look into a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "

@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.row import fallback, handler, replacement
+from shardwise.rules.registry import fallback, handler, replacement
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.fallback import run_decomposed
 
 
 @fallback(torch.roll, Tensor.roll)
-def _roll(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _roll(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
     return x.reshape(-1).roll(shifts, 0).view(x.shape)
@@ -41,14 +42,14 @@ def _block_diag(*tensors: Any) -> Any:
 
 
 @fallback(torch.tensor_split, Tensor.tensor_split)
-def _tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tensor_split(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Indices in a tensor are read as numbers."""
     args = tuple(a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args))
     return func(*args, **{k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()})
 
 
 @handler(F.one_hot)
-def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _one_hot(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Torch checks the classes in a way that skips tensors without memory, such as wrappers."""
 
     def coded(x: Any, num_classes: int = -1) -> Any:

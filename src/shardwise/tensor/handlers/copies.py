@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 
 _storage_of: Any = torch._C.TensorBase.untyped_storage
@@ -43,7 +44,7 @@ class Outdated(DTensor):
         return _refuse()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         return _refuse()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -12,7 +12,8 @@ from shardwise.embedding import lookup
 from shardwise.embedding.bad_ids import StraddlingError
 from shardwise.embedding.grouped import embedding_bags
 from shardwise.embedding.requests import Lookup, exchange_axes
-from shardwise.rules.row import Args, Kwargs, arguments, handler
+from shardwise.rules.registry import handler
+from shardwise.rules.row import Args, Kwargs, arguments
 from shardwise.tensor.dispatch import run
 from shardwise.tensor.dispatch.resolve import NoRowError, SeveralMeshesError
 from shardwise.tensor.dtensor import DTensor, tag

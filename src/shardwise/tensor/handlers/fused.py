@@ -4,11 +4,12 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from shardwise.rules.row import handler
+from shardwise.rules.registry import handler
+from shardwise.rules.row import Args, Kwargs
 
 
 @handler(F.linear_cross_entropy)
-def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _linear_cross_entropy(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`options` are for the fused kernel, which works in chunks."""
     named = {k: v for k, v in kwargs.items() if k not in ("linear_bias", "options")}
     x, linear_weight, target = args

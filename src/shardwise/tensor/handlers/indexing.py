@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
-from shardwise.rules.row import Args, IndexMap, Kwargs, fallback, handler, local_with, replacement
+from shardwise.rules.local_context import local_with
+from shardwise.rules.registry import fallback, handler, replacement
+from shardwise.rules.row import Args, IndexMap, Kwargs
 from shardwise.rules.shapes.index import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 from shardwise.rules.shapes.view import basic_index
@@ -22,7 +24,7 @@ from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, meshes
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
-from shardwise.tensor.dtensor import DTensor, call, moved, tag
+from shardwise.tensor.dtensor import DTensor, call, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change
 from shardwise.tensor.handlers.items import write_number
 from shardwise.trace.comm_trace import Cause
@@ -103,7 +105,8 @@ def _write(x: DTensor, brackets: Any, value: Any) -> None:
     index = _parsed(x, brackets) if items is None else Index(items, {})
     if any(isinstance(p, Boxes) for p in x._layout.placements):
         full = x._layout.replicated()
-        copy = moved(x, full, Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices", full)).clone()
+        cause = Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices", full)
+        copy = to_layout(x, full, cause).clone()
         copy[brackets] = value  # type: ignore[assignment]
         x.copy_(copy)
         return

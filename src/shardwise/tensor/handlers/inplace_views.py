@@ -7,7 +7,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
-from shardwise.rules.row import Handler, handler
+from shardwise.rules.registry import handler
+from shardwise.rules.row import Args, Handler, Kwargs
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import plain
 
@@ -17,7 +18,7 @@ def _root(x: Tensor) -> Any:
 
 
 def _becomes(view: Any) -> Handler:
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         out = view(*args, **kwargs)
         with DisableTorchFunctionSubclass():

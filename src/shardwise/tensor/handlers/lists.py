@@ -12,10 +12,11 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
-from shardwise.redistribute.run import redistribute_local
-from shardwise.rules.row import handler_of_family
+from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.rules.registry import handler_of_family
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.meshes import outside
-from shardwise.tensor.dtensor import DTensor, moved, plain, tag
+from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_changes, outdate
 from shardwise.trace.comm_trace import Cause
 
@@ -31,7 +32,7 @@ _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs r
 @handler_of_family(
     lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
 )
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a list op. Tensors at one position of the lists are redistributed to the layout in the first list."""
     name: str = func.__name__
     if name in ONE_BY_ONE:
@@ -88,7 +89,7 @@ def _is_tensor_list(a: Any) -> bool:
     return isinstance(a, list | tuple) and bool(a) and isinstance(a[0], Tensor)
 
 
-def _layout_at(name: str, args: Sequence[Any], kwargs: dict[str, Any], index: int, first: Tensor) -> Layout | None:
+def _layout_at(name: str, args: Sequence[Any], kwargs: Kwargs, index: int, first: Tensor) -> Layout | None:
     """The layout that position `index` of all lists takes: that of the first list, without anything Partial."""
     if type(first) is DTensor:
         layout = first._layout
@@ -137,7 +138,7 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
     if x._layout == layout:
         return x
     why = "tensors at one position of the lists take the layout in the first list"
-    return moved(x, layout, Cause("operand", name, x._name or "an item of a list", why, layout))
+    return to_layout(x, layout, Cause("operand", name, x._name or "an item of a list", why, layout))
 
 
 def _scalar(name: str, x: DTensor) -> Tensor:
@@ -145,7 +146,7 @@ def _scalar(name: str, x: DTensor) -> Tensor:
         raise RuleError(f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}.")
     target = x._layout.replicated()
     why = "a number beside lists has to be replicated"
-    replicated = moved(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
+    replicated = to_layout(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
     return plain(replicated)
 
 
@@ -182,7 +183,7 @@ def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = N
 
     One row for each rank of the axes that shard any of them. Of replicas, the first one on the axis counts.
     """
-    tensors = [moved(x, x._layout.reduced(), _PARTIAL) if x._layout.partial_axes else x for x in tensors]
+    tensors = [to_layout(x, x._layout.reduced(), _PARTIAL) if x._layout.partial_axes else x for x in tensors]
     distinct = {id(x._layout): x._layout for x in tensors}
     mesh: Mesh = tensors[0]._layout.mesh
     rank = collectives.rank()

@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 
 from shardwise.layout import Layout
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import LIVING, before_changes, outdate
@@ -100,7 +101,7 @@ def _step(optimizer: Optimizer) -> None:
     return outdate(copies)
 
 
-def step_on_locals(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
     if type(optimizer) not in ELEMENTWISE or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None  # a closure is the user's code

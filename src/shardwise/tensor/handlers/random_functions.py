@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.rules.row import Handler, handler
+from shardwise.rules.registry import handler
+from shardwise.rules.row import Handler
 from shardwise.tensor.dispatch.promotion import promoted
 from shardwise.tensor.dtensor import DTensor, call
 

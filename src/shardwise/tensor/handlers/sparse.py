@@ -13,19 +13,20 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
-from shardwise.rules.row import handler
+from shardwise.rules.registry import handler
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
 
 @handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values)
-def _of_local_shard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _of_local_shard(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """`_indices()` and `_values()` of the local shard, as plain tensors."""
     with DisableTorchFunctionSubclass():
         return func(args[0]).detach()  # type: ignore[no-any-return]
 
 
 @handler(Tensor.coalesce)
-def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def coalesce(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     """Duplicate rows are on one rank, which adds them up: ranks hold different rows."""
     x = args[0]
     if x._layout.partial_axes:
@@ -39,7 +40,7 @@ def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
 
 
 @handler(Tensor.sparse_mask)
-def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def sparse_mask(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     """The rows of a dense DTensor that a sparse one has."""
     dense, mask = args[:2]
     if type(dense) is not DTensor or type(mask) is not DTensor or dense._layout != mask._layout:
@@ -49,7 +50,7 @@ def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTe
 
 
 @handler(Tensor.new)
-def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     """`grad.new(indices, values, size)`, by which sparse optimisers make a sparse tensor."""
     like, *rest = args
     with DisableTorchFunctionSubclass():

@@ -8,9 +8,10 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors
 
 from shardwise import collectives
 from shardwise.layout import Layout
-from shardwise.redistribute.run import redistribute_local
+from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules import OpRule
-from shardwise.rules.row import Args, Kwargs, LocalFunction, specialization
+from shardwise.rules.local_context import specialization
+from shardwise.rules.row import Args, Kwargs, LocalFunction
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
@@ -97,14 +98,14 @@ class _RedistributeCall(ReadsLayouts):
         self.found = found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recipe, ctx, locals_, named = redistributed(self.found, args, kwargs)
+        recipe, ctx, locals_, named = prepare_operands(self.found, args, kwargs)
         out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
         if recipe.copied:
             out = copied(out, _first_dtensor(args, kwargs))
         return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
 
 
-def redistributed(found: Found, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
+def prepare_operands(found: Found, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
     """The arguments as local tensors, in the layouts that the recipe wants, and the context for its local function."""
     recipe, op, needs_plain = found
     targets = dict(recipe.redistributed)

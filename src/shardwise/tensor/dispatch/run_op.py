@@ -20,14 +20,14 @@ from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import meshes, recipes, resolve
 from shardwise.tensor.dispatch.consistent_errors import with_consistent_errors
-from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
+from shardwise.tensor.dispatch.fallback import run_without_row
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
+from shardwise.tensor.dispatch.local_calls import call_under_hooks, local_call, prepare_operands
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors, into_plain
 from shardwise.tensor.dispatch.recipes import Found
 from shardwise.tensor.dispatch.results import as_dtensors
-from shardwise.tensor.dispatch.run_local import call_under_hooks, local_call, redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import before_change, outdate
 
@@ -78,7 +78,7 @@ def _run_cold(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[An
     try:
         found = recipes.find(key, func, rule, args, kwargs)
     except resolve.NoRowError as error:
-        return _run_without_row(func, rule, args, kwargs, error)
+        return run_without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
         return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.mesh_operand))
     recipe = found.recipe
@@ -107,17 +107,6 @@ def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if name is None:
         return (), kwargs
     return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
-
-
-def _run_without_row(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, error: RuleError) -> Any:
-    """Run a call for which the rule has no row: decomposed by its rule or torch, or, an aten op, replicated."""
-    if rule.decomposition is not None:
-        return rule.decomposition(*args, **kwargs)
-    if rule.fallback is not None:
-        return rule.fallback(func, args, kwargs)
-    if isinstance(func, torch._ops.OpOverload):
-        return run_replicated(func, args, kwargs, str(error))
-    return run_decomposed(func, args, kwargs)
 
 
 def _run_with_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -149,4 +138,4 @@ def find(func: Any, args: Args, kwargs: Kwargs) -> Found:
 def prepared(func: Any, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
     args, kwargs = all_promoted(func, args, kwargs)
-    return redistributed(find(func, args, kwargs), args, kwargs)
+    return prepare_operands(find(func, args, kwargs), args, kwargs)

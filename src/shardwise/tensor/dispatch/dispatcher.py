@@ -1,6 +1,6 @@
 """Where every torch function called with a DTensor arrives.
 
-A function with rows or a decomposition runs by its rule (`run.py`). One with a handler is answered by that. Torch
+A function with rows or a decomposition runs by its rule (`run_op.py`). One with a handler is answered by that. Torch
 decomposes any other into aten ops, each of which arrives here again (`fallback.py`).
 """
 
@@ -8,17 +8,18 @@ from typing import Any
 
 from shardwise.errors import RuleError
 from shardwise.rules import RULES, OpRule
-from shardwise.rules.row import FAMILIES, Args, Kwargs
-from shardwise.tensor.dispatch import run as run_
+from shardwise.rules.registry import FAMILIES
+from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor.dispatch import run_op
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted
-from shardwise.tensor.dispatch.run import run
+from shardwise.tensor.dispatch.run_op import run
 
 _found: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
 
 
-def enter(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Answer a call of `func` with a DTensor among its arguments."""
     rule = RULES.get(func) or entry_of(func)
     if rule.handler is None:
@@ -52,7 +53,7 @@ def reason(func: Any, args: Args, kwargs: Kwargs) -> str:
         return f"{name_of(func)} has no rows: its handler runs other ops"
     try:
         args, kwargs = all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
-        return run_.find(func, args, kwargs).recipe.cause.why
+        return run_op.find(func, args, kwargs).recipe.cause.why
     except RuleError as error:
         return str(error)
 
@@ -60,4 +61,4 @@ def reason(func: Any, args: Args, kwargs: Kwargs) -> str:
 def forget() -> None:
     """Drop what is cached; needed after an entry of `RULES` was replaced."""
     _found.clear()
-    run_.forget()
+    run_op.forget()

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Layout
-from shardwise.redistribute.run import redistribute_local, start_redistribute
+from shardwise.redistribute.run_plan import redistribute_local, start_redistribute
+from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.trace.comm_trace import EXPLICIT
 
@@ -28,9 +29,7 @@ class _Pending(DTensor):
         return _waited(self)._layout
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         for x in pytree.tree_leaves((args, kwargs)):
             if type(x) is _Pending:
                 _waited(x)
@@ -68,7 +67,7 @@ class _Redistribute(torch.autograd.Function):
         return back.to(grads[0].dtype), None, None, None, None
 
 
-def redistributed(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
+def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
     """`x` in another layout; its gradient is converted to `backward_dtype` before it is redistributed back."""
     later: list[Finish] | None = [] if async_op else None
     with DisableTorchFunctionSubclass():

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.row import LocalContext
+from shardwise.rules.local_context import LocalContext
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,209 @@
+"""The registry: one `OpRule` per op, keyed by the functions that users call and by aten ops."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from shardwise.errors import RuleError
+from shardwise.rules.row import Handler, LocalFunction, Row
+
+Rule = Callable[..., list[Row]]
+Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all results
+
+
+def no_rows(*_: Any, **__: Any) -> list[Row]:
+    """The rows of an op that has none: it is decomposed, or has a handler."""
+    raise NotImplementedError("it is decomposed into other ops")
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """Everything the dispatcher knows of one op: an entry of `RULES`.
+
+    How it runs:
+        rows: (op's arguments, tensors given as `Meta`) -> rows.
+        handler: called as `handler(func, args, kwargs)` instead of everything else.
+        decomposition: the op in terms of other ops, called with its arguments where no row fits.
+        fallback: a handler for calls where no row fits and there is no decomposition. Without either, torch
+            decomposes the op; an aten op gathers its operands and runs replicated.
+        native: a C function to run in place of a Python one, which would read shapes on its way.
+        replicated_impl: the local implementation if all operands are Replicate on all axes; None is the op itself.
+        mesh_operand: the operand to whose mesh the others are redistributed; None is the largest or the one written to.
+
+    What it returns:
+        in_place: the op writes to its first operand, whose layout therefore must not change.
+        shape: the global shape of the result from the arguments of `rows`, a list of shapes for several results;
+            None runs the op on torch's meta device.
+        data_dependent_shape: the result's size is known only after the op ran; the ranks exchange the sizes of shards.
+        view: torch returns a view of the first operand.
+
+    How calls are cached:
+        shape_independent: the rows depend on numbers of dims and on which dims have size 1, on no other size and on
+            no float argument, so the choice made for one shape and number serves all.
+        typed: the rows depend on dtypes.
+        random: the op draws random numbers. Ranks outside the mesh run it too, so that their generators stay in step.
+
+    How a rank with an empty shard raises the errors of the other ranks:
+        index_form: how the arguments name indices, as a `shapes.index.IndexForm`, checked on every rank that has them.
+        value_errors: the op raises for some values, such as a division by 0: the rank tries the op on one element.
+        saves_operands: the op saves operands, and backward raises if they were changed in place: so does the rank.
+
+    For tools:
+        is_op: a handler that computes a result itself, so that tools count it as an op, not only the ops it calls.
+        takes_dtensors: a Python function that only compares sizes, so it may get DTensors in place of local tensors.
+    """
+
+    rows: Rule = no_rows
+    in_place: bool = False
+    shape: Callable[..., Shapes] | None = None
+    shape_independent: bool = False
+    replicated_impl: LocalFunction | None = None
+    data_dependent_shape: bool = False
+    random: bool = False
+    typed: bool = False
+    view: bool = False
+    decomposition: Callable[..., Any] | None = None
+    mesh_operand: int | None = None
+    handler: Handler | None = None
+    fallback: Handler | None = None
+    native: Callable[..., Any] | None = None
+    index_form: Any = None
+    value_errors: bool = False
+    saves_operands: bool = False
+    is_op: bool = False
+    takes_dtensors: bool = False
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether there are rows or a decomposition, not only a handler."""
+        return self.rows is not no_rows or self.decomposition is not None
+
+
+# The one table of ops, filled by `register`, `op_rule` and `handler`.
+RULES: dict[Any, OpRule] = {}
+# Functions without an entry that one entry serves, as (whether it serves a function, its entry).
+FAMILIES: list[tuple[Callable[[Any], bool], OpRule]] = []
+
+
+def register(rule: OpRule, *ops: Any) -> None:
+    """Give ops an entry.
+
+    Raises:
+        RuleError: an op has one already.
+    """
+    for op in dict.fromkeys(ops):  # some functions of torch have several names
+        if op in RULES:
+            raise RuleError(f"{op} is registered already. Fix: unregister it first, or amend() its entry.")
+        RULES[op] = rule
+
+
+def amend(*ops: Any, **facts: Any) -> None:
+    """Add facts to the entries of ops, such as a `native` function that the module of the rule cannot import.
+
+    Raises:
+        RuleError: an op has no entry, or its entry has one of these facts already.
+    """
+    defaults = {f.name: f.default for f in fields(OpRule)}
+    for op in ops:
+        rule = RULES.get(op)
+        if rule is None:
+            raise RuleError(f"{op} has no entry to amend. Fix: register it.")
+        for name in facts:
+            if getattr(rule, name) is not defaults[name]:
+                raise RuleError(f"{op} is registered with {name}={getattr(rule, name)} already.")
+        RULES[op] = replace(rule, **facts)
+
+
+def override(rule: OpRule, *ops: Any) -> None:
+    """Give ops these rows, whether they have an entry or not; what an entry says of the op itself stays."""
+    for op in ops:
+        known = RULES.get(op, OpRule())
+        RULES[op] = replace(
+            rule,
+            fallback=known.fallback or known.handler,
+            native=known.native,
+            index_form=known.index_form,
+            value_errors=known.value_errors,
+            saves_operands=known.saves_operands,
+            takes_dtensors=known.takes_dtensors,
+        )
+
+
+def reregister(rule: OpRule, *ops: Any) -> None:
+    """Give ops this entry in place of the one they have."""
+    RULES.update(dict.fromkeys(ops, rule))
+
+
+def unregister(*ops: Any) -> None:
+    for op in ops:
+        del RULES[op]
+
+
+def handler(*ops: Any, is_op: bool = False) -> Callable[[Handler], Handler]:
+    """Register the function below to answer calls of ops, as `handler(func, args, kwargs)`.
+
+    Args:
+        is_op: tools count the call as an op; otherwise they only see the ops that the handler calls.
+    """
+
+    def add(function: Handler) -> Handler:
+        register(OpRule(handler=function, is_op=is_op), *ops)
+        return function
+
+    return add
+
+
+def handler_of_family(serves: Callable[[Any], bool], is_op: bool = False) -> Callable[[Handler], Handler]:
+    """Register the function below to answer all functions without an entry for which `serves(func)` is true."""
+
+    def add(function: Handler) -> Handler:
+        FAMILIES.append((serves, OpRule(handler=function, is_op=is_op)))
+        return function
+
+    return add
+
+
+def replacement(*ops: Any) -> Callable[[LocalFunction], LocalFunction]:
+    """Register the function below, which has the parameters of ops, to be called in their place."""
+
+    def add(function: LocalFunction) -> LocalFunction:
+        handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
+        return function
+
+    return add
+
+
+def fallback(*ops: Any) -> Callable[[Handler], Handler]:
+    """Register the function below for calls of ops that have a rule but no row that fits."""
+
+    def add(function: Handler) -> Handler:
+        amend(*ops, fallback=function)
+        return function
+
+    return add
+
+
+def rule_of(op: Any) -> OpRule | None:
+    """The entry of an op that has rows or a decomposition; None for others."""
+    rule = RULES.get(op)
+    return rule if rule is not None and rule.has_rule else None
+
+
+def ops_with_rules() -> dict[Any, OpRule]:
+    """The entries that have rows or a decomposition."""
+    return {op: rule for op, rule in RULES.items() if rule.has_rule}
+
+
+def decomposed(decomposition: Callable[..., Any]) -> OpRule:
+    """The entry of an op that is always decomposed."""
+    return OpRule(decomposition=decomposition)
+
+
+def op_rule(*ops: Any, **facts: Any) -> Callable[[Rule], Rule]:
+    """Register the function below as the rows of ops; `facts` are fields of `OpRule`."""
+
+    def add(rule: Rule) -> Rule:
+        register(OpRule(rule, **facts), *ops)
+        return rule
+
+    return add
