@@ -40,7 +40,7 @@ def test_a_cycle_is_found(tmp_path: Path) -> None:
         tmp_path,
         a="from shardwise.b import f",
         b="def f():\n    import shardwise.package.c",
-        room__c="from shardwise import a",
+        package__c="from shardwise import a",
         d="from shardwise import a",
     )
     assert cycles(import_graph(root)) == [["a", "b", "package.c"]]

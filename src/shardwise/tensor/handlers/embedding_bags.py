@@ -14,7 +14,7 @@ from shardwise.embedding.grouped import embedding_bags
 from shardwise.embedding.requests import Lookup, exchange_axes
 from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Kwargs, arguments
-from shardwise.tensor.dispatch import run
+from shardwise.tensor.dispatch import run_op
 from shardwise.tensor.dispatch.resolve import NoRowError, SeveralMeshesError
 from shardwise.tensor.dtensor import DTensor, tag
 
@@ -60,6 +60,6 @@ def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs)
     if type(weight) is not DTensor and type(ids) is not DTensor:
         return None
     try:
-        return run.prepared(F.embedding_bag, (ids, weight, start), kwargs)
+        return run_op.prepared(F.embedding_bag, (ids, weight, start), kwargs)
     except (NoRowError, SeveralMeshesError):
         return None
