@@ -104,8 +104,8 @@ class Grouped:
     bags: Tensor  # whose each run is
     runs: tuple[tuple[int, int], ...]  # the runs of each owner
 
-    def words(self) -> list[int]:
-        """How many ids and lengths of runs each owner gets."""
+    def message_lengths(self) -> list[int]:
+        """How many ids and lengths of runs each owner gets, together."""
         return [b - a + d - c for (a, b), (c, d) in zip(self.spans, self.runs, strict=True)]
 
 

@@ -29,7 +29,7 @@ from shardwise.embedding.local import empty_lookup, local_lookup, local_rows, ta
 from shardwise.embedding.requests import FIRST_LIMIT, Lookup, Request, Span, exchange_axes, requests_of, wire_dtype
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.row import Args, Kwargs, LocalFunction, arguments
-from shardwise.rules.row_exchange import Route, exchange_words
+from shardwise.rules.row_exchange import Route, exchange_messages
 from shardwise.trace.capture_hooks import allow_in_graph_with_backward
 
 # ---- entry points: the local functions of the rules ------------------------------------------------------------
@@ -135,20 +135,20 @@ def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
     ctx, ranks, me = requests[0].ctx, requests[0].ranks, requests[0].me
     wire, positions = wire_dtype(requests), range(len(ranks))
     verdicts = [bad_ids.verdict_on(r.ctx, r.ids, r.bags) for r in requests]
-    words = [r.words(verdict, wire) for r, verdict in zip(requests, verdicts, strict=True)]
+    messages = [r.messages(verdict, wire) for r, verdict in zip(requests, verdicts, strict=True)]
     limit = FIRST_LIMIT // (len(ranks) * len(requests) * wire.itemsize)
 
     def check(headers: list[list[int]]) -> None:
         for i, request in enumerate(requests):
             bad_ids.raise_bad_ids(request.ctx, [verdict for _, *verdict in headers[i :: len(requests)]], ranks)
 
-    received, headers = exchange_words(
+    received, headers = exchange_messages(
         ctx,
         ranks,
-        [of_request[owner] for owner in positions for of_request in words],
+        [of_request[owner] for owner in positions for of_request in messages],
         [(r.num_runs(owner), *v) for owner in positions for r, v in zip(requests, verdicts, strict=True)],
-        [r.room(me, owner, limit) for owner in positions for r in requests],
-        [r.room(sender, me, limit) for sender in positions for r in requests],
+        [r.capacity(me, owner, limit) for owner in positions for r in requests],
+        [r.capacity(sender, me, limit) for sender in positions for r in requests],
         check,
     )
     found = [(x, runs) for x, (runs, *_) in zip(received, headers, strict=True)]
@@ -182,11 +182,11 @@ def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
     if box.numel == 0:
         return [empty_lookup(weight, request.sparse)] * len(received)
     if request.found is None:
-        sums = _pool(request, [words for words, _ in received])
+        sums = _pool(request, [message for message, _ in received])
         answers: Sequence[Tensor] = sums.split([request.num_bags(sender) for sender in range(len(received))])
     else:
-        ids = torch.cat([words[:0] if runs else words for words, runs in received])
-        rows = looked_up(weight, ids, None, request.sparse).split([0 if n else len(words) for words, n in received])
+        ids = torch.cat([message[:0] if runs else message for message, runs in received])
+        rows = looked_up(weight, ids, None, request.sparse).split([0 if n else len(message) for message, n in received])
         sums_of_runs = _sums_of_runs(request, received).split([runs for _, runs in received])
         answers = [s if runs else r for (_, runs), s, r in zip(received, sums_of_runs, rows, strict=True)]
     first, width = box.offsets[1], box.sizes[1]
@@ -196,7 +196,7 @@ def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
 
 def _sums_of_runs(request: Request, received: Sequence[Received]) -> Tensor:
     """The answers to the ranks that requested sums, one row a run."""
-    split = [words.tensor_split((words.numel() - runs,)) for words, runs in received if runs]
+    split = [message.tensor_split((message.numel() - runs,)) for message, runs in received if runs]
     if not split:
         return request.weight[:0]
     lengths = torch.cat([lengths for _, lengths in split])
@@ -218,8 +218,8 @@ def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
     ids: list[Tensor] = []
     offsets: list[Tensor] = []
     before = 0
-    for sender, words in enumerate(received):
-        own, starts = words.tensor_split((words.numel() - request.num_offsets(sender),))
+    for sender, message in enumerate(received):
+        own, starts = message.tensor_split((message.numel() - request.num_offsets(sender),))
         ids.append(own)
         offsets.append(starts + before)
         before += own.numel()
@@ -246,7 +246,7 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     """This rank's rows or bags from the blocks of all owners."""
     me = request.me
     left, right = request.columns[me]
-    held = [o for o in range(len(blocks)) if request.has_words(me, o)]
+    held = [o for o in range(len(blocks)) if request.sends_message(me, o)]
     held.sort(key=lambda o: request.owners[o].offsets)
     by_rows = groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
     bands = [list(owners) for _, owners in by_rows]

@@ -88,37 +88,37 @@ class Request(Lookup):
         start, stop = max(start, box.offsets[1]), min(stop, box.offsets[1] + box.sizes[1])
         return start, max(start, stop) if box.numel else start
 
-    def has_words(self, sender: int, owner: int) -> bool:
+    def sends_message(self, sender: int, owner: int) -> bool:
         """Whether rank number `sender` wants any of what rank number `owner` holds."""
         start, stop = self.shared_columns(sender, owner)
         return start < stop
 
-    def room(self, sender: int, owner: int, limit: int) -> int:
-        """How many words fit into the first message from `sender` to `owner`; both compute it from the layouts."""
+    def capacity(self, sender: int, owner: int, limit: int) -> int:
+        """How many integers the first all-to-all has for the message from `sender` to `owner`, by the layouts alone."""
         box = self.owners[owner]
-        if not self.has_words(sender, owner):
+        if not self.sends_message(sender, owner):
             return 0
         numel = self.ctx.layouts[0].local_numel(self.ranks[sender])
         if self.found is None:
             return numel + self.num_offsets(sender)
         fair = int(SPARE * numel * box.sizes[0] / self.ctx.layouts[1].shape[0]) + 16
         if self.bags is None:
-            room = min(numel, box.sizes[0], fair)
+            capacity = min(numel, box.sizes[0], fair)
         else:  # sums may be requested, by ids that are not distinct and the lengths of runs
-            room = min(numel, fair) + min(self.num_bags(sender), fair)
-        return room if room <= limit else 0
+            capacity = min(numel, fair) + min(self.num_bags(sender), fair)
+        return capacity if capacity <= limit else 0
 
-    def words(self, verdict: Verdict, wire: torch.dtype) -> list[Tensor]:
+    def messages(self, verdict: Verdict, wire: torch.dtype) -> list[Tensor]:
         """For each owner its row numbers, counted from its first row; then offsets of bags or lengths of runs."""
         nothing = torch.empty(0, dtype=wire, device=self.ids.device)
         if verdict[0] != VALID:
             return [nothing] * len(self.owners)
-        wanted = [self.has_words(self.me, owner) for owner in range(len(self.owners))]
+        wanted = [self.sends_message(self.me, owner) for owner in range(len(self.owners))]
         if self.found is None:
-            words = self.ids.reshape(-1).to(wire)
+            message = self.ids.reshape(-1).to(wire)
             if self.bags is not None and self.bags.offsets is not None:
-                words = torch.cat([words, self.bags.offsets.to(wire)])
-            return [words if want else nothing for want in wanted]
+                message = torch.cat([message, self.bags.offsets.to(wire)])
+            return [message if want else nothing for want in wanted]
         if isinstance(self.found, Distinct):
             values = self.found.values.to(wire)
             return [
@@ -202,7 +202,7 @@ def _is_worth_adding(request: Request, runs: Grouped) -> bool:
     if runs.bags.numel() >= WORTH_ADDING * count:
         return False
     asking = replace(request, found=runs)
-    fits = all(n <= asking.room(request.me, owner, FIRST_LIMIT) for owner, n in enumerate(runs.words()))
+    fits = all(n <= asking.capacity(request.me, owner, FIRST_LIMIT) for owner, n in enumerate(runs.message_lengths()))
     return fits or (count - runs.bags.numel()) * request.weight[:1].nbytes > WORTH_A_MESSAGE
 
 

@@ -26,7 +26,8 @@ class OpRule:
         decomposition: the op in terms of other ops, called with its arguments where no row fits.
         fallback: a handler for calls where no row fits and there is no decomposition. Without either, torch
             decomposes the op; an aten op gathers its operands and runs replicated.
-        native: a C function to run in place of a Python one, which would read shapes on its way.
+        native: substitute for a function whose Python code reads shapes. A DTensor reports its global shape there, so
+            such code needs plain local tensors; a substitute takes the DTensors directly.
         replicated_impl: the local implementation if all operands are Replicate on all axes; None is the op itself.
         mesh_operand: the operand to whose mesh the others are redistributed; None is the largest or the one written to.
 

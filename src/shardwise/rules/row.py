@@ -42,8 +42,9 @@ class Row:
         why: the reason in one line; also the name of the row in tests, errors and reports.
         local_impl: what each rank runs, as `local_impl(ctx, *args, **kwargs)` with local tensors; None is the op
             itself. It must build the same autograd graph on every rank, also on one with an empty shard.
-        aligned: whether the sharded operands must have the same shard sizes; a tuple names the operands that must. If
-            () the operands also keep their shard orders, and a result has that of the operand of `layout_from`.
+        aligned: True: all sharded operands get the same shard sizes. A tuple: those operands do. False: none must, but
+            all get one shard order. (): none must, and each keeps its shard order, if the rows chosen on the other
+            axes have () too or shard no operand; the result then has that of operand `layout_from`.
         layout_from: the operand whose shard sizes a sharded result has; None is the first sharded one.
         map_index: from a shard offset of that operand to the shard offset of the result, if they differ; rises from 0
             to the size of the result's dim. A tuple for several results.

@@ -45,55 +45,61 @@ class Route:
 def exchange_headers(
     ctx: LocalContext, ranks: tuple[int, ...], headers: Sequence[Sequence[int]], device: torch.device
 ) -> list[list[int]]:
-    """The header that each of `ranks` has for this rank; `headers` are those for each of them."""
+    """All-to-all of one header of integers for each of `ranks`; returns those received, in rank order."""
     ones = [1] * len(ranks)
     received: list[list[int]] = Route(ctx, ranks, ones, ones).send(torch.tensor(headers, device=device)).tolist()
     return received
 
 
-def exchange_words(
+def exchange_messages(
     ctx: LocalContext,
     ranks: tuple[int, ...],
-    words: Sequence[Tensor],
+    messages: Sequence[Tensor],
     headers: Sequence[Sequence[int]],
-    room_sent: Sequence[int],
-    room_received: Sequence[int],
+    capacity_sent: Sequence[int],
+    capacity_received: Sequence[int],
     check: Callable[[list[list[int]]], None],
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """Words that the ranks have for this one, as int64, and their headers; in the order of ranks.
+    """All-to-all of variable-length integer messages (row ids, then bag offsets or run lengths), with a header each.
 
-    The first message has room for as many words as both sides expect from the layouts alone, so no counts are sent
-    ahead. Only if it is too small for some rank, the rest follows in a second exchange.
+    No counts are sent ahead: both sides derive the capacity of each message in the first all-to-all from the layouts.
+    Only if a message of some rank is longer, a second all-to-all sends the rest of all.
 
     Args:
-        words: 1-D and of one integer dtype, the same number of them for each of `ranks`.
-        headers: integers that are sent with each of `words`.
-        room_sent, room_received: how many of each of the words the first message has room for.
-        check: called with the headers received, before the second exchange.
+        messages: 1-D and of one integer dtype, the same number of them for each of `ranks`.
+        headers: integers that are sent with each of `messages`.
+        capacity_sent, capacity_received: how many elements of each message the first all-to-all sends and receives.
+        check: called with the headers received, before the second all-to-all.
+
+    Returns:
+        The messages received, as int64, and their headers, in rank order.
     """
 
     def by_rank(counts: Sequence[int]) -> list[int]:
-        share = len(words) // len(ranks)
-        return [sum(counts[i : i + share]) for i in range(0, len(words), share)]
+        share = len(messages) // len(ranks)
+        return [sum(counts[i : i + share]) for i in range(0, len(messages), share)]
 
-    more = any(x.numel() > room for x, room in zip(words, room_sent, strict=True))
-    own = [(x.numel(), more, *header) for x, header in zip(words, headers, strict=True)]
-    heads = torch.tensor(own, device=words[0].device).view(words[0].dtype)
+    longer = any(x.numel() > capacity for x, capacity in zip(messages, capacity_sent, strict=True))
+    sent = [(x.numel(), longer, *header) for x, header in zip(messages, headers, strict=True)]
+    heads = torch.tensor(sent, device=messages[0].device).view(messages[0].dtype)
     size = heads.shape[1]
     first = [
         part
-        for head, x, room in zip(heads, words, room_sent, strict=True)
-        for part in (head, F.pad(x[:room], (0, max(0, room - x.numel()))))
+        for head, x, capacity in zip(heads, messages, capacity_sent, strict=True)
+        for part in (head, F.pad(x[:capacity], (0, max(0, capacity - x.numel()))))
     ]
     received = ctx.all_to_all(
-        torch.cat(first), by_rank([size + n for n in room_sent]), by_rank([size + n for n in room_received]), ranks
+        torch.cat(first),
+        by_rank([size + n for n in capacity_sent]),
+        by_rank([size + n for n in capacity_received]),
+        ranks,
     )
-    parts = received.split([n for room in room_received for n in (size, room)])
-    heads_received = torch.cat(parts[::2]).view(torch.int64).view(len(words), -1).tolist()
+    parts = received.split([n for capacity in capacity_received for n in (size, capacity)])
+    heads_received = torch.cat(parts[::2]).view(torch.int64).view(len(messages), -1).tolist()
     check([header for _, _, *header in heads_received])
     found = [part[:count].long() for part, (count, *_) in zip(parts[1::2], heads_received, strict=True)]
-    if any(more for _, more, *_ in heads_received):
-        rest = [x[room:] for x, room in zip(words, room_sent, strict=True)]
+    if any(longer for _, longer, *_ in heads_received):
+        rest = [x[capacity:] for x, capacity in zip(messages, capacity_sent, strict=True)]
         missing = [count - x.numel() for x, (count, *_) in zip(found, heads_received, strict=True)]
         received = ctx.all_to_all(torch.cat(rest), by_rank([x.numel() for x in rest]), by_rank(missing), ranks)
         found = [torch.cat(pair) for pair in zip(found, received.long().split(missing), strict=True)]
