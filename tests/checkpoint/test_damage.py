@@ -5,6 +5,7 @@ import pickle
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from shardwise import collectives
 from shardwise.checkpoint import load, read_manifest, save
 from shardwise.checkpoint.files import ChunkFile
+from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Partial, Shard
 from shardwise.testing import world
@@ -131,11 +133,14 @@ def test_a_file_of_another_step_is_found(saved: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_grew_or_shrank_since_it_was_found_is_refused(saved: Path) -> None:
     name = "rank-0000.safetensors"
-    plan, path = read_manifest(saved).plans()[name], saved / name
-    for size in (plan.size - 1, plan.size + 1, 3, 0):
-        os.truncate(path, size)
-        with pytest.raises(CheckpointError, match=f"has {size} bytes, the manifest says {plan.size}"):
-            ChunkFile(path, plan)
+    layout = read_manifest(saved).file_layouts()[name]
+    for size in (layout.size - 1, layout.size + 1, 3, 0):
+        os.truncate(saved / name, size)
+        with (
+            closing(FolderStore(saved).open(".", name)) as file,
+            pytest.raises(CheckpointError, match=f"has {size} bytes, the manifest says {layout.size}"),
+        ):
+            ChunkFile(file, layout)
 
 
 def test_no_file_stays_open(saved: Path) -> None:

@@ -9,9 +9,9 @@ A checkpoint is a folder of safetensors files, which any tool can read, and a `m
 box of which tensor is where, with checksums.
 """
 
-from shardwise.checkpoint.folders import latest
+from shardwise.checkpoint.folder_store import latest, read_manifest
 from shardwise.checkpoint.loading import load
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.training import restore, state_of
 

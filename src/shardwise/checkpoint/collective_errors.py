@@ -18,7 +18,7 @@ def all_ranks() -> tuple[int, ...]:
     return tuple(range(collectives.world_size()))
 
 
-def together(what: str, work: Callable[[], T]) -> list[T]:
+def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
     """Do `work` on every rank; its JSON results in rank order.
 
     Args:
@@ -38,6 +38,11 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
     if failed:
         raise CheckpointError(f"{answers[0]['what']} failed{_by_rank(failed, len(answers))}") from cause
     return [answer["done"] for answer in answers]
+
+
+def on_first_rank(work: Callable[[], str]) -> str:
+    """The result of `work` on rank 0; "" on the others."""
+    return work() if collectives.rank() == 0 else ""
 
 
 def digest(facts: Mapping[str, str]) -> str:

@@ -1,20 +1,16 @@
-"""One file of a checkpoint: safetensors, written and read in blocks with plain reads and writes.
+"""The files of a checkpoint: safetensors, written and read in blocks.
 
 The header of a file follows from the chunks in it, so reading never parses one: it is compared with the
 header that the manifest implies. Nothing is mapped into memory: a file that shrinks meanwhile is an error and
 not a signal, and a full disk is reported as one.
 """
 
-import errno
 import json
-import os
-import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from pathlib import Path
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -51,7 +47,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class FileLayout:
     """The bytes of one file: a header, and where the data of each key begins."""
 
     header: bytes
@@ -59,7 +55,7 @@ class Plan:
     size: int
 
 
-def plan_file(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Plan:
+def file_layout(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> FileLayout:
     """The file that holds these keys; widest dtypes first, so that every tensor is aligned."""
     ordered = sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0]))
     ends = [0, *accumulate(dtype.itemsize * prod(sizes) for _, dtype, sizes in ordered)]
@@ -72,39 +68,22 @@ def plan_file(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Pl
         raise CheckpointError(f"one file cannot name {len(ordered)} tensors: its header has {len(text)} bytes")
     header = len(text).to_bytes(8, "little") + text
     starts = {key: len(header) + start for (key, _, _), start in zip(ordered, ends, strict=False)}
-    return Plan(header, starts, len(header) + ends[-1])
+    return FileLayout(header, starts, len(header) + ends[-1])
 
 
 # ---- writing ----------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a new file and wait until it is on disk; the crc32 of each tensor's bytes.
-
-    Raises:
-        CheckpointError: the disk is full.
-        OSError: anything else that keeps the file from being written.
-    """
-    plan = plan_file((key, x.dtype, tuple(x.shape)) for key, x in tensors.items())
-    sums = {}
-    try:
-        with path.open("xb") as file:
-            file.write(plan.header)
-            for key in plan.starts:
-                sums[key] = 0
-                for block in byte_blocks(tensors[key]):
-                    file.write(block)
-                    sums[key] = crc32(block, sums[key])
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path.parent).free
-            raise CheckpointError(
-                f"no space left writing {path}: the file needs {plan.size:,} bytes, {free:,} are free"
-            ) from error
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    return sums
+def content(
+    layout: FileLayout, tensors: Mapping[str, Tensor], checksums: dict[str, int]
+) -> Iterator[memoryview | bytes]:
+    """The bytes of a file, block by block; the crc32 of each tensor is put into `checksums` on the way."""
+    yield layout.header
+    for key in layout.starts:
+        checksums[key] = 0
+        for block in byte_blocks(tensors[key]):
+            checksums[key] = crc32(block, checksums[key])
+            yield block
 
 
 def checksum(x: Tensor) -> int:
@@ -130,80 +109,50 @@ def _row_blocks(shape: tuple[int, ...], itemsize: int, first: int, last: int) ->
         yield start, min(start + step, last)
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---- reading ----------------------------------------------------------------------------------------------
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor to read `path`, which must be a regular file: no link is followed, no pipe waited for.
+class StoredFile(Protocol):
+    """An open file of a store. `name` is for errors."""
 
-    Raises:
-        CheckpointError: it is missing or something else.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
-        raise CheckpointError(f"{path}: cannot be read: {why}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: is not a regular file")
-    return descriptor
+    name: str
+    size: int
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes at `offset`; CheckpointError if the file ends before."""
+
+    def close(self) -> None:
+        """Release the file."""
 
 
-def read_into(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill `buffer` with the bytes at `offset`; CheckpointError if the file ends before."""
-    done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        if not count:
-            raise CheckpointError(f"{path}: ends at byte {offset + done}, expected {len(buffer) - done} more")
-        done += count
+def check_size(file: StoredFile, layout: FileLayout) -> None:
+    """Raise CheckpointError unless `file` is as long as its chunks imply."""
+    if file.size != layout.size:
+        raise CheckpointError(f"{file.name}: has {file.size:,} bytes, the manifest says {layout.size:,}")
 
 
 class ChunkFile:
     """An open file of a checkpoint, known to have the size and header that its chunks imply."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
-        self.path = path
-        self.starts = plan.starts
-        self.descriptor = open_regular(path)
-        try:
-            self._check(plan)
-        except BaseException:
-            self.close()
-            raise
-
-    def _check(self, plan: Plan) -> None:
-        size = os.fstat(self.descriptor).st_size
-        if size != plan.size:
-            raise CheckpointError(f"{self.path}: has {size:,} bytes, the manifest says {plan.size:,}")
-        header = bytearray(len(plan.header))
-        read_into(self.descriptor, memoryview(header), 0, self.path)
-        if header != plan.header:
-            raise CheckpointError(f"{self.path}: its header is damaged: it is not the one the manifest implies")
+    def __init__(self, file: StoredFile, layout: FileLayout) -> None:
+        check_size(file, layout)
+        header = bytearray(len(layout.header))
+        file.read_into(memoryview(header), 0)
+        if header != layout.header:
+            raise CheckpointError(f"{file.name}: its header is damaged: it is not the one the manifest implies")
+        self.file = file
+        self.starts = layout.starts
 
     def verify(self, key: str, num_bytes: int, expected: int) -> None:
         """Raise CheckpointError unless the bytes of `key` have the crc32 `expected`."""
         buffer, start, total = bytearray(min(num_bytes, BLOCK_BYTES)), self.starts[key], 0
         for done in range(0, num_bytes, BLOCK_BYTES):
             block = memoryview(buffer)[: num_bytes - done]
-            read_into(self.descriptor, block, start + done, self.path)
+            self.file.read_into(block, start + done)
             total = crc32(block, total)
         if total != expected:
             raise CheckpointError(
-                f"{self.path}: the data of {key!r} is damaged: its crc32 is {total:08x}, "
+                f"{self.file.name}: the data of {key!r} is damaged: its crc32 is {total:08x}, "
                 f"the manifest says {expected:08x}"
             )
 
@@ -218,11 +167,7 @@ class ChunkFile:
         row_bytes = target.element_size() * prod(chunk.sizes[1:])
         for first, last in _row_blocks(chunk.sizes, target.element_size(), inner[0].start, inner[0].stop):
             raw = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
-            read_into(self.descriptor, raw.numpy().data, self.starts[key] + first * row_bytes, self.path)
+            self.file.read_into(raw.numpy().data, self.starts[key] + first * row_bytes)
             rows = raw.view(target.dtype).view(last - first, *chunk.sizes[1:])
             at = first - inner[0].start
             destination[at : at + last - first].copy_(rows[(slice(None), *inner[1:])])
-
-    def close(self) -> None:
-        """Release the file."""
-        os.close(self.descriptor)

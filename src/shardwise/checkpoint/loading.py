@@ -1,22 +1,21 @@
 """Loading: every rank reads its own boxes from wherever they were stored."""
 
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.checkpoint.collective_errors import listed, together
+from shardwise.checkpoint.collective_errors import listed, on_all_ranks, on_first_rank
 from shardwise.checkpoint.files import ChunkFile
-from shardwise.checkpoint.folders import resolve
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest
-from shardwise.checkpoint.state import Leaf, Part, flatten, part_of
+from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
+from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, local_boxes
+from shardwise.checkpoint.stores import CheckpointStore, stored_manifest
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 
@@ -49,15 +48,16 @@ def load_into(
 ) -> Manifest:
     """`load` for a state that depends on what the checkpoint holds."""
     what = f"Loading {folder}"
-    found = together(what, lambda: resolve(Path(folder)) if collectives.rank() == 0 else "")[0]
+    store: CheckpointStore = FolderStore(folder)
+    version = on_all_ranks(what, lambda: on_first_rank(store.find))[0]
     with ExitStack() as stack:
-        reading = _Reading(Path(folder) / found, stack)
-        sums = together(what, lambda: reading.verify(make_state, subset))
+        reading = _Reading(store, version, stack)
+        sums = on_all_ranks(what, lambda: reading.verify(make_state, subset))
         if len(set(sums)) > 1:
             raise CheckpointError(
                 "Loading a checkpoint failed: ranks see different manifests. Fix: use a folder that all ranks share"
             )
-        together(f"{what}, when all was verified and the state was being filled,", reading.copy)
+        on_all_ranks(f"{what}, when all was verified and the state was being filled,", reading.copy)
     return reading.manifest
 
 
@@ -75,15 +75,16 @@ class _Reading:
 
     manifest: Manifest
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.path = path
+    def __init__(self, store: CheckpointStore, version: str, stack: ExitStack) -> None:
+        self.store = store
+        self.version = version
         self.stack = stack
         self.leaves: dict[str, Leaf] = {}
         self.copies: list[tuple[ChunkFile, list[_Copy]]] = []
 
     def verify(self, make_state: Callable[[Manifest], Mapping[str, Any]], subset: bool) -> str:
         """Check everything that this rank needs; the checksum of the manifest."""
-        manifest = self.manifest = read_manifest(self.path)
+        manifest = self.manifest = stored_manifest(self.store, self.version)
         self.leaves = flatten(make_state(manifest))
         problems = _misfits(manifest, self.leaves, subset)
         if problems:
@@ -91,15 +92,15 @@ class _Reading:
         wanted: dict[str, list[_Copy]] = {}
         for name, leaf in self.leaves.items():
             if name in manifest.tensors:
-                for copy in _copies(part_of(name, leaf.value), manifest.tensors[name]):
+                for copy in _copies(local_boxes(name, leaf.value), manifest.tensors[name]):
                     wanted.setdefault(copy.chunk.file, []).append(copy)
-        plans = manifest.plans()
+        layouts = manifest.file_layouts()
         for file, copies in wanted.items():
-            opened = ChunkFile(self.path / file, plans[file])
-            self.stack.callback(opened.close)
+            opened = self.stack.enter_context(closing(self.store.open(self.version, file)))
+            chunks = ChunkFile(opened, layouts[file])
             for chunk, itemsize in {copy.chunk: copy.view.element_size() for copy in copies}.items():
-                opened.verify(chunk.key, chunk.box.numel * itemsize, chunk.crc32)
-            self.copies.append((opened, copies))
+                chunks.verify(chunk.key, chunk.box.numel * itemsize, chunk.crc32)
+            self.copies.append((chunks, copies))
         return manifest.sha256
 
     def copy(self) -> None:
@@ -114,10 +115,10 @@ class _Reading:
                 leaf.holder[leaf.key] = self.manifest.values[name]
 
 
-def _copies(part: Part, stored: StoredTensor) -> list[_Copy]:
+def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
     return [
         _Copy(chunk, box, view)
-        for box, view in part.views
+        for box, view in target.views
         for chunk in stored.chunks
         if chunk.box.intersect(box) is not None
     ]

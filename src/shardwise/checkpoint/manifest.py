@@ -5,18 +5,16 @@ The first line is `{"sha256":"<of all bytes that follow it>",`; with the rest it
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import DTYPES, METADATA_KEY, Plan, open_regular, plan_file, read_into
+from shardwise.checkpoint.files import DTYPES, METADATA_KEY, FileLayout, file_layout
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Box, check_cover
 
@@ -76,13 +74,13 @@ class Manifest:
     versions: Mapping[str, str]
     sha256: str = field(default="", compare=False)
 
-    def plans(self) -> dict[str, Plan]:
+    def file_layouts(self) -> dict[str, FileLayout]:
         """The files of the checkpoint, byte for byte but for the data."""
         entries: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
                 entries.setdefault(chunk.file, []).append((chunk.key, tensor.dtype, chunk.box.sizes))
-        return {file: plan_file(content) for file, content in entries.items()}
+        return {file: file_layout(content) for file, content in entries.items()}
 
 
 def as_bytes(manifest: Manifest) -> bytes:
@@ -114,7 +112,8 @@ def as_bytes(manifest: Manifest) -> bytes:
     }
     # Without the brace that the first line opens.
     data = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode()[1:] + b"\n")
-    _check_length("the manifest", len(data))
+    if len(data) > MANIFEST_LIMIT:
+        raise too_long("the manifest", len(data))
     parse(data)
     return data
 
@@ -124,30 +123,9 @@ def sealed(rest: bytes) -> bytes:
     return b'{"sha256":"' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint folder `path`, fully validated.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another version, or says something that cannot be.
-    """
-    file = Path(path) / MANIFEST
-    descriptor = open_regular(file)
-    try:
-        size = os.fstat(descriptor).st_size
-        _check_length(f"{file}:", size)
-        data = bytearray(size)
-        read_into(descriptor, memoryview(data), 0, file)
-    finally:
-        os.close(descriptor)
-    try:
-        return parse(bytes(data))
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-
-
-def _check_length(what: str, num_bytes: int) -> None:
-    if num_bytes > MANIFEST_LIMIT:
-        raise CheckpointError(f"{what} has {num_bytes:,} bytes, more than the {MANIFEST_LIMIT:,} allowed")
+def too_long(what: str, num_bytes: int) -> CheckpointError:
+    """The error of a manifest above MANIFEST_LIMIT."""
+    return CheckpointError(f"{what} has {num_bytes:,} bytes, more than the {MANIFEST_LIMIT:,} allowed")
 
 
 def parse(data: bytes) -> Manifest:
@@ -165,9 +143,7 @@ def parse(data: bytes) -> Manifest:
             f"is {content.get('format')!r} version {version!r}, expected {FORMAT!r} version {VERSION}. "
             f"Fix: read it with what wrote it: {_short(content.get('versions'))}"
         )
-    manifest = _manifest(content, sha256)
-    _check_keys(manifest)
-    return manifest
+    return _manifest(content)
 
 
 # ---- validation -------------------------------------------------------------------------------------------
@@ -201,19 +177,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def _manifest(content: dict[str, Any], sha256: str) -> Manifest:
-    kinds = {
-        "sha256": str,
-        "format": str,
-        "version": int,
-        "step": int,
-        "world_size": int,
-        "versions": dict,
-        "metadata": dict,
-        "values": dict,
-        "tensors": dict,
-    }
-    _fields("", content, kinds)
+def _manifest(content: dict[str, Any]) -> Manifest:
+    kinds = dict.fromkeys(("sha256", "format"), str) | dict.fromkeys(("version", "step", "world_size"), int)
+    _fields("", content, kinds | dict.fromkeys(("versions", "metadata", "values", "tensors"), dict))
     tensors = {name: _tensor(_text(name, "a name"), said) for name, said in content["tensors"].items()}
     both = sorted(tensors.keys() & content["values"].keys())
     if both:
@@ -225,20 +191,24 @@ def _manifest(content: dict[str, Any], sha256: str) -> Manifest:
         content["values"],
         content["metadata"],
         content["versions"],
-        sha256,
+        content["sha256"],
     )
-    for name, tensor in tensors.items():
-        for chunk in tensor.chunks:
-            if _rank_of(chunk.file) >= manifest.world_size:
-                raise CheckpointError(
-                    f"tensor {name!r}: {chunk.file} is of no rank of the {manifest.world_size} that saved"
-                )
+    seen: Counter[tuple[str, str]] = Counter()
+    for name, chunk in ((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks):
+        if _rank_of(chunk.file) >= manifest.world_size:
+            raise CheckpointError(
+                f"tensor {name!r}: {chunk.file} is of no rank of the {manifest.world_size} that saved"
+            )
+        seen[chunk.file, chunk.key] += 1
+    for (file, key), count in seen.items():
+        if count > 1:
+            raise CheckpointError(f"{file}: {count} chunks have the key {key!r}")
     return manifest
 
 
-def _tensor(name: str, said: Any) -> StoredTensor:
+def _tensor(name: str, said: object) -> StoredTensor:
     where = f"tensor {name!r}: "
-    _fields(where, said, {"dtype": str, "shape": list, "chunks": list})
+    said = _fields(where, said, {"dtype": str, "shape": list, "chunks": list})
     dtype = _NAMES.get(said["dtype"])
     if dtype is None:
         raise CheckpointError(f"{where}unknown dtype {said['dtype']!r}")
@@ -261,10 +231,9 @@ def check_chunks(name: str, tensor: StoredTensor) -> None:
         raise CheckpointError(f"tensor {name!r}: {error}") from error
 
 
-def _chunk(where: str, said: Any) -> Chunk:
+def _chunk(where: str, said: object) -> Chunk:
     where += "chunk: "
-    kinds = {"file": str, "key": str, "offsets": list, "sizes": list, "crc32": int}
-    _fields(where, said, kinds)
+    said = _fields(where, said, {"file": str, "key": str, "offsets": list, "sizes": list, "crc32": int})
     _rank_of(said["file"])
     if said["key"] == METADATA_KEY:
         raise CheckpointError(f"{where}{METADATA_KEY} cannot be the key of a tensor")
@@ -284,16 +253,8 @@ def _rank_of(file: str) -> int:
     return int(match[1])
 
 
-def _check_keys(manifest: Manifest) -> None:
-    """Raise CheckpointError if two chunks have the same place."""
-    places = Counter((chunk.file, chunk.key) for tensor in manifest.tensors.values() for chunk in tensor.chunks)
-    for (file, key), count in places.items():
-        if count > 1:
-            raise CheckpointError(f"{file}: {count} chunks have the key {key!r}")
-
-
-def _fields(where: str, said: Any, kinds: Mapping[str, type]) -> None:
-    """Exactly these fields, each of its type."""
+def _fields(where: str, said: object, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """`said`, which must be an object of exactly these fields, each of its type."""
     if not isinstance(said, dict):
         raise CheckpointError(f"{where}expected an object, got {_short(said)}")
     wrong = sorted(said.keys() ^ kinds.keys())
@@ -303,6 +264,7 @@ def _fields(where: str, said: Any, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         if type(said[name]) is not kind:
             raise CheckpointError(f"{where}{name} must be of type {kind.__name__}, got {_short(said[name])}")
+    return said
 
 
 def _counts(values: list[Any], where: str) -> tuple[int, ...]:
@@ -311,7 +273,7 @@ def _counts(values: list[Any], where: str) -> tuple[int, ...]:
     return tuple(_count(value, where) for value in values)
 
 
-def _count(value: Any, where: str, least: int = 0) -> int:
+def _count(value: object, where: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= LARGEST:
         raise CheckpointError(f"{where}: expected an integer from {least} to {LARGEST}, got {_short(value)}")
     return value
@@ -325,5 +287,5 @@ def _text(value: str, where: str) -> str:
     return value
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return repr(value)[:80]

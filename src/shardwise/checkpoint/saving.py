@@ -1,23 +1,23 @@
 """Saving: every rank writes what it holds to a file of its own; one rank makes it a checkpoint."""
 
 import json
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata as packages
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.checkpoint import folders
-from shardwise.checkpoint.collective_errors import all_ranks, digest, listed, require_same, together
-from shardwise.checkpoint.files import METADATA_KEY, checksum, write_file
+from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
+from shardwise.checkpoint.files import METADATA_KEY, checksum, content, file_layout
+from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
-from shardwise.checkpoint.state import Part, as_json, flatten, holders, part_of
+from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, local_boxes
+from shardwise.checkpoint.stores import CheckpointStore, keep_only
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 
@@ -53,40 +53,34 @@ def save(
         CheckpointError: nothing was saved; the same text on every rank says where and why.
         MismatchError: ranks passed different names, layouts, values or arguments.
     """
-    folder = Path(folder)
     what = f"Saving step {step} to {folder}"
-    draft = _Draft(state, metadata)
+    store: CheckpointStore = FolderStore(folder)
+    contents = _Contents(state, metadata)
     arguments = {"step": repr(step), "keep": repr(keep), "overwrite": repr(overwrite)}
 
-    def prepare() -> dict[str, str]:
+    def prepare() -> str:
         _check_arguments(step, keep)
-        draft.prepare()
-        return {"facts": digest(arguments | draft.facts), "nonce": secrets.token_hex(4)}
+        contents.prepare()
+        return digest(arguments | contents.facts)
 
-    said = together(what, prepare)
-    require_same("Saving a checkpoint", arguments | draft.facts, [one["facts"] for one in said])
-    nonce = said[0]["nonce"]
-    temp = folder / folders.temp_name(folders.step_name(step), nonce)
-
-    def commit() -> None:
-        manifest = draft.manifest(step, reports)
-        _on_first_rank(lambda: folders.commit(folder, step, nonce, as_bytes(manifest)))
-
+    digests = on_all_ranks(what, prepare)
+    require_same("Saving a checkpoint", arguments | contents.facts, digests)
+    draft = on_all_ranks(what, lambda: on_first_rank(lambda: store.begin(step, overwrite)))[0]
     try:
-        together(what, lambda: _on_first_rank(lambda: folders.begin(folder, step, nonce, overwrite)))
-        reports = [[_Report(*row) for row in rows] for rows in together(what, lambda: draft.write(temp))]
-        together(what, commit)
+        crcs = on_all_ranks(what, lambda: contents.write(store, draft))
+
+        def commit() -> str:
+            manifest = contents.manifest(step, crcs)
+            return on_first_rank(lambda: store.commit(draft, as_bytes(manifest)))
+
+        version = on_all_ranks(what, commit)[0]
     except BaseException:
-        _on_first_rank(lambda: folders.remove(temp))
+        if collectives.rank() == 0:
+            store.remove(draft)
         raise
-    if keep is not None:
-        _on_first_rank(lambda: folders.keep_only(folder, step, keep, nonce))
-    return folder / folders.step_name(step)
-
-
-def _on_first_rank(work: Callable[[], object]) -> None:
-    if collectives.rank() == 0:
-        work()
+    if keep is not None and collectives.rank() == 0:
+        keep_only(store, step, keep)
+    return Path(folder, version)
 
 
 def _check_arguments(step: int, keep: int | None) -> None:
@@ -96,23 +90,13 @@ def _check_arguments(step: int, keep: int | None) -> None:
         raise CheckpointError(f"keep must be a positive integer or None, got {keep!r}")
 
 
-class _Report(NamedTuple):
-    """What one rank has to say about a box that it holds."""
-
-    tensor: int  # the position of its name among the sorted ones
-    offsets: list[int]
-    sizes: list[int]
-    crc32: int
-    wrote: bool
-
-
-class _Draft:
-    """A checkpoint in the making, as one rank sees it."""
+class _Contents:
+    """What goes into a checkpoint, as one rank sees it."""
 
     def __init__(self, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
         self.state = state
         self.given_metadata = {} if metadata is None else metadata
-        self.parts: dict[str, Part] = {}
+        self.tensors: dict[str, LocalBoxes] = {}
         self.values: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.facts: dict[str, str] = {}  # what must be the same on all ranks, in words
@@ -127,80 +111,67 @@ class _Draft:
             if isinstance(leaf.value, Tensor):
                 if name == METADATA_KEY:
                     raise CheckpointError(f"no tensor can be called {METADATA_KEY!r}. Fix: rename it")
-                part = self.parts[name] = part_of(name, leaf.value)
-                self.facts[f"state {name}"] = f"{part.dtype} {part.layout!r}"
+                boxes = self.tensors[name] = local_boxes(name, leaf.value)
+                self.facts[f"state {name}"] = f"{boxes.dtype} {boxes.layout!r}"
             else:
                 value = self.values[name] = as_json(leaf.value, name)
                 self.facts[f"state {name}"] = json.dumps(value, sort_keys=True)
 
-    def write(self, temp: Path) -> list[_Report]:
-        """Write the boxes that fall to this rank; report on all that it holds."""
-        if not temp.is_dir():
-            raise CheckpointError(f"{temp} is not there. Fix: save to a folder that all ranks share")
-        rank, tensors = collectives.rank(), {}
-        held = []
-        for number, (name, part) in enumerate(self.parts.items()):
-            for index, (box, view) in enumerate(part.views):
-                sharers = holders(part.layout, rank)
-                wrote = sharers[(crc32(name.encode()) + index) % len(sharers)] == rank
-                key = _key(name, part, box)
-                if wrote:
-                    if key in tensors:
-                        raise CheckpointError(f"two tensors of the state are called {key!r}. Fix: rename one")
-                    tensors[key] = view
-                held.append((number, box, view, key, wrote))
-        sums = write_file(temp / file_name(rank), tensors) if tensors else {}
-        return [
-            _Report(number, list(box.offsets), list(box.sizes), sums[key] if wrote else checksum(view), wrote)
-            for number, box, view, key, wrote in held
+    def _boxes(self, rank: int) -> Iterator[tuple[str, Box, bool]]:
+        """Each box that `rank` holds: its tensor, and whether `rank` writes it, as one of its holders does."""
+        for name, tensor in self.tensors.items():
+            boxes = [box for box in tensor.layout.boxes(rank) if box.numel]
+            sharers = holders(tensor.layout, rank) if boxes else ()
+            for index, box in enumerate(boxes):
+                yield name, box, sharers[(crc32(name.encode()) + index) % len(sharers)] == rank
+
+    def _key(self, name: str, box: Box) -> str:
+        """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
+        return name if box.sizes == self.tensors[name].layout.shape else f"{name}{box}"
+
+    def write(self, store: CheckpointStore, draft: str) -> list[int]:
+        """Write the boxes that fall to this rank; the crc32 of all that it holds."""
+        store.join(draft)
+        rank = collectives.rank()
+        views = [view for tensor in self.tensors.values() for _, view in tensor.views]
+        held = list(zip(self._boxes(rank), views, strict=True))
+        written: dict[str, Tensor] = {}
+        for (name, box, writes), view in held:
+            key = self._key(name, box)
+            if writes and written.setdefault(key, view) is not view:
+                raise CheckpointError(f"two tensors of the state are called {key!r}. Fix: rename one")
+        crcs: dict[str, int] = {}
+        if written:
+            layout = file_layout((key, x.dtype, tuple(x.shape)) for key, x in written.items())
+            store.write(draft, file_name(rank), layout.size, content(layout, written, crcs))
+        return [crcs[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
+
+    def manifest(self, step: int, crcs: list[list[int]]) -> Manifest:
+        """What was written, checked: every element once, and equal on all ranks that hold it."""
+        ranks: dict[tuple[str, Box], dict[int, list[int]]] = {}  # that hold a box, by its crc32
+        chunks: dict[str, list[Chunk]] = {name: [] for name in self.tensors}
+        for rank, values in enumerate(crcs):
+            for (name, box, writes), crc in zip(self._boxes(rank), values, strict=True):
+                ranks.setdefault((name, box), {}).setdefault(crc, []).append(rank)
+                if writes:
+                    chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, crc))
+        differing = [
+            f"  {name!r} {box}: " + " against ".join(f"rank {', '.join(map(str, who))}" for who in by_crc.values())
+            for (name, box), by_crc in ranks.items()
+            if len(by_crc) > 1
         ]
-
-    def manifest(self, step: int, reports: list[list[_Report]]) -> Manifest:
-        """What was written, checked: every element once, and equal wherever it is held."""
-        said: dict[tuple[int, Box], dict[int, _Report]] = {}
-        for rank, rows in enumerate(reports):
-            for row in rows:
-                box = Box(tuple(row.offsets), tuple(row.sizes))
-                said.setdefault((row.tensor, box), {})[rank] = row
-        names = list(self.parts)
-        _check_replicas({f"{names[number]!r} {box}": by_rank for (number, box), by_rank in said.items()})
-        chunks: dict[int, list[Chunk]] = {number: [] for number in range(len(names))}
-        for (number, box), by_rank in sorted(said.items()):
-            part = self.parts[names[number]]
-            chunks[number] += [
-                Chunk(file_name(rank), _key(names[number], part, box), box, row.crc32)
-                for rank, row in by_rank.items()
-                if row.wrote
-            ]
-        tensors = {
-            name: StoredTensor(part.dtype, part.layout.shape, tuple(chunks[number]))
-            for number, (name, part) in enumerate(self.parts.items())
-        }
-        for name, tensor in tensors.items():
-            check_chunks(name, tensor)
-        return Manifest(step, len(all_ranks()), tensors, self.values, self.metadata, _versions())
-
-
-def _key(name: str, part: Part, box: Box) -> str:
-    """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
-    return name if box.sizes == part.layout.shape else f"{name}{box}"
-
-
-def _check_replicas(said: Mapping[str, Mapping[int, _Report]]) -> None:
-    differing = []
-    for entry, by_rank in said.items():
-        ranks: dict[int, list[int]] = {}
-        for rank, row in by_rank.items():
-            ranks.setdefault(row.crc32, []).append(rank)
-        if len(ranks) > 1:
-            groups = " against ".join(f"rank {', '.join(map(str, who))}" for who in ranks.values())
-            differing.append(f"  {entry}: {groups}")
-    if differing:
-        raise CheckpointError(
-            "ranks that should hold the same do not:\n" + listed(differing) + "\n  Fix: make what they hold equal, "
-            "for example distribute_tensor(x.to_local(), mesh, placements) takes one rank's; "
-            "what differs by rank on purpose belongs in a sharded DTensor"
-        )
+        if differing:
+            raise CheckpointError(
+                "ranks that should hold the same do not:\n" + listed(differing) + "\n  Fix: make what they hold equal, "
+                "for example distribute_tensor(x.to_local(), mesh, placements) takes one rank's; "
+                "what differs by rank on purpose belongs in a sharded DTensor"
+            )
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            in_order = sorted(chunks[name], key=lambda chunk: chunk.box)
+            tensors[name] = StoredTensor(tensor.dtype, tensor.layout.shape, tuple(in_order))
+            check_chunks(name, tensors[name])
+        return Manifest(step, len(crcs), tensors, self.values, self.metadata, _versions())
 
 
 def _versions() -> dict[str, str]:

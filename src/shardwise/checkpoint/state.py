@@ -27,8 +27,8 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What this rank holds of a tensor: a view of its memory for each of its boxes that is not empty."""
+class LocalBoxes:
+    """The boxes of a tensor that this rank holds and that are not empty, each with a view of its memory."""
 
     layout: Layout
     dtype: torch.dtype
@@ -95,8 +95,8 @@ def as_json(value: Any, where: str) -> Any:
     )
 
 
-def part_of(name: str, x: Tensor) -> Part:
-    """What this rank holds of `x`; a plain tensor counts as replicated on all ranks.
+def local_boxes(name: str, x: Tensor) -> LocalBoxes:
+    """This rank's boxes of `x`; a plain tensor counts as replicated on all ranks.
 
     Raises:
         CheckpointError: `x` has no values to store or to fill: sums not reduced yet, sparse, on no device.
@@ -108,7 +108,7 @@ def part_of(name: str, x: Tensor) -> Part:
         raise CheckpointError(f"tensor {name!r}: {reason}")
     boxes = layout.boxes(collectives.rank())
     views = zip(boxes, split_by_boxes(local, boxes), strict=True)
-    return Part(layout, x.dtype, tuple((box, view) for box, view in views if box.numel))
+    return LocalBoxes(layout, x.dtype, tuple((box, view) for box, view in views if box.numel))
 
 
 def _not_storable(local: Tensor, layout: Layout) -> str | None:

@@ -12,7 +12,7 @@ from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Box, Partial, split_by_boxes
 from shardwise.redistribute.plan import Exchange
-from shardwise.redistribute.transfers import Part, Schedule, pack, schedule, unpack
+from shardwise.redistribute.transfers import Region, Schedule, pack, schedule, unpack
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def _program(step: Exchange, rank: int) -> _Program:
     return _Program(
         schedule(
             step.group(rank),
-            [(t.receiver, Part.of(t.box, src_boxes)) for t in sends],
-            [(t.sender, Part.of(t.box, dst_boxes)) for t in recvs],
+            [(t.receiver, Region.of(t.box, src_boxes)) for t in sends],
+            [(t.sender, Region.of(t.box, dst_boxes)) for t in recvs],
         ),
         tuple(first[t.box] == i for i, t in enumerate(recvs)),
         tuple(order),
@@ -104,7 +104,7 @@ def _assemble(received: Tensor, step: Exchange, program: _Program) -> Tensor:
 
 def _run_locally(local: Tensor, step: Exchange, program: _Program) -> Tensor:
     views = split_by_boxes(local, step.src.boxes(collectives.rank()))
-    parts = [views[part.index][part.region] for part in program.schedule.sends]
+    parts = [views[part.index][part.slices] for part in program.schedule.sends]
     if len(parts) == 1 and parts[0].shape == program.shape:
         return parts[0].clone(memory_format=torch.contiguous_format)
     return _fill(parts, local, step, program)
@@ -125,7 +125,7 @@ def _fill(parts: Sequence[Tensor], like: Tensor, step: Exchange, program: _Progr
     views = split_by_boxes(out, step.dst.boxes(collectives.rank()))
     for index in program.order:
         target = program.schedule.recvs[index]
-        region = views[target.index][target.region]
+        region = views[target.index][target.slices]
         if program.first[index]:
             region.copy_(parts[index])
         elif out.dtype == torch.bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box
-from shardwise.redistribute.transfers import Part, Ranks, Schedule, all_to_all, pack, schedule, unpack
+from shardwise.redistribute.transfers import Region, Ranks, Schedule, all_to_all, pack, schedule, unpack
 from shardwise.trace.comm_trace import Cause
 
 Boxes = tuple[Box, ...]
@@ -41,7 +41,7 @@ def fetch(
     unsent = set(range(len(xs))) - {part.index for part in plan.sends}
     send = torch.cat([*pack(xs, plan), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
     received = all_to_all(send, plan.send_counts, plan.recv_counts, ranks, cause)
-    by_goal: list[list[tuple[Part, Tensor]]] = [[] for _ in goals]
+    by_goal: list[list[tuple[Region, Tensor]]] = [[] for _ in goals]
     for part, x in zip(plan.recvs, unpack(received, plan), strict=True):
         by_goal[part.index].append((part, x))
     return [_assembled(parts, goal, received) for parts, (_, goal) in zip(by_goal, goals, strict=True)]
@@ -53,27 +53,27 @@ def _own_box(x: Tensor, own: Box, goal: Box) -> Tensor:
     return x[goal.relative_to(own)] if goal.numel else x.reshape(-1)[:0].view(goal.sizes)
 
 
-def _assembled(parts: list[tuple[Part, Tensor]], goal: Box, received: Tensor) -> Tensor:
+def _assembled(parts: list[tuple[Region, Tensor]], goal: Box, received: Tensor) -> Tensor:
     if not parts:
         return received[:0].view(goal.sizes)
     if len(parts) == 1:
         return parts[0][1]
-    starts = [[s.start for s in part.region] for part, _ in parts]
+    starts = [[s.start for s in part.slices] for part, _ in parts]
     dims = [dim for dim, column in enumerate(zip(*starts, strict=True)) if len(set(column)) > 1]
     if len(dims) == 1:  # side by side along one dim
-        parts = sorted(parts, key=lambda item: item[0].region[dims[0]].start)
+        parts = sorted(parts, key=lambda item: item[0].slices[dims[0]].start)
         return torch.cat([x for _, x in parts], dims[0])
     out = received.new_empty(goal.sizes)
     for part, x in parts:
-        out[part.region] = x
+        out[part.slices] = x
     return out
 
 
 @lru_cache(maxsize=4096)
 def _schedule(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]) -> Schedule | None:
     """What `rank` sends and receives; None if no rank wants what another one holds."""
-    sends: list[tuple[int, Part]] = []
-    recvs: list[tuple[int, Part]] = []
+    sends: list[tuple[int, Region]] = []
+    recvs: list[tuple[int, Region]] = []
     anything_sent, me = False, ranks.index(rank)
     holders: list[dict[Box, list[int]]] = []
     for boxes in held:
@@ -89,8 +89,8 @@ def _schedule(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wa
                 sender = receiver if receiver in owners else owners[receiver % len(owners)]
                 anything_sent = anything_sent or sender != receiver
                 if sender == me:
-                    sends.append((ranks[receiver], Part(i, common.relative_to(box), common.sizes)))
+                    sends.append((ranks[receiver], Region(i, common.relative_to(box), common.sizes)))
                 if receiver == me:
-                    recvs.append((ranks[sender], Part(number, common.relative_to(goal), common.sizes)))
+                    recvs.append((ranks[sender], Region(number, common.relative_to(goal), common.sizes)))
     recvs.sort(key=lambda item: ranks.index(item[0]))
     return schedule(ranks, sends, recvs) if anything_sent else None

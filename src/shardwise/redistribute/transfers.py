@@ -16,16 +16,16 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class Region:
     """A region of one of several tensors."""
 
     index: int  # of the tensor
-    region: tuple[slice, ...]
+    slices: tuple[slice, ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, box: Box, outer: Sequence[Box]) -> "Part":
-        """The part of the first of the `outer` boxes that contains `box`."""
+    def of(cls, box: Box, outer: Sequence[Box]) -> "Region":
+        """The region of the first of the `outer` boxes that contains `box`."""
         index = next(i for i, b in enumerate(outer) if b.intersect(box) == box)
         return cls(index, box.relative_to(outer[index]), box.sizes)
 
@@ -35,17 +35,17 @@ class Schedule:
     """What one rank sends and receives, both in the order of `ranks`."""
 
     ranks: Ranks
-    sends: tuple[Part, ...]
-    recvs: tuple[Part, ...]
+    sends: tuple[Region, ...]
+    recvs: tuple[Region, ...]
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     lengths: tuple[int, ...]  # of the parts received
 
 
-def schedule(ranks: Ranks, sends: Sequence[tuple[int, Part]], recvs: Sequence[tuple[int, Part]]) -> Schedule:
+def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[tuple[int, Region]]) -> Schedule:
     """The schedule of parts sent to, and received from, given ranks."""
 
-    def counts(parts: Sequence[tuple[int, Part]]) -> tuple[int, ...]:
+    def counts(parts: Sequence[tuple[int, Region]]) -> tuple[int, ...]:
         return tuple(sum(_numel(part) for peer, part in parts if peer == rank) for rank in ranks)
 
     received = tuple(part for _, part in recvs)
@@ -54,13 +54,13 @@ def schedule(ranks: Ranks, sends: Sequence[tuple[int, Part]], recvs: Sequence[tu
     )
 
 
-def _numel(part: Part) -> int:
+def _numel(part: Region) -> int:
     return Box((), part.sizes).numel
 
 
 def pack(tensors: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
     """The parts to send, each in one dim."""
-    return [tensors[part.index][part.region].reshape(-1) for part in plan.sends]
+    return [tensors[part.index][part.slices].reshape(-1) for part in plan.sends]
 
 
 def unpack(received: Tensor, plan: Schedule) -> list[Tensor]:

@@ -1,0 +1,231 @@
+"""Checkpoints in a folder; the only module that names paths.
+
+    folder/
+      step-00000100/                 a complete checkpoint, never changed once it is there
+      step-00000200/
+      latest                         the name of the one that was saved last
+      .tmp-step-00000300-1f3a90bc/   one being written or removed; a leftover if nobody does
+      .old-step-00000200-5e11d0aa/   the previous one of that step while it is being replaced
+
+Names change by renaming, which is atomic; so whoever is killed when, a `step-` folder is complete.
+"""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from shardwise.checkpoint.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.stores import stored_manifest, why_incomplete
+from shardwise.errors import CheckpointError
+
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
+_OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
+_TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest)-[0-9a-f]{8}", re.ASCII)
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint that was saved last to `folder`, or None.
+
+    That is the one `folder/latest` names; if that is not there or not complete, the complete one of the highest
+    step. Folders being written, and those that lack files or have a damaged manifest, are passed over; the data
+    is verified when it is loaded.
+    """
+    version = FolderStore(folder).latest()
+    return None if version is None else Path(folder, version)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint folder `path`, fully validated.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another version, or says something that cannot be.
+    """
+    return stored_manifest(FolderStore(path), ".")
+
+
+def _step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step_of(name: str) -> int | None:
+    """The step of a checkpoint folder; None if `name` is not of one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == _step_name(int(match[1])) else None
+
+
+def _temp_name(kind: str, name: str) -> str:
+    return f".{kind}-{name}-{secrets.token_hex(4)}"
+
+
+class FolderStore:
+    """A folder on a file system that all ranks see, as a `CheckpointStore`. A version is the name of a folder in it."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def find(self) -> str:
+        """The version to load: "." if the folder is a checkpoint itself, else its latest."""
+        if os.path.lexists(self.folder / MANIFEST) or _step_of(self.folder.name) is not None:
+            why = why_incomplete(self, ".")
+            if why is not None:
+                raise CheckpointError(why)
+            return "."
+        found = self.latest()
+        if found is not None:
+            return found
+        reasons = [f"\n  {why_incomplete(self, version)}" for version in self.versions().values()]
+        raise CheckpointError(f"there is no complete checkpoint in {self.folder}" + "".join(reasons))
+
+    def latest(self) -> str | None:
+        """The complete version that was saved last, else that of the highest step; None if there is none."""
+        found, named = self.versions(), None
+        with suppress(OSError, ValueError):
+            named = _step_of((self.folder / LATEST).read_text(encoding="utf-8").strip())
+        order = sorted(found, key=lambda step: (step == named, step), reverse=True)
+        return next((found[step] for step in order if why_incomplete(self, found[step]) is None), None)
+
+    def versions(self) -> dict[int, str]:
+        """The folder of each step; while one is being replaced, the previous one counts."""
+        found: dict[int, str] = {}
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():  # ".old-…" before "step-…"
+            old = _OLD.fullmatch(path.name)
+            step = _step_of(old[1] if old else path.name)
+            if step is not None:
+                found[step] = path.name
+        return found
+
+    def open(self, version: str, file: str) -> "_LocalFile":
+        return _LocalFile(self.folder / version / file)
+
+    def begin(self, step: int, overwrite: bool) -> str:
+        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            _sync_folder(path.parent)
+        self._tidy()
+        final = self.folder / _step_name(step)
+        if os.path.lexists(final) and not overwrite:
+            raise CheckpointError(f"{final} exists already. Fix: save with overwrite=True, or to another folder")
+        draft = _temp_name("tmp", final.name)
+        (self.folder / draft).mkdir()
+        return draft
+
+    def _tidy(self) -> None:
+        for path in list(self.folder.iterdir()):
+            old = _OLD.fullmatch(path.name)
+            if old and not os.path.lexists(self.folder / old[1]) and why_incomplete(self, path.name) is None:
+                path.rename(self.folder / old[1])  # a save was interrupted while it replaced this one
+            elif old or _TEMP.fullmatch(path.name):
+                _remove(path)
+
+    def join(self, draft: str) -> None:
+        if not (self.folder / draft).is_dir():
+            raise CheckpointError(f"{self.folder / draft} is not there. Fix: save to a folder that all ranks share")
+
+    def write(self, draft: str, file: str, size: int, content: Iterable[memoryview | bytes]) -> None:
+        path = self.folder / draft / file
+        try:
+            _write_synced(path, content)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = shutil.disk_usage(path.parent).free
+                raise CheckpointError(
+                    f"no space left writing {path}: the file needs {size:,} bytes, {free:,} are free"
+                ) from error
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+    def commit(self, draft: str, manifest: bytes) -> str:
+        match = _TEMP.fullmatch(draft)
+        assert match is not None
+        final, pointer = self.folder / match[1], self.folder / _temp_name("tmp", LATEST)
+        old = self.folder / _temp_name("old", final.name)
+        self.write(draft, MANIFEST, len(manifest), [manifest])
+        _sync_folder(self.folder / draft)
+        moves = [(self.folder / draft, final)]
+        if os.path.lexists(final):
+            moves.insert(0, (final, old))
+        done: list[tuple[Path, Path]] = []
+        try:
+            _write_synced(pointer, [f"{final.name}\n".encode()])
+            for source, target in moves:
+                source.rename(target)
+                done.append((source, target))
+            _sync_folder(self.folder)
+            pointer.rename(self.folder / LATEST)  # the last thing that can fail, because it cannot be undone
+        except BaseException:
+            for source, target in reversed(done):
+                target.rename(source)
+            _remove(pointer)
+            raise
+        _remove(old)
+        return final.name
+
+    def remove(self, version: str) -> None:
+        path = self.folder / version
+        if not _TEMP.fullmatch(version):
+            path = path.rename(self.folder / _temp_name("tmp", version))
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as possible; the next save tries what is left again."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _write_synced(path: Path, content: Iterable[memoryview | bytes]) -> None:
+    with path.open("xb") as file:
+        for block in content:
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _LocalFile:
+    """An open regular file, as a `StoredFile`: no link was followed to it, no pipe waited for."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+            raise CheckpointError(f"{path}: cannot be read: {why}") from error
+        status = os.fstat(self._descriptor)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{path}: is not a regular file")
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from error
+            if not count:
+                raise CheckpointError(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,88 @@
+"""What saving and loading need of the place where checkpoints are stored; `folder_store.FolderStore` is one.
+
+A store holds one version per step: a manifest and the files that it names. A version being written is a draft.
+One rank begins, commits and removes; all ranks write and read. An OSError or CheckpointError of a method is
+reported on all ranks.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from typing import Protocol
+
+from shardwise.checkpoint.files import StoredFile, check_size
+from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, parse, too_long
+from shardwise.errors import CheckpointError
+
+
+class CheckpointStore(Protocol):
+    """The versions of a checkpoint, by name."""
+
+    def find(self) -> str:
+        """The version to load; CheckpointError if none is complete."""
+
+    def versions(self) -> Mapping[int, str]:
+        """The version of each step, complete or not."""
+
+    def open(self, version: str, file: str) -> StoredFile:
+        """A file to read; CheckpointError if it is missing."""
+
+    def begin(self, step: int, overwrite: bool) -> str:
+        """A new draft of `step`. Removes what interrupted saves left; CheckpointError if the step exists."""
+
+    def join(self, draft: str) -> None:
+        """Raise CheckpointError unless this rank sees `draft`, which another rank began."""
+
+    def write(self, draft: str, file: str, size: int, content: Iterable[memoryview | bytes]) -> None:
+        """Write a new file of `size` bytes; on return it is on disk."""
+
+    def commit(self, draft: str, manifest: bytes) -> str:
+        """Make a draft with all its files the version of its step and the last one saved, at once.
+
+        If this raises, the store is as it was before, but for the draft.
+        """
+
+    def remove(self, version: str) -> None:
+        """Remove a version or draft. A version disappears at once; what is left of it is removed by a later `begin`."""
+
+
+def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
+    """The manifest of a version, fully validated.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another format version, or says something that cannot be.
+    """
+    with closing(store.open(version, MANIFEST)) as file:
+        if file.size > MANIFEST_LIMIT:
+            raise too_long(f"{file.name}:", file.size)
+        data = bytearray(file.size)
+        file.read_into(memoryview(data), 0)
+        try:
+            return parse(bytes(data))
+        except CheckpointError as error:
+            raise CheckpointError(f"{file.name}: {error}") from error
+
+
+def why_incomplete(store: CheckpointStore, version: str) -> str | None:
+    """What keeps `version` from being complete, without reading its data; None if nothing does."""
+    try:
+        for name, layout in stored_manifest(store, version).file_layouts().items():
+            with closing(store.open(version, name)) as file:
+                check_size(file, layout)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def keep_only(store: CheckpointStore, saved: int, count: int) -> None:
+    """Remove all but `count` complete versions: of those before step `saved` the last ones stay longest.
+
+    The one of `saved` always stays. Those of later steps are left from a run that was taken back, so they go
+    first. What cannot be removed is warned about: the new checkpoint is complete all the same.
+    """
+    try:
+        complete = {step: name for step, name in store.versions().items() if why_incomplete(store, name) is None}
+        for step in sorted(complete, key=lambda step: (step != saved, step > saved, -step))[count:]:
+            store.remove(complete[step])
+    except OSError as error:
+        warnings.warn(f"{error.filename}: an old checkpoint cannot be removed: {error.strerror}", stacklevel=2)
