@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box
-from shardwise.redistribute.transfers import Region, Ranks, Schedule, all_to_all, pack, schedule, unpack
+from shardwise.redistribute.transfers import Ranks, Region, Schedule, all_to_all, pack, schedule, unpack
 from shardwise.trace.comm_trace import Cause
 
 Boxes = tuple[Box, ...]
