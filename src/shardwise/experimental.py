@@ -17,7 +17,7 @@ from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REPLICATE, Placement, Placements, Shard, as_placements, placements_text
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.registry import override
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor import DTensor, strict
 from shardwise.tensor.dispatch.dispatcher import forget
 
@@ -25,7 +25,7 @@ Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
 
 
 def register_sharding(
-    op: Any,
+    op: Op,
     *,
     in_place: bool = False,
     shape: Callable[..., tuple[int, ...] | list[tuple[int, ...]]] | None = None,
@@ -50,7 +50,7 @@ def register_sharding(
     ops = op if isinstance(op, list | tuple) else [op]
 
     def register(rule: Callable[..., Sequence[Row | Acceptable]]) -> Callable[..., Sequence[Row | Acceptable]]:
-        def rows(*args: Any, **kwargs: Any) -> list[Row]:
+        def rows(*args: object, **kwargs: object) -> list[Row]:
             return [_as_row(found, args, kwargs) for found in rule(*args, **kwargs)]
 
         for each in ops:
@@ -61,7 +61,7 @@ def register_sharding(
     return register
 
 
-def _names_of(op: Any) -> list[Any]:
+def _names_of(op: Op) -> list[Any]:
     """An op of a library may be called by its packet too, where that has one overload."""
     op = getattr(op, "_opoverload", op)
     if isinstance(op, torch._ops.OpOverloadPacket):
@@ -100,7 +100,7 @@ def implicit_replication() -> Iterator[None]:
 
 
 def local_map(
-    func: Callable[..., Any] | None = None,
+    func: Op | None = None,
     out_placements: Any = None,
     in_placements: Sequence[Placements | None] | None = None,
     in_grad_placements: Sequence[Placements | None] | None = None,
@@ -132,7 +132,7 @@ def local_map(
         )
 
     @wraps(func)
-    def on_locals(*args: Any, **kwargs: Any) -> Any:
+    def on_locals(*args: object, **kwargs: object) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
         first = next((x for x in flat if isinstance(x, DTensor)), None)
         if first is None:

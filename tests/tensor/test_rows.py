@@ -12,7 +12,7 @@ from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_t
 from shardwise.errors import RuleError
 from shardwise.layout import Box
 from shardwise.rules.local_context import LocalContext
-from shardwise.rules.registry import RULES, OpRule, amend, decomposed, handler, op_rule, register, unregister
+from shardwise.rules.registry import RULES, OpRule, amend, handler, op_rule, register
 from shardwise.rules.row import NO_OPERAND, Meta, Row
 from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dtensor import register_method
@@ -194,7 +194,7 @@ def test_a_second_rule_for_an_op_is_refused() -> None:
 
 @world(2)
 def test_an_op_made_of_others_runs_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, shifted, decomposed(lambda x: x.exp().sum(0)))
+    monkeypatch.setitem(RULES, shifted, OpRule(decomposition=lambda x: x.exp().sum(0)))
     x = distribute_tensor(X, Mesh((2,)), [S1])
     with count_comms() as comms:
         out = as_dtensor(run(shifted, x))
@@ -235,7 +235,7 @@ def test_a_handler_answers_calls_and_a_second_one_is_refused() -> None:
         with pytest.raises(RuleError, match="is registered already"):
             handler(halves_of)(lambda func, args, kwargs: None)
     finally:
-        unregister(halves_of)
+        del RULES[halves_of]
     assert before == RULES
 
 

@@ -31,19 +31,8 @@ def _check_ids(ids: Meta, dims: tuple[int, ...], op: str) -> None:
         raise IdTypeError(f"{op} takes ids with {' or '.join(map(str, dims))} dims, got shape {ids.shape}.")
 
 
-def _embedding_shape(input: Meta, weight: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _embedding_shape(input: Meta, weight: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return (*input.shape, weight.shape[1])
-
-
-@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=options.embedding, mesh_operand=1)
-def embedding(*args: Any, **kwargs: Any) -> list[Row]:
-    """out[..., c] = weight[input[...], c]."""
-    named = arguments(F.embedding, args, kwargs)
-    ids, weight = named["input"], named["weight"]
-    _check_ids(ids, (), "embedding")
-    special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
-    local = options.embedding if special else lookup.embedding
-    return _keeping_the_table(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
 
 
 def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
@@ -68,7 +57,7 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-    ) -> Any:
+    ) -> object:
         if max_norm is not None or scale_grad_by_freq:
             return NotImplemented
         padding = -1
@@ -84,8 +73,18 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
     return look_up
 
 
-for _local in (lookup.embedding, options.embedding):
-    specialized(_torch_lookup)(_local)
+_plain, _with_options = map(specialized(_torch_lookup), (lookup.embedding, options.embedding))
+
+
+@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_with_options, mesh_operand=1)
+def embedding(*args: object, **kwargs: object) -> list[Row]:
+    """out[..., c] = weight[input[...], c]."""
+    named = arguments(F.embedding, args, kwargs)
+    ids, weight = named["input"], named["weight"]
+    _check_ids(ids, (), "embedding")
+    special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
+    local = _with_options if special else _plain
+    return _keeping_the_table(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
 
 
 def _keeping_the_table(rows: list[Row], named: dict[str, Any]) -> list[Row]:
@@ -98,7 +97,9 @@ def _keeping_the_table(rows: list[Row], named: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _bag_shape(
+    input: Meta, weight: Meta, offsets: Meta | None = None, *args: object, **kwargs: object
+) -> tuple[int, ...]:
     if input.ndim == 2 or offsets is None:
         return (input.shape[0], weight.shape[1])
     return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
@@ -107,7 +108,7 @@ def _bag_shape(input: Meta, weight: Meta, offsets: Meta | None = None, *args: An
 @op_rule(
     F.embedding_bag, shape=_bag_shape, shape_independent=True, replicated_impl=options.embedding_bag, mesh_operand=1
 )
-def embedding_bag(*args: Any, **kwargs: Any) -> list[Row]:
+def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
     Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. Offsets count from the
@@ -170,12 +171,12 @@ def _lookup_rows(
 # ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
 
 
-def _table_first_shape(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _table_first_shape(weight: Meta, indices: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return _embedding_shape(indices, weight)
 
 
 @op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, shape_independent=True, mesh_operand=0)
-def embedding_of_table(weight: Meta, indices: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def embedding_of_table(weight: Meta, indices: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out[..., c] = weight[indices[...], c], with -1 for no padding."""
     _check_ids(indices, (), "embedding")
     rows = _lookup_rows(weight, range(indices.ndim), indices.ndim, options.embedding_of_table)
@@ -194,7 +195,7 @@ def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: f
     return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]
 
 
-def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: object, **kwargs: object) -> tuple[int, ...]:
     return (num_weights, grad.shape[-1])
 
 

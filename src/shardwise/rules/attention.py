@@ -12,7 +12,7 @@ from shardwise.rules.empty import never_empty
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.reductions.normalisation import INF, Maybe, wide
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Meta, Row, arguments
+from shardwise.rules.row import Meta, Op, Row, arguments
 
 
 def attention(
@@ -161,7 +161,7 @@ def math_attention(
     return F.dropout(weights, dropout_p) @ value
 
 
-def _shape(query: Meta, key: Meta, value: Meta, *_: Any, **__: Any) -> tuple[int, ...]:
+def _shape(query: Meta, key: Meta, value: Meta, *_: object, **__: object) -> tuple[int, ...]:
     lead = zip(query.shape[:-2], key.shape[:-2], value.shape[:-2], strict=True)
     return (*(max(sizes) if min(sizes) else 0 for sizes in lead), query.shape[-2], value.shape[-1])
 
@@ -169,7 +169,7 @@ def _shape(query: Meta, key: Meta, value: Meta, *_: Any, **__: Any) -> tuple[int
 BATCH_DIM = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}
 
 
-def multi_head(*args: Any, **kwargs: Any) -> list[Row]:
+def multi_head(*args: object, **kwargs: object) -> list[Row]:
     """Sharded batch or queries with replicated weights; everything else is decomposed."""
     named = arguments(F.multi_head_attention_forward, args, kwargs)
     operands = {name: x for name, x in named.items() if isinstance(x, Meta)}
@@ -197,7 +197,7 @@ def multi_head(*args: Any, **kwargs: Any) -> list[Row]:
     return rows
 
 
-def without_torch_function(function: Any) -> Any:
+def without_torch_function(function: Op) -> Any:
     """A Python function of torch that does not dispatch to `__torch_function__` itself, only the ops that it calls."""
     names = function.__globals__ | {"has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

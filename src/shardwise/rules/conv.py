@@ -127,7 +127,13 @@ def _boxes(conv: Convolution, layouts: tuple[Layout, ...], output: Layout, rank:
 
 
 def _convolve(
-    conv: Convolution, ctx: LocalContext, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+    conv: Convolution,
+    ctx: LocalContext,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *_: object,
+    **__: object,
 ) -> Tensor:
     boxes, rank = partial(_boxes, conv, ctx.layouts, ctx.output), ctx.rank
     groups, source, *_rest = boxes(rank)

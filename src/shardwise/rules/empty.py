@@ -19,7 +19,7 @@ def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
     )
 
 
-def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
+def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *args: object, **kwargs: object) -> Any:
     """The op itself on every rank, as a local implementation.
 
     Args:

@@ -14,7 +14,7 @@ from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pool import pool_rows, resized, with_halo
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Meta, Row
+from shardwise.rules.row import Meta, Op, Row
 from shardwise.rules.window import Window, each, sliding
 
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
@@ -44,13 +44,13 @@ def interpolate(
     return pool_rows(input, windows, local)
 
 
-def _output_sizes(input: Meta, size: Any = None, scale_factor: Any = None, *_: Any, **__: Any) -> tuple[int, ...]:
+def _output_sizes(input: Meta, size: Any = None, scale_factor: Any = None, *_: object, **__: object) -> tuple[int, ...]:
     if size is not None:
         return each(size, input.ndim - 2)
     return tuple(int(n * f) for n, f in zip(input.shape[2:], each(scale_factor, input.ndim - 2), strict=True))
 
 
-def _interpolated_shape(input: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _interpolated_shape(input: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return (*input.shape[:2], *_output_sizes(input, *args, **kwargs))
 
 
@@ -84,7 +84,7 @@ def channel_shuffle(input: Meta, groups: int) -> list[Row]:
     return [Row((Shard(d),), Shard(d), "sharded outside the channel dim") for d in range(input.ndim) if d != 1]
 
 
-def grid_sample(input: Meta, grid: Meta, *_: Any, **__: Any) -> list[Row]:
+def grid_sample(input: Meta, grid: Meta, *_: object, **__: object) -> list[Row]:
     """out[n, c, at] = input[n, c] at the point grid[n, at]."""
     rows = [Row((Shard(0), Shard(0)), Shard(0), "batch-sharded")]
     rows.append(Row((Shard(1), REPLICATE), Shard(1), "channel-sharded"))
@@ -97,7 +97,7 @@ def affine_grid(theta: Meta, size: Any, align_corners: bool | None = None) -> li
     return [Row((Shard(0),), Shard(0), "batch-sharded", _own_grid)]
 
 
-def _own_grid(ctx: LocalContext, theta: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _own_grid(ctx: LocalContext, theta: Tensor, size: Any, *args: object, **kwargs: object) -> Tensor:
     out: Tensor = ctx.call(filled(theta, (1, 1, 1)), [max(theta.shape[0], 1), *size[1:]], *args, **kwargs)
     return emptied(out, ctx.output.local_shape(ctx.rank))
 
@@ -123,7 +123,7 @@ def _patch_offset(high: Window, wide: int, offset: int) -> int:
     return high.map_index(offset) * wide
 
 
-def _patches(high: Window, wide: int, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _patches(high: Window, wide: int, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object) -> Tensor:
     def halo(rank: int) -> Box:
         out = ctx.output.boxes(rank)[0]
         low, stop = high.inputs(out.offsets[-1] // wide, (out.offsets[-1] + out.sizes[-1]) // wide)
@@ -136,7 +136,7 @@ def _patches(high: Window, wide: int, ctx: LocalContext, input: Tensor, *args: A
     return out.narrow(-1, start, own.sizes[-1]).narrow(-2, 0, own.sizes[-2])
 
 
-def fold(input: Meta, output_size: Any, kernel_size: Any, *_: Any, **__: Any) -> list[Row]:
+def fold(input: Meta, output_size: Any, kernel_size: Any, *_: object, **__: object) -> list[Row]:
     """The sum of overlapping patches."""
     size, channels = prod(each(kernel_size, 2)), input.ndim - 2
     local = local_with(_images, size)
@@ -147,7 +147,7 @@ def fold(input: Meta, output_size: Any, kernel_size: Any, *_: Any, **__: Any) ->
     return [*rows, Row((PARTIAL,), PARTIAL, "linear", local)]
 
 
-def _images(size: int, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _images(size: int, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object) -> Tensor:
     box, patches = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[-1]
     before = box.offsets[-1]
     padded = F.pad(input, (before, patches - before - box.sizes[-1]))
@@ -156,7 +156,7 @@ def _images(size: int, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: A
     return emptied(out, ctx.output.local_shape(ctx.rank))
 
 
-def fractional_pool(dims: int, input: Meta, *_: Any, _random_samples: Meta | None = None, **__: Any) -> list[Row]:
+def fractional_pool(dims: int, input: Meta, *_: object, _random_samples: Meta | None = None, **__: object) -> list[Row]:
     """Maxima of windows with random offsets, one sample of offsets per channel."""
     if _random_samples is None:
         raise NotImplementedError("random samples are drawn first")
@@ -166,7 +166,7 @@ def fractional_pool(dims: int, input: Meta, *_: Any, _random_samples: Meta | Non
     return [Row((Shard(d), Shard(own)), Shard(d), "batch- or channel-sharded", local) for d, own in dims_of_samples]
 
 
-def _with_samples(op: Any, dims: int, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _with_samples(op: Op, dims: int, input: Tensor, *args: object, **kwargs: object) -> Any:
     """The op with samples from the counter-based RNG, which do not depend on the layout."""
     like = input.detach().flatten(-dims)[..., :1].expand(*input.shape[:-dims], dims)
     samples = torch.rand_like(like if input.ndim == dims + 2 else like.unsqueeze(0))

@@ -1,6 +1,7 @@
 """What a local implementation gets: the layouts of a call, and differentiable collectives."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box, Layout
-from shardwise.rules.row import LocalFunction
+from shardwise.rules.row import LocalFunction, Op
 
 
 class LocalContext(Protocol):
@@ -26,7 +27,7 @@ class LocalContext(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: object, **kwargs: object) -> Any:
         """Run the op itself."""
         ...
 
@@ -85,18 +86,26 @@ class LocalContext(Protocol):
 
 
 @lru_cache(maxsize=4096)
-def local_with(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
+def local_with(function: Op, *fixed: object) -> LocalFunction:
     """`function` with its first arguments given; the same object for the same arguments, so that axes can share it."""
     return partial(function, *fixed)
 
 
-# By local implementation: (what makes a version of it for one rank and its layouts, whether that is Python code).
-SPECIALIZED: dict[Callable[..., Any], tuple[Callable[..., LocalFunction | None], bool]] = {}
+@dataclass(frozen=True, eq=False)
+class SpecializedLocal:
+    """A local implementation most of which can be computed once for a rank and its layouts; see `specialized`."""
+
+    local_impl: LocalFunction
+    specialize: Callable[..., LocalFunction | None]
+    python: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.local_impl(*args, **kwargs)
 
 
 def specialized(
     specialize: Callable[..., LocalFunction | None], python: bool = False
-) -> Callable[[LocalFunction], LocalFunction]:
+) -> Callable[[LocalFunction], SpecializedLocal]:
     """Decorate a local implementation most of which can be computed once for a rank and its layouts.
 
     Args:
@@ -105,16 +114,12 @@ def specialized(
             all; or None if there is no such function.
         python: the function reads shapes, so it must get plain local tensors.
     """
-
-    def add(local: LocalFunction) -> LocalFunction:
-        SPECIALIZED[local] = specialize, python
-        return local
-
-    return add
+    return partial(SpecializedLocal, specialize=specialize, python=python)
 
 
 def specialization(local: LocalFunction | None, ctx: LocalContext) -> tuple[LocalFunction | None, bool]:
     """The version of a local implementation for the rank of `ctx`, or None, and whether it is Python code."""
     function, fixed = (local.func, local.args) if isinstance(local, partial) else (local, ())
-    specialize, python = SPECIALIZED.get(function, (None, False))  # type: ignore[arg-type]
-    return (None if specialize is None else specialize(*fixed, ctx)), python
+    if not isinstance(function, SpecializedLocal):
+        return None, False
+    return function.specialize(*fixed, ctx), function.python

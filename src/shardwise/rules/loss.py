@@ -13,7 +13,7 @@ from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.reductions.normalisation import INF, wide
-from shardwise.rules.registry import OpRule, register
+from shardwise.rules.registry import OpRule, amend, register
 from shardwise.rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise.trace.capture_hooks import allow_in_graph
 
@@ -35,13 +35,18 @@ ELEMENTS = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
     F.kl_div, F.poisson_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
 )  # fmt: skip
+# Their Python code compares sizes, and reads no other.
+ONLY_COMPARE = (
+    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
+    F.binary_cross_entropy_with_logits,
+)  # fmt: skip
 EXAMPLES = (
     F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.cosine_embedding_loss,
     F.triplet_margin_loss,
 )  # fmt: skip
 
 
-def elementwise(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
+def elementwise(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     """out = the sum or mean of w[i] f(input[i], target[i])."""
     named, tensors = _checked(loss, args, kwargs)
     weighted = named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss, F.huber_loss)
@@ -55,7 +60,7 @@ def elementwise(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     return _reduced(loss, reduction, count, list(rows))
 
 
-def of_examples(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
+def of_examples(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     """out = the sum or mean of f(input[i, :], target[i, ...])."""
     named, tensors = _checked(loss, args, kwargs)
     first, sums = tensors[0], loss in (F.cosine_embedding_loss, F.triplet_margin_loss)
@@ -89,7 +94,7 @@ def _known_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> L
 
 
 @specialized(_known_share, python=True)
-def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
+def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
     """This rank's partial sum of the loss: a share of its own mean, because a sum may overflow a small dtype."""
     named = arguments(loss, args, kwargs)
     tensors = [x for x in named.values() if isinstance(x, Tensor)]
@@ -106,7 +111,7 @@ def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: 
 # ---- losses of class scores ---------------------------------------------------------------------------------
 
 
-def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
+def classified(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     """out = -log softmax(input)[target], or -input[target], times weights; classes in dim 1 (dim 0 of a 1-D input).
 
     A sharded batch gives partial sums; the mean divides by the number (or weight) of targets that are not ignored,
@@ -132,7 +137,7 @@ def classified(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     return [*rows, Row(inputs, REPLICATE, "class-sharded: ranks combine their log-sum-exps", local)]
 
 
-def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
+def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
     named = arguments(loss, args, kwargs)
     scores, target, weight, reduction = (named[name] for name in ("input", "target", "weight", "reduction"))
     classes = min(1, scores.ndim - 1)
@@ -229,7 +234,7 @@ def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
     return torch.logsumexp(x.masked_fill(masked, 0), dim).masked_fill(masked.squeeze(dim), -INF)
 
 
-def ctc(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
+def ctc(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     """out = the sum or mean over the batch of -log P(targets | log_probs), an example is a column of log_probs."""
     named, tensors = _checked(loss, args, kwargs)
     if [x.ndim for x in tensors[:2]] != [3, 2]:
@@ -240,7 +245,7 @@ def ctc(loss: Loss, *args: Any, **kwargs: Any) -> list[Row]:
     return [Row(inputs, output, "batch-sharded", local_with(_ctc, tensors[0].shape[1]))]
 
 
-def _ctc(batch_size: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Tensor:
+def _ctc(batch_size: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
     named = arguments(F.ctc_loss, args, kwargs)
     box = ctx.layouts[0].boxes(ctx.rank)[0]
     own = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
@@ -257,7 +262,7 @@ def _ctc(batch_size: int, ctx: LocalContext, /, *args: Any, **kwargs: Any) -> Te
 # ---- registration -------------------------------------------------------------------------------------------
 
 
-def _shape(loss: Loss, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _shape(loss: Loss, *args: object, **kwargs: object) -> tuple[int, ...]:
     named, tensors = _checked(loss, args, kwargs)
     scores = tensors[0].shape
     if named["reduction"] != "none":
@@ -275,4 +280,7 @@ for _rule, _losses in (
     (elementwise, ELEMENTS), (of_examples, EXAMPLES), (classified, (F.cross_entropy, F.nll_loss)), (ctc, (F.ctc_loss,)),
 ):  # fmt: skip
     for _loss in _losses:
-        register(OpRule(partial(_rule, _loss), shape=partial(_shape, _loss)), _loss)
+        register(
+            OpRule(partial(_rule, _loss), shape=partial(_shape, _loss), takes_dtensors=_loss in ONLY_COMPARE), _loss
+        )
+amend(F.nll_loss, saves_operands=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial, Placement, Shard
 from shardwise.rules.local_context import local_with
-from shardwise.rules.registry import OpRule, decomposed, register
-from shardwise.rules.row import Meta, Row
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Meta, Op, Row
 
 aten = torch.ops.aten
 BROADCAST = "?"  # the letter of a dim of size 1 that is broadcast
@@ -86,16 +86,16 @@ def _at(letter: str, letters: str) -> Placement:
     return Shard(letters.index(letter)) if letter in letters else REPLICATE
 
 
-def register_product(indices: Callable[..., Product], *ops: Any, in_place: bool = False) -> None:
+def register_product(indices: Callable[..., Product], *ops: Op, in_place: bool = False) -> None:
     """Register ops with the rows of the product that `indices` returns for their arguments."""
 
-    def rows(*args: Any, **kwargs: Any) -> list[Row]:
+    def rows(*args: object, **kwargs: object) -> list[Row]:
         try:
             return product_rows(indices(*args, **kwargs))
         except ValueError as error:
             raise RuleError("The operands do not have the numbers of dims of the product.") from error
 
-    def shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+    def shape(*args: object, **kwargs: object) -> tuple[int, ...]:
         product = indices(*args, **kwargs)
         return tuple(map(product.sizes().__getitem__, product.output))
 
@@ -174,7 +174,7 @@ def einsum(equation: str, *operands: Any) -> Product:
 def added(term: str, left: str, right: str, output: str) -> Callable[..., Product]:
     """out[output] = beta input[output] + alpha sum of left[…] right[…], for the letters given."""
 
-    def indices(input: Meta, *factors: Any, **named: Any) -> Product:
+    def indices(input: Meta, *factors: object, **named: object) -> Product:
         tensors = [input, *(x for x in (*factors, *named.values()) if isinstance(x, Meta))]
         if term == "m" and input.shape != tensors[1].shape[:1]:
             raise NotImplementedError("torch does not broadcast the term for an empty matrix")
@@ -204,7 +204,7 @@ register_product(
     Tensor.bmm, torch.mv, Tensor.mv, aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default,
 )  # fmt: skip
 register_product(dot, torch.dot, Tensor.dot, aten.dot.default, torch.vdot, Tensor.vdot, aten.vdot.default)
-register(decomposed(_inner), torch.inner, Tensor.inner)
+register(OpRule(decomposition=_inner), torch.inner, Tensor.inner)
 register_product(tensordot, torch.tensordot)
 register_product(einsum, torch.einsum)
 for _name, _letters in {
@@ -214,6 +214,6 @@ for _name, _letters in {
     register_product(added(*_letters), getattr(torch, _name), getattr(Tensor, _name), getattr(aten, _name).default)
     _in_place = getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default
     register_product(added(*_letters), *_in_place, in_place=True)
-register(decomposed(_bilinear), F.bilinear)
-register(decomposed(lambda input, other: torch.matmul(other, input)), Tensor.__rmatmul__)
+register(OpRule(decomposition=_bilinear), F.bilinear)
+register(OpRule(decomposition=lambda input, other: torch.matmul(other, input)), Tensor.__rmatmul__)
 register(OpRule(kron), torch.kron, Tensor.kron)

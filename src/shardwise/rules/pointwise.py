@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules.registry import RULES, OpRule, Rule, register
+from shardwise.rules.registry import RULES, OpRule, RowsFunction, amend, register
 from shardwise.rules.row import Args, Kwargs, Meta, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
@@ -32,6 +32,7 @@ HOMOGENEOUS = "neg negative positive conj conj_physical _conj_physical real_if_c
 ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(a, c) + f(b, d)
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
+DIVISIONS = (*NUMERATOR, "floor_divide", "fmod", "remainder")  # an integer divided by 0 is an error
 COPIES = "clone detach contiguous alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
 # Dunder methods that return no tensor.
@@ -40,7 +41,7 @@ LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
 
-def broadcast(*operands: Any, **named: Any) -> tuple[int, ...]:
+def broadcast(*operands: object, **named: object) -> tuple[int, ...]:
     """The shape that the operands are broadcast to."""
     shapes = [x.shape for x in tensors_of(operands, named)]
     if all(shape == shapes[0] for shape in shapes):
@@ -69,31 +70,31 @@ def tensors_of(args: Args, kwargs: Kwargs) -> list[Meta]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, Meta)]
 
 
-def nonlinear(*args: Any, **kwargs: Any) -> list[Row]:
+def nonlinear(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = f(a[i], b[i], …), any f."""
     return list(shard_rows(tensors_of(args, kwargs)))
 
 
-def selected(condition: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def selected(condition: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] if condition[i] else b[i]."""
     if not args and not kwargs:
         raise NotImplementedError("with a condition alone it returns indices; use nonzero()")
     return nonlinear(condition, *args, **kwargs)
 
 
-def masked(*args: Any, **kwargs: Any) -> list[Row]:
+def masked(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = value if mask[i] else a[i]; a 0-D tensor of the value is replicated."""
     operands = tensors_of(args, kwargs)
     return [replace(row, inputs=(*row.inputs, *(REPLICATE,) * len(operands[2:]))) for row in shard_rows(operands[:2])]
 
 
-def homogeneous(*args: Any, **kwargs: Any) -> list[Row]:
+def homogeneous(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
     rows = list(shard_rows(tensors_of(args, kwargs)))
     return rows + [Row((p,), p, "linear in the Partial values") for p in SUMS]
 
 
-def additive(*args: Any, **kwargs: Any) -> list[Row]:
+def additive(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] ± alpha b[i]: linear in all operands together, but not in a number."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
@@ -102,7 +103,7 @@ def additive(*args: Any, **kwargs: Any) -> list[Row]:
     return rows
 
 
-def bilinear(*args: Any, **kwargs: Any) -> list[Row]:
+def bilinear(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] b[i]: linear in a for a fixed b, and the other way round."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
@@ -115,7 +116,7 @@ def bilinear(*args: Any, **kwargs: Any) -> list[Row]:
     return rows
 
 
-def numerator(*args: Any, **kwargs: Any) -> list[Row]:
+def numerator(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] / b[i]: linear in a unless the quotient is rounded."""
     operands = tensors_of(args, kwargs)
     rows = list(shard_rows(operands))
@@ -126,20 +127,20 @@ def numerator(*args: Any, **kwargs: Any) -> list[Row]:
     return rows
 
 
-def same_shape(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def same_shape(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of a copy. Boxes are stored flat, so they have no channels_last strides."""
     formats = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
     ordered = torch.channels_last in formats or torch.channels_last_3d in formats
     return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
 
 
-def copies(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x, Partial values included."""
     rows = same_shape(x, *args, **kwargs)
     return rows + [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
 
 
-def conversion(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def conversion(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x in another dtype; Partial stays Partial in floating point and complex dtypes only."""
     like = tensors_of(args, kwargs)  # only their dtype is used, so any placement will do
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
@@ -162,11 +163,11 @@ def numbers_of(args: Args, kwargs: Kwargs) -> list[complex]:
     return [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | complex)]
 
 
-def shape_of_first(x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def shape_of_first(x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return x.shape
 
 
-def filled_like(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def filled_like(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out has the shape of x and one value."""
     rows = same_shape(x, *args, **kwargs)
     return rows + [Row((p,), REPLICATE, "the Partial values are not read") for p in PARTIALS]
@@ -197,14 +198,16 @@ def _returns_tensors(overload: Any) -> bool:
     return all(any("Tensor" in str(a.type) for a in side) for side in sides) and not any(a.is_out for a in sides[0])
 
 
-def _register(names: Sequence[str], rows: Rule, shape: Callable[..., tuple[int, ...]] = broadcast) -> None:
+def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., tuple[int, ...]] = broadcast) -> None:
     for name in names:
         for function, in_place in callables_of(name):
             if function not in RULES:
-                register(OpRule(rows, in_place, shape, shape_independent=True), function)
+                register(
+                    OpRule(rows, in_place, shape, shape_independent=True, value_errors=name in DIVISIONS), function
+                )
 
 
-register(OpRule(nonlinear, shape=broadcast), Tensor.__rdiv__)  # the operand is the denominator
+register(OpRule(nonlinear, shape=broadcast, value_errors=True), Tensor.__rdiv__)  # the operand is the denominator
 _register(NONLINEAR, nonlinear)
 _register(["addcmul", "addcdiv"], nonlinear)
 _register(["where"], selected)
@@ -218,4 +221,5 @@ _register(CONVERSIONS, conversion, shape_of_first)
 _register(LIKE, copies)
 _register(FILLED, filled_like)
 register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)
+amend(F.silu, takes_dtensors=True)
 register(OpRule(nonlinear, True, broadcast), Tensor.copy_, Tensor.zero_, Tensor.fill_)

@@ -86,12 +86,12 @@ def _equal_bins(length: int, out: int) -> Window:
     return Window(length, out, size, 1, 0, max(size - 1, 0))
 
 
-def with_halo(windows: Windows, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def with_halo(windows: Windows, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object) -> Any:
     """The op on the box that this rank's outputs need."""
     return _run_with_halo(windows, ctx, input, lambda x: ctx.call(x, *args, **kwargs))
 
 
-def resized(windows: Windows, name: str, ctx: LocalContext, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def resized(windows: Windows, name: str, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object) -> Any:
     """The same for an op whose first argument, or argument `name`, is the size of the result."""
 
     def run(x: Tensor) -> Any:

@@ -10,13 +10,13 @@ from shardwise.layout import REPLICATE, Shard
 from shardwise.rules.empty import never_empty
 from shardwise.rules.local_context import local_with
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Meta, Row
+from shardwise.rules.row import Meta, Op, Row
 
 aten = torch.ops.aten
 
 
 def layer(
-    input: Meta, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool, *rest: Any
+    input: Meta, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool, *rest: object
 ) -> list[Row]:
     """torch.lstm, gru, rnn_tanh, rnn_relu: sequences, states (layers, batch, hidden) and all weights to both."""
     if _packed(hx):
@@ -27,7 +27,7 @@ def layer(
     return _of_batch(input, hx, params, batch, 1)
 
 
-def cell(input: Meta, hx: Any, *params: Any, **named: Any) -> list[Row]:
+def cell(input: Meta, hx: Any, *params: object, **named: object) -> list[Row]:
     """One step of a layer; the batch is dim 0 of all batched operands."""
     return _of_batch(input, hx, [x for x in (*params, *named.values()) if isinstance(x, Meta)], 0, 0)
 
@@ -41,22 +41,22 @@ def _of_batch(input: Meta, hx: Any, params: Sequence[Meta], batch: int, of_state
     return [Row(inputs, output, "batch-sharded", local_with(never_empty, filled_dims))]
 
 
-def packed(*_: Any) -> list[Row]:
+def packed(*_: object) -> list[Row]:
     """Packed sequences: batches of different sizes, concatenated in one dim."""
     raise NotImplementedError("a shard of packed sequences is no packed sequence")
 
 
-def _with_plain_sizes(op: Any) -> Any:
+def _with_plain_sizes(op: Op) -> Any:
     """The op, with the sizes that it returns as a plain tensor, because the program reads them."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> Any:
         data, sizes = op(*args)
         return data, sizes.to_local()
 
     return run
 
 
-def _overload(name: str, *args: Any) -> Any:
+def _overload(name: str, *args: object) -> Any:
     op = getattr(aten, name)
     return (op.data if _packed(args[1]) else op.input)(*args)
 

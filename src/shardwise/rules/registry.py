@@ -1,17 +1,30 @@
-"""The registry: one `OpRule` per op, keyed by the functions that users call and by aten ops."""
+"""The registry: one `OpRule` per op, keyed by the functions that users call and by aten ops.
+
+How to write an entry:
+
+    @op_rule(op, …, **fields)       the function below returns its rows
+    register(OpRule(…), op, …)      any entry; with `again=True` in place of the one there is
+    amend(op, …, **fields)          adds fields to an entry
+    override(OpRule(…), op, …)      other rows; what the entry says of the op itself stays
+    @handler(op, …)                 the function below answers calls, as (func, args, kwargs)
+    @handler(op, …, no_row=True)    the same, but only calls for which no row fits
+    @handler_of_family(serves)      the same for all functions without an entry for which `serves(func)` is true
+    @replacement(op, …)             the function below is called instead, with the same arguments
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.errors import RuleError
-from shardwise.rules.row import Handler, LocalFunction, Row
+from shardwise.rules.row import Handler, LocalFunction, Op, Row
 
-Rule = Callable[..., list[Row]]
+F = TypeVar("F", bound=Callable[..., Any])
+RowsFunction = Callable[..., list[Row]]
 Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all results
 
 
-def no_rows(*_: Any, **__: Any) -> list[Row]:
+def no_rows(*_: object, **__: object) -> list[Row]:
     """The rows of an op that has none: it is decomposed, or has a handler."""
     raise NotImplementedError("it is decomposed into other ops")
 
@@ -24,7 +37,7 @@ class OpRule:
         rows: (op's arguments, tensors given as `Meta`) -> rows.
         handler: called as `handler(func, args, kwargs)` instead of everything else.
         decomposition: the op in terms of other ops, called with its arguments where no row fits.
-        fallback: a handler for calls where no row fits and there is no decomposition. Without either, torch
+        handler_without_row: a handler for calls where no row fits and there is no decomposition. Without either, torch
             decomposes the op; an aten op gathers its operands and runs replicated.
         native: substitute for a function whose Python code reads shapes. A DTensor reports its global shape there, so
             such code needs plain local tensors; a substitute takes the DTensors directly.
@@ -54,7 +67,7 @@ class OpRule:
         takes_dtensors: a Python function that only compares sizes, so it may get DTensors in place of local tensors.
     """
 
-    rows: Rule = no_rows
+    rows: RowsFunction = no_rows
     in_place: bool = False
     shape: Callable[..., Shapes] | None = None
     shape_independent: bool = False
@@ -63,11 +76,11 @@ class OpRule:
     random: bool = False
     typed: bool = False
     view: bool = False
-    decomposition: Callable[..., Any] | None = None
+    decomposition: Op | None = None
     mesh_operand: int | None = None
     handler: Handler | None = None
-    fallback: Handler | None = None
-    native: Callable[..., Any] | None = None
+    handler_without_row: Handler | None = None
+    native: Op | None = None
     index_form: Any = None
     value_errors: bool = False
     saves_operands: bool = False
@@ -80,25 +93,28 @@ class OpRule:
         return self.rows is not no_rows or self.decomposition is not None
 
 
-# The one table of ops, filled by `register`, `op_rule` and `handler`.
-RULES: dict[Any, OpRule] = {}
+# The one table of ops.
+RULES: dict[Op, OpRule] = {}
 # Functions without an entry that one entry serves, as (whether it serves a function, its entry).
-FAMILIES: list[tuple[Callable[[Any], bool], OpRule]] = []
+FAMILIES: list[tuple[Callable[[Op], bool], OpRule]] = []
 
 
-def register(rule: OpRule, *ops: Any) -> None:
+def register(rule: OpRule, *ops: Op, again: bool = False) -> None:
     """Give ops an entry.
 
+    Args:
+        again: in place of the entry that they may have.
+
     Raises:
-        RuleError: an op has one already.
+        RuleError: an op has an entry already.
     """
     for op in dict.fromkeys(ops):  # some functions of torch have several names
-        if op in RULES:
-            raise RuleError(f"{op} is registered already. Fix: unregister it first, or amend() its entry.")
+        if op in RULES and not again:
+            raise RuleError(f"{op} is registered already. Fix: amend() its entry.")
         RULES[op] = rule
 
 
-def amend(*ops: Any, **facts: Any) -> None:
+def amend(*ops: Op, **facts: Any) -> None:
     """Add facts to the entries of ops, such as a `native` function that the module of the rule cannot import.
 
     Raises:
@@ -115,13 +131,13 @@ def amend(*ops: Any, **facts: Any) -> None:
         RULES[op] = replace(rule, **facts)
 
 
-def override(rule: OpRule, *ops: Any) -> None:
+def override(rule: OpRule, *ops: Op) -> None:
     """Give ops these rows, whether they have an entry or not; what an entry says of the op itself stays."""
     for op in ops:
         known = RULES.get(op, OpRule())
         RULES[op] = replace(
             rule,
-            fallback=known.fallback or known.handler,
+            handler_without_row=known.handler_without_row or known.handler,
             native=known.native,
             index_form=known.index_form,
             value_errors=known.value_errors,
@@ -130,31 +146,25 @@ def override(rule: OpRule, *ops: Any) -> None:
         )
 
 
-def reregister(rule: OpRule, *ops: Any) -> None:
-    """Give ops this entry in place of the one they have."""
-    RULES.update(dict.fromkeys(ops, rule))
-
-
-def unregister(*ops: Any) -> None:
-    for op in ops:
-        del RULES[op]
-
-
-def handler(*ops: Any, is_op: bool = False) -> Callable[[Handler], Handler]:
+def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Handler], Handler]:
     """Register the function below to answer calls of ops, as `handler(func, args, kwargs)`.
 
     Args:
         is_op: tools count the call as an op; otherwise they only see the ops that the handler calls.
+        no_row: the ops have a rule, and the handler answers the calls for which it has no row.
     """
 
     def add(function: Handler) -> Handler:
-        register(OpRule(handler=function, is_op=is_op), *ops)
+        if no_row:
+            amend(*ops, handler_without_row=function)
+        else:
+            register(OpRule(handler=function, is_op=is_op), *ops)
         return function
 
     return add
 
 
-def handler_of_family(serves: Callable[[Any], bool], is_op: bool = False) -> Callable[[Handler], Handler]:
+def handler_of_family(serves: Callable[[Op], bool], is_op: bool = False) -> Callable[[Handler], Handler]:
     """Register the function below to answer all functions without an entry for which `serves(func)` is true."""
 
     def add(function: Handler) -> Handler:
@@ -164,47 +174,32 @@ def handler_of_family(serves: Callable[[Any], bool], is_op: bool = False) -> Cal
     return add
 
 
-def replacement(*ops: Any) -> Callable[[LocalFunction], LocalFunction]:
+def replacement(*ops: Op) -> Callable[[F], F]:
     """Register the function below, which has the parameters of ops, to be called in their place."""
 
-    def add(function: LocalFunction) -> LocalFunction:
+    def add(function: F) -> F:
         handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
         return function
 
     return add
 
 
-def fallback(*ops: Any) -> Callable[[Handler], Handler]:
-    """Register the function below for calls of ops that have a rule but no row that fits."""
+def op_rule(*ops: Op, **facts: Any) -> Callable[[RowsFunction], RowsFunction]:
+    """Register the function below as the rows of ops; `facts` are fields of `OpRule`."""
 
-    def add(function: Handler) -> Handler:
-        amend(*ops, fallback=function)
-        return function
+    def add(rows: RowsFunction) -> RowsFunction:
+        register(OpRule(rows, **facts), *ops)
+        return rows
 
     return add
 
 
-def rule_of(op: Any) -> OpRule | None:
+def rule_of(op: Op) -> OpRule | None:
     """The entry of an op that has rows or a decomposition; None for others."""
     rule = RULES.get(op)
     return rule if rule is not None and rule.has_rule else None
 
 
-def ops_with_rules() -> dict[Any, OpRule]:
+def ops_with_rules() -> dict[Op, OpRule]:
     """The entries that have rows or a decomposition."""
     return {op: rule for op, rule in RULES.items() if rule.has_rule}
-
-
-def decomposed(decomposition: Callable[..., Any]) -> OpRule:
-    """The entry of an op that is always decomposed."""
-    return OpRule(decomposition=decomposition)
-
-
-def op_rule(*ops: Any, **facts: Any) -> Callable[[Rule], Rule]:
-    """Register the function below as the rows of ops; `facts` are fields of `OpRule`."""
-
-    def add(rule: Rule) -> Rule:
-        register(OpRule(rule, **facts), *ops)
-        return rule
-
-    return add

@@ -12,7 +12,8 @@ from shardwise.layout import Placement
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Handler = Callable[[Any, Args, Kwargs], Any]  # (func, args, kwargs) of a call with a DTensor -> its result
+Op = Callable[..., Any]  # a function or method of torch, an aten op, or a user's function
+Handler = Callable[[Op, Args, Kwargs], Any]  # (func, args, kwargs) of a call with a DTensor -> its result
 LocalFunction = Callable[..., Any]
 IndexMap = Callable[[int], int]
 NO_OPERAND = -1  # as `layout_from`: the result is sharded evenly, as by torch.chunk
@@ -64,11 +65,11 @@ class Row:
 
 
 @lru_cache
-def _defaults(function: Callable[..., Any]) -> Kwargs:
+def _defaults(function: Op) -> Kwargs:
     return {name: parameter.default for name, parameter in signature(function).parameters.items()}
 
 
-def arguments(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Kwargs:
+def arguments(function: Op, args: Args, kwargs: Kwargs) -> Kwargs:
     """The arguments of a call of a Python function by name, with the defaults, in the order of its signature."""
     defaults = _defaults(function)
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}

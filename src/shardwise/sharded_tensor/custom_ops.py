@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import PlanError
-from shardwise.rules import OpRule
-from shardwise.rules.registry import reregister
+from shardwise.rules import OpRule, registry
 from shardwise.rules.row import Args, Kwargs
 from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor.dispatch import hooks
@@ -59,7 +58,7 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
         if func not in _implemented:
             usual = entry_of(func)
             _implemented[func] = _SpecOp(usual)
-            reregister(replace(usual, handler=_implemented[func], is_op=True), func)
+            registry.register(replace(usual, handler=_implemented[func], is_op=True), func, again=True)
         _implemented[func].by_spec[sharding_spec_class] = implementation
         return implementation
 
@@ -96,7 +95,7 @@ def implemented() -> frozenset[Any]:
 def forget_implementations() -> None:
     """Remove all implementations."""
     for func, op in _implemented.items():
-        reregister(op.usual, func)
+        registry.register(op.usual, func, again=True)
     _implemented.clear()
 
 

@@ -14,7 +14,7 @@ from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Box, check_cover
 from shardwise.rules import pointwise
-from shardwise.rules.registry import rule_of
+from shardwise.rules.registry import RowsFunction, rule_of
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
@@ -23,7 +23,7 @@ from shardwise.tensor.handlers.checkpointable import shard_at
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 
 # Rules of functions that keep the index of every element.
-ELEMENTWISE = frozenset(
+ELEMENTWISE: frozenset[RowsFunction] = frozenset(
     (pointwise.nonlinear, pointwise.selected, pointwise.homogeneous, pointwise.additive, pointwise.bilinear,
      pointwise.numerator, pointwise.copies, pointwise.conversion, pointwise.filled_like)
 )  # fmt: skip

@@ -19,8 +19,8 @@ from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
 from shardwise.rules.random import counter_rng
 from shardwise.rules.random.counter_rng import Sampler
-from shardwise.rules.registry import OpRule, Rule, register
-from shardwise.rules.row import Kwargs, LocalFunction, Meta, Row
+from shardwise.rules.registry import OpRule, RowsFunction, register
+from shardwise.rules.row import Kwargs, LocalFunction, Meta, Op, Row
 from shardwise.trace.capture_hooks import allow_in_graph
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor
 # ---- rows ---------------------------------------------------------------------------------------------------
 
 
-def check_arguments(op: Any, *args: Any, **kwargs: Any) -> None:
+def check_arguments(op: Op, *args: object, **kwargs: object) -> None:
     """Let torch check the arguments on one element (one row of categories), without changing its generator."""
     kwargs = {k: None if k == "generator" else v for k, v in kwargs.items() if k != "device"}
     try:
@@ -55,7 +55,7 @@ def check_arguments(op: Any, *args: Any, **kwargs: Any) -> None:
             raise TypeError(f"{error}") from error
 
 
-def _try(op: Any, args: Sequence[Any], kwargs: Kwargs, dtypes: dict[torch.dtype, torch.dtype]) -> None:
+def _try(op: Op, args: Sequence[Any], kwargs: Kwargs, dtypes: dict[torch.dtype, torch.dtype]) -> None:
     def one_element(x: Any) -> Any:
         if isinstance(x, Meta):
             categories = x.shape[-1:] if op in MULTINOMIAL else (1,) * min(x.ndim, 1)
@@ -66,23 +66,23 @@ def _try(op: Any, args: Sequence[Any], kwargs: Kwargs, dtypes: dict[torch.dtype,
         op(*map(one_element, args), **{k: one_element(v) for k, v in kwargs.items()})
 
 
-def _checked(op: Any, rows: Rule, local: LocalFunction, *args: Any, **kwargs: Any) -> list[Row]:
+def _checked(op: Op, rows: RowsFunction, local: LocalFunction, *args: object, **kwargs: object) -> list[Row]:
     """Rows of a random op, all with its local implementation."""
     check_arguments(op, *args, **kwargs)
     return [replace(row, local_impl=local) for row in rows(*args, **kwargs)]
 
 
-def _refilled(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def _refilled(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """x becomes random; its values are not read."""
     return [*shard_rows([x]), *(Row((p,), p, "one Partial value holds the random numbers") for p in PARTIALS)]
 
 
-def _bernoulli_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def _bernoulli_rows(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out is shaped like x, which holds the probabilities where none is given."""
     return (filled_like if args or "p" in kwargs else nonlinear)(x)
 
 
-def _multinomial_rows(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def _multinomial_rows(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out[i, j]: a category of row i, so categories are not sharded."""
     rows = [Row((Shard(0),), Shard(0), "sharded rows")] if x.ndim == 2 else []
     if isinstance(x.placement, OnRanks):
@@ -139,7 +139,7 @@ def refuse(ctx: LocalContext, bad: Tensor, message: str) -> None:
         raise RuntimeError(message)
 
 
-def without_gradient(values: Tensor, *sources: Any) -> Tensor:
+def without_gradient(values: Tensor, *sources: object) -> Tensor:
     """Random values whose gradient with respect to their parameters is zero, as in torch."""
     yes = torch.ones((), dtype=torch.bool, device=values.device)
     for x in sources:
@@ -151,7 +151,7 @@ def without_gradient(values: Tensor, *sources: Any) -> Tensor:
 # ---- local functions ----------------------------------------------------------------------------------------
 
 
-def _refill(name: str, ctx: LocalContext, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _refill(name: str, ctx: LocalContext, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     layout, generator = ctx.layouts[0], kwargs.get("generator")
     # Autograd must record one op that changes x, not one for each chunk.
     new = torch.empty_like(x) if x.requires_grad and torch.is_grad_enabled() else x
@@ -226,7 +226,7 @@ def _multinomial(
 MULTINOMIAL = (torch.multinomial, Tensor.multinomial, aten.multinomial.default)
 
 
-def register_random(ops: Sequence[Any], rows: Rule, local: LocalFunction, **kwargs: Any) -> None:
+def register_random(ops: Sequence[Any], rows: RowsFunction, local: LocalFunction, **kwargs: Any) -> None:
     for op in ops:
         register(OpRule(partial(_checked, op, rows, local), replicated_impl=local, random=True, **kwargs), op)
 

@@ -51,7 +51,7 @@ def _histc(ctx: LocalContext, x: Tensor, bins: int, low: float, high: float) -> 
     return torch.histc(x, bins, *((low - 1, high + 1) if low == high else (low, high)))
 
 
-def isin(elements: Any, test_elements: Any, *, invert: bool = False, **_: Any) -> list[Row]:
+def isin(elements: Any, test_elements: Any, *, invert: bool = False, **_: object) -> list[Row]:
     """out[i] = whether elements[i] is in test_elements."""
     first, second = ([x.ndim] if isinstance(x, Meta) else [] for x in (elements, test_elements))
     full, p = (REPLICATE,), Partial("min" if invert else "max")

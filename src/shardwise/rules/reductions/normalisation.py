@@ -17,8 +17,8 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Box, Boxes, Partial, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import shape_of_first
-from shardwise.rules.registry import OpRule, decomposed, register
-from shardwise.rules.row import Args, Meta, Row
+from shardwise.rules.registry import OpRule, register
+from shardwise.rules.row import Args, Meta, Op, Row
 
 aten = torch.ops.aten
 INF = float("inf")
@@ -35,7 +35,7 @@ def wide(x: Tensor) -> Tensor:
 # ---- softmax ------------------------------------------------------------------------------------------------
 
 
-def softmax(kind: str, x: Meta, dim: int | None = None, *args: Any, **kwargs: Any) -> list[Row]:
+def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs: object) -> list[Row]:
     """out = exp(x) / sum over dim of exp(x); its logarithm; or zeros where that is 0 / 0."""
     if dim is None:
         raise NotImplementedError("torch chooses the dim")
@@ -55,7 +55,7 @@ def _batch_rows(others: int, dims: list[int]) -> list[Row]:
     return [Row((Shard(d), *(REPLICATE,) * others), Shard(d), "each rank normalises its own shard") for d in dims]
 
 
-def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
     scores = wide(x.to(dtype))
     values = scores.detach()
@@ -95,7 +95,7 @@ def _local_moments(x: Tensor, dims: tuple[int, ...]) -> tuple[int, Tensor, Tenso
 # ---- layer_norm and rms_norm --------------------------------------------------------------------------------
 
 
-def layer_norm(local: Callable[..., Any], x: Meta, normalized_shape: Any, *args: Any, **kwargs: Any) -> list[Row]:
+def layer_norm(local: Callable[..., Any], x: Meta, normalized_shape: Any, *args: object, **kwargs: object) -> list[Row]:
     """out = (x - mean) / deviation of the last dims, or x / root mean square, times weight plus bias."""
     others = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, Meta))
     first = x.ndim - len(normalized_shape)
@@ -106,7 +106,7 @@ def layer_norm(local: Callable[..., Any], x: Meta, normalized_shape: Any, *args:
     return rows
 
 
-def _normalized_shape(x: Meta, normalized_shape: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _normalized_shape(x: Meta, normalized_shape: Any, *args: object, **kwargs: object) -> tuple[int, ...]:
     wanted = tuple(normalized_shape)
     others = [a.shape for a in (*args, *kwargs.values()) if isinstance(a, Meta)]
     if x.shape[-len(wanted) :] != wanted or any(shape != wanted for shape in others):
@@ -121,7 +121,7 @@ def _layer_norm_of_shards(
     weight: Maybe = None,
     bias: Maybe = None,
     eps: float = 1e-5,
-    *_: Any,
+    *_: object,
 ) -> Tensor:
     full = wide(x)
     count, mean, squares = _local_moments(full, _last(normalized_shape))
@@ -153,7 +153,7 @@ def _scaled(x: Tensor, variance: Tensor, weight: Maybe, bias: Maybe, eps: float)
 GROUP, INSTANCE, BATCH = (
     (getattr(F, name), getattr(torch, name)) for name in ("group_norm", "instance_norm", "batch_norm")
 )
-NAMES = {
+NAMES: dict[Op, str] = {
     F.group_norm: "input num_groups weight bias eps",
     torch.group_norm: "input num_groups weight bias eps cudnn_enabled",
     F.instance_norm: "input running_mean running_var weight bias use_input_stats momentum eps",
@@ -165,14 +165,14 @@ STATISTICS = ("running_mean", "running_var")
 Named = dict[str, Any]
 
 
-def _named(op: Any, args: Args, kwargs: Named) -> Named:
+def _named(op: Op, args: Args, kwargs: Named) -> Named:
     """The arguments by name, in the order of the call; `from_input`: whether moments are those of the input."""
     named = {"momentum": 0.1, "eps": 1e-5, **dict(zip(NAMES[op].split(), args, strict=False)), **kwargs}
     from_input = named.get("use_input_stats", op not in BATCH) if op not in BATCH else named.get("training", False)
     return {**named, "from_input": from_input}
 
 
-def channelwise(op: Any, *args: Any, **kwargs: Any) -> list[Row]:
+def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
     """out = (x - mean) / deviation times weight plus bias of each channel, dim 1.
 
     Means are over batch and space (batch_norm), space (instance_norm), or space and the channels of a group
@@ -195,7 +195,7 @@ def channelwise(op: Any, *args: Any, **kwargs: Any) -> list[Row]:
     return rows
 
 
-def _check_sizes(op: Any, x: Meta, named: Named) -> None:
+def _check_sizes(op: Op, x: Meta, named: Named) -> None:
     """The checks of global sizes that torch's functions do in Python."""
     groups = named.get("num_groups", 1)
     if x.ndim < 2 or groups < 1 or (op in GROUP and x.shape[1] % groups):
@@ -219,7 +219,7 @@ def _placed(named: Named, dim: int | None) -> tuple[Placement, ...]:
     return tuple(placement_of(name, x) for name, x in named.items() if isinstance(x, Meta))
 
 
-def _by_statistics(op: Any, ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
+def _by_statistics(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     named = _named(op, args, kwargs)
     x: Tensor = named["input"]
     if x.numel():
@@ -227,7 +227,7 @@ def _by_statistics(op: Any, ctx: LocalContext, *args: Any, **kwargs: Any) -> Ten
     return sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
 
 
-def _by_moments(op: Any, ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
+def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     named = _named(op, args, kwargs)
     operand = {name: i for i, name in enumerate(k for k, a in named.items() if isinstance(a, Tensor))}
     x, shape = named["input"], ctx.layouts[0].shape
@@ -316,9 +316,10 @@ for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
     _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, shape_independent=True)
     register(_rule, *_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default)
 register(OpRule(partial(softmax, "safe"), shape=shape_of_first, shape_independent=True), aten._safe_softmax.default)
-for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_norm_of_shards)):
-    _rule = OpRule(partial(layer_norm, _local), shape=_normalized_shape, shape_independent=True)
+for _name, _local, _saves in (("layer_norm", _layer_norm_of_shards, True), ("rms_norm", _rms_norm_of_shards, False)):
+    _rows = partial(layer_norm, _local)
+    _rule = OpRule(_rows, shape=_normalized_shape, shape_independent=True, saves_operands=_saves)
     register(_rule, getattr(F, _name), getattr(torch, _name), getattr(aten, _name).default)
 for _op in NAMES:
-    register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
-register(decomposed(_weight_norm), torch._weight_norm, aten._weight_norm.default)
+    register(OpRule(partial(channelwise, _op), shape=shape_of_first, saves_operands=True), _op)
+register(OpRule(decomposition=_weight_norm), torch._weight_norm, aten._weight_norm.default)

@@ -88,7 +88,7 @@ def topk(input: Meta, k: int, dim: int = -1, largest: bool = True, sorted: bool 
     return rows_over(input, (dim,), True, REPLICATE, on_operand(_topk, k, dim, largest))
 
 
-def _topk_shape(input: Meta, k: int, dim: int = -1, *_: Any, **__: Any) -> Shapes:
+def _topk_shape(input: Meta, k: int, dim: int = -1, *_: object, **__: object) -> Shapes:
     return [tuple(k if d == non_negative(input, dim) else n for d, n in enumerate(input.shape))] * 2
 
 
@@ -243,7 +243,7 @@ def select_ranked(ctx: LocalContext, x: Tensor, wanted: list[int], dims: Dims) -
     return values.to(x.dtype), indices.long()
 
 
-def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bool = False, **_: Any) -> list[Row]:
+def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bool = False, **_: object) -> list[Row]:
     """out[q] = the value below which a fraction q of the elements along dim are, between two of them."""
     q_too, lead = ((REPLICATE,), q.ndim) if isinstance(q, Meta) else ((), 0)
     dims = tuple(range(input.ndim)) if dim is None else (non_negative(input, dim),)
@@ -255,7 +255,7 @@ def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bo
     return rows
 
 
-def _quantile(ctx: LocalContext, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _quantile(ctx: LocalContext, /, input: Tensor, *args: object, **kwargs: object) -> Any:
     some = input if input.numel() else input.new_zeros([max(n, 1) for n in input.shape]) + input.sum()
     return ctx.call(some, *args, **kwargs)[tuple(map(slice, ctx.output.local_shape(ctx.rank)))].clone()
 
@@ -273,7 +273,7 @@ def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_
     return torch.ops.aten._unsafe_view(found, ctx.output.local_shape(ctx.rank))  # a new tensor, not a view
 
 
-def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: Any) -> list[Row]:
+def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: object) -> list[Row]:
     """out[…, j] = how many of sorted_sequence[…, :] are below input[…, j]: Partial over shards of the sequence."""
     last, values = sorted_sequence.ndim - 1, isinstance(input, Meta)
     rows = []
@@ -287,7 +287,7 @@ def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = Non
     return rows
 
 
-def bucketize(input: Any, boundaries: Meta, **_: Any) -> list[Row]:
+def bucketize(input: Any, boundaries: Meta, **_: object) -> list[Row]:
     """out[j] = how many of the boundaries are below input[j]."""
     return [Row(row.inputs[::-1], row.output, row.why) for row in searchsorted(boundaries, input)]
 

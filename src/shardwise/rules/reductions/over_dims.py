@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwise.layout import Boxes, OnRanks, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import callables_of
-from shardwise.rules.registry import OpRule, Rule, register
-from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Row
+from shardwise.rules.registry import OpRule, RowsFunction, register
+from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
 
 Dims = tuple[int, ...] | None  # None: all dims of the local tensor, whatever its shape
 OneOrMore = Placement | tuple[Placement, ...]
@@ -41,14 +41,14 @@ def non_negative(x: Meta, dim: int) -> int:
     return dim % limit
 
 
-def reduced_shape(input: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def reduced_shape(input: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     """The global shape of the result."""
     dims, keepdim = reduced_dims(input, args, kwargs)
     return tuple(1 if d in dims else n for d, n in enumerate(input.shape) if keepdim or d not in dims)
 
 
 def register_reduction(
-    rows: Rule, shape: Any, names: str, *ops: Any, shape_independent: bool = True, **kind: Any
+    rows: RowsFunction, shape: Any, names: str, *ops: Op, shape_independent: bool = True, **kind: Any
 ) -> None:
     """Register a rule for the functions, methods and aten ops called `names`, and for `ops`; NumPy's names of
     arguments are translated."""
@@ -64,12 +64,12 @@ def _renamed(rule: Callable[..., Any]) -> Callable[..., Any]:
 # ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def on_operand(function: Callable[..., Any], *fixed: Any) -> LocalFunction:
+def on_operand(function: Op, *fixed: object) -> LocalFunction:
     """A local implementation that calls `function(ctx, x, *fixed)` with the operand, without the op's arguments."""
     return local_with(_on_operand, function, fixed)
 
 
-def _on_operand(function: Any, fixed: Args, ctx: LocalContext, /, input: Tensor, *_: Any, **__: Any) -> Any:
+def _on_operand(function: Op, fixed: Args, ctx: LocalContext, /, input: Tensor, *_: object, **__: object) -> Any:
     return function(ctx, input, *fixed)
 
 
@@ -88,7 +88,7 @@ def rows_over(
 
 
 def rows_over_all(
-    x: Meta, dims: tuple[int, ...], keepdim: bool, output: Placement, function: Callable[..., Any], *fixed: Any
+    x: Meta, dims: tuple[int, ...], keepdim: bool, output: Placement, function: Op, *fixed: object
 ) -> list[Row]:
     """The same with a local `function(ctx, x, dims, keepdim, *fixed)`, and for Boxes if all dims are reduced."""
     everything = len(set(dims)) == x.ndim > 0 and not keepdim

@@ -33,7 +33,7 @@ from shardwise.rules.reductions.over_dims import (
     shard_counts,
     with_indices,
 )
-from shardwise.rules.registry import Shapes, decomposed, register
+from shardwise.rules.registry import OpRule, Shapes, register
 from shardwise.rules.row import Args, Kwargs, Meta, Row
 
 
@@ -49,7 +49,7 @@ def reduced(reduce_op: str, linear: Sequence[Placement], input: Meta, *args: Any
     return rows + [Row((p,), p, f"a {reduce_op} of {reduce_op}s") for p in linear if exact]
 
 
-def mean(input: Meta, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> list[Row]:
+def mean(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> list[Row]:
     """out = the mean over some dims: each rank's sum over its shard, divided by the global count."""
     rows = rows_over_all(input, *reduced_dims(input, args, kwargs), PARTIAL, _local_mean, dtype)
     return rows + [Row((p,), p, "a mean of sums") for p in SUMS]
@@ -74,7 +74,7 @@ def _local_trace(ctx: LocalContext, x: Tensor) -> Tensor:
     return x.diagonal(box.offsets[0] - box.offsets[1]).sum()
 
 
-def variance(root: bool, with_mean: bool, input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def variance(root: bool, with_mean: bool, input: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = the variance, or its `root`, perhaps with the mean: ranks all-gather mean and variance of their shards.
     How these combine: Chan, Golub, LeVeque, Updating formulae for computing sample variances (1979)."""
     dims, keepdim, correction = _variance_arguments(input, args, kwargs)
@@ -89,7 +89,7 @@ def _variance_arguments(x: Meta, args: Args, kwargs: Kwargs) -> tuple[tuple[int,
     return (*reduced_dims(x, (dim, keepdim), {}), float(unbiased if correction is None else correction))
 
 
-def _variance_shape(with_mean: bool, input: Meta, *args: Any, **kwargs: Any) -> Shapes:
+def _variance_shape(with_mean: bool, input: Meta, *args: object, **kwargs: object) -> Shapes:
     shape = reduced_shape(input, *_variance_arguments(input, args, kwargs)[:2])
     return [shape, shape] if with_mean else shape
 
@@ -118,7 +118,9 @@ def _variance(
     return (result, mean.to(x.dtype)) if with_mean else result
 
 
-def norm(input: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, **_: Any) -> list[Row]:
+def norm(
+    input: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, **_: object
+) -> list[Row]:
     """out = (sum |x|^ord)^(1/ord) over some dims; ranks all-gather the norms of their shards."""
     if ord == "nuc":
         return []
@@ -126,7 +128,7 @@ def norm(input: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtyp
     return rows_over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _norm, order, dtype)
 
 
-def _norm_shape(input: Meta, ord: Any = 2, *dims: Any, **named: Any) -> Shapes:
+def _norm_shape(input: Meta, ord: Any = 2, *dims: object, **named: object) -> Shapes:
     return reduced_shape(input, *dims[:2], **named)
 
 
@@ -144,7 +146,7 @@ def _dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     return distance
 
 
-def cdist(x1: Meta, x2: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def cdist(x1: Meta, x2: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out[..., i, j] = the distance between x1[..., i, :] and x2[..., j, :]."""
     a, b = (Meta(x.shape[:-2], x.dtype, REPLICATE) for x in (x1, x2))
     last, why = len(broadcast(a, b)), "each rank computes its own pairs"
@@ -171,7 +173,7 @@ def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return torch.where(none, -inf, torch.where(none, 1, scaled).log() + (top if keepdim else top.squeeze(dims)))
 
 
-def extreme(kinds: tuple[bool, ...], input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def extreme(kinds: tuple[bool, ...], input: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = the maximum (True), the minimum (False) over some dims, or both."""
     rows = rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, extremes, kinds)
     p = Partial("max" if kinds[0] else "min")  # kept, never made from a Shard: it could not count ties
@@ -276,7 +278,7 @@ for _root, _name in ((False, "var"), (True, "std")):
         _rule, _shape = partial(variance, _root, _both), partial(_variance_shape, _both)
         register_reduction(_rule, _shape, _name + "_mean" * _both, shape_independent=False)
 register_reduction(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
-register(decomposed(_dist), *(op for op, _ in callables_of("dist")))
+register(OpRule(decomposition=_dist), *(op for op, _ in callables_of("dist")))
 register_reduction(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register_reduction(log_sum_exp, reduced_shape, "logsumexp")
 register_reduction(partial(extreme, (True,)), reduced_shape, "amax")

@@ -23,7 +23,7 @@ def unsharded_rows(
     return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
 
 
-def run_on_owner(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def run_on_owner(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
     return ctx.call(x, *args, **kwargs) if ctx.layouts[0].boxes(ctx.rank) else empty_result(ctx, x)
 
 

@@ -110,7 +110,7 @@ class Sharding(NamedTuple):
     read: int
 
 
-def rows(form: IndexForm, mode: str, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def rows(form: IndexForm, mode: str, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of an op that reads ("read"), assigns ("assign"), adds ("add") or does something else ("other")."""
     call = form.call(x, args, kwargs)
     if any(i.dtype in (torch.bool, torch.uint8) for i in call.ids) or not x.ndim:
@@ -188,7 +188,7 @@ class Targets(NamedTuple):
     bad: tuple[int, int]  # dim + 1 and value of the first index that is out of bounds; zeros for none
 
 
-def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     call = form.call(x, args, kwargs)
     axes = _shared_axes(ctx, call)
     if not axes:
@@ -211,7 +211,7 @@ def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs
     )
 
 
-def _write(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _write(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
     call = form.call(x, args, kwargs)
     if not _shared_axes(ctx, call):
         return ctx.call(x, *args, **kwargs)
@@ -421,12 +421,12 @@ OPS = (  # name, what it does, arguments, kind, whether negative indices count f
 )
 
 
-def _read_shape(form: IndexForm, x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def _read_shape(form: IndexForm, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     call = form.call(x, args, kwargs)
     return call.read_shape([x.shape[d] for d in call.kept])
 
 
-def _of_tensors(op: Any) -> bool:
+def _of_tensors(op: torch._ops.OpOverload) -> bool:
     """Not an overload for lists, named dims or `out=`."""
     others = {"out", "names", "Dimname", "twin"} & {*op._overloadname.split("_")}
     return not others and str(op._schema.arguments[0].type) == "Tensor"

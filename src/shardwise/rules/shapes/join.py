@@ -160,7 +160,7 @@ def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[
 
 
 def _local_cat(
-    dim: int, runs: Runs, used: tuple[int, ...], ctx: LocalContext, tensors: Any, /, *args: Any, **kw: Any
+    dim: int, runs: Runs, used: tuple[int, ...], ctx: LocalContext, tensors: Any, /, *args: object, **kw: object
 ) -> Tensor:
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors])
     own = [tensors[i].to(dtype) for i in used]
@@ -186,7 +186,7 @@ def stack(tensors: Sequence[Meta], dim: int = 0) -> list[Row]:
     return rows + [Row((p,) * count, p, OWNER, _stack_on_owner) for p in owners[:1]]
 
 
-def _stack_on_owner(ctx: LocalContext, tensors: Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+def _stack_on_owner(ctx: LocalContext, tensors: Sequence[Tensor], /, *args: object, **kwargs: object) -> Tensor:
     return (
         ctx.call(tensors, *args, **kwargs) if ctx.output.boxes(ctx.rank) else empty_result(ctx, torch.cat([*tensors]))
     )
@@ -212,7 +212,7 @@ def _rows(
     )
 
 
-def _local_runs(dims: Any, value: float, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _local_runs(dims: Any, value: float, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     return assembled(dims, value, ctx, [x], ctx.layouts)
 
 
@@ -237,14 +237,14 @@ def _rolled(n: int, shift: int) -> Runs:
     return Run(0, n - shift, shift), Run(0, 0, n - shift)
 
 
-def flip(x: Meta, *dims: Any, **kwargs: Any) -> list[Row]:
+def flip(x: Meta, *dims: object, **kwargs: object) -> list[Row]:
     """out[i] = x[n - 1 - i]."""
     wanted = [_dim(x.ndim, d) for d in _numbers(dims or (kwargs["dims"],))]
     found = {d: x.shape[d] for d in wanted if x.ndim}  # torch accepts a dim for a 0-d tensor
     return _rows(x, {d: ((Run(0, n - 1, n, -1),), None) for d, n in found.items()})
 
 
-def repeat(x: Meta, *sizes: Any, **kwargs: Any) -> list[Row]:
+def repeat(x: Meta, *sizes: object, **kwargs: object) -> list[Row]:
     """out[i] = x[i mod n]."""
     counts = _numbers(sizes or (kwargs.get("repeats", kwargs.get("dims")),))
     counts = (1,) * (x.ndim - len(counts)) + counts  # tile allows fewer numbers than dims
@@ -312,7 +312,9 @@ def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
     return rows + [Row((p,), p, "windows of a Partial tensor are Partial") for p in PARTIALS]
 
 
-def _windows(dim: int, size: int, step: int, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _windows(
+    dim: int, size: int, step: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
     def wanted(rank: int) -> Box:
         own = ctx.output.box(rank)
         first, count = own.offsets[dim], own.sizes[dim]

@@ -4,7 +4,6 @@ probe_views(Tensor.transpose, x, (0, 1), {})   of x (4, 6): strides (8, 1) -> (1
 ViewMap(dims=(DimSlice(1, 0, 1, 6), DimSlice(0, 0, 1, 4)), fixed={})
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from shardwise.layout import Box
 from shardwise.rules.registry import Shapes
-from shardwise.rules.row import Args, Kwargs, Meta
+from shardwise.rules.row import Args, Kwargs, Meta, Op
 
 
 class DimSlice(NamedTuple):
@@ -62,7 +61,7 @@ class ViewMap:
         return tuple(index)
 
 
-def probe_views(op: Callable[..., Any], x: Meta, args: Args, kwargs: Kwargs) -> tuple[list[ViewMap], bool]:
+def probe_views(op: Op, x: Meta, args: Args, kwargs: Kwargs) -> tuple[list[ViewMap], bool]:
     """What `op` does to a tensor like `x`, and whether it has several results.
 
     Raises:
@@ -73,7 +72,7 @@ def probe_views(op: Callable[..., Any], x: Meta, args: Args, kwargs: Kwargs) -> 
     return [_view_map(y, x.shape) for y in (out if several else [out])], several
 
 
-def probe_shapes(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> Shapes:
+def probe_shapes(op: Op, x: Meta, *args: object, **kwargs: object) -> Shapes:
     """The shape of the result, or a list of shapes."""
     out = op(_probe(x.shape, x.dtype), *args, **kwargs)
     return tuple(out.shape) if isinstance(out, Tensor) else [tuple(y.shape) for y in out]

@@ -12,13 +12,13 @@ from torch import Tensor
 from shardwise.layout import Box, Boxes, Layout, Shard, contiguous_strides
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Row
+from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
 
 aten = torch.ops.aten
 
 
-def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of a reshape.
 
     Where dims merge or split, shards of the first dim stay on their ranks: shards of dim 0 of (6, 4) are shards of the
@@ -45,11 +45,11 @@ def reshaped(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list
     return rows + unsharded_rows(x, local)
 
 
-def reshaped_to(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+def reshaped_to(op: Op, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
 
 
-def _unchanged(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _unchanged(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     return x.view_as(x)
 
 
@@ -81,7 +81,9 @@ def _specialize_view(groups: Any, must_view: bool, ctx: LocalContext) -> LocalFu
 
 
 @specialized(_specialize_view)
-def _local_reshape(groups: Any, must_view: bool, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _local_reshape(
+    groups: Any, must_view: bool, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
     held = _held(ctx)
     for old, new in reversed(groups):
         if _to_regroup(ctx, held, old):
@@ -117,7 +119,12 @@ def row_major(x: Tensor, global_shape: tuple[int, ...]) -> bool:
 
 
 def _viewed(
-    shape: tuple[int, ...], of: Layout | None, mark_copy: Callable[[Tensor], Tensor], x: Tensor, *_: Any, **__: Any
+    shape: tuple[int, ...],
+    of: Layout | None,
+    mark_copy: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *_: object,
+    **__: object,
 ) -> Tensor:
     """`x` under other dims: a view, or a copy where torch would copy the global tensor of layout `of`."""
     try:
@@ -182,12 +189,12 @@ def other_dtype(x: Meta, dtype: torch.dtype) -> list[Row]:
     return rows + unsharded_rows(x, None, ())
 
 
-def _local_view(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _local_view(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
     shape = ctx.output.local_shape(ctx.rank)  # the strides of an empty tensor may not allow another item size
     return ctx.call(x if x.numel() else x.new_empty(0), *args, **kwargs).view(shape)
 
 
-def viewed(x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def viewed(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Tensor.view, with sizes or a dtype."""
     given = kwargs.get("dtype", args[0] if args else None)
     return other_dtype(x, given) if isinstance(given, torch.dtype) else reshaped(Tensor.view, x, *args, **kwargs)

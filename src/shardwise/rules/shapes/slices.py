@@ -47,14 +47,14 @@ def slice_rows(
     ]
 
 
-def batched(last_dims: Sequence[int], *args: Any, **kwargs: Any) -> list[Row]:
+def batched(last_dims: Sequence[int], *args: object, **kwargs: object) -> list[Row]:
     """out[batch] = f(a[batch], b[batch], …)."""
     operands = tensors_of(args, kwargs)
     further = [x.ndim for x in operands[len(last_dims) :]]
     return slice_rows(list(zip(operands, [*last_dims, *further], strict=True)))
 
 
-def solve(A: Meta, B: Meta, **_: Any) -> list[Row]:
+def solve(A: Meta, B: Meta, **_: object) -> list[Row]:
     """A[batch] out[batch] = B[batch], vectors or matrices."""
     vector = B.ndim == 1 or B.shape == A.shape[:-1]
     return slice_rows([(A, 2), (B, 1 if vector else 2)])
@@ -80,14 +80,14 @@ def fourier(
     return [*rows, *(Row((p,), p, "a transform of partial sums is Partial") for p in SUMS if p == input.placement)]
 
 
-def short_time(input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def short_time(input: Meta, *args: object, **kwargs: object) -> list[Row]:
     """A transform of each signal."""
     others = tensors_of(args, kwargs)
     local = local_with(never_empty, (2, *(0 for _ in others)))
     return slice_rows([(input, 1), *((x, x.ndim) for x in others)], (), local)
 
 
-def unpool(dims: int, input: Meta, indices: Meta, *_: Any, **__: Any) -> list[Row]:
+def unpool(dims: int, input: Meta, indices: Meta, *_: object, **__: object) -> list[Row]:
     """The inverse of max pooling: elements return to the indices that pooling took them from."""
     return slice_rows([(input, dims), (indices, dims)], (), local_with(never_empty, (dims + 1,) * 2))
 

@@ -1,6 +1,6 @@
 """Views that permute, add, drop or slice dims, and diagonals and triangles of matrices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from shardwise.layout import REPLICATE, Box, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import SUMS, homogeneous, shape_of_first
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Row
+from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import empty_result, functions_named, run_on_owner, unsharded_rows
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_shapes, probe_views
 
@@ -21,7 +21,7 @@ FULL_DIM = "a dim that the view keeps in full stays sharded"
 # ---- permuted, added and dropped dims --------------------------------------------------------------------------
 
 
-def permuted(op: Callable[..., Any], local: LocalFunction | None, x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def permuted(op: Op, local: LocalFunction | None, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of an op that permutes, adds and drops dims: a dim that is kept in full may be sharded."""
     shape = x.shape if local else tuple(max(n, 2) for n in x.shape)  # a dim of length 1 looks like a new one
     (view,), _ = probe_views(op, x._replace(shape=shape), args, kwargs)
@@ -42,12 +42,12 @@ def _with_local_shape(method: str, ctx: LocalContext) -> LocalFunction | None:
 
 
 @specialized(partial(_with_local_shape, "reshape"))
-def _local_squeeze(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _local_squeeze(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     return x.reshape(ctx.output.local_shape(ctx.rank))  # a shard of length 1 of a longer dim is not squeezed
 
 
 @specialized(partial(_with_local_shape, "expand"))
-def _local_expand(ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _local_expand(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     if not ctx.layouts[0].boxes(ctx.rank):
         return empty_result(ctx, x)
     return x.expand(ctx.output.local_shape(ctx.rank))
@@ -61,7 +61,7 @@ def basic_index(x: Tensor, *items: Any) -> Tensor:
     return x[tuple(slice(*i) if isinstance(i, list | tuple) else i for i in items)]
 
 
-def sliced(op: Callable[..., Any], x: Meta, *args: Any, **kwargs: Any) -> list[Row]:
+def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of an op that takes slices or single indices of dims, and adds dims of length 1.
 
     A slice of a sharded dim stays on the same ranks. A single index of a sharded dim is sent to all ranks.
@@ -107,12 +107,12 @@ def _hashable(a: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _cached_views(
-    op: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, args: Args, kwargs: Kwargs
+    op: Op, shape: tuple[int, ...], dtype: torch.dtype, args: Args, kwargs: Kwargs
 ) -> tuple[list[ViewMap], bool]:
     return probe_views(op, Meta(shape, dtype, REPLICATE), args, dict(kwargs))
 
 
-def _local_slices(call: Any, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _local_slices(call: Any, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
     views, several = _cached_views(*call)
     outs = [_local_slice(view, i, ctx, x) for i, view in enumerate(views)]
     return tuple(outs) if several else outs[0]
@@ -154,7 +154,9 @@ def diagonal(x: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row
     return rows + unsharded_rows(x, local)
 
 
-def _local_diagonal(offset: int, a: int, b: int, ctx: LocalContext, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+def _local_diagonal(
+    offset: int, a: int, b: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
     if not ctx.layouts[0].boxes(ctx.rank):
         return empty_result(ctx, x)
     box = ctx.layouts[0].box(ctx.rank)
@@ -201,7 +203,6 @@ PERMUTED = [
 SQUEEZED = [*functions_named("squeeze"), aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims]
 EXPANDED = [*functions_named("expand", "broadcast_to"), aten.expand.default]
 SLICED = [
-    basic_index,
     *functions_named("select", "narrow", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit",
                      "vsplit", "dsplit", "unsafe_chunk", "unsafe_split"),
     aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
@@ -213,6 +214,10 @@ for _ops, _local in ((PERMUTED, None), (SQUEEZED, _local_squeeze), (EXPANDED, _l
         register(OpRule(_rows, shape=_shapes, shape_independent=True, view=True), _op)
 for _op in SLICED:
     register(OpRule(partial(sliced, _op), shape=partial(probe_shapes, _op), view=True), _op)
+register(
+    OpRule(partial(sliced, basic_index), shape=partial(probe_shapes, basic_index), view=True, takes_dtensors=True),
+    basic_index,
+)
 register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
 register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
 _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default

@@ -10,23 +10,15 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from shardwise import collectives
-from shardwise.rules import RULES, OpRule
-from shardwise.rules.pointwise import callables_of
-from shardwise.rules.registry import amend
+from shardwise.rules import OpRule
 from shardwise.rules.row import Args, Kwargs
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import IndexForm
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.resolve import Recipe
 from shardwise.tensor.dtensor import DTensor, tag
-
-amend(F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.nll_loss, torch.batch_norm, torch.instance_norm,
-      torch.layer_norm, torch.group_norm, saves_operands=True)  # fmt: skip
-for _name in ("floor_divide", "floordiv", "fmod", "remainder", "mod", "div", "divide", "true_divide"):
-    amend(*(op for op, _ in callables_of(_name) if op in RULES), value_errors=True)
 
 
 def with_consistent_errors(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:

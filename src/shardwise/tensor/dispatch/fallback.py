@@ -67,8 +67,8 @@ def run_without_row(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, error: 
     """Run a call for which the rule has no row: decomposed by its rule or torch, or, an aten op, replicated."""
     if rule.decomposition is not None:
         return rule.decomposition(*args, **kwargs)
-    if rule.fallback is not None:
-        return rule.fallback(func, args, kwargs)
+    if rule.handler_without_row is not None:
+        return rule.handler_without_row(func, args, kwargs)
     if isinstance(func, torch._ops.OpOverload):
         return run_replicated(func, args, kwargs, str(error))
     return run_decomposed(func, args, kwargs)

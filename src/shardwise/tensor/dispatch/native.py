@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.rules.registry import amend
+from shardwise.rules.row import Op
 from shardwise.rules.shapes.reshape import row_major
-from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import marked
 
@@ -29,7 +29,7 @@ def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contigu
     return x.contiguous(memory_format=memory_format)
 
 
-for _op, _native in {
+NATIVE: dict[Op, Op] = {
     Tensor.contiguous: _contiguous,
     F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
     F.sigmoid: torch.sigmoid,
@@ -42,10 +42,6 @@ for _op, _native in {
     Tensor.__rpow__: lambda x, other: torch.pow(other, x),
     Tensor.__rsub__: torch.rsub,
     Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
-}.items():
+}
+for _op, _native in NATIVE.items():
     amend(_op, native=_native)
-
-amend(
-    basic_index, F.silu, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
-    F.binary_cross_entropy_with_logits, takes_dtensors=True,
-)  # fmt: skip

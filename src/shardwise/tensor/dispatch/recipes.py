@@ -99,7 +99,8 @@ def _is_python(func: Any) -> bool:
 
 
 def _in_place_rule(rule: OpRule, name: str) -> OpRule:
-    in_place = RULES.get(getattr(Tensor, f"{name}_", None))
+    method = getattr(Tensor, f"{name}_", None)
+    in_place = RULES.get(method) if method is not None else None
     if in_place is None or rule.native is None:
         raise resolve.NoRowError(f"{name}(inplace=True) has no rule of its own")
     return in_place

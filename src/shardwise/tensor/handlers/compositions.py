@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.registry import fallback, handler, replacement
+from shardwise.rules.registry import handler, replacement
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.fallback import run_decomposed
 
 
-@fallback(torch.roll, Tensor.roll)
+@handler(torch.roll, Tensor.roll, no_row=True)
 def _roll(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
@@ -41,7 +41,7 @@ def _block_diag(*tensors: Any) -> Any:
     return torch.cat(rows)
 
 
-@fallback(torch.tensor_split, Tensor.tensor_split)
+@handler(torch.tensor_split, Tensor.tensor_split, no_row=True)
 def _tensor_split(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Indices in a tensor are read as numbers."""
     args = tuple(a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args))

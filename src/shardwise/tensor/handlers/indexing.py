@@ -15,7 +15,7 @@ from shardwise import collectives
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
 from shardwise.rules.local_context import local_with
-from shardwise.rules.registry import fallback, handler, replacement
+from shardwise.rules.registry import handler, replacement
 from shardwise.rules.row import Args, IndexMap, Kwargs
 from shardwise.rules.shapes.index import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
@@ -360,9 +360,9 @@ def _reversed(x: Any) -> Any:
 
 
 @handler(aten._index_put_impl_.default)
-@fallback(
+@handler(
     torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,
-    aten.index_put_.default,
+    aten.index_put_.default, no_row=True,
 )  # fmt: skip
 def _index_masks(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """index and index_put with masks, which become the indices of their elements."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.rules.registry import handler
-from shardwise.rules.row import Handler
+from shardwise.rules.row import Handler, Op
 from shardwise.tensor.dispatch.promotion import promoted
 from shardwise.tensor.dtensor import DTensor, call
 
@@ -123,7 +123,7 @@ def _kaiming_uniform(
     return _uniform(tensor, -bound, bound, generator)
 
 
-for _op, _answer in {
+HANDLERS: dict[Op, Handler] = {
     F.dropout: _dropout(F.dropout, torch.dropout, True, None, False),
     F.alpha_dropout: _dropout(F.alpha_dropout, torch.alpha_dropout, False, None, False),
     F.feature_alpha_dropout: _dropout(F.feature_alpha_dropout, torch.feature_alpha_dropout, False, None, False),
@@ -141,5 +141,6 @@ for _op, _answer in {
     nn.init.normal_: _handler(_normal),
     nn.init.constant_: _handler(_constant),
     nn.init.kaiming_uniform_: _handler(_kaiming_uniform),
-}.items():
+}
+for _op, _answer in HANDLERS.items():
     handler(_op)(_answer)
