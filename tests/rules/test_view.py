@@ -238,7 +238,7 @@ def test_changing_a_view_that_had_to_be_moved_is_refused() -> None:
     x = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S0])
     merged = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S1]).view(-1)
     for view in (x[0], x[0][1:], x.select(0, 1), x[0].view(-1, 1), merged, x.as_strided((2,), (1,)), x[0, 1:]):
-        with pytest.raises(RuleError, match=r"view .* that had to be moved"):
+        with pytest.raises(RuleError, match=r"view .* that needed a redistribution"):
             view.add_(1)
     with pytest.raises(RuleError, match="Fix: change the original, or clone"):
         x.unbind()[0].mul_(2)

@@ -1,4 +1,4 @@
-"""Views that had to be moved are never old values: what changes under them makes every use of them an error."""
+"""Views that needed a redistribution never show old values: once the original changes, every use is an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,36 @@ from shardwise import DTensor, Mesh, OnRanks, Placement, Replicate, Shard, distr
 from shardwise.errors import RuleError
 from shardwise.testing import world
 
-OLD = "would show old values"
+OLD = "the copy has the old values"
 VALUES = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
-MOVED: dict[str, Callable[[Any], Any]] = {
+
+
+def with_data(x: Any, value: Any) -> Any:
+    x.data = value
+    return x
+
+
+def relocated(x: Any) -> Any:
+    return DTensor.from_local(x.to_local(), x.device_mesh, x.placements) if isinstance(x, DTensor) else x
+
+
+def through_hooked_module(x: Tensor) -> Tensor:
+    module = torch.nn.Identity()
+    module.register_full_backward_hook(lambda *_: None)
+    return module(x)  # type: ignore[no-any-return]
+
+
+class SecondOperand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y.view(3, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0].view(3)
+
+
+REDISTRIBUTED: dict[str, Callable[[Any], Any]] = {
     "index": lambda x: x[1],
     "select": lambda x: x.select(0, -1),
     "view": lambda x: x.view(3, 4),
@@ -24,6 +51,16 @@ MOVED: dict[str, Callable[[Any], Any]] = {
     "view of it": lambda x: x[0][1:],
     "copy of it": lambda x: x.view(2, 6)[1],
     "detached": lambda x: x[3].detach(),
+    "data": lambda x: x[3].data,
+    "alias of an alias": lambda x: x[3].detach().view(3, 1).unbind()[0],
+    "set_": lambda x: x.new_zeros(x[3].shape).set_(x[3]),
+    "data set": lambda x: with_data(x.new_zeros(x[3].shape), x[3]),
+    "from_local": lambda x: relocated(x[3]),
+    "custom Function": lambda x: SecondOperand.apply(x.new_zeros(2), x[3]),  # type: ignore[no-untyped-call]
+    "backward hook": lambda x: through_hooked_module(x[3].detach().requires_grad_()).detach(),
+    "second operand": lambda x: torch.broadcast_tensors(x.new_zeros(2, 3), x[3])[1],
+    "meshgrid": lambda x: torch.meshgrid(x.new_zeros(2), x[3], indexing="ij")[1],
+    "atleast": lambda x: torch.atleast_2d(x.new_zeros(2), x[3])[1],
 }
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "add_": lambda x: x.add_(1),
@@ -41,13 +78,13 @@ def cut(placement: Placement | None = None, mesh: Mesh | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("view", "change"), [*((view, "add_") for view in MOVED), *(("index", change) for change in CHANGES)]
+    ("view", "change"), [*((view, "add_") for view in REDISTRIBUTED), *(("index", change) for change in CHANGES)]
 )
 @world(3)
-def test_a_moved_view_is_outdated_once_its_original_changes(view: str, change: str) -> None:
+def test_a_redistributed_view_is_invalidated_once_its_original_changes(view: str, change: str) -> None:
     x = cut(Shard(0, [0, 3, 1]))
-    v = MOVED[view](x)
-    assert_close(v.full_tensor(), MOVED[view](VALUES))
+    v = REDISTRIBUTED[view](x)
+    assert_close(v.full_tensor(), REDISTRIBUTED[view](VALUES))
     CHANGES[change](x)
     for use in (lambda: v + 1, v.sum, v.full_tensor, v.to_local, lambda: v[0], v.tolist, v.clone, lambda: v.shape):
         with pytest.raises(RuleError, match=OLD):
@@ -57,11 +94,11 @@ def test_a_moved_view_is_outdated_once_its_original_changes(view: str, change: s
         torch.cat([x, v])
     expected = VALUES.clone()
     CHANGES[change](expected)
-    assert_close(MOVED[view](x).full_tensor(), MOVED[view](expected))
+    assert_close(REDISTRIBUTED[view](x).full_tensor(), REDISTRIBUTED[view](expected))
 
 
 @world(3)
-def test_views_and_copies_of_a_moved_view_are_outdated_with_it_though_that_is_gone() -> None:
+def test_views_and_copies_of_a_redistributed_view_are_invalidated_with_it_though_that_is_gone() -> None:
     x = cut(Shard(0, [0, 3, 1]))
     tail, again = x.view(2, 6)[:, 1:], x.view(3, 4).view(2, 6)[1]
     x.mul_(2)
@@ -95,7 +132,7 @@ def test_views_that_share_memory_show_the_change() -> None:
 
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam])
 @world(2)
-def test_steps_of_optimisers_outdate_living_views_and_leave_training_alone(optimiser: Any) -> None:
+def test_steps_of_optimisers_invalidate_living_views_and_leave_training_alone(optimiser: Any) -> None:
     weight: Any = torch.nn.Parameter(cut(mesh=Mesh((2,))))
     plain = torch.nn.Parameter(VALUES.clone())
     both = [(w, optimiser([w], lr=0.1)) for w in (weight, plain)]
@@ -144,7 +181,7 @@ def test_every_rank_refuses_to_change_a_copy(mesh: Mesh, placements: list[Placem
 
 
 @world(4)
-def test_ranks_outside_the_mesh_know_what_is_outdated() -> None:
+def test_ranks_outside_the_mesh_know_what_is_invalidated() -> None:
     x = cut(mesh=Mesh((2,), (3, 1)))
     v, of_slice = x[1], x[:3][1]
     x.zero_()
@@ -166,7 +203,7 @@ def test_one_rank_has_views_as_torch_has() -> None:
 
 
 @world(3)
-def test_a_moved_view_may_be_what_its_original_is_changed_with() -> None:
+def test_a_redistributed_view_may_be_what_its_original_is_changed_with() -> None:
     x = cut()
     expected = VALUES.clone()
     for y in (x, expected):

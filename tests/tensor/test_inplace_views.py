@@ -65,13 +65,17 @@ def test_what_must_move_to_be_seen_that_way_moves_unless_others_would_miss_it() 
         x = sharded_values(layout, torch.arange(4.0).view(1, 4))
         x.squeeze_()
         assert x.full_tensor().tolist() == [0, 1, 2, 3]
+        x.mul_(2)
+        assert x.full_tensor().tolist() == [0, 2, 4, 6]
         watched = sharded_values(layout, torch.arange(4.0).view(1, 4)).requires_grad_() * 1
         with pytest.raises(RuleError) as caught:
             watched.squeeze_()
         return str(caught.value)
 
     (text,) = set(world(2).run(body))
-    assert text.startswith("squeeze_ works in place, but Layout((1, 4) as [Shard(0)] on Mesh(0=2)) has to be moved")
+    assert text.startswith(
+        "squeeze_ works in place, but Layout((1, 4) as [Shard(0)] on Mesh(0=2)) needs a redistribution"
+    )
 
 
 def test_a_leaf_is_torchs_error() -> None:
@@ -88,7 +92,7 @@ def test_a_leaf_is_torchs_error() -> None:
 @world(4)
 def test_a_copy_that_stands_for_a_view_is_not_changed_in_place_under_another_name(alias: Callable[[Any], Any]) -> None:
     x = distribute_tensor(torch.zeros(4, 4), Mesh((4,)), [Shard(0)])
-    with pytest.raises(RuleError, match="that had to be moved to be made"):
+    with pytest.raises(RuleError, match="that needed a redistribution"):
         alias(x.unfold(0, 2, 1)).add_(1)
 
 

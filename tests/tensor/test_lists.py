@@ -155,7 +155,7 @@ def test_lists_of_other_layouts_are_brought_to_those_of_the_first() -> None:
 @world(3)
 def test_lists_are_not_changed_through_copies_that_were_moved() -> None:
     x = distribute_tensor(torch.arange(12.0).reshape(4, 3), Mesh((3,)), [S0])
-    view: Tensor = x.view(3, 4)  # rows of another length: they had to be moved
+    view: Tensor = x.view(3, 4)  # rows of another length: they needed a redistribution
     with pytest.raises(RuleError, match="would not change"):
         torch._foreach_mul_([view], 2.0)
 

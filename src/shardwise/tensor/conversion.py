@@ -26,6 +26,7 @@ from shardwise.layout import (
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dtensor import DTensor, Tiling, default_mesh, plain, tag
+from shardwise.tensor.handlers.copies import track
 
 
 def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
@@ -44,9 +45,9 @@ def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = Non
     """A local tensor that is known to fit `layout`, sharing its storage; gradients flow back to it."""
     with DisableTorchFunctionSubclass():
         if not (torch.is_grad_enabled() and local.requires_grad):
-            return tag(local.detach(), layout)
+            return track(tag(local.detach(), layout))
         grad_layout = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
-        return tag(FromPlain.apply(local, layout, grad_layout), layout)  # type: ignore[no-untyped-call]
+        return track(tag(FromPlain.apply(local, layout, grad_layout), layout))  # type: ignore[no-untyped-call]
 
 
 def from_local(

@@ -19,6 +19,7 @@ from shardwise.layout import Layout
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.gradients import as_cotangent
 from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.handlers.copies import track
 
 Layouts = tuple[Layout | None, ...]
 
@@ -104,11 +105,11 @@ def _local_gradient(grad: Any, of: Layout | None) -> Any:
 
 def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> Any:
     if issubclass(cls, of_modules.BackwardHookFunction):
-        return BackwardHookFunction.apply(*args)  # type: ignore[no-untyped-call]
+        return track(BackwardHookFunction.apply(*args))  # type: ignore[no-untyped-call]
     out = original.__get__(None, _on_dtensors(cls))(*args, **kwargs)
     if isinstance(out, Tensor) and type(out) is not DTensor:  # an input that was returned: torch made a view of it
         layout = next((x._layout for x in args if type(x) is DTensor and x.shape == out.shape), None)
-        return out if layout is None else tag(out, layout)
+        return out if layout is None else track(tag(out, layout))
     return out
 
 

@@ -23,7 +23,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import meshes, seeds
 from shardwise.tensor.dispatch.promotion import promoted
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.handlers.copies import before_change, copied, outdate
+from shardwise.tensor.handlers.copies import before_change, copies_of, invalidate, track
 from shardwise.trace.comm_trace import Cause
 
 
@@ -92,7 +92,7 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     assert mesh is not None or not entered
     operands = {id(wrapper): dtensor for dtensor, wrapper in entered.values()}
-    return pytree.tree_map(lambda x: operands.get(id(x), x.dtensor) if isinstance(x, Wrapper) else x, out)
+    return track(pytree.tree_map(lambda x: operands.get(id(x), x.dtensor) if isinstance(x, Wrapper) else x, out))
 
 
 # ---- replicated -----------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     mesh = first._layout.mesh
     generator = next((x for x in leaves if isinstance(x, torch.Generator)), None)
     seeded = torch.Tag.nondeterministic_seeded in func.tags
-    outdated = [copy for x in written for copy in before_change(str(func), x)]
+    copies = [copy for x in written for copy in before_change(str(func), x)]
     view = not written and any(a.alias_info is not None for a in func._schema.arguments)
     copies_view = view and not first._layout.is_replicated
     if meshes.outside(mesh):
         if seeded:
             seeds.draw_seed(mesh, generator)
-        outdate(outdated)
+        invalidate(copies)
         return args[0] if written else meshes.nothing(func, None, mesh, args, kwargs, view, copies_view)
     full = _gathered(func, leaves, written, why)
 
@@ -130,7 +130,7 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
         out = func(*args, **kwargs)
         for x in {id(x): x for x in written}.values():
             _reshard_written(func, x, full[id(x)])
-    outdate(outdated)
+    invalidate(copies)
     originals = {id(full[id(x)]): x for x in written}
 
     def as_dtensor(x: Any) -> Any:
@@ -139,7 +139,7 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
         original = originals.get(id(x))
         return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)) if original is None else original
 
-    return pytree.tree_map(as_dtensor, copied(out, first) if copies_view else out)
+    return pytree.tree_map(as_dtensor, copies_of(first, out) if copies_view else out)
 
 
 def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[DTensor]:

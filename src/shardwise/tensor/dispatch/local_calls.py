@@ -18,7 +18,7 @@ from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.recipes import Found
 from shardwise.tensor.dispatch.results import as_dtensors, layouts_of_results
 from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
-from shardwise.tensor.handlers.copies import copied
+from shardwise.tensor.handlers.copies import copies_of
 from shardwise.trace.capture_hooks import tracing_paused
 
 
@@ -86,7 +86,7 @@ class _CopyCall(ReadsLayouts):
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return copied(self.call(*args, **kwargs), _first_dtensor(args, kwargs))
+        return copies_of(_first_dtensor(args, kwargs), self.call(*args, **kwargs))
 
 
 class _RedistributeCall(ReadsLayouts):
@@ -101,7 +101,7 @@ class _RedistributeCall(ReadsLayouts):
         recipe, ctx, locals_, named = prepare_operands(self.found, args, kwargs)
         out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
         if recipe.copied:
-            out = copied(out, _first_dtensor(args, kwargs))
+            out = copies_of(_first_dtensor(args, kwargs), out)
         return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
 
 

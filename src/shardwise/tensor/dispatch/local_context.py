@@ -13,7 +13,7 @@ from shardwise.redistribute import transfers
 from shardwise.redistribute.fetch import fetch
 from shardwise.tensor.dispatch import seeds
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
-from shardwise.tensor.handlers.copies import marked
+from shardwise.tensor.handlers.copies import mark_copy
 from shardwise.trace.comm_trace import Cause
 
 
@@ -92,7 +92,7 @@ class RankContext:
         return seeds.draw_seed(self.layouts[0].mesh, generator)
 
     def mark_copy(self, x: Tensor) -> Tensor:
-        return marked(x)
+        return mark_copy(x)
 
     def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
         layouts, model = list(self.layouts), self.layouts[like]

@@ -16,7 +16,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.handlers.copies import copied
+from shardwise.tensor.handlers.copies import copies_of
 from shardwise.trace.comm_trace import Cause
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -122,7 +122,7 @@ def nothing(
             return tag(local, layout)
 
         out = pytree.tree_map(empty, metas)
-        return copied(out, operands[0]) if view and copies else out
+        return copies_of(operands[0], out) if view and copies else out
 
 
 class _Nothing(torch.autograd.Function):

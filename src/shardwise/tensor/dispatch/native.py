@@ -10,7 +10,7 @@ from shardwise.rules.registry import amend
 from shardwise.rules.row import Op
 from shardwise.rules.shapes.reshape import row_major
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.handlers.copies import marked
+from shardwise.tensor.handlers.copies import mark_copy
 
 
 def _view_or_copy(x: Tensor, size: Any) -> Tensor:
@@ -18,7 +18,7 @@ def _view_or_copy(x: Tensor, size: Any) -> Tensor:
     try:
         return x.view(size)
     except RuntimeError:
-        return marked(x.reshape(size))
+        return mark_copy(x.reshape(size))
 
 
 def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:

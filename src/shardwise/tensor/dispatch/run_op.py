@@ -29,7 +29,7 @@ from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors,
 from shardwise.tensor.dispatch.recipes import Found
 from shardwise.tensor.dispatch.results import as_dtensors
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.handlers.copies import before_change, outdate
+from shardwise.tensor.handlers.copies import before_change, invalidate
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
 # What runs on the local tensors, and the layouts of its results; None if it works in place.
@@ -57,7 +57,7 @@ def run(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
             out = call_under_hooks(op, args, kwargs, layout is None)
         if type(layout) is not Layout:
             if copies:
-                outdate(copies)
+                invalidate(copies)
             return args[0] if layout is None else as_dtensors(out, layout)
         if type(out) is not DTensor:
             out.__class__ = DTensor
@@ -86,7 +86,7 @@ def _run_cold(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[An
     on_all_ranks = mesh.size() == collectives.world_size()
     copies = before_change(name_of(func), args[0]) if rule.in_place else ()
     if not (on_all_ranks or rule.random) and meshes.outside(mesh):
-        outdate(copies)
+        invalidate(copies)
         views = rule.view, recipe.copied
         return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs, *views)
     call = with_consistent_errors(rule, func, recipe, local_call(rule, found))
@@ -95,7 +95,7 @@ def _run_cold(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[An
         # Simulated ranks share the cache, so a call that some of them do not make is not cached.
         if on_all_ranks and NO_KEY not in key and not recipe.redistributed and not recipe.rows:
             recipes.remember(_warm, key, (call, recipe.output))
-        outdate(copies)
+        invalidate(copies)
         if recipe.rows:
             return out
         return args[0] if recipe.output is None else as_dtensors(out, recipe.output)

@@ -15,6 +15,7 @@ from shardwise.tensor.autograd import gradients
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
+from shardwise.tensor.handlers.copies import track
 from shardwise.trace.comm_trace import Cause
 
 # What is the same for the local and the global tensor.
@@ -96,7 +97,10 @@ def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if attribute == "data":
         value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
         with DisableTorchFunctionSubclass():
-            return remembering(x, tag(func(*args), x._layout)) if value is None else func(x, value)
+            if value is None:
+                return remembering(x, tag(func(*args), x._layout))
+            func(x, value)
+            return track(x)  # the value may be a copy where torch gives a view
     if attribute == "_base" and same(func, args, kwargs) is None:
         return None
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
@@ -125,7 +129,7 @@ def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         refuse(Tensor.set_, (x, *args), kwargs)
     value = _in_layout_of(x, args[0], "set_()")
     with DisableTorchFunctionSubclass():
-        return Tensor.set_(x, value)  # type: ignore[call-overload, no-any-return]
+        return track(Tensor.set_(x, value))  # type: ignore[call-overload, no-any-return]
 
 
 @handler(Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn)

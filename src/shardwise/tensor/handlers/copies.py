@@ -1,14 +1,17 @@
-"""Copies where torch gives views: a view of a sharded tensor that had to be redistributed shares no memory with it.
+"""Copies where torch gives views: a view of a sharded tensor that needed a redistribution shares no memory with it.
 
-An in-place op on such a copy is refused, because the original would not change. An in-place op on the original outdates
-its live copies: they hold old values, so every later use of one is an error. Both follow from storages, which all views
-of a tensor share, and both happen on all ranks, also on those that sent nothing.
+    v = x[1]    # x is sharded along dim 0: every rank gets a copy of the row
+    v.add_(1)   # an error: x would not change
+    x.add_(1)   # invalidates v, v[0] and v.detach(), which have the old values
+    v.sum()     # an error
+
+Both errors are raised on all ranks, also on those that sent nothing. All views of a tensor share its storage, so the
+storage says whether a tensor is such a copy.
 """
 
-import gc
-from collections.abc import Iterable, Iterator
-from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,130 +21,130 @@ from shardwise.errors import RuleError
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 
-_storage_of: Any = torch._C.TensorBase.untyped_storage
+T = TypeVar("T")
+_storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
 
 
 class Copy:
-    """One view that had to be moved; its storages keep it, and the storage of the original refers to it weakly."""
+    """The memory of one redistributed view. Its storage refers to it; the storage of the original does so weakly."""
 
-    __slots__ = ("__weakref__", "listed", "tensors")
+    __slots__ = ("__weakref__", "registered_in", "tensors")
 
-    def __init__(self, tensors: Iterable[Tensor], listed: "list[WeakSet[Copy]]") -> None:
-        self.tensors: list[ReferenceType[Tensor]] = [ref(x) for x in tensors]
-        self.listed = listed  # where its original, and what that may be a copy of, list their copies
-        for copies in listed:
+    def __init__(self, registered_in: "list[WeakSet[Copy]]") -> None:
+        self.tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # all that use the memory, by id
+        self.registered_in = registered_in  # the copies of its original, and of what that may be a copy of
+        for copies in registered_in:
             copies.add(self)
+
+    def add(self, x: Tensor) -> None:
+        """Let `x`, which uses this memory, be invalidated with it, and what a torch function makes from `x`."""
+        if not x.is_sparse:
+            _storage_of(x)._copy = self  # type: ignore[attr-defined]
+            self.tensors[id(x)] = x
+            x.__torch_function__ = _dispatch_and_track  # type: ignore[method-assign]
 
 
 LIVING: WeakSet[Copy] = WeakSet()
 
 
-class Outdated(DTensor):
-    """What a moved view becomes when its original is changed in place."""
+def _dispatch_and_track(func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    """`DTensor.__torch_function__` of a copy alone, so that other tensors do not pay for finding its views."""
+    return track(DTensor._dispatch(func, args, kwargs or {}))
+
+
+def track(out: T) -> T:
+    """`out`, a tensor or several: those that use the memory of a copy will be invalidated with it."""
+    with DisableTorchFunctionSubclass():
+        for x in out if isinstance(out, list | tuple) else [out]:
+            if type(x) is DTensor and not x.is_sparse:
+                copy: Copy | None = vars(_storage_of(x)).get("_copy")
+                if copy is not None:
+                    copy.add(x)
+    return out
+
+
+class InvalidatedView(DTensor):
+    """What a redistributed view becomes when its original is changed in place: every use is an error."""
 
     @property
-    def _layout(self) -> Any:  # type: ignore[override]
-        return _refuse()
+    def _layout(self) -> NoReturn:  # type: ignore[override]
+        _raise_invalidated()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        return _refuse()
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> NoReturn:
+        _raise_invalidated()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "DTensor(a moved view whose original was changed in place)"
+        return "DTensor(a copy where torch gives a view; the original was changed in place afterwards)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return _refuse()  # type: ignore[no-any-return]
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _raise_invalidated()
 
-    def detach(self) -> DTensor:
-        return _refuse()  # type: ignore[no-any-return]
+    def detach(self) -> NoReturn:
+        _raise_invalidated()
 
 
-def _refuse() -> Any:
+def _raise_invalidated() -> NoReturn:
     raise RuleError(
-        "This view had to be moved to be made, so it is a copy; its original was changed in place since, and it would "
-        "show old values. Fix: make the view again after the change, or clone() it if the old values are meant."
+        "This view of a sharded tensor needed a redistribution, so it is a copy. The original was changed in place "
+        "afterwards, and the copy has the old values. Fix: make the view again after the change, or clone() it if the "
+        "old values are meant."
     )
 
 
-def marked(local: Tensor) -> Tensor:
-    """`local`, as a copy where a view is expected: changing it in place is refused."""
-    return _kept(local, Copy((), []))
+def mark_copy(local: Tensor) -> Tensor:
+    """`local`, a copy where torch gives a view: it cannot be changed in place, but nothing invalidates it."""
+    with DisableTorchFunctionSubclass():
+        _storage_of(local)._copy = Copy([])  # type: ignore[attr-defined]
+    return local
 
 
-def copied(out: Any, original: Tensor) -> Any:
-    """What an op gives where torch gives views of `original`: copies on every rank, and known to be."""
+def copies_of(original: Tensor, out: Any) -> Any:
+    """The result of an op where torch gives views of `original`: copies of it, on every rank."""
     with DisableTorchFunctionSubclass():
         if original.is_sparse:
             return out
-        storage = original.untyped_storage()
-
-        def own(x: Tensor) -> Tensor:
-            return x.clone() if _storage_of(x) is storage else x
-
-        several = isinstance(out, list | tuple)
-        outs = [own(x) for x in (out if several else [out])]
+        storage = _storage_of(original)
         known = vars(storage)
-        copy = Copy(
-            outs,
-            [LIVING, known.setdefault("_copies", WeakSet()), *(known["_copy"].listed[1:] if "_copy" in known else ())],
-        )
+        outer: list[WeakSet[Copy]] = known["_copy"].registered_in[1:] if "_copy" in known else []
+        copy = Copy([LIVING, known.setdefault("_copies", WeakSet()), *outer])
+        several = isinstance(out, list | tuple)
+        outs = [x.clone() if _storage_of(x) is storage else x for x in (out if several else [out])]
         for x in outs:
-            _kept(x, copy)
+            copy.add(x)
         return type(out)(outs) if several else outs[0]
 
 
-def _kept(x: Tensor, copy: Copy) -> Tensor:
-    with DisableTorchFunctionSubclass():
-        if not x.is_sparse:
-            x.untyped_storage()._copy = copy  # type: ignore[attr-defined]  # views and detach() share it
-    return x
-
-
 def before_change(name: str, x: DTensor) -> Iterable[Copy]:
-    """Ask this before `x` is changed in place, and `outdate` what it gives afterwards: the op may read those copies.
+    """Call this before `x` is changed in place. `invalidate` the result afterwards: the op may read those copies.
 
     Raises:
-        RuleError: nothing of the original would change, for `x` is a view of a copy.
+        RuleError: `x` is a copy, or a view of one, so the original would not change.
     """
     with DisableTorchFunctionSubclass():
-        known = None if x.is_sparse else vars(x.untyped_storage())
+        known = None if x.is_sparse else vars(_storage_of(x))
     if not known:
         return ()
     if "_copy" in known:
         raise RuleError(
-            f"{name} works in place on a view of {x._layout} that had to be moved to be made, so the original "
-            f"would not change. Fix: change the original, or clone() the view if only that is to change."
+            f"{name} works in place on a view as {x._layout} that needed a redistribution, so it is a copy and the "
+            f"original would not change. Fix: change the original, or clone() the view if only that is to change."
         )
     return known.get("_copies", ())  # type: ignore[no-any-return]
 
 
-def before_changes(name: str, tensors: Iterable[Any]) -> list[Copy]:
+def before_changes(name: str, tensors: Iterable[object]) -> list[Copy]:
     """The same for many tensors, most of which are no views and have none."""
     with DisableTorchFunctionSubclass():
         changed = [x for x in tensors if type(x) is DTensor and (LIVING or x._is_view())]
     return [copy for x in changed for copy in before_change(name, x)]
 
 
-def outdate(copies: Iterable[Copy]) -> None:
-    """Turn the tensors of these copies, and views of them, into what refuses to be read."""
-    with DisableTorchFunctionSubclass():
-        for copy in list(copies):
-            for listed in copy.listed:
-                listed.discard(copy)
-            for x in _tensors_of(copy):
-                x.__class__ = Outdated
-
-
-def _tensors_of(copy: Copy) -> Iterator[Tensor]:
-    """Those that were made with the copy, and, where something else uses their storages, views of them."""
-    made = [x for x in (known() for known in copy.tensors) if x is not None]
-    users = len({id(y) for x in made for y in (x, x._base) if y is not None}) + len({id(_storage_of(x)) for x in made})
-    if not made or sum(torch._C._storage_Use_Count(s._cdata) for s in {_storage_of(x) for x in made}) > users:
-        yield from [x for x in gc.get_objects() if type(x) is DTensor and _is_of(x, copy)]
-    else:
-        yield from made
-
-
-def _is_of(x: DTensor, copy: Copy) -> bool:
-    return not x.is_sparse and getattr(x.untyped_storage(), "_copy", None) is copy
+def invalidate(copies: Iterable[Copy]) -> None:
+    """Let every later use of these copies raise."""
+    for copy in list(copies):
+        for registered in copy.registered_in:
+            registered.discard(copy)
+        for x in copy.tensors.values():
+            del x.__torch_function__
+            x.__class__ = InvalidatedView

@@ -27,11 +27,11 @@ def _becomes(view: Any) -> Handler:
                 torch.Tensor.as_strided_(x, new.shape, new.stride(), new.storage_offset())
             elif x._is_view() or x.requires_grad:
                 raise RuleError(
-                    f"{name_of(func)} works in place, but {x._layout} has to be moved to be seen that way, and neither "
-                    f"its views nor its gradients would follow. Fix: use the op that returns a new tensor."
+                    f"{name_of(func)} works in place, but {x._layout} needs a redistribution for this view, and "
+                    f"neither its views nor its gradients would follow. Fix: use the op that returns a new tensor."
                 )
             else:
-                torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+                torch.Tensor.data.__set__(x, new.clone())  # type: ignore[attr-defined]
             x._layout = out._layout
             x._spec = x._tiling = None  # of the old shape
         return x

@@ -10,7 +10,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.layout import Box, split_by_boxes
 from shardwise.tensor.dtensor import DTensor, plain
-from shardwise.tensor.handlers.copies import before_change, outdate
+from shardwise.tensor.handlers.copies import before_change, invalidate
 
 
 def write_number(x: DTensor, index: Any, value: float) -> bool:
@@ -23,7 +23,7 @@ def write_number(x: DTensor, index: Any, value: float) -> bool:
         rank = collectives.rank()
         neutral = x._layout.identity_element(rank)
         _write(plain(x), x._layout.boxes(rank), indices, value if neutral is None else neutral)
-    outdate(copies)
+    invalidate(copies)
     return True
 
 

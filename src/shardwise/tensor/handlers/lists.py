@@ -17,7 +17,7 @@ from shardwise.rules.registry import handler_of_family
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.meshes import outside
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.handlers.copies import before_changes, outdate
+from shardwise.tensor.handlers.copies import before_changes, invalidate
 from shardwise.trace.comm_trace import Cause
 
 LINEAR = ("_foreach_neg", "_foreach_zero")  # for Partial tensors as well
@@ -50,7 +50,7 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _found_anywhere(args[1], lead)
     if copies:
-        outdate(copies)
+        invalidate(copies)
     if in_place or out is None:
         return out
     return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])

@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.handlers.copies import LIVING, before_changes, outdate
+from shardwise.tensor.handlers.copies import LIVING, before_changes, invalidate
 
 # Whose new values of an element depend on nothing but that element's gradient and state.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -98,7 +98,7 @@ def _step(optimizer: Optimizer) -> None:
     copies = before_changes("an optimiser's step", _parameters(optimizer) if LIVING else ())
     with DisableTorchFunctionSubclass():
         step(optimizer)
-    return outdate(copies)
+    return invalidate(copies)
 
 
 def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
