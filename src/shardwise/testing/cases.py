@@ -6,16 +6,18 @@ import itertools
 import pickle
 import traceback
 import unittest
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import torch
 
-from shardwise.collectives import barrier, fingerprint, init_device_mesh, rank, world_size
+from shardwise.collectives import DeviceMesh, barrier, fingerprint, init_device_mesh, rank, world_size
 from shardwise.errors import RemoteRankError, summary
+from shardwise.layout import Mesh
+from shardwise.rules.row import Args, Kwargs
 from shardwise.testing.assertions import TensorAssertions
 from shardwise.testing.converter import DTensorConverter
 from shardwise.testing.failures import DeadlockError, point_at
@@ -43,63 +45,48 @@ def skip_unless_torch_gpu(method: F) -> F:
 
 
 @dataclass(frozen=True)
-class _RankTest:
-    """What a rank needs to run a test; pickled for real ranks.
+class _TestRun:
+    """A test as each rank runs it; pickled for real ranks.
 
     Attributes:
-        home: the class of the test.
-        made: attributes that setUp made, pickled.
+        test_class: of the test.
+        attributes: those that setUp made, pickled.
         unpicklable: why others of them cannot be pickled, by name.
-        compared: whether ranks compare their collectives before they make them, as simulated ranks always do.
+        fingerprinted: whether ranks compare their collectives before they make them, as simulated ranks always do.
     """
 
-    home: Reference | type["RankedTestCase"]
+    test_class: Reference | type["RankedTestCase"]
     method: str
-    made: bytes
+    attributes: bytes
     unpicklable: Mapping[str, str]
-    compared: bool
+    fingerprinted: bool
 
-    def run(self) -> tuple[str | None, int]:
-        """Run the test on this rank; why it was skipped, if it was, and the size of the world it left behind."""
-        home = self.home.resolve() if isinstance(self.home, Reference) else self.home
-        case: RankedTestCase = home(self.method)
+    def on_this_rank(self) -> tuple[str | None, int]:
+        """Run the test; why it was skipped, if it was, and the size of the world it left behind."""
+        test_class = self.test_class.resolve() if isinstance(self.test_class, Reference) else self.test_class
+        case: RankedTestCase = test_class(self.method)
         case.rank = rank()
-        vars(case).update(pickle.loads(self.made), _unpicklable=self.unpicklable)  # noqa: S301 - from our own parent
+        vars(case).update(pickle.loads(self.attributes), _unpicklable=self.unpicklable)  # noqa: S301 - our parent's
         torch.manual_seed(_SEED)
         skipped: str | None = None
+        failure: BaseException | None = None
         try:
             case.perThreadSetUp()
-            with fingerprint() if self.compared else nullcontext():
-                getattr(home, self.method)(case)
+            with fingerprint() if self.fingerprinted else nullcontext():
+                getattr(test_class, self.method)(case)
         except unittest.SkipTest as skip:
             skipped = str(skip)
         except BaseException as error:
-            _leave(case, error)
+            failure = error
             raise
-        _leave(case, None)
+        finally:
+            _tear_down(case, failure)
         return skipped, world_size()
 
 
-def _run(test: _RankTest) -> tuple[str | None, int]:
-    return test.run()
-
-
-def _skip_alike(reasons: Sequence[str | None]) -> None:
-    """Skip the test if all ranks did."""
-    ran = [rank for rank, reason in enumerate(reasons) if reason is None]
-    skipped = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-    if skipped and ran:
-        raise AssertionError(
-            f"Ranks {', '.join(map(str, skipped))} skipped this test ({min(skipped.items())[1]}), but "
-            f"ranks {', '.join(map(str, ran))} ran it. Fix: skip on all ranks, or on none."
-        )
-    if skipped:
-        raise unittest.SkipTest(skipped[0])
-
-
-def _leave(case: "RankedTestCase", failure: BaseException | None) -> None:
+def _tear_down(case: "RankedTestCase", failure: BaseException | None) -> None:
     """Clean up on a rank. What a test raised counts for more than what its cleanup raises after that."""
-    cleanups: list[tuple[Callable[..., Any], Any, Any]] = vars(case)["_cleanups"]
+    cleanups: list[tuple[Callable[..., object], Args, Kwargs]] = vars(case)["_cleanups"]
     try:
         case.perThreadTearDown()
         while cleanups:
@@ -109,6 +96,20 @@ def _leave(case: "RankedTestCase", failure: BaseException | None) -> None:
         if failure is None:
             raise
         failure.add_note(f"the cleanup after it raised {summary(error)}")
+
+
+def _skip_if_skipped(reasons: Sequence[str | None]) -> None:
+    """Skip the test if all ranks did; an error if only some of them did."""
+    skipped = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if not skipped:
+        return
+    ran = [str(rank) for rank in range(len(reasons)) if rank not in skipped]
+    if ran:
+        raise AssertionError(
+            f"Ranks {', '.join(map(str, skipped))} skipped this test ({min(skipped.items())[1]}), but "
+            f"ranks {', '.join(ran)} ran it. Fix: skip on all ranks, or on none."
+        )
+    raise unittest.SkipTest(skipped[0])
 
 
 class RankedTestCase(TensorAssertions):
@@ -132,10 +133,10 @@ class RankedTestCase(TensorAssertions):
         self.rank = self.MAIN_PROCESS_RANK
         test = getattr(self, name, None)
         if test is not None:
-            setattr(self, name, self._started(test))
-        self._born_with = frozenset({*vars(self), "_born_with"})
+            setattr(self, name, self._test_on_ranks(test))
+        self._initial_attributes = frozenset({*vars(self), "_initial_attributes"})
 
-    def _started(self, test: Callable[[], object]) -> MethodType:
+    def _test_on_ranks(self, test: Callable[[], object]) -> MethodType:
         @functools.wraps(test)
         def start(self: RankedTestCase) -> None:
             __tracebackhide__ = True
@@ -146,19 +147,19 @@ class RankedTestCase(TensorAssertions):
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         raise NotImplementedError("Derive tests from DTensorTestBase or DTensorOpTestBase.")
 
-    def _rank_test(self, home: "Reference | type[RankedTestCase]", test: Callable[[], object]) -> _RankTest:
-        made = {name: value for name, value in vars(self).items() if name not in self._born_with}
+    def _test_run(self, test_class: "Reference | type[RankedTestCase]") -> _TestRun:
+        made = {name: value for name, value in vars(self).items() if name not in self._initial_attributes}
         unpicklable: dict[str, str] = {}
         try:
             pickled = pickle.dumps(made)
         except Exception:  # noqa: BLE001 - whatever a pickle may raise
             unpicklable = {name: why for name, value in made.items() if (why := why_not_picklable(value)) is not None}
             pickled = pickle.dumps({name: value for name, value in made.items() if name not in unpicklable})
-        return _RankTest(home, self._testMethodName, pickled, unpicklable, isinstance(home, Reference))
+        return _TestRun(test_class, self._testMethodName, pickled, unpicklable, isinstance(test_class, Reference))
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> NoReturn:
             if name in self._unpicklable:
                 raise AttributeError(
                     f"{name!r} was made where the test was started and cannot be sent to the ranks "
@@ -187,7 +188,11 @@ class RankedTestCase(TensorAssertions):
         return init_device_mesh(self.device_type, (self.world_size,))
 
     def run_subtests(
-        self, subtest_config: Mapping[str, Sequence[Any]], test_fn: Callable[..., object], *args: Any, **kwargs: Any
+        self,
+        subtest_config: Mapping[str, Sequence[Any]],
+        test_fn: Callable[..., object],
+        *args: object,
+        **kwargs: object,
     ) -> None:
         """Call `test_fn(*args, **kwargs, name=value, …)` for every combination of values, ranks side by side.
 
@@ -204,7 +209,9 @@ class RankedTestCase(TensorAssertions):
                     raise
             barrier(tuple(range(world_size())))
 
-    def _test_op(self, mesh: Any, op_call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _test_op(
+        self, mesh: Mesh | DeviceMesh, op_call: Callable[..., object], *args: object, **kwargs: object
+    ) -> None:
         """Compare `op_call` of plain tensors with that of DTensors, in every combination of the converter."""
         expected = op_call(*args, **kwargs)
         converter = DTensorConverter(mesh, args, kwargs)
@@ -215,14 +222,10 @@ class RankedTestCase(TensorAssertions):
 
 def _show_test(error: BaseException, test: Callable[[], object]) -> None:
     """Let the report of an error that has no line of the user's code show the test."""
-    if not any(place.is_user_code for place in _places(error)):
+    frames = ((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    if not any(StackFrame(code.co_filename, line, code.co_name).is_user_code for code, line in frames):
         code = inspect.unwrap(test).__code__
         point_at(error, StackFrame(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
-
-
-def _places(error: BaseException) -> Iterator[StackFrame]:
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        yield StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 class DTensorOpTestBase(RankedTestCase):
@@ -233,8 +236,9 @@ class DTensorOpTestBase(RankedTestCase):
 
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         __tracebackhide__ = True
-        ends = run_on_threads(self.world_size, self.timeout, _run, [self._rank_test(type(self), test)], {})
-        _skip_alike([reason for reason, _ in ends])
+        run = self._test_run(type(self))
+        results = run_on_threads(self.world_size, self.timeout, run.on_this_rank, (), {})
+        _skip_if_skipped([reason for reason, _ in results])
 
 
 class DTensorTestBase(RankedTestCase):
@@ -257,15 +261,17 @@ class DTensorTestBase(RankedTestCase):
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         __tracebackhide__ = True
         backend = self._backend = self._checked(getattr(test, "_backend", None))
-        rank_test, size = self._rank_test(refer(type(self)), test), self.world_size
+        run, size = self._test_run(refer(type(self))), self.world_size
         try:
-            ends = run_on_processes(size, self.timeout, _run, [rank_test], {}, backend=backend, called=self.id())
+            results = run_on_processes(
+                size, self.timeout, _TestRun.on_this_rank, [run], {}, backend=backend, called=self.id()
+            )
         except (DeadlockError, RemoteRankError) as error:
             _show_test(error, test)
             raise
-        if any(left != size for _, left in ends):  # the test has ended the world
+        if any(left != size for _, left in results):  # the test has ended the world
             renew_pool(size, backend)
-        _skip_alike([reason for reason, _ in ends])
+        _skip_if_skipped([reason for reason, _ in results])
 
     def _checked(self, backend: str | None) -> str:
         wanted = self.backend if backend is None else backend
@@ -302,7 +308,7 @@ class DTensorTestBase(RankedTestCase):
 def with_comms(eager_init: F) -> F: ...
 @overload
 def with_comms(eager_init: bool = ..., backend: str | None = ...) -> Callable[[F], F]: ...
-def with_comms(eager_init: Any = False, backend: str | None = None) -> Any:
+def with_comms(eager_init: bool | F = False, backend: str | None = None) -> F | Callable[[F], F]:
     """Decorate a test method, with or without arguments: `init_pg` before it and `destroy_pg` after it.
 
     Where the case has no `init_pg`, as on simulated ranks, the test runs as it is.
@@ -316,7 +322,7 @@ def with_comms(eager_init: Any = False, backend: str | None = None) -> Any:
 
     def decorate(test: F) -> F:
         @functools.wraps(test)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        def wrapper(self: DTensorTestBase, *args: object, **kwargs: object) -> None:
             __tracebackhide__ = True
             if not hasattr(self, "init_pg"):
                 test(self, *args, **kwargs)
@@ -325,7 +331,7 @@ def with_comms(eager_init: Any = False, backend: str | None = None) -> Any:
             test(self, *args, **kwargs)
             self.destroy_pg()
 
-        wrapper._backend = backend  # type: ignore[attr-defined]
-        return wrapper  # type: ignore[return-value]
+        vars(wrapper)["_backend"] = backend
+        return cast("F", wrapper)
 
     return decorate
