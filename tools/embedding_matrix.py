@@ -32,6 +32,7 @@ from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardwise.tensor import tag
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.judge import tensor_difference
 
 ROWS, COLS = 7, 5
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -385,11 +386,7 @@ def differs(got: Tensor | None, want: Tensor | None, limit: float) -> str | None
     """How two outcomes differ by more than `limit`, relative or absolute; None for not at all."""
     if got is None or want is None:
         return None if got is want else f"{got} instead of {want}"
-    try:
-        torch.testing.assert_close(got, want, rtol=limit, atol=limit)
-    except AssertionError as error:
-        return " ".join(str(error).split())
-    return None
+    return tensor_difference(got, want, lambda _: (limit, limit)) or None
 
 
 # ---- which cases ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +67,10 @@ def mismatched(got: Tensor, want: Tensor, bounds: Bounds) -> Tensor:
     return ~torch.isclose(got.to(wide), want.to(wide), rtol=rtol, atol=atol, equal_nan=True)
 
 
-Pair = tuple[str, Any, Any]  # what it is, what came out, what plain torch gives
+Pair = tuple[str, object, object]  # what it is, what came out, what plain torch gives
 
 
-def pairs(what: str, got: Any, want: Any) -> Iterator[Pair]:
+def pairs(what: str, got: object, want: object) -> Iterator[Pair]:
     """Results one by one; looks into lists, tuples and dicts."""
     if isinstance(got, list | tuple) and isinstance(want, list | tuple) and len(got) == len(want):
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -83,31 +82,32 @@ def pairs(what: str, got: Any, want: Any) -> Iterator[Pair]:
         yield what, got, want
 
 
-def largest_difference(found: Sequence[Pair], tolerance: Tolerance, ranks: tuple[int, ...]) -> Difference | None:
+def largest_difference(results: Sequence[Pair], tolerance: Tolerance, ranks: tuple[int, ...]) -> Difference | None:
     """The largest difference that any of `ranks` sees; None where all of them see none. All of them must call."""
-    seen = [d for what, got, want in found if (d := _difference(what, got, want, tolerance)) is not None]
-    own = max(seen, key=lambda d: d.size, default=None)
-    said: Any = None if own is None else asdict(own)
-    every = [
-        Difference(**answer | {"index": tuple(answer["index"]), "rank": rank})
-        for rank, answer in zip(ranks, collectives.gather_json(said, ranks), strict=True)
-        if answer is not None
+    local = _largest([_difference(what, got, want, tolerance) for what, got, want in results])
+    by_rank = collectives.gather_json(None if local is None else asdict(local), ranks)
+    differences = [
+        Difference(**fields | {"index": tuple(fields["index"]), "rank": rank})
+        for rank, fields in zip(ranks, by_rank, strict=True)
+        if fields is not None
     ]
-    return max(every, key=lambda d: d.size, default=None)
+    return _largest(differences)
 
 
-def _difference(what: str, got: Any, want: Any, tolerance: Tolerance) -> Difference | None:
-    if isinstance(got, DTensor) and isinstance(want, Tensor):
-        layout = got._layout
-        if layout.shape != tuple(want.shape) or plain(got).dtype != want.dtype:
-            return Difference(what, math.inf, f"{layout.shape} {plain(got).dtype}", f"{tuple(want.shape)} {want.dtype}")
-        if layout.mesh.coordinate(collectives.rank()) is None:
-            return None
-        return _local_difference(what, to_layout(got, layout.reduced()), want, tolerance)
+def _largest(differences: Sequence[Difference | None]) -> Difference | None:
+    return max((d for d in differences if d is not None), key=lambda d: d.size, default=None)
+
+
+def _difference(what: str, got: object, want: object, tolerance: Tolerance) -> Difference | None:
     if isinstance(got, Tensor) and isinstance(want, Tensor):
-        if got.shape != want.shape or got.dtype != want.dtype:
-            return Difference(what, math.inf, f"{tuple(got.shape)} {got.dtype}", f"{tuple(want.shape)} {want.dtype}")
-        return _tensor_difference(what, got, want, (0,) * got.ndim, tolerance)
+        shape, dtype = tuple(got.shape), plain(got).dtype if isinstance(got, DTensor) else got.dtype
+        if shape != tuple(want.shape) or dtype != want.dtype:
+            return Difference(what, math.inf, f"{shape} {dtype}", f"{tuple(want.shape)} {want.dtype}")
+        if not isinstance(got, DTensor):
+            return _tensor_difference(what, got, want, (0,) * got.ndim, tolerance)
+        if got._layout.mesh.coordinate(collectives.rank()) is None:
+            return None
+        return _local_difference(what, to_layout(got, got._layout.reduced()), want, tolerance)
     if isinstance(got, float) and isinstance(want, float):
         return _tensor_difference(what, torch.tensor(got).double(), torch.tensor(want).double(), (), tolerance)
     if isinstance(got, Tensor) or isinstance(want, Tensor) or type(got) is not type(want) or got != want:
@@ -115,7 +115,7 @@ def _difference(what: str, got: Any, want: Any, tolerance: Tolerance) -> Differe
     return None
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return f"a {type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.80}"
 
 
@@ -123,30 +123,29 @@ def _local_difference(what: str, got: DTensor, want: Tensor, tolerance: Toleranc
     """Compares the local boxes with those of the full result, so that each replica is checked."""
     boxes = got._layout.boxes(collectives.rank())
     full = Box((0,) * want.ndim, tuple(want.shape))
-    seen = [
-        _tensor_difference(what, view, want[box.relative_to(full)], box.offsets, tolerance)
-        for box, view in zip(boxes, split_by_boxes(plain(got), boxes), strict=True)
-    ]
-    return max((d for d in seen if d is not None), key=lambda d: d.size, default=None)
+    views = split_by_boxes(plain(got), boxes)
+    return _largest(
+        [
+            _tensor_difference(what, view, want[box.relative_to(full)], box.offsets, tolerance)
+            for box, view in zip(boxes, views, strict=True)
+        ]
+    )
 
 
 def _tensor_difference(
-    what: str, got: Tensor, want: Tensor, at: tuple[int, ...], tolerance: Tolerance
+    what: str, got: Tensor, want: Tensor, offsets: tuple[int, ...], tolerance: Tolerance
 ) -> Difference | None:
-    if not got.numel():
-        return None
     wrong = mismatched(got, want, tolerance.bounds)
     if not wrong.any():
         return None
     wide = torch.complex128 if want.is_complex() else torch.float64
-    apart = (got.to(wide) - want.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(wrong, -1.0)
-    flat = int(apart.argmax())
-    inside = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
+    distance = (got.to(wide) - want.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(wrong, -1.0)
+    index = tuple(int(i) for i in torch.unravel_index(distance.argmax(), got.shape))
     return Difference(
         what,
-        float(apart.flatten()[flat]),
-        str(got[inside].item()),
-        str(want[inside].item()),
-        tuple(a + i for a, i in zip(at, inside, strict=True)),
+        float(distance[index]),
+        str(got[index].item()),
+        str(want[index].item()),
+        tuple(offset + i for offset, i in zip(offsets, index, strict=True)),
         int(wrong.sum()),
     )

@@ -24,6 +24,8 @@ from shardwise.tensor.dispatch.names import name_of
 from shardwise.trace.comm_trace import muted
 from shardwise.trace.user_stack import call_site
 
+Func = Callable[..., Any]
+
 # Their results are whatever the memory held.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 
@@ -43,7 +45,7 @@ class Shadow:
         self._calls: dict[tuple[Any, tuple[int, ...]], int] = {}  # by op, and by the ranks that call it together
         self._comparing = False
 
-    def __call__(self, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(self, proceed: Proceed, func: Func, args: Args, kwargs: Kwargs) -> object:
         if self._comparing or not is_op(func) or not (self._ops is None or _names(func) & self._ops):
             return proceed()
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
@@ -57,7 +59,7 @@ class Shadow:
             return self._skip(func, proceed())
         return self._run_twice(proceed, func, args, kwargs, ranks)
 
-    def _run_twice(self, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs, ranks: tuple[int, ...]) -> Any:
+    def _run_twice(self, proceed: Proceed, func: Func, args: Args, kwargs: Kwargs, ranks: tuple[int, ...]) -> object:
         with self._untraced():
             copies = _Copies(ranks)
             full_args, full_kwargs = pytree.tree_map(copies.of, (args, kwargs))
@@ -80,7 +82,7 @@ class Shadow:
         self.compared[name_of(func)] = self.compared.get(name_of(func), 0) + 1
         return out
 
-    def _skip(self, func: Any, out: Any) -> Any:
+    def _skip(self, func: Func, out: object) -> object:
         self.skipped[name_of(func)] = self.skipped.get(name_of(func), 0) + 1
         return out
 
@@ -94,7 +96,7 @@ class Shadow:
         finally:
             self._comparing = False
 
-    def _error(self, func: Any, args: Args, kwargs: Kwargs, out: Any, worst: Difference) -> ShadowError:
+    def _error(self, func: Func, args: Args, kwargs: Kwargs, out: object, worst: Difference) -> ShadowError:
         laid_out = [str(x._layout) for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
         results = [str(x._layout) for x in pytree.tree_leaves(out) if type(x) is DTensor]
         where = f" at {list(worst.index)}" if worst.count else ""
@@ -119,7 +121,7 @@ class _Copies:
         self.mesh = Mesh((len(ranks),), ranks)
         self.made: dict[int, tuple[Tensor, Tensor, int]] = {}  # the argument, its copy, and that one's version
 
-    def of(self, x: Any) -> Any:
+    def of(self, x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.made:
@@ -134,7 +136,7 @@ class _Copies:
         full = plain(to_layout(x, replicated)).detach()
         return full.clone() if replicated == x._layout else full
 
-    def are_of(self, x: Any) -> bool:
+    def are_of(self, x: object) -> bool:
         return id(x) in self.made
 
     def changed(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -160,14 +162,14 @@ class _Raised(str):
     __slots__ = ()
 
 
-def _outcome(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _outcome(func: Func, args: Args, kwargs: Kwargs) -> object:
     try:
         return func(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - whatever it is, the op should have raised it too
         return _Raised(f"{type(error).__name__}: {error}")
 
 
-def _names(func: Any) -> set[Any]:
+def _names(func: Func) -> set[str]:
     """All names of a function: add, add.Tensor, aten.add.Tensor."""
     name = name_of(func)
     return {name, name.strip(".").partition(".")[0], str(func)}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isclose
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from shardwise.tensor import DTensor
 from shardwise.testing.local_shards import SEED, dtensor_from_full
 from shardwise.testing.worlds import world
 
+T = TypeVar("T")
 Layouts = Sequence[Layout | None]  # one for each tensor argument; None leaves that one plain
 _ASSERT_CLOSE = {
     torch.float16: (1e-3, 1e-5),
@@ -95,7 +96,7 @@ class Sample:
         args, kwargs = pytree.tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
-    def call(self, tensors: Sequence[object]) -> Any:
+    def call(self, tensors: Sequence[object]) -> object:
         """The op with other tensors in place of its own."""
         other = self.on(tensors)
         return self.op(*other.args, **other.kwargs)
@@ -111,7 +112,7 @@ def tensors_in(tree: object) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _shown(a: Any) -> str:
+def _shown(a: object) -> str:
     if isinstance(a, Tensor):
         return f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
     return f"[{', '.join(map(_shown, a))}]" if isinstance(a, list | tuple) else repr(a)
@@ -125,7 +126,7 @@ class Observed:
     """What one process or rank saw of a call."""
 
     values: list[Any] = field(default_factory=list)  # full tensors and numbers
-    structure: Any = None
+    structure: pytree.TreeSpec | None = None
     grads: list[Tensor | None] | None = None
     error: Exception | None = None
     stage: str = ""  # where the error was, if not in the op itself
@@ -165,7 +166,7 @@ def observe(sample: Sample, leaves: Sequence[Tensor], backward: bool = True) -> 
     return seen
 
 
-def _gradients(result: Any, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+def _gradients(result: object, leaves: Sequence[Tensor]) -> list[Tensor | None]:
     outs = [x for x in tensors_in(result) if x.requires_grad]
     if outs:
         torch.autograd.backward(outs, list(map(cotangent, outs)))
@@ -180,8 +181,8 @@ def cotangent(out: Tensor) -> Tensor:
     return values.to_sparse() if out.layout == torch.sparse_coo else values
 
 
-def full_of(x: Any) -> Any:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def full_of(x: T) -> T:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # a DTensor, or that of another library
 
 
 def _layout_error(x: object, distributed: bool) -> str:
@@ -323,13 +324,17 @@ def _other_gradient(got: Tensor | None, want: Tensor | None, bounds: Bounds) -> 
         return "" if got is None or not got.any() else "is not None as in torch"
     if got is None:
         return "is None" if want.numel() else ""
+    return tensor_difference(got, want, bounds)
+
+
+def tensor_difference(got: Tensor, want: Tensor, bounds: Bounds) -> str:
+    """How two tensors differ in shape, dtype, or by more than `bounds`; "" if they do not."""
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         return f"is {_shown(got)}, torch gives {_shown(want)}"
     return _difference(got, want, bounds)
 
 
-def _difference(got: Any, want: Any, bounds: Bounds) -> str:
-    """Where two values differ by more than rounding; "" if they do not."""
+def _difference(got: Any, want: object, bounds: Bounds) -> str:
     if not isinstance(want, Tensor):
         same = isclose(got, want, rel_tol=1e-4, abs_tol=1e-5) if isinstance(want, float) else got == want
         both_nan = isinstance(want, float) and got != got and want != want  # noqa: PLR0124 - nan differs from itself
