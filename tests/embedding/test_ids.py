@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.embedding.ids import Bags, distinct, looked_up, spread
+from shardwise.embedding.ids import Bags, coalesced_lookup, distinct_ids, expand
 from shardwise.layout import Mesh, Shard
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[Tensor, Tensor | None, bool]] = {
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_places_lead_from_the_different_ids_back_to_all(dtype: torch.dtype) -> None:
     ids = torch.tensor([5, -7, 5, 0, 3, 3, 5, -(2**31), 2**31 - 1], dtype=dtype)
-    found = distinct(ids)
+    found = distinct_ids(ids)
     assert found.values.tolist() == sorted(set(ids.tolist()))
     assert found.values[found.inverse].tolist() == ids.tolist()
     assert found.order.tolist() == sorted(range(ids.numel()), key=lambda i: (int(ids[i]), i))
@@ -32,7 +32,7 @@ def test_places_lead_from_the_different_ids_back_to_all(dtype: torch.dtype) -> N
 
 def test_ids_beyond_32_bits_are_told_apart() -> None:
     ids = torch.tensor([2**40 + 1, 1, 2**62, 2**40 + 1])
-    found = distinct(ids)
+    found = distinct_ids(ids)
     assert found.values.tolist() == [1, 2**40 + 1, 2**62]
     assert found.inverse.tolist() == [1, 0, 2, 1]
 
@@ -43,8 +43,8 @@ def test_spread_rows_and_their_gradients_are_those_of_a_plain_lookup(case: str, 
     ids, offsets, last = CASES[case]
     table = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     expected = F.embedding_bag(ids, table, offsets, mode=mode, include_last_offset=last)
-    found = distinct(ids.reshape(-1))
-    out = spread(table[found.values], found, ids, Bags(mode, offsets, last))
+    found = distinct_ids(ids.reshape(-1))
+    out = expand(table[found.values], found, ids, Bags(mode, offsets, last))
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     factor = torch.randn_like(out)
     grads = [torch.autograd.grad(x, table, factor)[0] for x in (out, expected)]
@@ -58,7 +58,7 @@ def test_the_gradient_of_a_lookup_is_torchs_and_names_each_row_once(case: str, m
     ids, offsets, last = CASES[case]
     tables = [torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
     ours, plain = (table.requires_grad_() for table in tables)
-    out = looked_up(ours, ids, Bags(mode, offsets, last), sparse)
+    out = coalesced_lookup(ours, ids, Bags(mode, offsets, last), sparse)
     expected = F.embedding_bag(ids, plain, offsets, mode=mode, include_last_offset=last)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     for x in (out, expected):
@@ -73,25 +73,25 @@ def test_the_gradient_of_a_lookup_is_torchs_and_names_each_row_once(case: str, m
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_lookup_of_no_ids_has_a_gradient_of_zeros(sparse: bool) -> None:
     table = torch.randn(3, 2, requires_grad=True)
-    looked_up(table, torch.empty(0, dtype=torch.int64), None, sparse).sum().backward()
+    coalesced_lookup(table, torch.empty(0, dtype=torch.int64), None, sparse).sum().backward()
     assert table.grad is not None
     assert not table.grad.to_dense().any()
 
 
 def test_ids_after_the_last_offset_get_no_gradient() -> None:
     ids, bags = torch.tensor([1, 2, 3, 4]), Bags("mean", torch.tensor([0, 2, 3]), include_last_offset=True)
-    found, rows = distinct(ids), torch.randn(4, 2, requires_grad=True)
-    spread(rows, found, ids, bags).sum().backward()
+    found, rows = distinct_ids(ids), torch.randn(4, 2, requires_grad=True)
+    expand(rows, found, ids, bags).sum().backward()
     assert rows.grad is not None
     assert rows.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
 
 
 def test_spread_can_be_differentiated_twice() -> None:
     ids = torch.tensor([[0, 2], [2, 2]])
-    found, rows = distinct(ids.reshape(-1)), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda r: spread(r, found, ids, Bags("mean", None)), (rows,))
-    assert torch.autograd.gradgradcheck(lambda r: spread(r, found, ids, None), (rows,))
-    assert torch.autograd.gradgradcheck(lambda r: looked_up(r, ids % 2, Bags("sum", None), False), (rows,))
+    found, rows = distinct_ids(ids.reshape(-1)), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda r: expand(r, found, ids, Bags("mean", None)), (rows,))
+    assert torch.autograd.gradgradcheck(lambda r: expand(r, found, ids, None), (rows,))
+    assert torch.autograd.gradgradcheck(lambda r: coalesced_lookup(r, ids % 2, Bags("sum", None), False), (rows,))
 
 
 EVEN = torch.arange(300).view(100, 3).T  # every rank asks every owner for as much

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.embedding.ids import Bags, grouped, number_of_distinct
+from shardwise.embedding.ids import Bags, group_ids, number_of_distinct
 from shardwise.errors import IdError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -142,7 +142,7 @@ def test_ranks_may_choose_differently() -> None:
 def test_groups_are_by_owner_and_then_by_bag() -> None:
     ids = torch.tensor([[5, 0, 9], [1, 1, 6], [9, 9, 9]])
     bounds = [(0, 4), (4, 8), (0, 0), (4, 8)]  # nobody has 8 and 9; two share the columns of 4 to 8
-    found = grouped(ids, Bags("sum", None), bounds)
+    found = group_ids(ids, Bags("sum", None), bounds)
     assert found.ids.tolist() == [0, 1, 1, 5, 6, 9, 9, 9, 9][: found.ids.numel()]
     assert found.spans == ((0, 3), (3, 5), (0, 0), (3, 5))
     assert found.lengths[:4].tolist() == [1, 2, 1, 1]

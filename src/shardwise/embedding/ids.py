@@ -1,10 +1,8 @@
-"""The distinct ids among many (`Distinct`), and their rows expanded to all ids (`spread`).
+"""Bags of ids, the distinct ids among many (`DistinctIds`), and ids grouped by the owners of their rows (`GroupedIds`).
 
-Bags may be requested in another way: the owners of rows sum what they hold of a bag (`Grouped`).
-
-Sorting the ids is paid once: it gives the different ids, and it is also what the backward needs, which sums
-the gradients of all ids of a row. As segments of the sorted ids those sums are one more pooled lookup,
-an order of magnitude cheaper on CPUs than torch's own backward of a lookup, which sorts again or scatters.
+Ids are sorted once, for forward and backward: sorting gives the distinct ids, and the gradient of a row is the sum of
+the gradients of its ids, which are one segment of the sorted ids. Those sums are one more pooled lookup, which is an
+order of magnitude cheaper than torch's own backward of a lookup on CPUs: that sorts again, or scatters.
 """
 
 from bisect import bisect_right
@@ -26,7 +24,7 @@ class Bags(NamedTuple):
     include_last_offset: bool = False
 
     def fit(self, num_ids: int) -> bool:
-        """Whether the bags are made of this rank's ids, all of them and no others."""
+        """Whether the offsets rise from 0 to at most the number of this rank's ids."""
         if self.offsets is None:
             return True
         if self.offsets.numel() == 0:
@@ -35,7 +33,7 @@ class Bags(NamedTuple):
         return rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) <= num_ids
 
     def without_end(self, ids: Tensor) -> tuple[Tensor, "Bags"]:
-        """The ids up to the last offset, where that ends the last bag, and bags that each go up to the next."""
+        """Equal ids and bags without `include_last_offset`: that offset, and the ids after it, are dropped."""
         if self.offsets is None or not self.include_last_offset:
             return ids, self
         return ids[: int(self.offsets[-1])], Bags(self.mode, self.offsets[:-1])
@@ -61,21 +59,21 @@ class Bags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Distinct:
-    """The distinct values of a 1-D tensor of ids."""
+class DistinctIds:
+    """The distinct values of a 1-D tensor of ids; of 7 9 7:"""
 
-    values: Tensor  # rising
-    inverse: Tensor  # the position of each id among `values`
-    order: Tensor  # positions of the ids, sorted by id
-    starts: Tensor  # where the positions of each of `values` start in `order`
+    values: Tensor  # rising: 7 9
+    inverse: Tensor  # the position of each id among `values`: 0 1 0
+    order: Tensor  # positions of the ids, sorted by id: 0 2 1
+    starts: Tensor  # where the positions of each of `values` start in `order`: 0 2
 
 
-def distinct(ids: Tensor) -> Distinct:
+def distinct_ids(ids: Tensor) -> DistinctIds:
     """The distinct ids in rising order (sorting beats hashing here)."""
     in_order, order = _sorted(ids)
     values, runs, counts = torch.unique_consecutive(in_order, return_inverse=True, return_counts=True)
     inverse = torch.empty_like(runs).index_copy_(0, order, runs)
-    return Distinct(values, inverse, order, counts.cumsum(0) - counts)
+    return DistinctIds(values, inverse, order, counts.cumsum(0) - counts)
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,27 +90,31 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """The ids of bags by the owner of their rows, and under each owner by bag.
+class GroupedIds:
+    """The ids of bags, ordered by the owner of their rows, and for each owner by bag.
 
-    A run is what one bag has of one owner: what the owner adds up, and answers with one sum.
+    A run is the ids of one bag at one owner: the owner pools them and answers with one partial sum.
     """
 
     ids: Tensor
-    spans: tuple[tuple[int, int], ...]  # the ids of each owner
+    spans: tuple[tuple[int, int], ...]  # the ids of each owner: from, to
     lengths: Tensor  # of each run
-    bags: Tensor  # whose each run is
-    runs: tuple[tuple[int, int], ...]  # the runs of each owner
+    bags: Tensor  # the bag of each run
+    runs: tuple[tuple[int, int], ...]  # the runs of each owner: from, to
 
     def message_lengths(self) -> list[int]:
-        """How many ids and lengths of runs each owner gets, together."""
+        """How many integers each owner gets: ids and lengths of runs."""
         return [b - a + d - c for (a, b), (c, d) in zip(self.spans, self.runs, strict=True)]
 
 
-def grouped(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> Grouped:
-    """Group the ids of `bags` by owners, each of which has the rows between two `bounds`; several may have the same.
+def group_ids(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> GroupedIds:
+    """Group the ids of `bags` by owner.
 
-    Ids outside all bounds, or after the last bag, are left out.
+    Args:
+        bounds: the rows of each owner: from, to. Several owners may have the same rows.
+
+    Returns:
+        Without ids outside all bounds, and without those after the last bag.
     """
     ends = sorted({end for pair in bounds for end in pair})
     flat, bag, count = ids.reshape(-1), bags.bag_of(ids), bags.ends(ids).numel()
@@ -121,14 +123,14 @@ def grouped(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> Group
     band = torch.bucketize(flat, torch.tensor(ends, device=flat.device), right=True)
     table = torch.bincount(band * count + bag, minlength=(len(ends) + 1) * count).view(-1, count)
     at = table.nonzero()
-    reach_of_ids, reach_of_runs = ([0, *x.sum(1).cumsum(0).tolist()] for x in (table, table > 0))
+    id_starts, run_starts = ([0, *x.sum(1).cumsum(0).tolist()] for x in (table, table > 0))
     bands = [bisect_right(ends, start) if start < stop else -1 for start, stop in bounds]  # -1: an owner of nothing
-    return Grouped(
+    return GroupedIds(
         flat[band.to(torch.int16).argsort(stable=True)],  # within a band by bag, in their order
-        tuple((reach_of_ids[b], reach_of_ids[b + 1]) if b >= 0 else (0, 0) for b in bands),
+        tuple((id_starts[b], id_starts[b + 1]) if b >= 0 else (0, 0) for b in bands),
         table[at[:, 0], at[:, 1]],
         at[:, 1],
-        tuple((reach_of_runs[b], reach_of_runs[b + 1]) if b >= 0 else (0, 0) for b in bands),
+        tuple((run_starts[b], run_starts[b + 1]) if b >= 0 else (0, 0) for b in bands),
     )
 
 
@@ -141,32 +143,32 @@ def number_of_distinct(ids: Tensor, num_rows: int) -> int:
     return int(seen.sum())
 
 
-def spread(rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
-    """Row `found.inverse[i]` of `rows` for every id i of `ids`; with bags, their sums or means.
+def expand(rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
+    """The row of every id of `ids`; with bags, their sums or means.
 
     Args:
-        rows: one row for each of `found.values`.
-        ids: for their shape: any without bags, else as `F.embedding_bag` takes them.
+        rows: one row for each of `distinct.values`.
+        ids: only their shape is read: any without bags, else as `F.embedding_bag` takes them.
     """
     if rows.shape[0] == 0:
         shape = ids.shape if bags is None else bags.lengths(ids).shape
         return rows.new_zeros(*shape, rows.shape[1]) + rows.sum()
-    return _Spread.apply(rows, found, ids, bags)  # type: ignore[no-any-return, no-untyped-call]
+    return _Expand.apply(rows, distinct, ids, bags)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Spread(torch.autograd.Function):
+class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
-        ctx.args = found, ids, bags
-        return plain_lookup(found.inverse.view(ids.shape), rows, bags)
+    def forward(ctx: Any, rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
+        ctx.args = distinct, ids, bags
+        return plain_lookup(distinct.inverse.view(ids.shape), rows, bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _summed(grads[0], *ctx.args), None, None, None
 
 
-def looked_up(table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    """`F.embedding` of `ids` (with bags: `F.embedding_bag`) whose gradient, sparse or not, has every row once."""
+def coalesced_lookup(table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    """`F.embedding` of `ids` (with bags: `F.embedding_bag`); a sparse gradient is coalesced: it has each row once."""
     return _Lookup.apply(table, ids, bags, sparse)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -179,12 +181,14 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ids, bags, sparse, shape = ctx.args
-        found = distinct(ids.reshape(-1))
-        rows = _summed(grads[0], found, ids, bags)
+        distinct = distinct_ids(ids.reshape(-1))
+        rows = _summed(grads[0], distinct, ids, bags)
         if sparse:
-            grad = torch.sparse_coo_tensor(found.values[None], rows, shape, check_invariants=False, is_coalesced=True)
+            grad = torch.sparse_coo_tensor(
+                distinct.values[None], rows, shape, check_invariants=False, is_coalesced=True
+            )
         else:
-            grad = rows.new_zeros(shape).index_copy_(0, found.values, rows)
+            grad = rows.new_zeros(shape).index_copy_(0, distinct.values, rows)
         return grad, None, None, None
 
 
@@ -196,16 +200,16 @@ def plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None, sparse: bool = Fa
     return F.embedding_bag(ids, rows, offsets, mode=bags.mode, sparse=sparse, include_last_offset=last)
 
 
-def _summed(grad: Tensor, found: Distinct, ids: Tensor, bags: Bags | None) -> Tensor:
-    """The gradient of each of `found.values`: the sum of the gradients of its ids."""
+def _summed(grad: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
+    """The gradient of the row of each of `distinct.values`: the sum of the gradients of its ids."""
     if bags is None:
-        grad, row_of = grad.reshape(-1, grad.shape[-1]), found.order
+        grad, row_of = grad.reshape(-1, grad.shape[-1]), distinct.order
     else:
         if bags.mode == "mean":
             grad = grad / bags.lengths(ids).clamp(min=1).unsqueeze(1).to(grad.dtype)
         if bags.include_last_offset:
             grad = F.pad(grad, (0, 0, 0, 1))  # ids after the last bag
-        row_of = bags.bag_of(ids)[found.order]
+        row_of = bags.bag_of(ids)[distinct.order]
     if not row_of.numel():
         return grad[:0]
-    return F.embedding_bag(row_of, grad, found.starts, mode="sum")
+    return F.embedding_bag(row_of, grad, distinct.starts, mode="sum")

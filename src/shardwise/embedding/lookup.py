@@ -1,69 +1,83 @@
 """Lookups in a sharded table, `F.embedding` and `F.embedding_bag`, on local tensors.
 
-Where ids and rows of the table are on different ranks (`exchange_axes`), `exchange_lookups` runs three parts with one
-all-to-all between each two, which several lookups share:
+If ids and table are sharded on different mesh axes, each rank looks up the rows that it holds (local.py). If they are
+sharded on the same axes (`exchange_axes`), `exchange_lookups` sends ids to the owners of their rows. For example,
+rank 0 holds rows 0 and 1 of a table and looks up ids 3, 3; rank 1 holds rows 2 and 3 and looks up id 0:
 
-    request  the ids that each owner is to look up                          (requests.py)
-             ids and verdicts on them go to the owners: `exchange_ids`
-    serve    owners look up, or pool, what other ranks requested: `_serve`
-             answers come back: `_exchange_answers`
-    finish   the requesting rank assembles the answers: `_finish`
+    request  each rank finds its distinct ids and their owners (requests.py)
+             all-to-all of ids (`exchange_ids`): rank 0 sends [1] to rank 1 (id 3 is its row 1), rank 1 sends [0]
+    serve    each owner looks up the rows requested (`_serve`)
+             all-to-all of answers (`_exchange_answers`): rank 1 sends its row 1 to rank 0, rank 0 its row 0 to rank 1
+    finish   each rank puts the rows at their ids (`_finish`): rank 0 repeats its one row
 
-All of it is ordinary autograd: the backward of the exchange of answers sends the gradients of rows (or sums) to their
+Bags may be pooled by the owners, which then answer with sums instead of rows (`Pooling`). A rank's first message to an
+owner also says whether its ids are valid. Several lookups share the two all-to-alls (`embedding_bags`).
+
+Gradients are those of autograd: the backward of the exchange of answers sends the gradients of rows (or sums) to their
 owners, and the backward of an owner's lookup is a gradient of the size of its shard, sparse if requested.
-Elsewhere each rank looks up the rows that it holds (local.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce, wraps
 from itertools import chain, groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.embedding import bad_ids
-from shardwise.embedding.ids import Bags, Grouped, looked_up, spread
+from shardwise.embedding.ids import Bags, GroupedIds, coalesced_lookup, expand
 from shardwise.embedding.local import empty_lookup, local_lookup, local_rows, table_boxes
-from shardwise.embedding.requests import FIRST_LIMIT, Lookup, Request, Span, exchange_axes, requests_of, wire_dtype
+from shardwise.embedding.requests import (
+    MAX_FIRST_BYTES,
+    Lookup,
+    Request,
+    Span,
+    exchange_axes,
+    message_dtype,
+    requests_of,
+)
 from shardwise.rules.local_context import LocalContext
-from shardwise.rules.row import Args, Kwargs, LocalFunction, arguments
+from shardwise.rules.row import Args, Kwargs, arguments
 from shardwise.rules.row_exchange import Route, exchange_messages
 from shardwise.trace.capture_hooks import allow_in_graph_with_backward
 
-# ---- entry points: the local functions of the rules ------------------------------------------------------------
+# ---- entry points: local implementations of the rules ------------------------------------------------------------
 
 
-def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
-    """The local function of `F.embedding`: the op's own arguments, on locals."""
+def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    """The local implementation of `F.embedding`: takes its arguments, with local tensors."""
     named = arguments(F.embedding, args, kwargs)
     return _lookup(ctx, named["input"], named["weight"], None, named["sparse"])
 
 
-def moving_ids_to_their_bags(local: LocalFunction) -> LocalFunction:
-    """A local function of `F.embedding_bag` that also works where ids and offsets are sharded between other bags."""
+def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps a local implementation of `F.embedding_bag`.
+
+    If a rank's offsets do not describe its own ids (the two are sharded at different bags), the ids are first sent to
+    the ranks that hold the offsets of their bags.
+    """
 
     @wraps(local)
-    def run(ctx: LocalContext, *args: Any, **kwargs: Any) -> Any:
+    def run(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
         try:
             return local(ctx, *args, **kwargs)
         except bad_ids.StraddlingError:
-            ctx, named = _with_whole_bags(ctx, args, kwargs)
+            ctx, named = _aligned_bags(ctx, args, kwargs)
         return local(ctx, **named)
 
     return run
 
 
-@moving_ids_to_their_bags
-def embedding_bag(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
-    """The local function of `F.embedding_bag`."""
+@with_aligned_bags
+def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    """The local implementation of `F.embedding_bag`."""
     named = arguments(F.embedding_bag, args, kwargs)
     return _lookup(ctx, named["input"], named["weight"], bags_of(ctx, named), named["sparse"])
 
 
 def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """The row of every id on every rank that has the id, and never a partial sum of it."""
+    """The row of every id on every rank that has the id; never Partial."""
     axes = exchange_axes(ctx, replicated_ids=True)
     if not axes:
         return _lookup(ctx, ids, weight, None, sparse)
@@ -72,7 +86,7 @@ def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> T
 
 
 def bags_of(ctx: LocalContext, named: Kwargs) -> Bags:
-    """The bags of a call of `F.embedding_bag`, with offsets counted from this rank's first id."""
+    """The bags of a call of `F.embedding_bag`."""
     offsets = named["offsets"]
     if offsets is not None:
         (box,) = ctx.layouts[0].boxes(ctx.rank)
@@ -109,11 +123,11 @@ def _sum(results: Iterable[Tensor]) -> Tensor:
 
 
 def exchange_lookups(lookups: Sequence[Lookup]) -> list[Tensor]:
-    """Several lookups over the same ranks with one exchange of ids and one of answers."""
+    """Several lookups among the same ranks, with one exchange of ids and one of answers."""
     by_lookup = [requests_of(lookup) for lookup in lookups]
     requests = list(chain(*by_lookup))
     for lookup in lookups:
-        if not set(bad_ids.id_axes(lookup.ctx)) <= set(lookup.axes):  # ranks that exchange no ids must raise, too
+        if not set(bad_ids.id_axes(lookup.ctx)) <= set(lookup.axes):  # ranks that exchange no ids must raise too
             bad_ids.refuse_bad_ids(lookup.ctx, lookup.ids, lookup.bags)
     received = exchange_ids(requests)
     answers = [_serve(request, ids) for request, ids in zip(requests, received, strict=True)]
@@ -123,20 +137,20 @@ def exchange_lookups(lookups: Sequence[Lookup]) -> list[Tensor]:
 
 # ---- request ------------------------------------------------------------------------------------------------
 
-Received = tuple[Tensor, int]  # ids and offsets of bags or lengths of runs; how many of these are lengths of runs
+Received = tuple[Tensor, int]  # a message: ids, then offsets of bags or lengths of runs; and the number of runs
 
 
 def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
     """For every request, what each rank requests from this one.
 
-    Headers carry the number of runs and the sender's verdict on its ids, so an id outside the table raises the same
-    error on all ranks before any row is sent.
+    Headers have the number of runs and the sender's verdict on its ids, so an id outside the table raises the same
+    error on all ranks before anything is looked up.
     """
     ctx, ranks, me = requests[0].ctx, requests[0].ranks, requests[0].me
-    wire, positions = wire_dtype(requests), range(len(ranks))
+    dtype, positions = message_dtype(requests), range(len(ranks))
     verdicts = [bad_ids.verdict_on(r.ctx, r.ids, r.bags) for r in requests]
-    messages = [r.messages(verdict, wire) for r, verdict in zip(requests, verdicts, strict=True)]
-    limit = FIRST_LIMIT // (len(ranks) * len(requests) * wire.itemsize)
+    messages = [r.messages(verdict, dtype) for r, verdict in zip(requests, verdicts, strict=True)]
+    limit = MAX_FIRST_BYTES // (len(ranks) * len(requests) * dtype.itemsize)
 
     def check(headers: list[list[int]]) -> None:
         for i, request in enumerate(requests):
@@ -151,11 +165,11 @@ def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
         [r.capacity(sender, me, limit) for sender in positions for r in requests],
         check,
     )
-    found = [(x, runs) for x, (runs, *_) in zip(received, headers, strict=True)]
-    return [found[i :: len(requests)] for i in range(len(requests))]
+    by_sender = [(message, runs) for message, (runs, *_) in zip(received, headers, strict=True)]
+    return [by_sender[i :: len(requests)] for i in range(len(requests))]
 
 
-def _with_whole_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalContext, Kwargs]:
+def _aligned_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalContext, Kwargs]:
     """A call of `F.embedding_bag` after the ids were sent to the ranks that hold the offsets of their bags."""
     named = arguments(F.embedding_bag, args, kwargs)
     offsets, ranks = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx))
@@ -177,31 +191,33 @@ def _with_whole_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[Loc
 
 
 def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
-    """This rank's answer to each rank: rows, or pooled sums, in the columns of its box that the rank wants."""
+    """This rank's answer to each rank: rows, or pooled sums, in the columns of its box that the rank needs."""
     weight, box = request.weight, request.owners[request.me]
     if box.numel == 0:
         return [empty_lookup(weight, request.sparse)] * len(received)
-    if request.found is None:
-        sums = _pool(request, [message for message, _ in received])
-        answers: Sequence[Tensor] = sums.split([request.num_bags(sender) for sender in range(len(received))])
+    if request.requested is None:
+        bags = _pool(request, [message for message, _ in received])
+        answers: Sequence[Tensor] = bags.split([request.num_bags(sender) for sender in range(len(received))])
     else:
-        ids = torch.cat([message[:0] if runs else message for message, runs in received])
-        rows = looked_up(weight, ids, None, request.sparse).split([0 if n else len(message) for message, n in received])
-        sums_of_runs = _sums_of_runs(request, received).split([runs for _, runs in received])
-        answers = [s if runs else r for (_, runs), s, r in zip(received, sums_of_runs, rows, strict=True)]
+        requested_rows = [message[:0] if runs else message for message, runs in received]
+        rows = coalesced_lookup(weight, torch.cat(requested_rows), None, request.sparse).split(
+            [len(ids) for ids in requested_rows]
+        )
+        sums = _partial_sums(request, received).split([runs for _, runs in received])
+        answers = [s if runs else r for (_, runs), s, r in zip(received, sums, rows, strict=True)]
     first, width = box.offsets[1], box.sizes[1]
     spans = [request.shared_columns(sender, request.me) for sender in range(len(answers))]
     return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
 
 
-def _sums_of_runs(request: Request, received: Sequence[Received]) -> Tensor:
-    """The answers to the ranks that requested sums, one row a run."""
+def _partial_sums(request: Request, received: Sequence[Received]) -> Tensor:
+    """The answers to the ranks that requested partial sums: one row for each run."""
     split = [message.tensor_split((message.numel() - runs,)) for message, runs in received if runs]
     if not split:
         return request.weight[:0]
     lengths = torch.cat([lengths for _, lengths in split])
     of_runs = Bags("sum", lengths.cumsum(0) - lengths)
-    return looked_up(request.weight, torch.cat([ids for ids, _ in split]), of_runs, request.sparse)
+    return coalesced_lookup(request.weight, torch.cat([ids for ids, _ in split]), of_runs, request.sparse)
 
 
 def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
@@ -214,7 +230,7 @@ def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
         if width == 0:
             nothing = empty_lookup(request.weight, request.sparse).sum()
             return request.weight.new_zeros(ids_of_bags.shape[0], request.weight.shape[1]) + nothing
-        return looked_up(request.weight, ids_of_bags, Bags(bags.mode, None), request.sparse)
+        return coalesced_lookup(request.weight, ids_of_bags, Bags(bags.mode, None), request.sparse)
     ids: list[Tensor] = []
     offsets: list[Tensor] = []
     before = 0
@@ -223,14 +239,14 @@ def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
         ids.append(own)
         offsets.append(starts + before)
         before += own.numel()
-    return looked_up(request.weight, torch.cat(ids), Bags(bags.mode, torch.cat(offsets)), request.sparse)
+    return coalesced_lookup(request.weight, torch.cat(ids), Bags(bags.mode, torch.cat(offsets)), request.sparse)
 
 
 # ---- finish -------------------------------------------------------------------------------------------------
 
 
 def _exchange_answers(requests: Sequence[Request], answers: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """For every request, this rank's blocks of rows (sums) from each owner."""
+    """For every request, the block of rows (or sums) that each owner sent this rank."""
     ctx, ranks = requests[0].ctx, requests[0].ranks
     positions = range(len(ranks))
     shapes = [[request.answer_shape(owner) for request in requests] for owner in positions]
@@ -243,38 +259,43 @@ def _exchange_answers(requests: Sequence[Request], answers: Sequence[Sequence[Te
 
 
 def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
-    """This rank's rows or bags from the blocks of all owners."""
+    """This rank's rows or bags, from the blocks of all owners."""
     me = request.me
     left, right = request.columns[me]
-    held = [o for o in range(len(blocks)) if request.sends_message(me, o)]
-    held.sort(key=lambda o: request.owners[o].offsets)
-    by_rows = groupby(held, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
-    bands = [list(owners) for _, owners in by_rows]
-    nothing = blocks[0].reshape(-1)[:0].view(0, right - left)  # of what arrived, so that backward sends something back
-    if isinstance(request.found, Grouped):
-        return _sum_of_bags(request, [(request.found.runs[b[0]], _beside(blocks, b)) for b in bands], nothing)
-    count = request.num_bags(me) if request.found is None else request.found.values.numel()
+    owners = [o for o in range(len(blocks)) if request.sends_message(me, o)]
+    owners.sort(key=lambda o: request.owners[o].offsets)
+    by_rows = groupby(owners, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
+    bands = [list(band) for _, band in by_rows]  # owners of the same rows
+    nothing = (
+        blocks[0].reshape(-1)[:0].view(0, right - left)
+    )  # made of an answer, so that every rank has the same graph
+    requested = request.requested
+    if isinstance(requested, GroupedIds):
+        sums = [(requested.runs[band[0]], _joined_columns(blocks, band)) for band in bands]
+        return _sum_of_bags(request, requested, sums, nothing)
+    count = request.num_bags(me) if requested is None else requested.values.numel()
     complete = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
     if bands and complete and sum(blocks[band[0]].shape[0] for band in bands) == count:
-        rows = torch.cat([_beside(blocks, band) for band in bands])
-    else:  # what no rank here holds is zero
+        rows = torch.cat([_joined_columns(blocks, band) for band in bands])
+    else:  # rows and columns that no owner holds are zero
         rows = nothing.new_zeros(count, right - left) + nothing.sum()
-        for o in held:
+        for o in owners:
             first, last = request.shared_columns(me, o)
             start, stop = request.spans[o] if request.spans else (0, count)
             rows[start:stop, first - left : last - left] = blocks[o]
-    return rows if request.found is None else spread(rows, request.found, request.ids, request.bags)
+    return rows if requested is None else expand(rows, requested, request.ids, request.bags)
 
 
-def _beside(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
+def _joined_columns(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
     return blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1)
 
 
-def _sum_of_bags(request: Request, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor) -> Tensor:
-    """The bags of this rank, from the sums of their runs."""
-    assert isinstance(request.found, Grouped)
+def _sum_of_bags(
+    request: Request, requested: GroupedIds, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor
+) -> Tensor:
+    """The bags of this rank, from the partial sums of their runs."""
     assert request.bags is not None
-    bag = torch.cat([request.found.bags[:0], *(request.found.bags[a:b] for (a, b), _ in bands)])
+    bag = torch.cat([requested.bags[:0], *(requested.bags[a:b] for (a, b), _ in bands)])
     sums, lengths = torch.cat([nothing, *(x for _, x in bands)]), request.bags.lengths(request.ids)
     out = sums.new_zeros(lengths.numel(), sums.shape[1]).index_add(0, bag, sums)
     return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if request.bags.mode == "mean" else out

@@ -1,7 +1,14 @@
 """Options of lookups: padding_idx, max_norm, scale_grad_by_freq, per_sample_weights and mode="max".
 
-Each is a step before or after the plain lookup of every id's row, which alone depends on how the table is sharded.
-None gathers the table: at most all ids are exchanged, and for a column-wise table the norm of each row looked up.
+Each option is a step before or after the lookup of every id's row; only that lookup depends on how the table is sharded:
+
+    max_norm             before: all-gather the ids; owners scale their rows of these in place
+    scale_grad_by_freq   after: all-gather the ids; multiply the gradient of each row by 1 / count of its id
+    padding_idx          after: no gradient for rows of that id; in bags, such ids are left out
+    per_sample_weights   after: a weighted `F.embedding_bag` of the rows
+    mode="max"           after: `F.embedding_bag` of full rows
+
+No option gathers the table. For `max_norm` of a column-wise table, ranks also exchange norms of the rows looked up.
 """
 
 from collections.abc import Iterator
@@ -20,11 +27,11 @@ from shardwise.rules.local_context import LocalContext
 from shardwise.rules.row import arguments
 
 
-def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
-    """The local function of `F.embedding` with any option."""
+def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    """The local implementation of `F.embedding` with any option."""
     named = arguments(F.embedding, args, kwargs)
     ids, padding_idx = named["input"], named["padding_idx"]
-    with _bounded(ctx, named["weight"], ids, named["max_norm"], named["norm_type"]):
+    with _renormalised(ctx, named["weight"], ids, named["max_norm"], named["norm_type"]):
         rows = lookup.embedding(ctx, ids, named["weight"], sparse=named["sparse"])
     factor = by_frequency(ctx, ids) if named["scale_grad_by_freq"] else None
     if factor is not None and named["sparse"]:
@@ -35,17 +42,17 @@ def embedding(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     return rows if factor is None else _graded(rows, factor)
 
 
-@lookup.moving_ids_to_their_bags
-def embedding_bag(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
-    """The local function of `F.embedding_bag` with any option: the ranks that have the ids get the rows."""
+@lookup.with_aligned_bags
+def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    """The local implementation of `F.embedding_bag` with any option: looks up the row of every id, then pools."""
     named = arguments(F.embedding_bag, args, kwargs)
     ids, weight, offsets, mode = (named[name] for name in ("input", "weight", "offsets", "mode"))
     weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
     bags = lookup.bags_of(ctx, named)
     bad_ids.refuse_bad_ids(ctx, ids, bags)
-    find = lookup.full_rows if mode == "max" else lookup.embedding  # all but maxima is linear in the rows
-    with _bounded(ctx, weight, ids, named["max_norm"], named["norm_type"]):
-        rows = find(ctx, ids, weight, sparse=named["sparse"]).flatten(0, -2)
+    look_up = lookup.full_rows if mode == "max" else lookup.embedding  # sums and means may pool Partial rows
+    with _renormalised(ctx, weight, ids, named["max_norm"], named["norm_type"]):
+        rows = look_up(ctx, ids, weight, sparse=named["sparse"]).flatten(0, -2)
     if named["scale_grad_by_freq"]:
         rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(ctx, ids.reshape(-1)))
     positions = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
@@ -56,7 +63,7 @@ def embedding_bag(ctx: LocalContext, *args: Any, **kwargs: Any) -> Tensor:
     positions, bags = bags.without_end(positions)
     return F.embedding_bag(
         positions,
-        F.pad(rows, (0, 0, 0, 1)),  # and the row of padded positions
+        F.pad(rows, (0, 0, 0, 1)),  # the last row is that of padded positions
         None if bags.offsets is None else bags.offsets.long(),
         mode=mode,
         per_sample_weights=None if weights is None else weights[: len(positions)],
@@ -72,15 +79,15 @@ def _padding_row(ctx: LocalContext, padding_idx: int) -> int:
 
 
 def _graded(rows: Tensor, factor: Tensor) -> Tensor:
-    """Rows as they are, with a factor for the gradient of each; a factor of zero stops even an infinite one."""
+    """The same rows, whose gradients are multiplied by `factor`; a factor of 0 makes even an infinite gradient 0."""
     if rows.requires_grad:
         factor = factor.unsqueeze(-1).to(rows.dtype)
         rows.register_hook(lambda grad: (grad * factor).masked_fill(factor == 0, 0))
-    return rows.view_as(rows)  # another tensor, whose own hooks see the gradient before
+    return rows.view_as(rows)  # a new tensor: hooks of the result see its gradient before it is scaled
 
 
 def _ungraded(rows: Tensor) -> Tensor:
-    """Rows whose backward raises as torch's does."""
+    """The same rows, whose backward raises what torch's backward raises."""
 
     def refuse(_: Tensor) -> None:
         raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
@@ -90,11 +97,11 @@ def _ungraded(rows: Tensor) -> Tensor:
     return rows
 
 
-# ---- what all ranks look up ---------------------------------------------------------------------------------
+# ---- the ids of all ranks ---------------------------------------------------------------------------------
 
 
 def every_id(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
-    """The ids of all ranks, each once."""
+    """The ids of all ranks; those of replicas once."""
     layout = ctx.layouts[operand]
     ranks = ctx.ranks([axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Shard)])
     if len(ranks) == 1:
@@ -111,12 +118,13 @@ def by_frequency(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
 
 
 @contextmanager
-def _bounded(
+def _renormalised(
     ctx: LocalContext, weight: Tensor, ids: Tensor, max_norm: float | None, norm_type: float
 ) -> Iterator[None]:
-    """Inside, the rows that any rank looks up have a norm of at most `max_norm`; they change on their owners, for good.
+    """First scale the rows that any rank looks up to a norm of at most `max_norm`, in place on their owners.
 
-    Autograd gets the change afterwards: to it `weight` is a view, and a changed view has no sparse gradients.
+    The version of `weight` is incremented only after the lookup: for autograd `weight` is a view, and a view that was
+    changed has no sparse gradients.
     """
     if max_norm is None:
         yield
@@ -142,7 +150,7 @@ def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float,
         own.append((view, here, rows))
     every = ctx.all_gather(torch.stack(norms), ctx.ranks(axes)).flatten(0, 1)
     norm = torch.linalg.vector_norm(every, norm_type, 0).double()
-    scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # the little more is torch's
+    scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # torch adds 1e-7 too
     for view, here, rows in own:
         wide = torch.promote_types(view.dtype, torch.float32)
         view.index_copy_(0, rows, (view[rows].to(wide) * scale[here].to(wide)).to(view.dtype))
@@ -152,7 +160,7 @@ def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float,
 
 
 class _IdsFirst:
-    """The ctx of an op whose first operand is the table, for functions that expect the ids there."""
+    """The context of an op whose first operand is the table, for functions that expect the ids first."""
 
     def __init__(self, ctx: LocalContext) -> None:
         self.ctx = ctx
@@ -173,14 +181,14 @@ def embedding_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """The local function of `torch.embedding`."""
+    """The local implementation of `torch.embedding`."""
     padding = None if padding_idx < 0 else padding_idx
     return embedding(_IdsFirst(ctx), indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
 def embedding_renorm(ctx: LocalContext, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """The local function of `torch.embedding_renorm_`."""
-    with _bounded(_IdsFirst(ctx), weight, indices, max_norm, norm_type):
+    """The local implementation of `torch.embedding_renorm_`."""
+    with _renormalised(_IdsFirst(ctx), weight, indices, max_norm, norm_type):
         return weight
 
 
@@ -193,6 +201,6 @@ def dense_backward(
     scale_grad_by_freq: bool,
     *rest: Any,
 ) -> Tensor:
-    """The local function of `aten.embedding_dense_backward` with frequencies of all ranks."""
+    """The local implementation of `aten.embedding_dense_backward` with frequencies of all ranks."""
     scaled = grad * by_frequency(ctx, indices, 1).unsqueeze(-1).to(grad.dtype)
     return ctx.call(scaled, indices, num_weights, padding_idx, False, *rest)  # type: ignore[no-any-return]
