@@ -1,6 +1,6 @@
 """Options of lookups: padding_idx, max_norm, scale_grad_by_freq, per_sample_weights and mode="max".
 
-Each option is a step before or after the lookup of every id's row; only that lookup depends on how the table is sharded:
+An option is a step before or after the lookup of every id's row. Only that lookup depends on the table's sharding.
 
     max_norm             before: all-gather the ids; owners scale their rows of these in place
     scale_grad_by_freq   after: all-gather the ids; multiply the gradient of each row by 1 / count of its id

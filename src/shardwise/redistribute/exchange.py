@@ -20,12 +20,12 @@ class _Program:
     """What one rank does in an exchange."""
 
     schedule: Schedule  # without ranks if nothing is sent
-    first: tuple[bool, ...]  # for each part received, whether its region is empty until then
-    order: tuple[int, ...]  # in which parts are added: by partial index, so that all replicas have the same bits
-    shape: tuple[int, ...]
-    fill: str | None  # the reduction whose identity fills the elements that are not received
+    first: tuple[bool, ...]  # for each part received: it is the first for its region, so it is copied, not added
+    order: tuple[int, ...]  # of the parts received: by partial index, so that sums have the same bits on all replicas
+    shape: tuple[int, ...]  # of the local tensor
+    fill: str | None  # the reduction whose identity fills elements that no part has; None: parts have all
     in_order: bool  # the parts received, one after the other, are the local tensor
-    partial_sums: bool  # the parts received have the local shape and are to be added
+    partial_sums: bool  # each part received has the local shape, and they are added
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +69,7 @@ def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
 
 
 def run_exchange(local: Tensor, step: Exchange) -> Tensor:
-    """One rank's side of `step`, outside of autograd."""
+    """This rank's local tensor after `step`; not recorded by autograd."""
     program = _program(step, collectives.rank())
     if not program.schedule.ranks:
         return _run_locally(local, step, program)
@@ -77,7 +77,7 @@ def run_exchange(local: Tensor, step: Exchange) -> Tensor:
 
 
 def start_exchange(local: Tensor, step: Exchange) -> Finish:
-    """Start `run_exchange`."""
+    """Start `run_exchange`; the result waits for it."""
     program = _program(step, collectives.rank())
     if not program.schedule.ranks:
         found = _run_locally(local, step, program)
@@ -111,7 +111,7 @@ def _run_locally(local: Tensor, step: Exchange, program: _Program) -> Tensor:
 
 
 def _fill(parts: Sequence[Tensor], like: Tensor, step: Exchange, program: _Program) -> Tensor:
-    """The local tensor, with the parts received copied or added to their regions."""
+    """The local tensor: each part is copied, or added, to its region."""
     if program.partial_sums and like.dtype != torch.bool:
         first, second, *others = (parts[i] for i in program.order)
         out = first + second
@@ -136,7 +136,7 @@ def _fill(parts: Sequence[Tensor], like: Tensor, step: Exchange, program: _Progr
 
 
 def identity(reduce_op: str, dtype: torch.dtype) -> float:
-    """The value that changes nothing under `reduce_op`."""
+    """The identity of `reduce_op`: 0 of a sum, -inf of a maximum."""
     if reduce_op in ("sum", "avg"):
         return 0
     if reduce_op == "product":

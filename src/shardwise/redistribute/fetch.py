@@ -1,4 +1,4 @@
-"""Boxes of sharded tensors that other ranks hold: halos, windows, rows that change their place."""
+"""Fetches boxes of sharded tensors that other ranks hold: halos, windows, rows at other indices."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,7 +11,7 @@ from shardwise.redistribute.transfers import Ranks, Region, Schedule, all_to_all
 from shardwise.trace.comm_trace import Cause
 
 Boxes = tuple[Box, ...]
-Wanted = tuple[tuple[int, Box], ...]  # numbers of tensors, and boxes of them
+Wanted = tuple[tuple[int, Box], ...]  # (index of a tensor, box of it)
 
 
 def fetch(
@@ -22,15 +22,17 @@ def fetch(
     wanted: tuple[Wanted, ...],
     cause: Cause,
 ) -> list[Tensor]:
-    """The boxes that `rank` wants of tensors of which each of `ranks` holds one box. Differentiable.
+    """The boxes that this rank wants. Differentiable.
 
     Args:
-        xs: this rank's boxes, of one dtype.
-        held: for every tensor a box for each of `ranks`; equal boxes are copies, others do not overlap.
-        wanted: for each of `ranks` the boxes it wants.
+        xs: the local tensors of this rank, of one dtype.
+        ranks: the ranks that take region.
+        rank: this rank.
+        held: for every tensor, its box on each of `ranks`; equal boxes are replicas, others do not overlap.
+        wanted: for each of `ranks`, the boxes that it wants.
 
     Returns:
-        One tensor a box; views of `xs` if no rank wants what another one holds.
+        One tensor for each box wanted; views of `xs` if no rank wants what another one holds.
     """
     me = ranks.index(rank)
     own, goals = [boxes[me] for boxes in held], wanted[me]
@@ -38,12 +40,12 @@ def fetch(
     if plan is None:
         return [_own_box(xs[i], own[i], goal) for i, goal in goals]
     # A rank that sends nothing of a tensor still depends on it, so that its backward has the same collectives.
-    unsent = set(range(len(xs))) - {part.index for part in plan.sends}
+    unsent = set(range(len(xs))) - {region.index for region in plan.sends}
     send = torch.cat([*pack(xs, plan), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
     received = all_to_all(send, plan.send_counts, plan.recv_counts, ranks, cause)
     by_goal: list[list[tuple[Region, Tensor]]] = [[] for _ in goals]
-    for part, x in zip(plan.recvs, unpack(received, plan), strict=True):
-        by_goal[part.index].append((part, x))
+    for region, x in zip(plan.recvs, unpack(received, plan), strict=True):
+        by_goal[region.index].append((region, x))
     return [_assembled(parts, goal, received) for parts, (_, goal) in zip(by_goal, goals, strict=True)]
 
 
@@ -58,14 +60,14 @@ def _assembled(parts: list[tuple[Region, Tensor]], goal: Box, received: Tensor) 
         return received[:0].view(goal.sizes)
     if len(parts) == 1:
         return parts[0][1]
-    starts = [[s.start for s in part.slices] for part, _ in parts]
+    starts = [[s.start for s in region.slices] for region, _ in parts]
     dims = [dim for dim, column in enumerate(zip(*starts, strict=True)) if len(set(column)) > 1]
-    if len(dims) == 1:  # side by side along one dim
+    if len(dims) == 1:  # the regions differ in one dim only
         parts = sorted(parts, key=lambda item: item[0].slices[dims[0]].start)
         return torch.cat([x for _, x in parts], dims[0])
     out = received.new_empty(goal.sizes)
-    for part, x in parts:
-        out[part.slices] = x
+    for region, x in parts:
+        out[region.slices] = x
     return out
 
 

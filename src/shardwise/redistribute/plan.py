@@ -1,14 +1,19 @@
 """Redistribution plans: the steps from one layout to another, with the exact bytes every rank sends.
 
-Pure planning on integers. Three local steps (scale, restack, reduce the stack) and two that communicate:
+    Shard(0) -> Shard(1)                an `Exchange`
+    Partial() -> Replicate()            an `AllReduce`; an `Exchange` if the tensor is small
+    Partial("avg") -> Replicate()       a `Scale`, then the same
+    Partial("max") -> Replicate()       a `Restack`, an `Exchange`, a `ReduceStack`
+
+Plans are computed from layouts alone: integers, no tensors. Two steps communicate:
 
 * `Exchange`: every element that a rank needs and does not hold is sent to it once, by one rank; the partial sums of a
   Partial source are added on arrival. All-gather, scatter, reduce-scatter, slicing, padding a shard to a Partial,
   redistribution between meshes and between explicit boxes are all this one step.
 * `AllReduce`: Partial to Replicate where a ring all-reduce costs less.
 
-For reductions other than sums (max, min, product) the local tensors are stacked along a new leading dim. The stack is
-an ordinary Shard(0), which is redistributed like any other and then reduced locally, so their gradients are torch's.
+For max, min and product the local tensors are stacked along a new leading dim. The stack is an ordinary Shard(0), which
+is redistributed like any other and then reduced locally, so its gradients are torch's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,24 +23,24 @@ from functools import cached_property, lru_cache
 from shardwise.errors import LayoutError
 from shardwise.layout import REPLICATE, Box, Boxes, Layout, Mesh, Partial, Placement, Replicate, Shard, ring_elements
 
-# What one collective costs, in bytes that could have been sent instead. With gloo on a local machine at 4
-# ranks an all-to-all of a few bytes takes as long as one of some 64 KiB, and an all-reduce takes two of them.
+# The latency of one collective, in bytes that could have been sent meanwhile. With gloo on one machine, at 4 ranks,
+# an all-to-all of a few bytes takes as long as one of 64 KiB, and an all-reduce takes as long as two all-to-alls.
 LATENCY_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """`box` of the global tensor goes from one rank to another (or stays, where they are the same)."""
+    """`box` of the global tensor is sent from one rank to another, or stays if both are the same rank."""
 
     sender: int
     receiver: int
     box: Box
-    partial_index: tuple[int, ...]
+    partial_index: tuple[int, ...]  # the sender's position on the Partial axes that are summed
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Fill `dst` from `src`; where `src` is Partial and `dst` is not, add the tensors received."""
+    """Fill `dst` from `src`, in one all-to-all; where `src` is Partial and `dst` is not, add the tensors received."""
 
     src: Layout
     dst: Layout
@@ -61,20 +66,20 @@ class Exchange:
 
     @cached_property
     def _axes(self) -> tuple[int, ...] | None:
-        """The mesh axes along which anything is sent; None between two meshes."""
+        """The mesh axes along which anything is sent; None if it is sent between two meshes."""
         if self.src.mesh != self.dst.mesh:
             return None if self._sent else ()
-        crossed = set()
+        axes = set()
         for t in self.transfers:
             if t.sender != t.receiver:
                 a, b = self.src.mesh.coordinate(t.sender), self.src.mesh.coordinate(t.receiver)
                 assert a is not None
                 assert b is not None
-                crossed |= {axis for axis in range(len(a)) if a[axis] != b[axis]}
-        return tuple(sorted(crossed))
+                axes |= {axis for axis in range(len(a)) if a[axis] != b[axis]}
+        return tuple(sorted(axes))
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that must make this step's collective together with `rank`; empty if it is local."""
+        """The ranks that run this step's collective together with `rank`; empty if `rank` takes no part."""
         return _group(self.src.mesh, self.dst.mesh, self._axes, rank)
 
     @property
@@ -94,7 +99,7 @@ class AllReduce:
     is_local = False
 
     def sent_elements(self, rank: int) -> int:
-        """As of a ring all-reduce: all chunks but one, in each of two rounds."""
+        """What a ring all-reduce sends: all chunks but one, in each of two rounds."""
         group = self.group(rank)
         if not group:
             return 0
@@ -107,25 +112,28 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiply by a number: between Partial(avg) and Partial(sum)."""
+    """Multiply the local tensor by a number: from Partial("avg") to Partial("sum"), or back."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Restack:
-    """View the local tensor as `dst`'s: local tensors of Partial axes as shards of a stack, or back."""
+    """Reshape the local tensor to the local shape of `dst`.
+
+    Adds a leading dim for each max/min/product axis, or removes them. Sends nothing.
+    """
 
     dst: Layout
 
 
 @dataclass(frozen=True)
 class ReduceStack:
-    """Reduce leading stack dim `dim` locally, to a local tensor of `dst`'s shape with `left` stack dims."""
+    """Reduce stack dim `dim` of the local tensor with `reduce_op`. `dst` is the layout afterwards, without that dim."""
 
     dim: int
     reduce_op: str
-    left: Layout
+    dst: Layout
 
 
 Step = Exchange | AllReduce | Scale | Restack | ReduceStack
@@ -133,7 +141,7 @@ Step = Exchange | AllReduce | Scale | Restack | ReduceStack
 
 @dataclass(frozen=True)
 class RedistributePlan:
-    """Steps that turn a tensor laid out as `src` into the same tensor laid out as `dst`."""
+    """The steps from layout `src` to layout `dst`."""
 
     src: Layout
     dst: Layout
@@ -153,7 +161,7 @@ class RedistributePlan:
         return tuple(step.collective for step in self.comm_steps if not step.is_local)
 
     def sent_bytes(self, rank: int, itemsize: int) -> int:
-        """Bytes that `rank` sends to other ranks, elements being `itemsize` bytes."""
+        """Bytes that `rank` sends to other ranks, for elements of `itemsize` bytes."""
         return itemsize * sum(step.sent_elements(rank) for step in self.comm_steps)
 
     @cached_property
@@ -163,14 +171,14 @@ class RedistributePlan:
 
     @cached_property
     def cost(self) -> float:
-        """Comparable cost in bytes: the busiest rank's floats, and the latency of the collectives."""
+        """To compare plans, in bytes: what the busiest rank sends in float32, and the latency of the collectives."""
         busiest = max(self.sent_bytes(rank, 4) for rank in self.ranks)
         return busiest + LATENCY_BYTES * sum(2 if name == "all_reduce" else 1 for name in self.collectives)
 
 
 @lru_cache(maxsize=4096)
 def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
-    """The cheapest known plan from `src` to `dst`, on the same mesh or another.
+    """The plan with the lowest cost from `src` to `dst`, on the same mesh or another.
 
     Raises:
         LayoutError: the global shapes differ.
@@ -183,11 +191,12 @@ def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
     if len(_reductions(src) | _reductions(dst)) > 1:
         return _via(src, src.reduced(), dst)
     if not same_mesh and _nonlinear(dst):
-        # Only position 0 would get the value, and the gradients of the identities beside it are not its own:
-        # give it to every rank, so that each takes its gradient from itself.
+        # A max/min/product target on another mesh: a direct exchange gives the value to position 0 and the identity to
+        # the others. Backward treats their gradients as replicated and could read that of an identity. Replicating on
+        # the target mesh first makes position 0 use its own gradient.
         return _via(src, dst.reduced(), dst)
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
-        # Several boxes share one flat local tensor, which has no stack dim to reduce: go through full tensors.
+        # A rank's boxes are in one flat local tensor, which has no stack dim: go through full tensors.
         return _via(src, src.replicated(), dst)
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
@@ -195,7 +204,7 @@ def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
 
 
 def same_local_shards(src: Layout, dst: Layout) -> bool:
-    """Whether all local shards are the same, because the layouts differ on axes of size 1 only. May miss some."""
+    """Whether the layouts differ on axes of size 1 only. May be False although all local shards are equal."""
     if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
         return False
     return all(
@@ -214,7 +223,7 @@ def _reductions(layout: Layout) -> set[str]:
 
 
 def _scaled(layout: Layout, other: Layout | None, power: int) -> tuple[tuple[Step, ...], Layout]:
-    """`layout` with Partial(avg) read as Partial(sum), and the scaling that makes this true."""
+    """`layout` with Partial("sum") for Partial("avg"), and the scaling to it (power -1) or back from it (power 1)."""
     factor, placements = 1.0, list(layout.placements)
     for axis, placement in enumerate(layout.placements):
         if placement == Partial("avg"):
@@ -233,7 +242,7 @@ def _nonlinear(layout: Layout) -> list[int]:
 
 
 def _plan_stacked(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """Steps for sources whose Partial axes are sums, maxima, minima or products."""
+    """Steps for sources that may be Partial by max, min or product: these are stacked, the stack is exchanged."""
     axes = _nonlinear(src)
     if not axes:
         return _plan_sums(src, dst)
@@ -255,7 +264,7 @@ def _plan_stacked(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def _stacked(layout: Layout, lengths: Sequence[int], on_stack: dict[int, int]) -> Layout:
-    """`layout` with leading dims of `lengths`; the axes in `on_stack` shard those instead of being Partial."""
+    """`layout` with leading dims of sizes `lengths`. `on_stack`: which of these dims a Partial axis shards instead."""
     count = len(lengths)
     placements = [
         Shard(on_stack[axis]) if axis in on_stack else _shifted(p, count) for axis, p in enumerate(layout.placements)
@@ -277,7 +286,7 @@ def _shifted(placement: Placement, count: int) -> Placement:
 
 
 def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """The cheaper of: one exchange; reduce, then exchange; exchange, then reduce."""
+    """The cheapest of: one exchange; all-reduces, then an exchange; an exchange, then all-reduces."""
     if src == dst:
         return ()
     exchange: tuple[Step, ...] = (_exchange(src, dst),)
@@ -310,7 +319,7 @@ def _exchange_unless_equal(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:
-    """One all-reduce an axis; a single one where every axis of the mesh is reduced."""
+    """One all-reduce for each axis; a single one if every axis of the mesh is reduced."""
     axes = [axis for axis, p in enumerate(src.placements) if p.is_partial() and dst.placements[axis].is_replicate()]
     if len(axes) == src.mesh.ndim:
         yield AllReduce(src, dst, None if len(axes) > 1 else 0)
@@ -324,9 +333,8 @@ def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:
 def _exchange(src: Layout, dst: Layout) -> Exchange:
     """Every element that a rank of `dst` must hold, from the nearest rank of `src` that has it.
 
-    On an axis where `dst` is Partial, a rank takes over what the ranks at its own position hold (a padded
-    shard, a partial sum); a replicated value goes to position 0, the others start from the
-    identity of the reduction.
+    On an axis where `dst` is Partial, a rank takes what the ranks at its own position hold (a partial sum, or a shard,
+    padded). A replicated value goes to position 0, and the others get the identity of the reduction.
     """
     kept, first_only = _partial_axes_of_target(src, dst)
     holders: dict[tuple[int, ...], dict[tuple[int, ...], dict[Box, list[int]]]] = {}
@@ -356,7 +364,7 @@ def _exchange(src: Layout, dst: Layout) -> Exchange:
 
 
 def _partial_axes_of_target(src: Layout, dst: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Axes on which a Partial target keeps to its own position, and those where only position 0 is filled."""
+    """The Partial axes of `dst` on which ranks take from their own position, and those that fill position 0 only."""
     if src.mesh != dst.mesh:
         return (), dst.partial_axes
     first_only = tuple(a for a in dst.partial_axes if isinstance(src.placements[a], Replicate))
@@ -364,7 +372,10 @@ def _partial_axes_of_target(src: Layout, dst: Layout) -> tuple[tuple[int, ...], 
 
 
 def _nearest(mesh: Mesh, ranks: list[int], receiver: int, index: int) -> int:
-    """The receiver itself, else the rank fewest axes away; equals take turns so that no replica does it all."""
+    """The receiver itself, else the rank whose coordinate differs on the fewest axes.
+
+    Of several, number `index` modulo their number, so that replicas share the sending.
+    """
     if len(ranks) == 1:
         return ranks[0]
     if receiver in ranks:

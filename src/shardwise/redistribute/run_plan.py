@@ -133,8 +133,8 @@ def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
             return local * factor
         case Restack(dst):
             return local.reshape(dst.local_shape(collectives.rank()))
-        case ReduceStack(dim, reduce_op, left):
-            return _reduce_stack(local, dim, reduce_op, left.local_shape(collectives.rank()))
+        case ReduceStack(dim, reduce_op, dst):
+            return _reduce_stack(local, dim, reduce_op, dst.local_shape(collectives.rank()))
     raise AssertionError(f"unknown step {step}")
 
 

@@ -1,4 +1,4 @@
-"""All-to-alls of boxes: the parts of its tensors that a rank sends, and those that it receives."""
+"""All-to-alls of boxes: which regions of its tensors a rank sends and receives, and a differentiable all-to-all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,34 +39,40 @@ class Schedule:
     recvs: tuple[Region, ...]
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
-    lengths: tuple[int, ...]  # of the parts received
+    lengths: tuple[int, ...]  # of the regions received
 
 
 def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[tuple[int, Region]]) -> Schedule:
-    """The schedule of parts sent to, and received from, given ranks."""
+    """The schedule of one rank.
+
+    Args:
+        ranks: those that take region, in the order of the all-to-all.
+        sends: (receiver, region), in the order of `ranks`.
+        recvs: (sender, region), in the order of `ranks`.
+    """
 
     def counts(parts: Sequence[tuple[int, Region]]) -> tuple[int, ...]:
-        return tuple(sum(_numel(part) for peer, part in parts if peer == rank) for rank in ranks)
+        return tuple(sum(_numel(region) for peer, region in parts if peer == rank) for rank in ranks)
 
-    received = tuple(part for _, part in recvs)
+    received = tuple(region for _, region in recvs)
     return Schedule(
         ranks, tuple(p for _, p in sends), received, counts(sends), counts(recvs), tuple(map(_numel, received))
     )
 
 
-def _numel(part: Region) -> int:
-    return Box((), part.sizes).numel
+def _numel(region: Region) -> int:
+    return Box((), region.sizes).numel
 
 
 def pack(tensors: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
-    """The parts to send, each in one dim."""
-    return [tensors[part.index][part.slices].reshape(-1) for part in plan.sends]
+    """The regions to send, each in one dim."""
+    return [tensors[region.index][region.slices].reshape(-1) for region in plan.sends]
 
 
 def unpack(received: Tensor, plan: Schedule) -> list[Tensor]:
-    """The parts received, each in its own shape."""
+    """The regions received, each in its own shape."""
     flat = received.split_with_sizes(plan.lengths) if plan.lengths else ()
-    return [x.view(part.sizes) for x, part in zip(flat, plan.recvs, strict=True)]
+    return [x.view(region.sizes) for x, region in zip(flat, plan.recvs, strict=True)]
 
 
 # ---- all-to-all with gradients ------------------------------------------------------------------------------
@@ -100,14 +106,14 @@ def all_to_all(
     ranks: tuple[int, ...],
     cause: Cause = INTERNAL,
 ) -> Tensor:
-    """All-to-all of a 1-D tensor with split sizes; gradients are sent the other way."""
+    """All-to-all of a 1-D tensor with split sizes; backward sends the gradients back."""
     return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def all_to_all_no_grad(
     send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
 ) -> Tensor:
-    """The same without a gradient."""
+    """`all_to_all` without a gradient."""
     if not comm_trace.listening() or len(ranks) == 1:
         return collectives.all_to_all(send, send_counts, recv_counts, ranks)
     sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
