@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.trace.autograd_function import TensorFunction
+
 
 class Bags(NamedTuple):
     """How ids form bags."""
@@ -153,10 +155,10 @@ def expand(rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) 
     if rows.shape[0] == 0:
         shape = ids.shape if bags is None else bags.lengths(ids).shape
         return rows.new_zeros(*shape, rows.shape[1]) + rows.sum()
-    return _Expand.apply(rows, distinct, ids, bags)  # type: ignore[no-any-return, no-untyped-call]
+    return _Expand.apply(rows, distinct, ids, bags)
 
 
-class _Expand(torch.autograd.Function):
+class _Expand(TensorFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
         ctx.args = distinct, ids, bags
@@ -169,10 +171,10 @@ class _Expand(torch.autograd.Function):
 
 def coalesced_lookup(table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     """`F.embedding` of `ids` (with bags: `F.embedding_bag`); a sparse gradient is coalesced: it has each row once."""
-    return _Lookup.apply(table, ids, bags, sparse)  # type: ignore[no-any-return, no-untyped-call]
+    return _Lookup.apply(table, ids, bags, sparse)
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(TensorFunction):
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
         ctx.args = ids, bags, sparse, table.shape

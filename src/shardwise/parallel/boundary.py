@@ -19,6 +19,7 @@ from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.autograd.gradients import as_cotangent, given, taken
 from shardwise.tensor.conversion import fitted
+from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable
 from shardwise.trace.comm_trace import Cause
 
@@ -48,7 +49,7 @@ def _forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tenso
     return local.view_as(local) if out is local else out
 
 
-class _FromPlain(torch.autograd.Function):
+class _FromPlain(TensorFunction):
     """Reads a plain tensor as a local shard and redistributes it."""
 
     @staticmethod
@@ -61,7 +62,7 @@ class _FromPlain(torch.autograd.Function):
         return given(grad, ctx.plan.plain_grad), None, None
 
 
-class _ToPlain(torch.autograd.Function):
+class _ToPlain(TensorFunction):
     """Redistributes a DTensor and returns its local tensor, in one node.
 
     So a replicated gradient stays replicated: that of a Partial tensor that was all-reduced needs no communication.
@@ -82,7 +83,7 @@ def _from_plain(x: Tensor, plan: BoundaryPlan, cause: Cause) -> DTensor:
         return tag(plain(x), plan.dst)
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
-            return tag(_FromPlain.apply(x, plan, cause), plan.dst)  # type: ignore[no-untyped-call]
+            return tag(_FromPlain.apply(x, plan, cause), plan.dst)
         out = redistribute_local(x, plan.src, plan.dst, cause)
         return tag(plain(out) if out is x else out, plan.dst)
 
@@ -93,7 +94,7 @@ def _to_plain(x: DTensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
         return local
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and local.requires_grad:
-            return _ToPlain.apply(local, plan, cause)  # type: ignore[no-any-return, no-untyped-call]
+            return _ToPlain.apply(local, plan, cause)
         return redistribute_local(local, plan.src, plan.dst, cause)
 
 

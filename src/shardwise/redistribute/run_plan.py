@@ -27,6 +27,7 @@ from shardwise.redistribute.plan import (
     plan_redistribute,
 )
 from shardwise.trace import comm_trace
+from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent
 
 
@@ -126,9 +127,9 @@ def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
         case AllReduce() if not recorded:
             return _reduced(local, step)
         case Exchange():
-            return _Exchange.apply(local, step, cause)  # type: ignore[no-any-return, no-untyped-call]
+            return _Exchange.apply(local, step, cause)
         case AllReduce():
-            return _AllReduce.apply(local, step, cause)  # type: ignore[no-any-return, no-untyped-call]
+            return _AllReduce.apply(local, step, cause)
         case Scale(factor):
             return local * factor
         case Restack(dst):
@@ -163,7 +164,7 @@ def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...
     return local.prod(dim, dtype=local.dtype)
 
 
-class _Step(torch.autograd.Function):
+class _Step(TensorFunction):
     """A step that communicates; its backward is the dual redistribution."""
 
     @staticmethod

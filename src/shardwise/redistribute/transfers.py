@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise import collectives
 from shardwise.layout import Box
 from shardwise.trace import comm_trace
+from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import INTERNAL, Cause, CommEvent
 
 Ranks = tuple[int, ...]
@@ -78,7 +78,7 @@ def unpack(received: Tensor, plan: Schedule) -> list[Tensor]:
 # ---- all-to-all with gradients ------------------------------------------------------------------------------
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(TensorFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -95,7 +95,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)  # type: ignore[no-untyped-call]
+        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)
         return sent, None, None, None, None
 
 
@@ -107,7 +107,7 @@ def all_to_all(
     cause: Cause = INTERNAL,
 ) -> Tensor:
     """All-to-all of a 1-D tensor with split sizes; backward sends the gradients back."""
-    return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)
 
 
 def all_to_all_no_grad(

@@ -38,7 +38,7 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
         if not torch.is_grad_enabled():
             return local.detach()
         grad_layout = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
-        return ToPlain.apply(local, layout, grad_layout)  # type: ignore[no-any-return, no-untyped-call]
+        return ToPlain.apply(local, layout, grad_layout)
 
 
 def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = None) -> DTensor:
@@ -47,7 +47,7 @@ def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = Non
         if not (torch.is_grad_enabled() and local.requires_grad):
             return track(tag(local.detach(), layout))
         grad_layout = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
-        return track(tag(FromPlain.apply(local, layout, grad_layout), layout))  # type: ignore[no-untyped-call]
+        return track(tag(FromPlain.apply(local, layout, grad_layout), layout))
 
 
 def from_local(

@@ -35,6 +35,7 @@ from shardwise.rules.reductions.over_dims import (
 )
 from shardwise.rules.registry import OpRule, Shapes, register
 from shardwise.rules.row import Args, Kwargs, Meta, Row
+from shardwise.trace.autograd_function import TensorFunction
 
 
 def reduced(reduce_op: str, linear: Sequence[Placement], input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
@@ -199,12 +200,12 @@ def extremes(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tup
     for largest, (values, ties) in zip(kinds, ctx.all_gather(torch.stack(found)).movedim(0, 2), strict=True):
         best = values.detach().amax(0) if largest else values.detach().amin(0)
         weights = torch.where(values == best, ties.detach(), 0)
-        result: Tensor = _Select.apply(values, best, weights / weights.sum(0))  # type: ignore[no-untyped-call]
+        result: Tensor = _Select.apply(values, best, weights / weights.sum(0))
         results.append(result.to(x.dtype))
     return results[0] if len(kinds) == 1 else torch.return_types.aminmax(results)  # type: ignore[arg-type]
 
 
-class _Select(torch.autograd.Function):
+class _Select(TensorFunction):
     """`value`, which is one of the rows of `every`; the rows get `shares` of its gradient."""
 
     @staticmethod

@@ -29,6 +29,7 @@ from shardwise.tensor.autograd.buckets import (
     reduce_batch,
 )
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
+from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause
 
 _get_raw = raw_grad.__get__
@@ -208,7 +209,7 @@ def grad(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     return tuple(shown(x, g) for x, g in zip(inputs, found, strict=True))
 
 
-class _Conversion(torch.autograd.Function):
+class _Conversion(TensorFunction):
     """Between a DTensor with `layout` and a plain tensor whose gradient has `grad_layout`."""
 
     @staticmethod
@@ -242,12 +243,12 @@ class FromPlain(_Conversion):
 def taken(gradient: Tensor, grad_layout: Layout) -> Tensor:
     """A plain gradient with `grad_layout` as a local one; a conversion with a gradient, for second derivatives."""
     if torch.is_grad_enabled() and gradient.requires_grad:
-        return FromPlain.apply(gradient, grad_layout, grad_layout.reduced())  # type: ignore[no-any-return, no-untyped-call]
+        return FromPlain.apply(gradient, grad_layout, grad_layout.reduced())
     return gradient
 
 
 def given(gradient: Tensor, grad_layout: Layout) -> Tensor:
     """The inverse of `taken`."""
     if torch.is_grad_enabled() and gradient.requires_grad:
-        return ToPlain.apply(gradient, grad_layout, grad_layout.reduced())  # type: ignore[no-any-return, no-untyped-call]
+        return ToPlain.apply(gradient, grad_layout, grad_layout.reduced())
     return gradient

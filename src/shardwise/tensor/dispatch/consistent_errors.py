@@ -19,6 +19,7 @@ from shardwise.rules.shapes.index import IndexForm
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.resolve import Recipe
 from shardwise.tensor.dtensor import DTensor, tag
+from shardwise.trace.autograd_function import TensorFunction
 
 
 def with_consistent_errors(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,10 +79,10 @@ def _saved(a: Any) -> Any:
     """An operand; an empty shard is saved for backward, which raises if it was changed in place."""
     if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
         return a
-    return tag(_Saved.apply(a), a._layout) if torch.is_grad_enabled() else a  # type: ignore[no-untyped-call]
+    return tag(_Saved.apply(a), a._layout) if torch.is_grad_enabled() else a
 
 
-class _Saved(torch.autograd.Function):
+class _Saved(TensorFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)

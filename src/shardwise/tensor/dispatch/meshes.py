@@ -17,6 +17,7 @@ from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import copies_of
+from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -118,14 +119,14 @@ def nothing(
                 return tag(plain(operands[0]).reshape(-1)[:0].view(shape), layout)
             local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
             if x.requires_grad:
-                local = _Nothing.apply(local, *operands)  # type: ignore[no-untyped-call]
+                local = _Nothing.apply(local, *operands)
             return tag(local, layout)
 
         out = pytree.tree_map(empty, metas)
         return copies_of(operands[0], out) if view and copies else out
 
 
-class _Nothing(torch.autograd.Function):
+class _Nothing(TensorFunction):
     """Keeps a rank outside the mesh in the graph, so that backward can be called there too."""
 
     @staticmethod

@@ -13,6 +13,7 @@ from shardwise.layout import Layout
 from shardwise.redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT
 
 _data: Any = torch._C.TensorBase.data
@@ -47,7 +48,7 @@ def _waited(x: _Pending) -> DTensor:
         return tag(x, layout)
 
 
-class _Redistribute(torch.autograd.Function):
+class _Redistribute(TensorFunction):
     """A redistribution whose gradient is sent in a dtype of its own, and which may be asynchronous."""
 
     @staticmethod
@@ -71,7 +72,7 @@ def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, 
     """`x` in another layout; its gradient is converted to `backward_dtype` before it is redistributed back."""
     later: list[Finish] | None = [] if async_op else None
     with DisableTorchFunctionSubclass():
-        out = _Redistribute.apply(plain(x), x._layout, target, backward_dtype, later)  # type: ignore[no-untyped-call]
+        out: Any = _Redistribute.apply(plain(x), x._layout, target, backward_dtype, later)
         if later is None:
             return tag(out, target)
         out.__class__ = _Pending
