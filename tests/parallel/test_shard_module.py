@@ -171,6 +171,30 @@ def test_modules_that_differ_are_refused() -> None:
     assert '"parameter weight": "torch.float32 (3, 3)"' in text
 
 
+def test_source_ranks_that_differ_are_refused() -> None:
+    def body() -> str:
+        with pytest.raises(MismatchError) as caught:
+            shard_module(nn.Linear(2, 3), {"weight": S0}, src_rank=collectives.rank() or None)
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert text.split("\n")[1:3] == ['  rank 0: {"src_rank": null}', '  rank 1: {"src_rank": 1}']
+
+
+def test_a_module_on_the_meta_device_of_one_rank_only_is_refused() -> None:
+    def body() -> str:
+        module = nn.Linear(2, 3, bias=False, device="meta" if collectives.rank() else "cpu")
+        with pytest.raises(MismatchError) as caught:
+            shard_module(module, {"weight": S0})
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert text.split("\n")[1:3] == [
+        '  rank 0: {"parameter weight": "torch.float32 (3, 2)"}',
+        '  rank 1: {"parameter weight": "torch.float32 (3, 2) on the meta device"}',
+    ]
+
+
 @world(3)
 def test_the_values_of_the_source_rank_count() -> None:
     for source in (0, 2):

@@ -119,7 +119,7 @@ def _describe_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> str:
 
 
 def _first_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> Box:
-    """The first of the boxes that remain of `shape` without all others."""
+    """The first uncovered box of `shape`."""
     left = [Box((0,) * len(shape), shape)]
     for _, box in sorted(full, key=lambda item: item[1].offsets):
         left = [gap for rest in left for gap in _without(rest, box)]

@@ -282,12 +282,12 @@ def _canonical_order(
         placement = placements[axis]
         if isinstance(placement, Shard):
             queues.setdefault(placement.dim % max(ndim, 1), []).append(axis)
-    # Sort the axes of each dim's queue into the slots those axes occupy, then undo where already natural.
-    slots = {dim: sorted(axes) for dim, axes in queues.items()}
+    # Axes that shard one dim keep their given order, at the positions these axes have in the natural order.
+    # All other axes stay in place.
     result = list(natural)
-    for dim, axes in queues.items():
-        for slot, axis in zip(slots[dim], axes, strict=True):
-            result[slot] = axis
+    for axes in queues.values():
+        for position, axis in zip(sorted(axes), axes, strict=True):
+            result[position] = axis
     return tuple(result)
 
 

@@ -39,11 +39,11 @@ def shard_module(module: M, plan: LayoutPlan, *, mesh: Any = None, src_rank: int
 
     Raises:
         PlanError: names that match nothing, placements that do not fit; all of them in one message.
-        MismatchError: the plan, or the module, differs between ranks.
+        MismatchError: the plan, the module or `src_rank` differs between ranks.
     """
     mesh = module_sharding.module_mesh(module, mesh)
     named = module_sharding.named_parameters(module)
-    module_sharding.agree_on_plan(plan.items(), named, mesh.ranks, mesh=str(mesh))
+    module_sharding.agree_on_plan(plan.items(), named, mesh.ranks, mesh=str(mesh), src_rank=src_rank)
     module_sharding.replace_parameters(module, layouts_of(module, plan, mesh), src_rank)
     return module
 

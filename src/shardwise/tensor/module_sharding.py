@@ -101,7 +101,7 @@ def agree_on_plan(
 
     Args:
         plan: names or globs, and what the plan says about them.
-        named: the tensors whose dtypes and shapes must agree.
+        named: the tensors whose dtypes and shapes must agree, and whether they are on the meta device.
         facts: what else must agree, as JSON.
     """
     members = tuple(sorted(ranks))
@@ -113,9 +113,14 @@ def agree_on_plan(
         text = _describe(entry)
         entries[f"plan for {key}"] = f"{entries[f'plan for {key}']}, {text}" if key in order else text
         order.append(key)
-    said: dict[str, object] = {f"parameter {name}": f"{x.dtype} {tuple(x.shape)}" for name, x in named.items()}
-    said |= entries | {"order of the plan": order} | facts  # of two globs, the later one wins
-    collectives.agree("the sharding plan", said, members, "pass the same module, plan and source rank on every rank.")
+    compared: dict[str, object] = {
+        f"parameter {name}": f"{x.dtype} {tuple(x.shape)}{' on the meta device' if x.is_meta else ''}"
+        for name, x in named.items()
+    }
+    compared |= entries | {"order of the plan": order} | facts  # of two globs, the later one wins
+    collectives.agree(
+        "the sharding plan", compared, members, "pass the same module, plan and source rank on every rank."
+    )
 
 
 def _describe(entry: object) -> str:

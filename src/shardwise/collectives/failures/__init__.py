@@ -9,6 +9,15 @@ Where a failed rank is noticed:
   for their state; the `FailureMonitor` thread of each answers with the collective it waits in or the line it runs.
 * It makes another collective: `explain` compares the calls that ranks wait in.
 
+Where the survivors learn of it:
+
+* The `FailureMonitor` thread of each rank polls the store; when a rank has failed it publishes this rank's state and
+  sets `monitor.failed`.
+* A rank that waits in a collective does so in slices (`TorchTransport._wait` in `processes.py`). If `monitor.failed` is
+  set and `known_root()` has a report, it raises `WaitAbortedError`, which `reports.explain` turns into the error of
+  that report.
+* A rank that computes learns of it in its next collective.
+
 `store.py` has the keys in the world's store and what they hold. The first failure is the root: `publish_root` keeps
 only one, and every rank raises the error made from it.
 """

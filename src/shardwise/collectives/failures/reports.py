@@ -1,7 +1,7 @@
 """Reports of failures: a rank that ends publishes one, a rank whose collective failed finds the one to raise.
 
-The root of a failure is published once. All ranks name it, also those that failed because of a rank that failed
-because of it.
+The first failure is the root; it is published once, and all ranks name it. Where rank 1 fails because of rank 0, and
+rank 2 because of rank 1, rank 2 names rank 0.
 """
 
 import os
