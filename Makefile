@@ -12,6 +12,8 @@ BIN := .venv/bin
 RUN_READY := .venv/.ready-to-run
 DEV_READY := .venv/.ready-to-test
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+# Without compiled files each process would compile this package and all tests again.
+unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: train check quick test test-torch

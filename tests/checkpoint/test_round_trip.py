@@ -221,6 +221,7 @@ def real_round_trip(folder: str) -> bool:
     return bits(state["x"]) == bits(local_tensor(full, layout, collectives.rank())) and state["epoch"] == 2
 
 
+@pytest.mark.processes
 def test_real_processes_save_and_load(tmp_path: Path) -> None:
     assert world(2, real=True).run(real_round_trip, str(tmp_path)) == [True, True]
 

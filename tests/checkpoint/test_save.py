@@ -58,6 +58,7 @@ INTERRUPTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("before", "options"), INTERRUPTED.values(), ids=list(INTERRUPTED))
 def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_never_a_mixture(
     tmp_path: Path, before: dict[str, Any] | None, options: dict[str, Any]

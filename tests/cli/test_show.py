@@ -131,6 +131,7 @@ def test_what_cannot_be_drawn_is_one_line_and_exits_with_2(argv: list[str], why:
         assert "Fix: " in err
 
 
+@pytest.mark.processes
 def test_a_terminal_without_lines_gets_plain_ones(plan: str) -> None:
     Path(plan).write_text(PLAN.replace("a<b>", "größe"))
     command = [sys.executable, "-m", "shardwise", "show", plan]
@@ -140,6 +141,7 @@ def test_a_terminal_without_lines_gets_plain_ones(plan: str) -> None:
     assert "  +--------+\n0 | rank 0 |\n  |        |\n  +--------+\n2 | rank 1 |\n" in done.stdout
 
 
+@pytest.mark.processes
 def test_torch_is_not_needed_and_colours_are_not_piped(plan: str, tmp_path: Path) -> None:
     code = (
         "import sys; from shardwise.cli import main; "

@@ -14,7 +14,13 @@ from shardwise.testing import world
 from shardwise.testing.worlds import World
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
-WORLDS = pytest.mark.parametrize("ranks", [world(3), world(3, real=True)], ids=["simulated", "real"])
+WORLDS = pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(world(3), id="simulated"),
+        pytest.param(world(3, real=True), id="real", marks=pytest.mark.processes),
+    ],
+)
 ALL = (0, 1, 2)
 
 
@@ -264,6 +270,7 @@ def in_another_thread() -> str:
     return said[0]
 
 
+@pytest.mark.processes
 def test_on_processes_other_threads_compare_as_well() -> None:
     assert same_text(world(3, real=True), in_another_thread)[0].endswith("all ranks must make the same call.")
 

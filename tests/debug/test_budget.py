@@ -247,6 +247,7 @@ def test_the_name_is_at_the_top_of_the_package() -> None:
     assert shardwise.no_implicit_comm is shardwise.debug.no_implicit_comm
 
 
+@pytest.mark.processes
 def test_real_ranks_refuse_alike() -> None:
     (text,) = set(world(2, real=True).run(refusal_of_a_real_rank))
     assert "Sends: 20 bytes over all ranks" in text

@@ -365,6 +365,7 @@ def test_values_and_gradients_are_those_without_the_mode() -> None:
     world(2).run(lambda: torch.testing.assert_close(outcome(True), outcome(False), rtol=0, atol=0))
 
 
+@pytest.mark.processes
 def test_real_ranks_count_the_same() -> None:
     sent = world(2, real=True).run(sent_on_a_real_rank)
     assert sent == [{"forward": 24, "backward": 16}, {"forward": 16, "backward": 24}]

@@ -367,6 +367,7 @@ def test_a_maximum_that_backward_has_to_reduce_is_reported() -> None:
         assert told[0] == ("operand", "backward")
 
 
+@pytest.mark.processes
 def test_real_ranks_report_the_same() -> None:
     for rank, (sent, total, file) in enumerate(world(2, real=True).run(gathered_on_a_real_rank)):
         assert sent == 4 * (3, 2)[rank]

@@ -409,6 +409,7 @@ def test_no_hook_is_left_after_an_error() -> None:
     assert DTensor._dispatch is dispatcher.dispatch
 
 
+@pytest.mark.processes
 def test_real_ranks_compare_as_simulated_ones() -> None:
     assert world(2, real=True).run(compared_on_a_real_rank) == [{"matmul": 1, "sum": 1}] * 2
 

@@ -70,6 +70,7 @@ def test_cases_that_were_wrong_once_stay_right(case: Case) -> None:
     assert wrong(case) is None
 
 
+@pytest.mark.processes
 def test_real_processes_give_what_torch_gives() -> None:
     cases = [case for case in CASES if case.mesh.size() == 3][::8]
     assert len(cases) >= 8

@@ -286,6 +286,7 @@ def test_lookups_go_where_the_ids_of_this_call_are(cut: sw.Placement) -> None:
     world(2).run(check)
 
 
+@pytest.mark.processes
 def test_real_processes_replay_as_simulated_ranks_do() -> None:
     assert all(world(2, real=True).run(_trained))
 

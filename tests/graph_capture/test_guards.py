@@ -258,7 +258,9 @@ def test_a_second_derivative_of_a_replay_is_an_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "aot_eager"), (1, "inductor")])
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(2, "aot_eager"), pytest.param(1, "inductor", marks=pytest.mark.processes)]
+)
 def test_ops_between_collectives_may_be_compiled(ranks: int, backend: str) -> None:
     def check() -> None:
         torch.manual_seed(0)

@@ -257,5 +257,6 @@ def on_torch_s_meshes() -> list[Any]:
     return [comms.total_calls, tuple(as_dtensor(both.get_parameter("net1.weight")).to_local().shape)]
 
 
+@pytest.mark.processes
 def test_meshes_of_torch_and_their_axes_work_on_real_ranks() -> None:
     assert world(4, real=True).run(on_torch_s_meshes) == [[1, (8, 10)]] * 4

@@ -375,6 +375,7 @@ def test_a_placement_that_is_none_is_refused() -> None:
         shard_module(nn.Linear(3, 2), wrong)
 
 
+@pytest.mark.processes
 @world(4, real=True)
 def test_real_processes_on_a_grid_equal_one() -> None:
     torch.manual_seed(5)

@@ -294,6 +294,7 @@ def test_a_layout_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert layout._repr_html_() == picture(layout)._repr_html_()
 
 
+@pytest.mark.processes
 def test_layouts_show_themselves_whatever_was_imported() -> None:
     code = "import shardwise as sw; sw.Layout(sw.Mesh((2,)), [sw.Shard(0)], (4, 2)).show()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -294,6 +294,7 @@ def all_together(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tens
     return total
 
 
+@pytest.mark.processes
 @world(3, real=True)
 def test_torchs_own_collectives_take_the_group() -> None:
     pair = dist.new_group([0, 2])

@@ -161,6 +161,7 @@ def test_what_is_no_group_is_refused_in_words() -> None:
             chunks(0, 0, 1).shard(VALUE, process_group=group)
 
 
+@pytest.mark.processes
 @world(2, real=True)
 def test_a_mesh_of_torch_is_a_group() -> None:
     mesh = init_device_mesh("cpu", (2,))
@@ -183,6 +184,7 @@ def test_a_group_may_be_set_for_a_while_but_not_inside_another() -> None:
         spec.shard(VALUE)
 
 
+@pytest.mark.processes
 @world(4, real=True)
 def test_torchs_own_groups_are_used() -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]

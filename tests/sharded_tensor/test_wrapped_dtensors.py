@@ -328,6 +328,7 @@ PLACES: list[tuple[tuple[int, ...], list[Placement]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("src", [0, 1, 3])
 @world(2, real=True)
 def test_torch_saves_and_loads_into_any_other_sharding(tmp_path: Path, src: int) -> None:
@@ -356,6 +357,7 @@ def test_torch_saves_and_loads_into_any_other_sharding(tmp_path: Path, src: int)
     assert_close(theirs.redistribute(placements=[TorchReplicate()]).to_local(), FULL)
 
 
+@pytest.mark.processes
 @world(2, real=True)
 def test_a_model_and_its_optimiser_go_through_torchs_checkpoint(tmp_path: Path) -> None:
     folder = str(collectives.gather_json(str(tmp_path), (0, 1))[0])
@@ -378,6 +380,7 @@ def test_a_model_and_its_optimiser_go_through_torchs_checkpoint(tmp_path: Path) 
         assert_close(as_dtensor(now).full_tensor(), as_dtensor(was).full_tensor())
 
 
+@pytest.mark.processes
 @world(2, real=True)
 def test_tables_of_single_ranks_go_through_torchs_checkpoint(tmp_path: Path) -> None:
     folder = str(collectives.gather_json(str(tmp_path), (0, 1))[0])

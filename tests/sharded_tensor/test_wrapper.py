@@ -413,6 +413,7 @@ def test_it_tells_torch_where_its_shards_are() -> None:
     assert [end.offsets[1] for _, end in pairwise(told.chunks)] == [6, 9]
 
 
+@pytest.mark.processes
 def test_importing_the_package_does_not_import_torchs_checkpoints() -> None:
     said = (
         "import shardwise, sys; shardwise.LocalShardsWrapper; sys.exit('torch.distributed.checkpoint' in sys.modules)"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -44,11 +45,13 @@ def test_moves_may_be_waited_for_at_the_first_look() -> None:
     arrives_later()
 
 
+@pytest.mark.processes
 @world(3, real=True)
 def test_moves_on_real_ranks_may_be_waited_for_at_the_first_look() -> None:
     arrives_later()
 
 
+@pytest.mark.processes
 @world(2, real=True)
 def test_a_move_that_nobody_looks_at_disturbs_nobody() -> None:
     x = distribute_tensor(FULL, Mesh((2,)), [S0])

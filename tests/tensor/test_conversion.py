@@ -479,6 +479,7 @@ def test_what_would_show_a_part_for_the_whole_is_refused(leak: str) -> None:
 # ---- real processes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @world(4, real=True)
 def test_real_grids_convert_and_move() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

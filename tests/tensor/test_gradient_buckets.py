@@ -102,6 +102,7 @@ def test_training_equals_one_process_with_buckets_of_any_size(
     world(ranks).run(trains_like_one_process, max_bytes, overlap, parts)
 
 
+@pytest.mark.processes
 def test_training_on_processes_equals_one_process_while_buckets_travel() -> None:
     world(2, real=True).run(trains_like_one_process, 100, True, 1)
 
@@ -359,6 +360,7 @@ def test_ranks_that_use_different_parameters_are_told_so_on_every_rank(named: bo
     assert "ranks 0, 1, 2 raised the same" in "\n".join(caught.value.__notes__)
 
 
+@pytest.mark.processes
 def test_on_processes_as_well_and_nobody_hangs() -> None:
     with pytest.raises(MismatchError, match="the gradients that are reduced together"):
         world(2, real=True).run(uses_its_own, True, (2, 3), False)

@@ -403,6 +403,7 @@ def test_graphs_are_freed() -> None:
 # ---- real processes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @world(4, real=True)
 def test_gradients_on_a_real_grid_equal_one_process() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -416,6 +417,7 @@ def test_gradients_on_a_real_grid_equal_one_process() -> None:
         assert_close(grad_of(w), expected[1])
 
 
+@pytest.mark.processes
 @world(2, real=True)
 def test_real_data_parallel_gradients_take_one_collective() -> None:
     mesh = Mesh((2,))

@@ -196,6 +196,7 @@ def test_plain_values_load_into_a_sharded_module() -> None:
         linear.load_state_dict({"weight": FIRST.t(), "bias": BIAS})
 
 
+@pytest.mark.processes
 @world(2, real=True)
 def test_real_processes_take_the_steps_of_one() -> None:
     expected = [nn.Parameter(value.clone()) for value in VALUES]

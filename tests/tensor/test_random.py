@@ -358,6 +358,7 @@ def drawn_often() -> None:
         rand(3)
 
 
+@pytest.mark.processes
 @world(4, real=True)
 def test_real_processes_make_the_tensor_of_one() -> None:
     torch.manual_seed(7)

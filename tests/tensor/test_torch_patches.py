@@ -91,6 +91,7 @@ step(lambda x: distribute_tensor(x, Mesh((1,)), [Shard(0)]))
 """
 
 
+@pytest.mark.processes
 def test_only_the_listed_attributes_of_torch_change_and_only_with_the_first_dtensor(tmp_path: Path) -> None:
     loaded = "import json\nprint(json.dumps([m for m in sys.modules if m[:6] == 'torch.']))"
     modules = run_python(IMPORTS + DISTRIBUTED + loaded)

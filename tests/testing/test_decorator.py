@@ -38,6 +38,7 @@ def test_parameters_and_fixtures_reach_each_rank(offset: int, factor: int, tmp_p
     (tmp_path / f"{rank()}").touch(exist_ok=False)  # one directory, a body a rank
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("factor", [2, 3])
 @world(2, real=True)
 def test_parameters_and_fixtures_reach_real_ranks(factor: int, offset: int, tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_property_tests_run_on_simulated_ranks(number: int) -> None:
     assert all_reduce(torch.tensor(number), "sum", (0, 1)).item() == 2 * number
 
 
+@pytest.mark.processes
 @settings(deadline=None, max_examples=5)
 @given(st.integers(0, 100))
 @world(2, real=True)
@@ -67,6 +69,7 @@ class TestClass:
     def test_methods_run_on_simulated_ranks(self, offset: int) -> None:
         assert (self.scale, offset, world_size()) == (3, 10, 2)
 
+    @pytest.mark.processes
     @world(2, real=True)
     def test_methods_run_on_real_ranks(self, offset: int) -> None:
         assert (self.scale, offset, world_size()) == (3, 10, 2)
