@@ -395,7 +395,7 @@ def test_leaves_that_come_and_go_leave_nothing_behind() -> None:
     del x
     gc.collect()
     assert not any(ref() is not None for ref in gone)
-    assert len(reduction._rank().plans) <= reduction.KEPT_PLANS
+    assert len(reduction._this_rank().plans) <= reduction.KEPT_PLANS
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -17,7 +17,7 @@ from shardwise.layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
 from shardwise.redistribute.plan import same_local_shards
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.autograd.gradients import as_cotangent, given, taken
+from shardwise.tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
 from shardwise.tensor.conversion import fitted
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable
@@ -59,7 +59,7 @@ class _FromPlain(TensorFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = redistribute_local(grads[0], ctx.plan.dst.dual(), ctx.plan.plain_grad, ctx.cause.for_backward())
-        return given(grad, ctx.plan.plain_grad), None, None
+        return record_to_plain(grad, ctx.plan.plain_grad), None, None
 
 
 class _ToPlain(TensorFunction):
@@ -74,7 +74,7 @@ class _ToPlain(TensorFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = taken(grads[0], ctx.plan.plain_grad)
+        grad = record_from_plain(grads[0], ctx.plan.plain_grad)
         return as_cotangent(grad, ctx.plan.plain_grad, ctx.plan.src, ctx.cause.for_backward()), None, None
 
 

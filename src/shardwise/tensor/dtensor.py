@@ -53,10 +53,10 @@ class DTensor(torch.Tensor):
 
     _layout: Layout
     _reduced_grad: "DTensor | None" = None  # of a leaf: the part of its gradient that is all-reduced already
-    _grad_batch: Any = None  # of a leaf: the backward whose gradients wait for one bucketed all-reduce
-    _grad_plan: Any = None  # of a leaf: the bucket plan of the last one
-    _watched: int = 0  # of a leaf whose gradients join a batch: its number in program order
-    _watched_here: int = 0  # the same among the leaves of its mesh, so equal on all ranks of that
+    _pending_gradients: Any = None  # of a leaf: those that wait for a bucketed all-reduce together with its own
+    _bucket_plan: Any = None  # of a leaf: the plan of its last bucketed all-reduce
+    _leaf_number: int = 0  # of a leaf with bucketed gradients: creation order on this rank; 0: none
+    _leaf_number_in_mesh: int = 0  # the same among the leaves of its mesh, so equal on all ranks of that
     _name: str | None = None  # of a parameter: what errors call it
     _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards
@@ -281,7 +281,7 @@ class DTensor(torch.Tensor):
         """The same tensor without history; it keeps its sharding spec and shards, because `nn.Parameter` detaches."""
         return remembering(self, _detach(self))
 
-    @property
+    @property  # `implement` puts `read_grad` and `write_grad` themselves in its place: one frame fewer
     def grad(self) -> "DTensor | None":
         """The gradient in the layout of the tensor.
 
@@ -350,10 +350,10 @@ def implement(
     set_dispatcher(dispatch)
     DTensor._from_local, DTensor._to_local = staticmethod(from_local), staticmethod(to_local)
     DTensor._redistributed, DTensor._backward = staticmethod(redistributed), staticmethod(backward)
-    DTensor._read_grad, DTensor._write_grad = staticmethod(read_grad), staticmethod(write_grad)
     DTensor._set = staticmethod(set_)
-    own: Any = vars(DTensor)["grad"]
-    DTensor.grad = property(read_grad, write_grad, own.fdel, own.__doc__)  # type: ignore[assignment, method-assign]  # one frame fewer
+    DTensor._read_grad, DTensor._write_grad = staticmethod(read_grad), staticmethod(write_grad)
+    with_methods: Any = vars(DTensor)["grad"]
+    DTensor.grad = property(read_grad, write_grad, with_methods.fdel, with_methods.__doc__)  # type: ignore[assignment, method-assign]
 
 
 def set_dispatcher(dispatch: Handler) -> None:

@@ -51,7 +51,7 @@ class _Context:
 
 
 def _labelled(x: Any, layout: Layout | None) -> Any:
-    """A local tensor as the DTensor that it is the local tensor of."""
+    """The DTensor with layout `layout` whose local tensor is `x`; `x` itself if the layout is None."""
     if layout is None or type(x) is DTensor or x is None:
         return x
     with DisableTorchFunctionSubclass():

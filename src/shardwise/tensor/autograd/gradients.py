@@ -6,7 +6,7 @@ backward in buckets (`buckets.py`). Data parallelism, accumulation without commu
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,44 +19,32 @@ from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.autograd.buckets import (
-    axes_to_reduce,
-    joined,
-    next_numbers,
-    raw_grad,
-    readable,
-    reduce_alone,
-    reduce_batch,
-)
+from shardwise.tensor.autograd.bucket_plan import axes_to_reduce, readable
+from shardwise.tensor.autograd.buckets import raw_grad, reduce_alone, reduce_pending
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause
+
+T = TypeVar("T")
+Tensors = Tensor | Iterable[Tensor]
+Gradients = Tensor | Iterable[Tensor | None] | None
 
 _get_raw = raw_grad.__get__
 
 _SET = Cause("gradient", ".grad =", "the gradient", "it is kept in the layout of its tensor")
 _GRAD = Cause("gradient", "torch.autograd.grad", "a gradient", "it is returned in the layout of its input")
-_SEED = Cause("gradient", "backward", "the gradient it starts with", "it is laid out for the tensor it belongs to")
+_START = Cause("gradient", "backward", "the gradient it starts with", "it is laid out for the tensor it belongs to")
 _CONVERSION = Cause(
     "gradient", "backward", "a gradient", "it is converted between a DTensor and a plain tensor", backward=True
 )
 _OUTPUT = Cause("operand", "backward", "its output", "a maximum, minimum or product has no gradient until reduced")
 
 
-def watch(leaf: DTensor) -> None:
-    """Let a leaf with a Replicate axis join the batch of the backward that reaches it."""
-    with DisableTorchFunctionSubclass():
-        if leaf._watched or not leaf.requires_grad or not leaf.is_leaf or not axes_to_reduce(leaf._layout):
-            return
-        leaf._watched, leaf._watched_here = next_numbers(leaf._layout.mesh)
-        leaf.register_post_accumulate_grad_hook(joined)  # type: ignore[no-untyped-call]
-
-
 def read(x: DTensor) -> DTensor | None:
-    """The gradient of `x` in its own layout (a gradient of a Partial tensor is Replicate)."""
-    if x._grad_batch is not None:
+    """`x.grad`: the gradient in the layout of `x`, with Partial read as Replicate."""
+    if x._pending_gradients is not None:
         with DisableTorchFunctionSubclass():
-            reduce_batch(x._grad_batch)
+            reduce_pending(x._pending_gradients)
     if torch._C._is_torch_function_enabled():
         with DisableTorchFunctionSubclass():
             raw = _get_raw(x)
@@ -66,7 +54,7 @@ def read(x: DTensor) -> DTensor | None:
         return raw
     with DisableTorchFunctionSubclass():
         if axes_to_reduce(x._layout):
-            if raw is not None:  # a leaf that was not watched, or a non-leaf that retains its gradient
+            if raw is not None:  # a leaf without bucketed gradients, or a non-leaf that retains its gradient
                 reduce_alone(x)
             return x._reduced_grad
         if raw is not None and type(raw) is not DTensor:
@@ -75,11 +63,11 @@ def read(x: DTensor) -> DTensor | None:
 
 
 def write(x: DTensor, value: Tensor | None) -> None:
-    """Set or clear the gradient; a plain tensor is the full gradient."""
-    if x._grad_batch is not None:
+    """`x.grad = value`: set or clear the gradient; a plain tensor is the full gradient."""
+    if x._pending_gradients is not None:
         with DisableTorchFunctionSubclass():
-            x._grad_batch.forget(x)
-        x._grad_batch = None
+            x._pending_gradients.remove(x)
+        x._pending_gradients = None
     if x._reduced_grad is not None:
         x._reduced_grad = None
     with DisableTorchFunctionSubclass():
@@ -98,14 +86,14 @@ def write(x: DTensor, value: Tensor | None) -> None:
             raw_grad.__set__(x, to_layout(value, readable(x._layout), _SET))
 
 
-# ---- seeds and conversions -----------------------------------------------------------------------------------
+# ---- where backward starts --------------------------------------------------------------------------------------
 
 
-def as_cotangent(value: Tensor, layout: Layout, of: Layout, cause: Cause = _CONVERSION) -> Tensor:
-    """A local gradient laid out as `layout` for a tensor laid out as `of`, in the dual layout of `of`.
+def as_cotangent(gradient: Tensor, layout: Layout, of: Layout, cause: Cause = _CONVERSION) -> Tensor:
+    """Redistribute a local gradient from `layout` to `of.dual()`, where `of` is the layout of the tensor it belongs to.
 
-    A replicated gradient of a replicated value becomes equal shares and not one share and zeros, because
-    0 times an infinite local derivative is nan.
+    On an axis where Replicate becomes Partial, every rank keeps 1/n of it: zeros on the other ranks would give nan
+    (0 times an infinite derivative).
     """
     dual, shares = of.dual(), 1
     placements = list(layout.placements)
@@ -113,12 +101,12 @@ def as_cotangent(value: Tensor, layout: Layout, of: Layout, cause: Cause = _CONV
         if have == REPLICATE and want == Partial():
             placements[axis] = want
             shares *= layout.mesh.shape[axis]
-    value = value * (1 / shares) if shares > 1 else value  # short complex dtypes cannot be divided
-    return redistribute_local(value, layout.replace(placements), dual, cause)
+    gradient = gradient * (1 / shares) if shares > 1 else gradient  # short complex dtypes cannot be divided
+    return redistribute_local(gradient, layout.replace(placements), dual, cause)
 
 
-def _seed(output: DTensor, gradient: Any) -> Tensor:
-    """The cotangent that backward starts with at `output`."""
+def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
+    """The cotangent that backward starts with at `output`; None is 1."""
     layout = output._layout
     if gradient is None:
         if output.numel() != 1:
@@ -134,46 +122,51 @@ def _seed(output: DTensor, gradient: Any) -> Tensor:
     full = layout.replicated()
     if gradient is None:
         ones = torch.ones(full.local_shape(collectives.rank()), dtype=output.dtype, device=output.device)
-        return as_cotangent(ones, full, layout, _SEED)
+        return as_cotangent(ones, full, layout, _START)
     if type(gradient) is DTensor:
-        return as_cotangent(plain(gradient), gradient._layout, layout, _SEED)
-    return as_cotangent(gradient, full, layout, _SEED)
+        return as_cotangent(plain(gradient), gradient._layout, layout, _START)
+    return as_cotangent(gradient, full, layout, _START)
 
 
-def _linear_output(output: Any) -> Any:
-    """An output whose reduction is a maximum or the like has no cotangent until it is reduced."""
+def _reduced_output(output: Tensor) -> Tensor:
+    """`output`; if its partial values are maxima or the like, which have no cotangent, it is reduced first."""
     if type(output) is not DTensor:
         return output
-    parts = output._layout.placements
-    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in parts):
+    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in output._layout.placements):
         return to_layout(output, output._layout.reduced(), _OUTPUT)
     return output
 
 
-def _outputs_and_seeds(tensors: Any, grad_tensors: Any) -> tuple[list[Any], list[Any]]:
-    outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-    given = given if len(given) == len(outputs) else given * len(outputs)
-    outputs = [_linear_output(x) for x in outputs]
-    seeds = [_seed(x, g) if type(x) is DTensor else g for x, g in zip(outputs, given, strict=True)]
-    with torch.enable_grad():  # torch compares the shapes of seeds and outputs: it must see the local ones
-        return [plain(x) if type(x) is DTensor else x for x in outputs], seeds
+def _as_list(x: T | Iterable[T]) -> list[T]:
+    return [x] if x is None or isinstance(x, Tensor) else list(x)  # type: ignore[list-item, arg-type]
+
+
+def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The local tensors of outputs, and the cotangents that backward starts with at them."""
+    outputs, gradients = [_reduced_output(x) for x in _as_list(tensors)], _as_list(grad_tensors)
+    if len(gradients) != len(outputs):
+        gradients = gradients * len(outputs)
+    cotangents = [
+        _initial_cotangent(x, g) if type(x) is DTensor else g for x, g in zip(outputs, gradients, strict=True)
+    ]
+    with torch.enable_grad():  # torch compares the shapes of outputs and cotangents: it must see the local ones
+        return [plain(x) if type(x) is DTensor else x for x in outputs], cotangents
 
 
 def backward(
-    tensors: Any,
-    grad_tensors: Any = None,
+    tensors: Tensors,
+    grad_tensors: Gradients = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    inputs: Any = None,
+    inputs: Tensors | None = None,
 ) -> None:
     """`torch.autograd.backward` with DTensors among the outputs or inputs."""
-    outputs, seeds = _outputs_and_seeds(tensors, grad_tensors)
-    edges = None if inputs is None else _edges([inputs] if isinstance(inputs, Tensor) else inputs)
-    torch.autograd.backward(outputs, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=edges)
+    outputs, cotangents = _local_outputs(tensors, grad_tensors)
+    edges = None if inputs is None else _edges(_as_list(inputs))
+    torch.autograd.backward(outputs, cotangents, retain_graph=retain_graph, create_graph=create_graph, inputs=edges)
 
 
-def _edges(inputs: Iterable[Any]) -> list[Any]:
+def _edges(inputs: Iterable[Tensor]) -> list[Any]:
     """Where gradients are wanted, without a DTensor among them.
 
     So torch runs the engine itself, and user code in it (hooks, recomputation) meets DTensors as anywhere else.
@@ -183,30 +176,33 @@ def _edges(inputs: Iterable[Any]) -> list[Any]:
 
 
 @handler(torch.autograd.backward)
-def _backward_of_torch(func: Any, args: Args, kwargs: Kwargs) -> None:
+def _backward_of_torch(func: object, args: Args, kwargs: Kwargs) -> None:
     backward(*args, **kwargs)
 
 
 @handler(torch.autograd.grad)
-def grad(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+def grad(func: object, args: Args, kwargs: Kwargs) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` with DTensors: gradients come back in the layouts of their inputs."""
     outputs_arg, inputs_arg, *rest = args
-    seeds_arg = rest[0] if rest else kwargs.pop("grad_outputs", None)
+    grad_outputs = rest[0] if rest else kwargs.pop("grad_outputs", None)
     if kwargs.pop("is_grads_batched", False):
         raise RuleError("torch.autograd.grad(is_grads_batched=True) is not supported on DTensors.")
-    inputs = [inputs_arg] if isinstance(inputs_arg, Tensor) else list(inputs_arg)
-    outputs, seeds = _outputs_and_seeds(outputs_arg, seeds_arg)
+    inputs = _as_list(inputs_arg)
+    outputs, cotangents = _local_outputs(outputs_arg, grad_outputs)
     materialize = kwargs.pop("materialize_grads", False)
     if materialize:
         kwargs["allow_unused"] = True
-    found = torch.autograd.grad(outputs, _edges(inputs), seeds, **kwargs)
+    found = torch.autograd.grad(outputs, _edges(inputs), cotangents, **kwargs)
 
-    def shown(x: Any, g: Tensor | None) -> Any:
+    def in_layout_of(x: Tensor, g: Tensor | None) -> Tensor | None:
         if g is None:
             return torch.zeros_like(x, requires_grad=bool(kwargs.get("create_graph"))) if materialize else None
         return to_layout(tag(g, x._layout.dual()), readable(x._layout), _GRAD) if type(x) is DTensor else g
 
-    return tuple(shown(x, g) for x, g in zip(inputs, found, strict=True))
+    return tuple(in_layout_of(x, g) for x, g in zip(inputs, found, strict=True))
+
+
+# ---- conversions to and from plain tensors ----------------------------------------------------------------------
 
 
 class _Conversion(TensorFunction):
@@ -223,7 +219,8 @@ class ToPlain(_Conversion):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return as_cotangent(taken(grads[0], ctx.grad_layout), ctx.grad_layout, ctx.layout), None, None
+        gradient = record_from_plain(grads[0], ctx.grad_layout)
+        return as_cotangent(gradient, ctx.grad_layout, ctx.layout), None, None
 
 
 class FromPlain(_Conversion):
@@ -233,22 +230,22 @@ class FromPlain(_Conversion):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.layout.mesh.coordinate(collectives.rank()) is None:  # nothing of it was used here
             return grads[0].new_zeros(ctx.shape), None, None
-        return (
-            given(redistribute_local(grads[0], ctx.layout.dual(), ctx.grad_layout, _CONVERSION), ctx.grad_layout),
-            None,
-            None,
-        )
+        gradient = redistribute_local(grads[0], ctx.layout.dual(), ctx.grad_layout, _CONVERSION)
+        return record_to_plain(gradient, ctx.grad_layout), None, None
 
 
-def taken(gradient: Tensor, grad_layout: Layout) -> Tensor:
-    """A plain gradient with `grad_layout` as a local one; a conversion with a gradient, for second derivatives."""
+def record_from_plain(gradient: Tensor, grad_layout: Layout) -> Tensor:
+    """`gradient` of a plain tensor, with `grad_layout`.
+
+    If double backward is being recorded, `FromPlain` of it, so that second derivatives pass through the conversion.
+    """
     if torch.is_grad_enabled() and gradient.requires_grad:
         return FromPlain.apply(gradient, grad_layout, grad_layout.reduced())
     return gradient
 
 
-def given(gradient: Tensor, grad_layout: Layout) -> Tensor:
-    """The inverse of `taken`."""
+def record_to_plain(gradient: Tensor, grad_layout: Layout) -> Tensor:
+    """`gradient` as the one of a plain tensor; if double backward is being recorded, `ToPlain` of it."""
     if torch.is_grad_enabled() and gradient.requires_grad:
         return ToPlain.apply(gradient, grad_layout, grad_layout.reduced())
     return gradient

@@ -12,6 +12,7 @@ from shardwise.errors import CaptureError, RuleError
 from shardwise.rules.registry import handler, handler_of_family
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd import gradients
+from shardwise.tensor.autograd.buckets import enable_bucketing
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
@@ -48,7 +49,7 @@ def same(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _requires_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = same(func, args, kwargs)
     if type(args[0]) is DTensor:
-        gradients.watch(args[0])
+        enable_bucketing(args[0])
     return out
 
 
