@@ -66,6 +66,11 @@ def test_a_title_stays_short() -> None:
     assert title(Layout(mesh, [Shard(0)], (256, 3))) == "256 x 3 as [Shard(0)] on Mesh(0=128, 128 ranks from 1 to 128)"
 
 
+def test_a_title_names_the_axes_of_a_named_mesh() -> None:
+    layout = Layout(Mesh((2, 2), names=("dp", "tp")), {"tp": Shard(1, (5, 1))}, (10, 6))
+    assert title(layout) == "10 x 6 as {'dp': Replicate(), 'tp': Shard(1, sizes=(5, 1))} on Mesh(dp=2, tp=2)"
+
+
 def test_control_characters_are_written_out() -> None:
     assert printable("größe\x1b[2J\r\n\ud800") == "größe\\x1b[2J\\r\n\\ud800"
 

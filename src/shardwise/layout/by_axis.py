@@ -1,11 +1,13 @@
 """Placements on a mesh: `[Replicate(), Shard(0)]`, or by axis name `{"dp": Replicate(), "tp": Shard(0)}`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from shardwise.errors import LayoutError
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import REPLICATE, Placement
 
+T = TypeVar("T")
 Placements = Sequence[Placement] | Mapping[str, Placement]
 """One placement per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated."""
 
@@ -47,6 +49,9 @@ def axis_names(mesh: Mesh, placements: Mapping[str, object]) -> tuple[str, ...]:
     return mesh.names
 
 
-def placements_text(mesh: Mesh, placements: Sequence[object]) -> str:
+def placements_text(mesh: Mesh, placements: Sequence[T], text: Callable[[T], str] = repr) -> str:
     """As `as_placements` takes them: by axis name if the mesh has names, else as a list."""
-    return repr(list(placements) if mesh.names is None else dict(zip(mesh.names, placements, strict=True)))
+    texts = [text(placement) for placement in placements]
+    if mesh.names is None:
+        return f"[{', '.join(texts)}]"
+    return "{" + ", ".join(f"{name!r}: {one}" for name, one in zip(mesh.names, texts, strict=True)) + "}"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard
+from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard, placements_text
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 LONG_LIST = 16  # boxes, sizes or ranks beyond which a title shows their number
@@ -93,10 +93,10 @@ def mesh_text(mesh: Mesh) -> str:
 
 def title(layout: Layout) -> str:
     """Shape, placements and mesh of `layout` in one line."""
-    placements = ", ".join(map(placement_text, layout.placements))
+    placements = placements_text(layout.mesh, layout.placements, placement_text)
     order = layout.shard_order
     order_text = "" if order == tuple(range(layout.mesh.ndim)) else f", shard order {', '.join(map(str, order))}"
-    return f"{shape_text(layout.shape)} as [{placements}] on {mesh_text(layout.mesh)}{order_text}"
+    return f"{shape_text(layout.shape)} as {placements} on {mesh_text(layout.mesh)}{order_text}"
 
 
 # ---- what ranks hold --------------------------------------------------------------------------------------------
