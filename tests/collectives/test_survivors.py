@@ -86,7 +86,7 @@ def test_a_collective_that_was_begun_raises_where_it_is_waited_for(tmp_path: Pat
 
 def test_what_is_promised_leaves_room_for_a_slow_store() -> None:
     assert reports.PATIENCE_SECONDS + reports.SPARE_SECONDS < PROMISED_SECONDS
-    assert processes.SLICE.total_seconds() + reports.POLL_SECONDS < reports.PATIENCE_SECONDS
+    assert processes.SLICE_SECONDS + reports.POLL_SECONDS < reports.PATIENCE_SECONDS
 
 
 def test_a_rank_in_an_endless_loop_is_named_with_the_line_where_it_is(tmp_path: Path) -> None:

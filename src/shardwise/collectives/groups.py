@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,10 +15,12 @@ from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import GroupError
 from shardwise.layout import Mesh
 
-_current: ContextVar[Any] = ContextVar("process group", default=None)
+G = TypeVar("G")
+
+_current: ContextVar[object] = ContextVar("process group", default=None)
 
 
-def group_ranks(process_group: Any = None, *, leaving: bool = False) -> Ranks:
+def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks:
     """The global ranks of a process group, in its order.
 
     Args:
@@ -54,7 +56,7 @@ def group_ranks(process_group: Any = None, *, leaving: bool = False) -> Ranks:
     return ranks
 
 
-def process_group(ranks: Ranks) -> Any:
+def process_group(ranks: Ranks) -> object:
     """An argument of `group_ranks` for these ranks: torch's process group where one is known, else the ranks."""
     if is_simulated() or not dist.is_initialized():
         return ranks
@@ -63,7 +65,7 @@ def process_group(ranks: Ranks) -> Any:
 
 
 @contextmanager
-def load_with_process_group(process_group: Any) -> Iterator[Any]:
+def load_with_process_group(process_group: G) -> Iterator[G]:
     """Use `process_group` where none is given, in this thread.
 
     Raises:

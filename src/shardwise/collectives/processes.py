@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -39,8 +39,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 T = TypeVar("T")
 
-SLICE = timedelta(seconds=0.5)  # of waiting, between checks whether another rank has failed
-SHORT_SLICE = timedelta(seconds=0.1)  # the same, when one has
+SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
+SHORT_SLICE_SECONDS = 0.1  # the same, when one has
 
 
 class TorchTransport:  # a Transport by structure: `rank` and `world_size` are properties
@@ -53,7 +53,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.mesh_values: dict[int, Mesh] = {}
         self.monitor = FailureMonitor()
         self._hooks: ExitHooks | None = None
-        self._world: ReferenceType[Any] | None = None
+        self._world: ReferenceType[dist.ProcessGroup] | None = None
         self._rank = -1
         self._everyone: Ranks = ()
         self._timeouts: dict[tuple[Ranks, str], float | None] = {}
@@ -74,6 +74,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         world = dist.group.WORLD
         if self._world is not None and self._world() is world:
             return
+        assert world is not None
         self.detach()
         self._world = ref(world)
         self._rank = dist.get_rank()
@@ -120,7 +121,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         wire_out, wire_send = _wire(out), _wire(send.contiguous())
         check = RecvCheck(out, recv_counts, own)
 
-        def start() -> Sequence[Any]:
+        def start() -> Sequence[dist.Work]:
             if group is None:
                 return self._start_pairwise(wire_out, wire_send, send_counts, recv_counts, ranks)
             counts = list(recv_counts), list(send_counts)
@@ -174,7 +175,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
     def _started(
         self,
-        start: Callable[[], Sequence[Any]],
+        start: Callable[[], Sequence[dist.Work]],
         pending: Callable[[], PendingCollective],
         timeout_seconds: float | None,
     ) -> Callable[[], None]:
@@ -204,19 +205,20 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         finally:
             self.monitor.pending = None
 
-    def _wait(self, work: Any, deadline: float) -> Any:
+    def _wait(self, work: dist.Work, deadline: float) -> None:
         """Wait in slices, to notice failures that break no connection, and to end in time.
 
         Gloo alone waits for one peer after the other, each for the full timeout.
         """
         while True:
-            left = deadline - monotonic()
-            slice_ = SHORT_SLICE if self.monitor.failed else SLICE
+            seconds = SHORT_SLICE_SECONDS if self.monitor.failed else SLICE_SECONDS
             try:
-                return work.wait(slice_ if left > SLICE.total_seconds() else _span(left))
+                work.wait(_timedelta(min(seconds, deadline - monotonic())))
+                return
             except RuntimeError as error:
                 if work.is_completed():
-                    return work.wait()  # raises why it failed, or it was done just after the slice
+                    work.wait()  # raises why it failed, or it was done just after the slice
+                    return
                 if monotonic() >= deadline:
                     raise
                 if self.monitor.failed and known_root() is not None:
@@ -224,7 +226,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
     def _start_pairwise(
         self, out: Tensor, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-    ) -> Sequence[Any]:
+    ) -> Sequence[dist.Work]:
         """Send and receive pairwise among ranks that share no process group: making one would involve all ranks."""
         here, ops = self.rank, []
         tag = _tag(ranks, self.calls.get(ranks, 0))
@@ -241,19 +243,19 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         return dist.batch_isend_irecv(ops) if ops else []
 
 
-def _wait_pairwise(works: Sequence[Any], deadline: float) -> None:
+def _wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:
     """Wait for all; after a failure abandon the others, so that those peers fail as well."""
     failure = None
     for work in works:
         try:
-            work.wait(_span(deadline - monotonic() if failure is None else 0.0))
+            work.wait(_timedelta(deadline - monotonic() if failure is None else 0.0))
         except RuntimeError as error:
             failure = failure or error
     if failure is not None:
         raise failure
 
 
-def _span(seconds: float) -> timedelta:
+def _timedelta(seconds: float) -> timedelta:
     """As torch takes it: zero would be no limit."""
     return timedelta(seconds=max(seconds, 0.002))
 
@@ -274,17 +276,17 @@ def _tag(ranks: Ranks, number: int) -> int:
 _NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
+_SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
+_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
 def _wire(x: Tensor) -> Tensor:
     """The same memory in a dtype that every backend supports."""
-    if x.dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8):
+    if x.dtype in _SUPPORTED:
         return x
-    return x.view(torch.uint8) if x.element_size() == 1 else _as_bytes(x)
-
-
-def _as_bytes(x: Tensor) -> Tensor:
     if x.element_size() == 16:  # complex128: one row an element, so that split sizes still count elements
         return x.view(torch.int64).view(x.numel(), 2)
-    return x.view({2: torch.float16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.view(_OF_SIZE[x.element_size()])
 
 
 TORCH_TRANSPORT = TorchTransport()

@@ -1,7 +1,7 @@
 """The `Transport` protocol, and helpers for its implementations."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,12 +58,12 @@ class SynchronousTransport:
     """For transports whose collectives complete when they are started."""
 
     def start_all_to_all(
-        self: Any, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+        self: Transport, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
         received = self.all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
 
-    def start_all_reduce(self: Any, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+    def start_all_reduce(self: Transport, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
         reduced = self.all_reduce(local, reduce_op, ranks)
         return lambda: reduced
 
