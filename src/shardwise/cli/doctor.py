@@ -6,16 +6,15 @@ import platform
 import shutil
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
-from shardwise.cli.exits import Exit
+from shardwise.cli.exits import Exit, SubParsers
 from shardwise.cli.versions import installed
 
 ELEMENTS = 1 << 18  # int32 that a rank sends to each rank: 1 MiB
 REPEATS = 5
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Describe `doctor` to argparse."""
     parser = subparsers.add_parser(
         "doctor",

@@ -1,9 +1,13 @@
-"""Exit codes of the command line."""
+"""Exit codes of the command line, and the type of what sub-commands add their parsers to."""
 
+import argparse
 from enum import IntEnum
+from typing import TypeAlias
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
+
+SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class Exit(IntEnum):

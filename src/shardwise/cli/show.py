@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwise.cli.exits import Exit
+from shardwise.cli.exits import Exit, SubParsers
 from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, printable
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 OF_ONE = ("mesh", "shape", "ranks", "dtype", "shard_order", "header")  # options that a plan says itself
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Describe `show` to argparse."""
     parser = subparsers.add_parser(
         "show",

@@ -48,7 +48,7 @@ def load(cls: type[T], toml_path: str | PathLike[str] | None = None, overrides: 
         ConfigError: lists every problem, each with its file or `--set` and its key.
     """
     problems: list[str] = []
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for table, source in _sources(toml_path, overrides, problems):
         _merge(_Place(cls, cls, "", source, problems), table, values)
     config = _build(cls, values, MISSING, "", problems)
@@ -100,7 +100,7 @@ _WRONG = object()  # in place of a value with a reported problem
 
 def _sources(
     toml_path: str | PathLike[str] | None, overrides: Sequence[str], problems: list[str]
-) -> Iterator[tuple[dict[str, Any], str]]:
+) -> Iterator[tuple[dict[str, object], str]]:
     """Nested tables, later ones win, each with how a message names it."""
     if toml_path is not None:
         try:
@@ -111,34 +111,36 @@ def _sources(
             yield content, f"{toml_path}: "
     for override in overrides:
         key, equals, text = override.partition("=")
-        nested: Any = _Text(text.strip())
-        for part in reversed(key.strip().split(".")):
-            nested = {part: nested}
+        *tables, name = key.strip().split(".")
+        nested: dict[str, object] = {name: _Text(text.strip())}
+        for table in reversed(tables):
+            nested = {table: nested}
         if equals and key.strip():
             yield nested, "--set "
         else:
             problems.append(f"--set {override}: expected key=value")
 
 
-def _merge(at: _Place, table: Mapping[str, Any], values: dict[str, Any]) -> None:
+def _merge(at: _Place, table: Mapping[str, object], values: dict[str, Any]) -> None:
     """Check `table` against the fields of `at.cls` and lay it over `values`."""
     hints = _hints(at.cls)
     for key, value in table.items():
-        if key not in hints:
+        hint = hints.get(key)
+        if hint is None:
             at.complain(key, f"unknown key{_suggestion(at, key)}")
-        elif not _is_table(hints[key]):
+        elif not _is_table(hint):
             try:
                 if isinstance(value, _Text):
-                    values[key] = _from_text(hints[key], value.text)
+                    values[key] = _from_text(hint, value.text)
                 else:
-                    values[key] = _checked(hints[key], value)
+                    values[key] = _checked(hint, value)
             except ValueError as error:
                 at.complain(key, str(error))
                 values[key] = _WRONG
         elif isinstance(value, dict):
-            _merge(at.inside(key, hints[key]), value, values.setdefault(key, {}))
+            _merge(at.inside(key, hint), value, values.setdefault(key, {}))
         else:
-            at.complain(key, f"is a table; set its keys: {', '.join(_keys(hints[key], f'{at.prefix}{key}.'))}")
+            at.complain(key, f"is a table; set its keys: {', '.join(_keys(hint, f'{at.prefix}{key}.'))}")
 
 
 def _suggestion(at: _Place, key: str) -> str:
@@ -154,7 +156,7 @@ def _suggestion(at: _Place, key: str) -> str:
     return f"; did you mean {beside if beside in names[close[0]] else ' or '.join(sorted(names[close[0]]))}?"
 
 
-def _build(cls: type, values: Mapping[str, Any], default: Any, prefix: str, problems: list[str]) -> Any:
+def _build(cls: type, values: Mapping[str, Any], default: object, prefix: str, problems: list[str]) -> object:
     """An instance of `cls`: checked `values`, then what `default` has, then the defaults of the fields."""
     found = {}
     for field in _fields(cls):
@@ -179,7 +181,7 @@ def _build(cls: type, values: Mapping[str, Any], default: Any, prefix: str, prob
 # ---- the schema -------------------------------------------------------------------------------------------
 
 
-def _is_table(hint: Any) -> TypeGuard[type]:
+def _is_table(hint: object) -> TypeGuard[type]:
     return isinstance(hint, type) and is_dataclass(hint)
 
 
@@ -188,7 +190,7 @@ def _fields(cls: Any) -> list[Field[Any]]:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, object]:
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in _fields(cls)}
 
@@ -202,7 +204,7 @@ def _keys(cls: type, prefix: str) -> Iterator[str]:
             yield prefix + name
 
 
-def _default(field: Field[Any], owner: Any) -> Any:
+def _default(field: Field[Any], owner: object) -> object:
     """What `field` is in `owner`, the default of the full table, or else by itself."""
     if owner is not MISSING:
         return getattr(owner, field.name)
@@ -214,7 +216,7 @@ def _default(field: Field[Any], owner: Any) -> Any:
 _EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "none"}
 
 
-def _checked(hint: Any, value: Any) -> Any:
+def _checked(hint: object, value: object) -> object:
     """`value` as a field of type `hint` holds it; ValueError if it does not fit."""
     origin, options = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
@@ -236,9 +238,9 @@ def _checked(hint: Any, value: Any) -> Any:
     raise ValueError(f"expected {_expected(hint)}, got {_shown(value)}")
 
 
-def _from_text(hint: Any, text: str) -> Any:
+def _from_text(hint: object, text: str) -> object:
     """What `text`, typed after `--set key=`, means in a field of type `hint`."""
-    readings: list[Any] = [None] if text == "none" else []
+    readings: list[object] = [None] if text == "none" else []
     with suppress(ValueError, RecursionError):
         parsed = tomllib.loads(f"value = {text}")
         readings += [parsed["value"]] if len(parsed) == 1 else []
@@ -248,7 +250,7 @@ def _from_text(hint: Any, text: str) -> Any:
     raise ValueError(f"expected {_expected(hint)}, got {_shown(text)}")
 
 
-def _expected(hint: Any) -> str:
+def _expected(hint: object) -> str:
     options = get_args(hint)
     match get_origin(hint):
         case None if hint in _EXPECTED:
@@ -262,7 +264,7 @@ def _expected(hint: Any) -> str:
     raise TypeError(f"{hint} is no type for a configuration field; see the top of {__name__}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """`value` in TOML, or a word for it where it is not a value of ours."""
     match value:
         case bool():
@@ -278,7 +280,7 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _lines(config: Any, default: Any, prefix: str) -> Iterator[str]:
+def _lines(config: object, default: object, prefix: str) -> Iterator[str]:
     """The values of `config`, then its tables: TOML wants them in this order."""
     tables = []
     for field in _fields(config):

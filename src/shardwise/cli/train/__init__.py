@@ -5,8 +5,8 @@ A job is a module here with `OPTIONS`, those of its own that set the configurati
 """
 
 import argparse
-from typing import Any
 
+from shardwise.cli.exits import SubParsers
 from shardwise.cli.train import lm, recommender
 from shardwise.errors import ConfigError
 
@@ -14,7 +14,7 @@ JOBS = {"recommender": recommender, "lm": lm}
 DEFAULT = "recommender"
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Describe `train` to argparse."""
     parser = subparsers.add_parser(
         "train",
