@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +123,7 @@ class CommDebugMode(Listener):
             traffic.counts[phase][key] += 1
             traffic.sent_bytes[phase] += sent_bytes
 
-    def _see_op(self, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _see_op(self, proceed: Proceed, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         if is_op(func):
             operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
             shapes = tuple(x._layout.shape for x in operands)
@@ -131,7 +131,7 @@ class CommDebugMode(Listener):
             self._note(Operation(name_of(func), self._phase(), shapes, tuple(x.placements for x in operands), mesh))
         return proceed()
 
-    def _note_local_op(self, func: Any) -> None:
+    def _note_local_op(self, func: object) -> None:
         self._note(Operation(str(func), self._phase()))
 
     def _note(self, operation: Operation) -> None:
@@ -246,11 +246,13 @@ def _operation_lines(operation: Operation, indent: str) -> Iterator[str]:
 class _LocalOps(TorchDispatchMode):
     """Sees ops on plain tensors and on local tensors."""
 
-    def __init__(self, on_op: Callable[[Any], None]) -> None:
+    def __init__(self, on_op: Callable[[object], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on_op = on_op
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if any(issubclass(kind, Wrapper) for kind in types):
             return NotImplemented  # decomposed first; its local ops come here
         self.on_op(func)

@@ -47,7 +47,7 @@ class ModuleTracker:
         self._clear()
 
     def _clear(self) -> None:
-        self._rank: Any = None  # the transport, one for each simulated rank; None while stopped
+        self._rank: object = None  # the transport, one for each simulated rank; None while stopped
         self._handles: list[Any] = []
         self._forward = [GLOBAL]
         self._backward: list[str] = []
@@ -105,7 +105,7 @@ class ModuleTracker:
         # The gradient of a leaf is computed before those of the parameters, so it does not end the module.
         _on_gradients(args, lambda: self._leave(name), leaves=False)
 
-    def _after_forward(self, module: nn.Module, args: Args, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Args, output: object) -> None:
         if collectives.transport() is not self._rank:
             return
         name = self._name(module)
@@ -148,7 +148,7 @@ class ModuleTracker:
                 self.placements[f"{name}.{key}"] = parameter.placements
 
 
-def _on_gradients(tree: Any, callback: Callable[[], None], leaves: bool) -> None:
+def _on_gradients(tree: object, callback: Callable[[], None], leaves: bool) -> None:
     """Call `callback` when backward reaches one of the tensors in `tree`."""
 
     def hook(grad: Tensor) -> None:

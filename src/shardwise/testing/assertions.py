@@ -8,7 +8,6 @@ from contextlib import suppress
 from numbers import Number
 from textwrap import shorten
 from types import FrameType, ModuleType, TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +32,9 @@ class TensorAssertions(unittest.TestCase):
 
     def assertEqual(  # noqa: N802 - unittest's name
         self,
-        first: Any,
-        second: Any,
-        msg: Any = None,
+        first: object,
+        second: object,
+        msg: object = None,
         *,
         atol: float | None = None,
         rtol: float | None = None,
@@ -68,11 +67,11 @@ class TensorAssertions(unittest.TestCase):
         )
 
 
-def _full(tree: Any) -> Any:
+def _full(tree: object) -> object:
     return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), tree)
 
 
-def _as_tensors(first: Any, second: Any) -> tuple[Any, Any]:
+def _as_tensors(first: object, second: object) -> tuple[object, object]:
     """If one is a tensor, a number or list in the other is converted to its dtype and device."""
     if isinstance(first, Tensor) and isinstance(second, Number | list | tuple):
         return first, torch.as_tensor(second, dtype=first.dtype, device=first.device)
@@ -116,7 +115,7 @@ def _tests_at(place: StackFrame) -> list[ast.expr]:
     return [n.test for n in asserts if n.lineno <= place.line <= (n.end_lineno or n.lineno)]
 
 
-def _values_in(node: ast.AST, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values_in(node: ast.AST, known: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """The names, and attributes of names, of an expression with their values, in the order of the text."""
     value = _looked_up(node, known)
     if value is None or callable(value) or isinstance(value, ModuleType):
@@ -126,7 +125,7 @@ def _values_in(node: ast.AST, known: Mapping[str, Any]) -> Iterator[tuple[str, A
         yield ast.unparse(node), value
 
 
-def _looked_up(node: ast.AST, known: Mapping[str, Any]) -> Any:
+def _looked_up(node: ast.AST, known: Mapping[str, object]) -> object:
     """Attributes of tensors are not read: reading a gradient communicates."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
@@ -140,6 +139,6 @@ def _looked_up(node: ast.AST, known: Mapping[str, Any]) -> Any:
     return None
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """On one line. The text of a DTensor is that of its local tensor, which needs no other rank."""
     return shorten(repr(value), _LONGEST)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import as_mesh, rank
+from shardwise.collectives import DeviceMesh, as_mesh, rank
 from shardwise.errors import LayoutError
-from shardwise.layout import REPLICATE, Layout, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard
 from shardwise.tensor import distribute_tensor
 from shardwise.testing.local_shards import dtensor_from_full
 
@@ -48,7 +48,7 @@ class DTensorConverter:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: Mesh | DeviceMesh,
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         replicate_only: bool = False,
@@ -133,7 +133,7 @@ class DTensorConverter:
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         return args, kwargs
 
-    def to_dist_tensor(self, t: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+    def to_dist_tensor(self, t: Tensor, mesh: Mesh | DeviceMesh, placements: Sequence[Placement]) -> Tensor:
         """`t` as a DTensor, or `t` itself where that cannot be; counts a hit or a miss.
 
         An `nn.Parameter` stays one. No communication: all ranks have the full tensor.

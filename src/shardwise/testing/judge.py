@@ -222,7 +222,9 @@ def draws_random(sample: Sample) -> bool:
     drew: list[object] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+        ) -> object:
             before = torch.get_rng_state()
             out = func(*args, **(kwargs or {}))
             if not torch.equal(before, torch.get_rng_state()):

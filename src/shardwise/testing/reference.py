@@ -30,7 +30,8 @@ class Reference:
         found = _lookup(_load(self.module, self.file), self.name)
         for _ in range(self.wrappers):
             found = _inside(found)
-        return found  # type: ignore[no-any-return]
+        assert callable(found), self
+        return found
 
 
 def refer(fn: Callable[..., Any]) -> Reference:
@@ -63,14 +64,14 @@ def why_not_picklable(value: object) -> str | None:
     return None
 
 
-def _lookup(module: ModuleType, name: str) -> Any:
-    found: Any = module
+def _lookup(module: ModuleType, name: str) -> object:
+    found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
 
 
-def _inside(decorated: Any) -> Any:
+def _inside(decorated: object) -> object:
     """What a decorator was put on; Hypothesis keeps it in a place of its own."""
     given = getattr(decorated, "hypothesis", None)
     return getattr(decorated, "__wrapped__", None) or getattr(given, "inner_test", None)

@@ -63,7 +63,7 @@ class _Rank(SynchronousTransport):
         self.root: FailureReport | None = None  # the failure of another rank that this one raises
         self.received: Tensor | BaseException | None = None
         self.ended = False
-        self.result: Any = None
+        self.result: object = None
         self.error: BaseException | None = None
         self.generator_state = torch.get_rng_state()
         self.thread = threading.Thread(

@@ -48,7 +48,7 @@ class JoinWorld:
 class Success:
     """What a function returned."""
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _answer(task: Task) -> bytes | Failure:
         return _failure(refusal)
 
 
-def _run(task: Task) -> Any:
+def _run(task: Task) -> object:
     sys.path[:] = task.path
     fn: Callable[..., Any] = task.function.resolve()
     args, kwargs = pickle.loads(task.arguments)  # noqa: S301 - from our own parent
