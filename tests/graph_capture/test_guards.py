@@ -57,7 +57,7 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
     "a buffer": lambda m: setattr(m, "offset", torch.ones(3)),
     "a submodule": lambda m: setattr(m, "drop", nn.Identity()),
     "a hook": added_hook,
-    "what needs gradients": lambda m: m.linear.weight.requires_grad_(False),
+    "requires_grad": lambda m: m.linear.weight.requires_grad_(False),
 }
 
 

@@ -254,7 +254,7 @@ def test_data_may_be_set_from_any_layout_and_from_a_plain_whole() -> None:
     x.data = FULL * 3
     assert x.placements == (UNEVEN,)
     assert_close(x.full_tensor(), FULL * 3)
-    with pytest.raises(RuleError, match=r"\.data = needs a tensor of the shape that the DTensor has"):
+    with pytest.raises(RuleError, match=r"\.data = expects a tensor of the shape of the DTensor"):
         x.data = FULL[:2]
 
 

@@ -83,8 +83,8 @@ def cache_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
                 continue
             else:
                 raise CaptureError(
-                    f"capture: an argument is a {kind.__name__}. Fix: pass tensors, numbers and strings, in lists, "
-                    f"tuples and dicts; let the function reach anything else by itself."
+                    f"capture: an argument is a {kind.__name__}. Fix: pass only tensors, numbers and strings (in "
+                    f"lists, tuples, dicts); use anything else through a closure, a global or an attribute."
                 )
             memory.append((x.layout is torch.strided and x.device.type != "meta" and _data_ptr(x)) or id(x))
     if len(set(memory)) < len(memory):  # arguments that alias each other
@@ -179,8 +179,10 @@ class StateGuards:
         if list(map(type, self._modules)) != self._classes:
             return "the class of a module"
         if any(self._empty):
-            return "hooks of a module, or what it owns"
-        return None if self._tensor_facts() == self._facts else "what needs gradients, a dtype, a shape or a layout"
+            return "a parameter, buffer, submodule or hook was added to a module that had none"
+        if self._tensor_facts() != self._facts:
+            return "requires_grad, dtype, shape or layout of a tensor that the function uses"
+        return None
 
     def _find_violated(self) -> str | None:
         for guard in self._guards:

@@ -1,7 +1,8 @@
-"""The distributed tensor: a `torch.Tensor` that is its local shard, and has the global shape.
+"""The distributed tensor.
 
-Storage, C++ shape and autograd history are those of the local shard. Python reads the global shape from the layout
-beside it. Every torch function called with a DTensor arrives at `__torch_function__`; see docs/dispatch.md.
+A `DTensor` is a `torch.Tensor` subclass whose storage is the local shard: there is no wrapped inner tensor. In Python,
+`shape`, `size()` and `numel()` are global, read from its layout; the C++ shape and the autograd history are local.
+Every torch function called with a DTensor arrives at `__torch_function__`; see docs/dispatch.md.
 """
 
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
         and (len({layout.shard_order for layout in layouts}) == 1 or _is_free(chosen))
     ):
         return list(layouts)
-    free, common = _is_free(chosen), leader(layouts, chosen).shard_order
+    free, common = _is_free(chosen), leader(layouts).shard_order
     kinds = [tuple(row.inputs[i] for row in chosen) for i in range(len(layouts))]
     aligned = [None if free else _aligned_sizes(layouts, kinds, row, axis, common) for axis, row in enumerate(chosen)]
     found = []
@@ -40,7 +40,7 @@ def _is_free(chosen: Sequence[Row]) -> bool:
     return all(row.aligned == () or not any(isinstance(p, Shard) for p in row.inputs) for row in chosen)
 
 
-def leader(layouts: Sequence[Layout], chosen: Sequence[Row]) -> Layout:
+def leader(layouts: Sequence[Layout]) -> Layout:
     """The operand whose shard order the others get: the one sharded on most axes."""
     return max(layouts, key=lambda layout: sum(isinstance(p, Shard) for p in layout.placements))
 
@@ -128,7 +128,7 @@ def _output_layout(
         if isinstance(output, Shard) and output.sizes is None:
             output = Shard(output.dim, _output_sizes(layouts, row, axis, index))
         placements.append(output)
-    order = leader(layouts, chosen).shard_order
+    order = leader(layouts).shard_order
     if _is_free(chosen):
         keys = [_sort_key(layouts, row, axis, p) for axis, (p, row) in enumerate(zip(placements, chosen, strict=True))]
         order = tuple(sorted(range(len(keys)), key=keys.__getitem__))

@@ -1,8 +1,9 @@
-"""Errors that depend on values are raised on every rank, also on those whose shards hold none of the values.
+"""Errors that depend on values are raised on every rank, also on ranks with empty shards.
 
-Torch finds a bad index, or an integer division by zero, when it reads elements. A rank with an empty shard reads none
-and would wait for the others forever. So it checks the indices that all ranks know, or tries the op on one element.
-And if the other ranks save an operand for backward, it saves its own, so that backward finds in-place changes.
+Torch raises for a bad index, or an integer division by zero, when it reads elements. A rank with an empty shard reads
+none: it would not raise, and would wait for the other ranks forever. Instead it checks the indices, if these are
+replicated, or runs the op on one element. And if an op saves operands for backward, such a rank saves its own, so that
+in-place changes are an error in its backward too.
 """
 
 from collections.abc import Callable
@@ -23,20 +24,20 @@ from shardwise.trace.autograd_function import TensorFunction
 
 
 def with_consistent_errors(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, raising on this rank what `func` raises on any."""
-    if rule.saves_operands and (recipe.redistributed or _some_shards_are_empty(recipe)):
+    """`call`, which raises on this rank the errors that `func` raises on any rank."""
+    if rule.saves_operands and (recipe.redistributed or _has_empty_shards(recipe)):
         return _SavesOperands(call)
-    if rule.index_form is not None or (rule.value_errors and _some_shards_are_empty(recipe)):
-        return _ErrorsOfAllRanks(func, rule.index_form, recipe, call)
+    if rule.index_form is not None or (rule.value_errors and _has_empty_shards(recipe)):
+        return _ConsistentErrors(func, rule.index_form, recipe, call)
     return call
 
 
-def _some_shards_are_empty(recipe: Recipe) -> bool:
+def _has_empty_shards(recipe: Recipe) -> bool:
     x = recipe.layouts[0]
     return prod(x.shape) > 0 and not all(x.local_numel(rank) for rank in x.mesh.ranks)
 
 
-class _ErrorsOfAllRanks(ReadsLayouts):
+class _ConsistentErrors(ReadsLayouts):
     __slots__ = ("call", "form", "func", "recipe")
 
     def __init__(self, func: Any, form: IndexForm | None, recipe: Recipe, call: Callable[..., Any]) -> None:
@@ -48,19 +49,22 @@ class _ErrorsOfAllRanks(ReadsLayouts):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         empty = not self.recipe.layouts[0].local_numel(collectives.rank())
         if empty or self.recipe.redistributed:  # then the indices may be sharded
-            self._refuse(args, kwargs)
+            self._raise_if_others_do(args, kwargs)
         try:
             return call_under_hooks(self.call, args, kwargs, self.recipe.output is None)
         except (IndexError, RuntimeError):
-            self._refuse(args, kwargs)
+            self._raise_if_others_do(args, kwargs)
             raise
 
-    def _refuse(self, args: Args, kwargs: Kwargs) -> None:
-        """Raise what every rank does, if this one can know."""
+    def _raise_if_others_do(self, args: Args, kwargs: Kwargs) -> None:
+        """Raise the error that ranks with elements raise.
+
+        Check the indices if all ranks hold them, else run the op on one element. Return if neither raises.
+        """
         if self.form is not None:
-            _refuse_indices(self.form, args, kwargs)
+            _raise_bad_indices(self.form, args, kwargs)
         else:
-            self.func(*map(_one, args), **{k: _one(a) for k, a in kwargs.items()})
+            self.func(*map(_stand_in, args), **{k: _stand_in(a) for k, a in kwargs.items()})
 
 
 class _SavesOperands(ReadsLayouts):
@@ -76,13 +80,15 @@ class _SavesOperands(ReadsLayouts):
 
 
 def _saved(a: Any) -> Any:
-    """An operand; an empty shard is saved for backward, which raises if it was changed in place."""
+    """An operand. An empty shard is saved for backward, which raises if it has been changed in place."""
     if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
         return a
     return tag(_Saved.apply(a), a._layout) if torch.is_grad_enabled() else a
 
 
 class _Saved(TensorFunction):
+    """The identity; saves its operand."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -90,11 +96,12 @@ class _Saved(TensorFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        assert ctx.saved_tensors  # raises if it was changed
+        assert ctx.saved_tensors  # raises if it has been changed in place
         return grads[0]
 
 
-def _refuse_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
+def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
+    """Raise torch's error for an index out of bounds, if all indices are replicated."""
     x, *rest = args
     call, shape = form.call(x, rest, kwargs), x._layout.shape
     dims = call.dims if form.kind != "flat" else (len(shape),)
@@ -103,8 +110,8 @@ def _refuse_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
             index.raise_bad_index(shape, index.flat_index(call, ids, (*shape, prod(shape))[dim], dim)[1])
 
 
-def _one(a: Any) -> Any:
-    """An operand for a try of the op: itself if it is one number on all ranks, else a 1."""
+def _stand_in(a: Any) -> Any:
+    """A 0-d stand-in for an operand: its value if that is replicated and has one element, else 1."""
     if type(a) is not DTensor:
         return a
     local: torch.Tensor = a.detach()

@@ -16,7 +16,7 @@ from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted
 from shardwise.tensor.dispatch.run_op import run
 
-_found: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
+_family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -29,9 +29,9 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def entry_of(func: Any) -> OpRule:
     """The entry of any function: its own, that of its family, or the one of all others."""
-    rule = RULES.get(func) or _found.get(func)
+    rule = RULES.get(func) or _family_cache.get(func)
     if rule is None:
-        rule = _found[func] = next((rule for serves, rule in FAMILIES if serves(func)), DECOMPOSED)
+        rule = _family_cache[func] = next((rule for serves, rule in FAMILIES if serves(func)), DECOMPOSED)
     return rule
 
 
@@ -53,12 +53,12 @@ def reason(func: Any, args: Args, kwargs: Kwargs) -> str:
         return f"{name_of(func)} has no rows: its handler runs other ops"
     try:
         args, kwargs = all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
-        return run_op.find(func, args, kwargs).recipe.cause.why
+        return run_op.recipe_of(func, args, kwargs).recipe.cause.why
     except RuleError as error:
         return str(error)
 
 
 def forget() -> None:
     """Drop what is cached; needed after an entry of `RULES` was replaced."""
-    _found.clear()
+    _family_cache.clear()
     run_op.forget()

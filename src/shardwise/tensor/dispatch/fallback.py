@@ -76,22 +76,22 @@ def run_without_row(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, error: 
 
 def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` on wrappers, which torch decomposes, and unwrap the results."""
-    entered: dict[int, tuple[DTensor, Wrapper]] = {}
+    wrapped: dict[int, tuple[DTensor, Wrapper]] = {}
     mesh = next((x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor), None)
 
-    def enter(x: Any) -> Any:
+    def wrap(x: Any) -> Any:
         if mesh is not None and isinstance(x, Tensor) and type(x) is not DTensor and not x.is_sparse:
             x = promoted(x, mesh, str(getattr(func, "__name__", func)))
         if type(x) is DTensor:
-            if id(x) not in entered:
-                entered[id(x)] = (x, Wrapper(x))
-            return entered[id(x)][1]
+            if id(x) not in wrapped:
+                wrapped[id(x)] = (x, Wrapper(x))
+            return wrapped[id(x)][1]
         return x
 
-    args, kwargs = pytree.tree_map(enter, (args, kwargs))
+    args, kwargs = pytree.tree_map(wrap, (args, kwargs))
     out = func(*args, **kwargs)
-    assert mesh is not None or not entered
-    operands = {id(wrapper): dtensor for dtensor, wrapper in entered.values()}
+    assert mesh is not None or not wrapped
+    operands = {id(wrapper): dtensor for dtensor, wrapper in wrapped.values()}
     return track(pytree.tree_map(lambda x: operands.get(id(x), x.dtensor) if isinstance(x, Wrapper) else x, out))
 
 
@@ -114,11 +114,11 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     copies = [copy for x in written for copy in before_change(str(func), x)]
     view = not written and any(a.alias_info is not None for a in func._schema.arguments)
     copies_view = view and not first._layout.is_replicated
-    if meshes.outside(mesh):
+    if meshes.is_outside(mesh):
         if seeded:
             seeds.draw_seed(mesh, generator)
         invalidate(copies)
-        return args[0] if written else meshes.nothing(func, None, mesh, args, kwargs, view, copies_view)
+        return args[0] if written else meshes.empty_results(func, None, mesh, args, kwargs, view, copies_view)
     full = _gathered(func, leaves, written, why)
 
     def operand(x: Any) -> Any:

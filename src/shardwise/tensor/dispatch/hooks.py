@@ -27,7 +27,7 @@ def hook_calls(hook: Hook) -> Iterator[None]:
     """
     mine = _hooks.setdefault(collectives.transport(), [])
     mine.append(hook)
-    set_dispatcher(_enter)
+    set_dispatcher(_call_hooks)
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
     return are_installed() or any(condition(tensors()) for condition in _conditions)
 
 
-def _enter(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _call_hooks(func: Any, args: Args, kwargs: Kwargs) -> Any:
     proceed: Proceed = lambda: dispatcher.dispatch(func, args, kwargs)  # noqa: E731
     for hook in _hooks.get(collectives.transport(), ()):
         proceed = _bound(hook, proceed, func, args, kwargs)

@@ -1,4 +1,4 @@
-"""The key under which the answer to a call is cached."""
+"""The key under which the recipe of a call is cached."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from shardwise.tensor.dtensor import DTensor
 
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 EXACT_VALUES = frozenset((int, str, type(None), torch.Size, torch.dtype, torch.device, torch.memory_format))
-NO_KEY = object()  # in a key: an argument that cannot be part of one, so the answer is not cached
+NO_KEY = object()  # in a key: an argument that cannot be part of one, so the call is not cached
 
 
 def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """What the answer to a call depends on: layouts for DTensors, other arguments themselves.
+    """What the recipe of a call depends on: layouts for DTensors, other arguments themselves.
 
-    If the rule is `shape_independent`, all floats are alike except 0, inf and nan. The key contains `NO_KEY` if an
+    If the rule is `shape_independent`, all floats count as equal except 0, inf and nan. The key contains `NO_KEY` if an
     argument cannot be hashed, or is a plain tensor, which has to be promoted first.
     """
     key = [func, _dtypes(args, kwargs)] if rule.typed or rule.random else [func]
@@ -55,7 +55,7 @@ def _part(a: Any, floats_alike: bool) -> Any:
                 return NO_KEY
             parts.append(part)
         return tuple(parts)
-    if kind is torch.Generator:  # whose state changes no answer
+    if kind is torch.Generator:  # its state changes no recipe
         return torch.Generator
     if isinstance(a, Tensor):
         return NO_KEY

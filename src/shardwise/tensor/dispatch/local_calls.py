@@ -15,18 +15,22 @@ from shardwise.rules.row import Args, Kwargs, LocalFunction
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
-from shardwise.tensor.dispatch.recipes import Found
+from shardwise.tensor.dispatch.recipes import RunnableRecipe
 from shardwise.tensor.dispatch.results import as_dtensors, layouts_of_results
 from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
 from shardwise.tensor.handlers.copies import copies_of
 from shardwise.trace.capture_hooks import tracing_paused
 
 
-def local_call(rule: OpRule, found: Found) -> Callable[..., Any]:
-    """What a rank calls with the DTensors of a call, where DTensors count as their local tensors."""
-    recipe, op, needs_plain = found
+def local_call(rule: OpRule, runnable: RunnableRecipe) -> Callable[..., Any]:
+    """The callable that runs the op on this rank.
+
+    It is called with the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's own
+    storage, which is the local shard. Calls that need plain local tensors convert them.
+    """
+    recipe, op, needs_plain = runnable
     if recipe.redistributed or recipe.rows:
-        return _RedistributeCall(found)
+        return _RedistributeCall(runnable)
     local = needs_plain and (not rule.takes_dtensors or recipe.local_impl is not None)
     call = _LocalCall(recipe, op) if local else op
     return _CopyCall(call) if recipe.copied else call
@@ -92,22 +96,24 @@ class _CopyCall(ReadsLayouts):
 class _RedistributeCall(ReadsLayouts):
     """An op some of whose operands are redistributed first, or whose result has a data-dependent shape."""
 
-    __slots__ = ("found",)
+    __slots__ = ("runnable",)
 
-    def __init__(self, found: Found) -> None:
-        self.found = found
+    def __init__(self, runnable: RunnableRecipe) -> None:
+        self.runnable = runnable
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recipe, ctx, locals_, named = prepare_operands(self.found, args, kwargs)
+        recipe, ctx, locals_, named = prepare_operands(self.runnable, args, kwargs)
         out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
         if recipe.copied:
             out = copies_of(_first_dtensor(args, kwargs), out)
         return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
 
 
-def prepare_operands(found: Found, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
+def prepare_operands(
+    runnable: RunnableRecipe, args: Args, kwargs: Kwargs
+) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
     """The arguments as local tensors, in the layouts that the recipe wants, and the context for its local function."""
-    recipe, op, needs_plain = found
+    recipe, op, needs_plain = runnable
     targets = dict(recipe.redistributed)
     operands: list[DTensor] = []
     hooked = saved_tensors_hooks(True) is not None

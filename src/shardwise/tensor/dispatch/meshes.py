@@ -68,12 +68,12 @@ def _cheapest(src: Layout, lead: Layout) -> Layout:
     return min(candidates, key=lambda dst: plan_redistribute(src, dst).cost)
 
 
-def outside(mesh: Mesh) -> bool:
+def is_outside(mesh: Mesh) -> bool:
     """Whether this rank is not one of the mesh's."""
     return mesh.size() < collectives.world_size() and mesh.coordinate(collectives.rank()) is None
 
 
-def nothing(
+def empty_results(
     func: Callable[..., Any],
     layouts: Any,
     mesh: Mesh,
@@ -119,14 +119,14 @@ def nothing(
                 return tag(plain(operands[0]).reshape(-1)[:0].view(shape), layout)
             local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
             if x.requires_grad:
-                local = _Nothing.apply(local, *operands)
+                local = _EmptyResult.apply(local, *operands)
             return tag(local, layout)
 
         out = pytree.tree_map(empty, metas)
         return copies_of(operands[0], out) if view and copies else out
 
 
-class _Nothing(TensorFunction):
+class _EmptyResult(TensorFunction):
     """Keeps a rank outside the mesh in the graph, so that backward can be called there too."""
 
     @staticmethod

@@ -1,4 +1,8 @@
-"""C functions that run in place of Python ones, which would look at shapes on their way."""
+"""Substitutes for functions whose Python code reads shapes.
+
+A DTensor reports its global shape there, so such code needs plain local tensors. A substitute takes the DTensors
+directly.
+"""
 
 from typing import Any
 

@@ -22,24 +22,24 @@ from shardwise.trace.capture_hooks import tracing_paused
 CACHE_LIMIT = 1 << 16
 
 
-class Found(NamedTuple):
+class RunnableRecipe(NamedTuple):
     """How to run a call."""
 
     recipe: resolve.Recipe
     op: Callable[..., Any]  # what each rank runs, unless the recipe has a local implementation
-    needs_plain: bool  # whether that needs plain local tensors, not DTensors with torch functions switched off
+    needs_plain: bool  # whether it needs plain local tensors; otherwise C++ works on the storage of the DTensors
 
 
-_found: dict[Any, Found] = {}
-_chosen: dict[Any, tuple[Row, ...]] = {}
+_recipe_cache: dict[Any, RunnableRecipe] = {}
+_row_cache: dict[Any, tuple[Row, ...]] = {}
 
 
 def forget() -> None:
-    _found.clear()
-    _chosen.clear()
+    _recipe_cache.clear()
+    _row_cache.clear()
 
 
-def find(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Found:
+def find_recipe(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     """The recipe of a call, whose `call_key` is `key`.
 
     Raises:
@@ -48,13 +48,13 @@ def find(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwargs: Kwar
     """
     if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
-    found = _found.get(key)
-    if found is None:
+    runnable = _recipe_cache.get(key)
+    if runnable is None:
         with DisableTorchFunctionSubclass(), tracing_paused():  # reading the dtype of a DTensor is not an op
-            found = _resolved(func, rule, args, kwargs)
+            runnable = _resolved(func, rule, args, kwargs)
         if NO_KEY not in key:
-            remember(_found, key, found)
-    return found
+            remember(_recipe_cache, key, runnable)
+    return runnable
 
 
 def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
@@ -63,7 +63,7 @@ def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
     cache[key] = value
 
 
-def _resolved(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Found:
+def _resolved(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     operands: list[resolve.Operand] = []
 
     def slot(x: Any) -> Any:
@@ -88,7 +88,7 @@ def _resolved(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Found:
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    return Found(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
+    return RunnableRecipe(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
 
 
 def _is_python(func: Any) -> bool:
@@ -114,9 +114,9 @@ def _choice(
         return resolve.choose(name, rule, operands, slotted, named)
     kinds = tuple((o.layout.kind, o.dtype, tuple([n == 1 for n in o.layout.shape])) for o in operands)
     key = kinds, call_key(func, rule, slotted, named)
-    chosen = _chosen.get(key)
+    chosen = _row_cache.get(key)
     if chosen is None:
         chosen = resolve.choose(name, rule, operands, slotted, named)
         if NO_KEY not in key[1]:
-            remember(_chosen, key, chosen)
+            remember(_row_cache, key, chosen)
     return chosen

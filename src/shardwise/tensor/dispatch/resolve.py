@@ -169,7 +169,7 @@ def _choose(
     for row in rows:
         if row.inputs == kinds:
             return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
-    rows = [row for row in rows if _follows(row, kinds)]
+    rows = [row for row in rows if _keeps_some_sharding(row, kinds)]
     if not rows:
         raise NoRowError(
             f"{name} has no row for mesh axis {axis} with inputs ({', '.join(map(str, current))})"
@@ -192,8 +192,12 @@ def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:
     return not in_place or (row.inputs[0] == kinds[0] and row.output == kinds[0])
 
 
-def _follows(row: Row, kinds: tuple[Placement, ...]) -> bool:
-    """A row that shards an operand must find one that is sharded: ops do not shard what nobody sharded."""
+def _keeps_some_sharding(row: Row, kinds: tuple[Placement, ...]) -> bool:
+    """Whether the row uses an existing sharding.
+
+    If it shards operands, at least one of these is already sharded, along any dim for `Shard`. An op never shards only
+    replicated operands.
+    """
     sharded = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard | OnRanks | Boxes)]
     return not sharded or any(
         row.inputs[i] == kinds[i] or (isinstance(row.inputs[i], Shard) and isinstance(kinds[i], Shard)) for i in sharded

@@ -32,7 +32,7 @@ def layouts_of_results(recipe: resolve.Recipe, ctx: RankContext, out: Any) -> An
 def _layout_of_result(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index: int | None) -> Layout:
     mesh = recipe.layouts[0].mesh
     placements, shape = [align_shards.output_at(row, index) for row in recipe.rows], tuple(x.shape)
-    order = align_shards.leader(recipe.layouts, recipe.rows).shard_order
+    order = align_shards.leader(recipe.layouts).shard_order
     found = list(placements)
     for dim in sorted({p.dim for p in placements if isinstance(p, Shard)}):
         axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)

@@ -26,7 +26,7 @@ from shardwise.tensor.dispatch.local_calls import call_under_hooks, local_call, 
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors, into_plain
-from shardwise.tensor.dispatch.recipes import Found
+from shardwise.tensor.dispatch.recipes import RunnableRecipe
 from shardwise.tensor.dispatch.results import as_dtensors
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import before_change, invalidate
@@ -76,20 +76,20 @@ def _run_cold(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[An
             return into_plain(func, args, kwargs)
         return run(func, rule, *all_promoted(func, args, kwargs))
     try:
-        found = recipes.find(key, func, rule, args, kwargs)
+        runnable = recipes.find_recipe(key, func, rule, args, kwargs)
     except resolve.NoRowError as error:
         return run_without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
         return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.mesh_operand))
-    recipe = found.recipe
+    recipe = runnable.recipe
     mesh = recipe.layouts[0].mesh
     on_all_ranks = mesh.size() == collectives.world_size()
     copies = before_change(name_of(func), args[0]) if rule.in_place else ()
-    if not (on_all_ranks or rule.random) and meshes.outside(mesh):
+    if not (on_all_ranks or rule.random) and meshes.is_outside(mesh):
         invalidate(copies)
         views = rule.view, recipe.copied
-        return args[0] if rule.in_place else meshes.nothing(func, recipe.output, mesh, args, kwargs, *views)
-    call = with_consistent_errors(rule, func, recipe, local_call(rule, found))
+        return args[0] if rule.in_place else meshes.empty_results(func, recipe.output, mesh, args, kwargs, *views)
+    call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable))
     with DisableTorchFunctionSubclass():
         out = call_under_hooks(call, args, kwargs, recipe.output is None)
         # Simulated ranks share the cache, so a call that some of them do not make is not cached.
@@ -129,13 +129,13 @@ def _run_with_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return type(result)(written) if several else written[0]
 
 
-def find(func: Any, args: Args, kwargs: Kwargs) -> Found:
+def recipe_of(func: Any, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
-    return recipes.find(call_key(func, rule, args, kwargs), func, rule, args, kwargs)
+    return recipes.find_recipe(call_key(func, rule, args, kwargs), func, rule, args, kwargs)
 
 
 def prepared(func: Any, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
     args, kwargs = all_promoted(func, args, kwargs)
-    return prepare_operands(find(func, args, kwargs), args, kwargs)
+    return prepare_operands(recipe_of(func, args, kwargs), args, kwargs)

@@ -1,7 +1,7 @@
-"""Attributes that a DTensor has from its local tensor, and functions that it refuses because they would return that."""
+"""Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
 from shardwise.tensor.handlers.copies import track
 from shardwise.trace.comm_trace import Cause
 
-# What is the same for the local and the global tensor.
+# Attributes and methods whose result for the local tensor is right for the global one.
 SAME = frozenset(
     """
     requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
@@ -33,14 +33,14 @@ SAME = frozenset(
 
 
 def _attribute(func: Any) -> str:
-    """The name of the attribute that `func` reads or sets, or of the method that it is."""
+    """The attribute that `func` reads or sets; else the name of `func`."""
     name = getattr(func, "__name__", "")
     return str(func.__self__.__name__ if name in ("__get__", "__set__") else name)
 
 
 @handler_of_family(lambda func: _attribute(func) in SAME)
 def same(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Call `func` with the local tensor: the result is right for the global one."""
+    """Call `func` on the local tensor."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -59,7 +59,7 @@ def _register_post_accumulate_grad_hook(func: Any, args: Args, kwargs: Kwargs) -
 
 
 def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook with torch functions of subclasses switched on, which the engine may have switched off."""
+    """`hook`, which the autograd engine may call with `__torch_function__` disabled, with it enabled."""
 
     def run_hook(*args: Any) -> Any:
         with torch._C._EnableTorchFunction():
@@ -70,7 +70,7 @@ def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @handler(Tensor.register_hook)
 def _register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The hook sees the gradient as a DTensor, and may return another one of any placements."""
+    """`x.register_hook(hook)`: `hook` gets the gradient as a DTensor, and may return one in any placements."""
     return _hooked(*args, **kwargs)
 
 
@@ -93,7 +93,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
 
 @handler_of_family(lambda func: getattr(func, "__name__", "") in ("__get__", "__set__"))
 def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`func` reads or sets an attribute that may differ between the local and the global tensor."""
+    """Read or set an attribute that may differ between the local and the global tensor; most are refused."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
         value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
@@ -105,18 +105,18 @@ def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if attribute == "_base" and same(func, args, kwargs) is None:
         return None
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
-        raise RuleError(f"DTensor has no .{attribute} yet. Fix: use to_local() or full_tensor().")
+        raise RuleError(f"DTensor does not support .{attribute}. Fix: use to_local() or full_tensor().")
     raise RuleError(
-        f"DTensor does not answer for .{attribute}: it might return the local shard as if it were the global tensor. "
-        f"Fix: ask to_local() or full_tensor()."
+        f"DTensor does not support .{attribute}: it could return the local shard as if it were the global tensor. "
+        f"Fix: use to_local() or full_tensor()."
     )
 
 
 def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
-    """A new value of `x` in its layout; a plain tensor is a full tensor."""
+    """`value`, the new value of `x`, redistributed to the layout of `x`; a plain tensor is a full tensor."""
     if tuple(value.shape) != x._layout.shape:
         raise RuleError(
-            f"{what} needs a tensor of the shape that the DTensor has, {x._layout.shape}, got {tuple(value.shape)}. "
+            f"{what} expects a tensor of the shape of the DTensor, {x._layout.shape}, got {tuple(value.shape)}. "
             f"Fix: make a new DTensor instead."
         )
     if type(value) is not DTensor:
@@ -125,7 +125,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
 
 
 def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """`x.set_(y)` of two DTensors: x gets the storage of y, as modules do when a parametrization is registered."""
+    """`x.set_(y)` of two DTensors: x gets the storage of y. Modules do so when a parametrization is registered."""
     if len(args) != 1 or kwargs or type(args[0]) is not DTensor:
         refuse(Tensor.set_, (x, *args), kwargs)
     value = _in_layout_of(x, args[0], "set_()")
@@ -134,13 +134,13 @@ def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
 
 
 @handler(Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn)
-def _refuse_sparse(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _to_sparse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     raise RuleError(f"{name_of(func)}(): a DTensor has no sparse form. Fix: call it on full_tensor() or to_local().")
 
 
 @handler(Tensor.view_as)
 def _view_as(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """x.view_as(x) is an alias with an autograd node of its own, by which torch finds the leaf of a gradient."""
+    """`x.view_as(x)` is an alias with its own autograd node; torch uses it to find the leaf of a gradient."""
     x, other = args
     if x is not other:
         return x.view(other.shape) if type(x) is DTensor else run_decomposed(func, args, kwargs)
@@ -150,11 +150,12 @@ def _view_as(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith("torch.distributed."), is_op=True)
 @handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
-def refuse(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if TracingContext.try_get() is not None:  # the first thing that torch.compile asks of a tensor
+def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
+    """Refuse functions that read or change the local storage as if it were the global one."""
+    if TracingContext.try_get() is not None:  # torch.compile calls `untyped_storage` first
         raise CaptureError(
-            "torch.compile cannot look into a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
-            "records the step and compiles its local ops."
+            "torch.compile cannot trace a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
+            "captures the step and compiles its local ops."
         )
     raise RuleError(
         f"{name_of(func)}() would use the local tensor of a DTensor as if it were the global one. "

@@ -94,7 +94,7 @@ def _set_item(func: Any, args: Args, kwargs: Kwargs) -> None:
     if isinstance(value, int | float) and write_number(x, brackets, value):
         return
     before_change("x[…] = value", x)
-    if not meshes.outside(x._layout.mesh):
+    if not meshes.is_outside(x._layout.mesh):
         _write(x, brackets, value)
 
 

@@ -15,7 +15,7 @@ from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler_of_family
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.dispatch.meshes import outside
+from shardwise.tensor.dispatch.meshes import is_outside
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_changes, invalidate
 from shardwise.trace.comm_trace import Cause
@@ -175,7 +175,7 @@ def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
         for i, x in enumerate(tensors):
             if type(x) is DTensor and 0 not in x._layout.shape:
                 groups.setdefault((x._layout.mesh, x.dtype, x.device), []).append(i)
-    return [(mesh, members) for (mesh, *_), members in groups.items() if not outside(mesh)]
+    return [(mesh, members) for (mesh, *_), members in groups.items() if not is_outside(mesh)]
 
 
 def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:

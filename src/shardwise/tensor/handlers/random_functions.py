@@ -1,60 +1,61 @@
-"""Random functions, and initialisations, that torch writes in Python: what they come to on ops that have rules."""
+"""Random functions and initialisations that torch implements in Python, in terms of ops that have rules."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.rules.registry import handler
-from shardwise.rules.row import Handler, Op
+from shardwise.rules.registry import replacement
+from shardwise.rules.row import Op
 from shardwise.tensor.dispatch.promotion import promoted
 from shardwise.tensor.dtensor import DTensor, call
-
-
-def _handler(function: Callable[..., Any]) -> Handler:
-    """A function with the parameters of torch's as what the doors call."""
-    return lambda func, args, kwargs: function(*args, **kwargs)
-
 
 # ---- dropout ------------------------------------------------------------------------------------------------
 
 
-def _checked_by(function: Any, input: Tensor, p: float, training: bool) -> None:
-    """Torch's own errors and warnings, from a tensor of one element."""
+def _raise_as_torch(function: Op, input: Tensor, p: float, training: bool) -> None:
+    """Raise and warn as torch does, by calling its function on a tensor with one element."""
     with torch.random.fork_rng(devices=[]):
         function(torch.ones((1,) * input.ndim), p, training)
 
 
-def _dropout(function: Any, op: Any, training_by_default: bool, batched: int | None, unbatched: bool) -> Handler:
-    """A function of `torch.nn.functional` that runs `op`.
+def _dropout(
+    function: Op,
+    op: Op,
+    default_training: bool,
+    ndim: int | None,
+    unbatched: bool,
+) -> Op:
+    """`function` of `torch.nn.functional` in terms of `op`.
 
     Args:
-        batched: how many dims a batch has; None is any number.
-        unbatched: whether one without a batch is made a batch of one.
+        default_training: the default of `training`.
+        ndim: the number of dims of a batched input; None is any.
+        unbatched: whether an unbatched input becomes a batch of one.
     """
 
-    def drop(input: Tensor, p: float = 0.5, training: bool = training_by_default, inplace: bool = False) -> Tensor:
-        usual = batched is None or input.ndim == batched
-        if not (usual and 0 <= p <= 1):
-            _checked_by(function, input, p, training)
+    def drop(input: Tensor, p: float = 0.5, training: bool = default_training, inplace: bool = False) -> Tensor:
+        is_batched = ndim is None or input.ndim == ndim
+        if not (is_batched and 0 <= p <= 1):
+            _raise_as_torch(function, input, p, training)
         if not training or p == 0:
             return input
-        lacks_batch = unbatched and not usual
-        out = op(input.unsqueeze(0) if lacks_batch else input, p, True)
-        out = out.squeeze(0) if lacks_batch else out
+        add_batch = unbatched and not is_batched
+        out = op(input.unsqueeze(0), p, True).squeeze(0) if add_batch else op(input, p, True)
         return input.copy_(out) if inplace else out
 
-    return _handler(drop)
+    return drop
 
 
-def _in_place(op: Any) -> Handler:
+def _in_place(op: Op) -> Op:
+    """The in-place variant of a dropout op."""
+
     def drop(input: Tensor, p: float, train: bool) -> Tensor:
         out = op(input, p, train)
         return input.copy_(out) if train and p else input
 
-    return _handler(drop)
+    return drop
 
 
 def _rrelu(
@@ -65,7 +66,7 @@ def _rrelu(
     inplace: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    if not training and lower <= upper:  # if not, torch says so
+    if not training and lower <= upper:  # otherwise torch.rrelu raises
         return F.leaky_relu(input, (lower + upper) / 2, inplace)
     out = torch.rrelu(input, lower, upper, True, generator)
     return input.copy_(out) if inplace else out
@@ -82,12 +83,14 @@ def _rrelu_in_place(
 
 
 def _bernoulli_in_place(input: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
-    """Probabilities of another layout than that of `input` stay where they are: what they chose is moved."""
+    """A tensor `p` keeps its layout: numbers are drawn in that, and then redistributed to the layout of `input`."""
     if isinstance(p, Tensor):
-        beside = input if isinstance(input, DTensor) else p
-        chances = p if isinstance(p, DTensor) else promoted(p, beside._layout.mesh, "bernoulli_")  # type: ignore[attr-defined]
-        return input.copy_(torch.bernoulli(chances.expand(input.shape), generator=generator))
-    return call(torch.ops.aten.bernoulli_.float, input, p, generator=generator)  # type: ignore[no-any-return]
+        if not isinstance(p, DTensor):
+            assert isinstance(input, DTensor)
+            p = promoted(p, input._layout.mesh, "bernoulli_")
+        return input.copy_(torch.bernoulli(p.expand(input.shape), generator=generator))
+    out: Tensor = call(torch.ops.aten.bernoulli_.float, input, p, generator=generator)
+    return out
 
 
 # ---- initialisation -----------------------------------------------------------------------------------------
@@ -111,11 +114,11 @@ def _constant(tensor: Tensor, val: float) -> Tensor:
 def _kaiming_uniform(
     tensor: Tensor,
     a: float = 0,
-    mode: Any = "fan_in",
-    nonlinearity: Any = "leaky_relu",
+    mode: Literal["fan_in", "fan_out"] = "fan_in",
+    nonlinearity: Literal["linear", "relu", "leaky_relu"] = "leaky_relu",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """He's initialisation (arXiv 1502.01852) from the global fan."""
+    """Kaiming initialisation (arXiv 1502.01852) with the fan of the global tensor."""
     if 0 in tensor.shape:
         return tensor
     fan = nn.init._calculate_correct_fan(tensor, mode)
@@ -123,7 +126,7 @@ def _kaiming_uniform(
     return _uniform(tensor, -bound, bound, generator)
 
 
-HANDLERS: dict[Op, Handler] = {
+REPLACEMENTS: dict[Op, Op] = {
     F.dropout: _dropout(F.dropout, torch.dropout, True, None, False),
     F.alpha_dropout: _dropout(F.alpha_dropout, torch.alpha_dropout, False, None, False),
     F.feature_alpha_dropout: _dropout(F.feature_alpha_dropout, torch.feature_alpha_dropout, False, None, False),
@@ -134,13 +137,13 @@ HANDLERS: dict[Op, Handler] = {
     torch.alpha_dropout_: _in_place(torch.alpha_dropout),
     torch.feature_dropout_: _in_place(torch.feature_dropout),
     torch.feature_alpha_dropout_: _in_place(torch.feature_alpha_dropout),
-    Tensor.bernoulli_: _handler(_bernoulli_in_place),
-    F.rrelu: _handler(_rrelu),
-    torch.rrelu_: _handler(_rrelu_in_place),
-    nn.init.uniform_: _handler(_uniform),
-    nn.init.normal_: _handler(_normal),
-    nn.init.constant_: _handler(_constant),
-    nn.init.kaiming_uniform_: _handler(_kaiming_uniform),
+    Tensor.bernoulli_: _bernoulli_in_place,
+    F.rrelu: _rrelu,
+    torch.rrelu_: _rrelu_in_place,
+    nn.init.uniform_: _uniform,
+    nn.init.normal_: _normal,
+    nn.init.constant_: _constant,
+    nn.init.kaiming_uniform_: _kaiming_uniform,
 }
-for _op, _answer in HANDLERS.items():
-    handler(_op)(_answer)
+for _op, _function in REPLACEMENTS.items():
+    replacement(_op)(_function)
