@@ -14,7 +14,7 @@ from shardwise.rules.empty import filled
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import LocalFunction, Meta, Row
-from shardwise.rules.window import Window, Windows, cropped, each, input_box, sliding, window_rows
+from shardwise.rules.window import Ints, Window, Windows, cropped, each, input_box, sliding, window_rows
 
 aten = torch.ops.aten
 FORWARD: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
@@ -52,7 +52,14 @@ class Convolution:
 
 
 def _convolution(
-    x: Meta, weight: Meta, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+    x: Meta,
+    weight: Meta,
+    stride: Ints,
+    padding: Ints | str,
+    dilation: Ints,
+    transposed: bool,
+    output_padding: Ints,
+    groups: int,
 ) -> Convolution:
     count = weight.ndim - 2
     stride, dilation, output_padding = (each(value, count) for value in (stride, dilation, output_padding))
@@ -151,7 +158,7 @@ def _convolve(
 
 
 def forward(
-    input: Meta, weight: Meta, bias: Meta | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    input: Meta, weight: Meta, bias: Meta | None = None, stride: Ints = 1, padding: Ints | str = 0, dilation: Ints = 1,
     groups: int = 1,
 ) -> list[Row]:  # fmt: skip
     """F.conv1d, conv2d, conv3d."""
@@ -159,8 +166,8 @@ def forward(
 
 
 def transposed(
-    input: Meta, weight: Meta, bias: Meta | None = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
-    groups: int = 1, dilation: Any = 1,
+    input: Meta, weight: Meta, bias: Meta | None = None, stride: Ints = 1, padding: Ints = 0, output_padding: Ints = 0,
+    groups: int = 1, dilation: Ints = 1,
 ) -> list[Row]:  # fmt: skip
     """F.conv_transpose1d, conv_transpose2d, conv_transpose3d."""
     return convolution_rows(input, weight, bias, stride, padding, dilation, True, output_padding, groups)

@@ -1,5 +1,6 @@
 """Ops on images: resizing, sampling, patches, pixel shuffles."""
 
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from operator import mul
@@ -15,14 +16,15 @@ from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pool import pool_rows, resized, with_halo
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Meta, Op, Row
-from shardwise.rules.window import Window, each, sliding
+from shardwise.rules.window import Ints, Window, each, sliding
 
+Scale = float | Sequence[float] | None
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
 
 
 def interpolate(
-    input: Meta, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None, antialias: bool = False,
+    input: Meta, size: Ints | None = None, scale_factor: Scale = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> list[Row]:  # fmt: skip
     """Resized images. A spatial dim may be sharded if its size is multiplied or divided by an integer."""
     lengths, sizes = input.shape[2:], _output_sizes(input, size, scale_factor)
@@ -44,13 +46,15 @@ def interpolate(
     return pool_rows(input, windows, local)
 
 
-def _output_sizes(input: Meta, size: Any = None, scale_factor: Any = None, *_: object, **__: object) -> tuple[int, ...]:
+def _output_sizes(
+    input: Meta, size: Ints | None = None, scale_factor: Any = None, *_: object, **__: object
+) -> tuple[int, ...]:
     if size is not None:
         return each(size, input.ndim - 2)
     return tuple(int(n * f) for n, f in zip(input.shape[2:], each(scale_factor, input.ndim - 2), strict=True))
 
 
-def _interpolated_shape(input: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
+def _interpolated_shape(input: Meta, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return (*input.shape[:2], *_output_sizes(input, *args, **kwargs))
 
 
@@ -92,12 +96,12 @@ def grid_sample(input: Meta, grid: Meta, *_: object, **__: object) -> list[Row]:
     return rows + [Row((REPLICATE, Shard(d)), Shard(d + 1), why) for d in range(1, grid.ndim - 1)]
 
 
-def affine_grid(theta: Meta, size: Any, align_corners: bool | None = None) -> list[Row]:
+def affine_grid(theta: Meta, size: Sequence[int], align_corners: bool | None = None) -> list[Row]:
     """The points of the pixels of images of `size`, transformed by one matrix per example."""
     return [Row((Shard(0),), Shard(0), "batch-sharded", _own_grid)]
 
 
-def _own_grid(ctx: LocalContext, theta: Tensor, size: Any, *args: object, **kwargs: object) -> Tensor:
+def _own_grid(ctx: LocalContext, theta: Tensor, size: Sequence[int], *args: object, **kwargs: object) -> Tensor:
     out: Tensor = ctx.call(filled(theta, (1, 1, 1)), [max(theta.shape[0], 1), *size[1:]], *args, **kwargs)
     return emptied(out, ctx.output.local_shape(ctx.rank))
 
@@ -105,7 +109,7 @@ def _own_grid(ctx: LocalContext, theta: Tensor, size: Any, *args: object, **kwar
 # ---- patches ------------------------------------------------------------------------------------------------
 
 
-def unfold(input: Meta, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> list[Row]:
+def unfold(input: Meta, kernel_size: Ints, dilation: Ints = 1, padding: Ints = 0, stride: Ints = 1) -> list[Row]:
     """out[n, (c, k), (i, j)] = the patch of input[n, c] at (i, j); patches are sharded with rows of the image."""
     sizes = zip(input.shape[-2:], *(each(a, 2) for a in (kernel_size, stride, padding, dilation)), strict=True)
     high, wide = (sliding(n, k, s, p, d, (n + 2 * p - (k - 1) * d - 1) // s + 1) for n, k, s, p, d in sizes)
@@ -136,7 +140,7 @@ def _patches(high: Window, wide: int, ctx: LocalContext, input: Tensor, *args: o
     return out.narrow(-1, start, own.sizes[-1]).narrow(-2, 0, own.sizes[-2])
 
 
-def fold(input: Meta, output_size: Any, kernel_size: Any, *_: object, **__: object) -> list[Row]:
+def fold(input: Meta, output_size: Ints, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
     """The sum of overlapping patches."""
     size, channels = prod(each(kernel_size, 2)), input.ndim - 2
     local = local_with(_images, size)

@@ -13,11 +13,12 @@ from torch import Tensor
 from shardwise.layout import PARTIAL, Shard, contiguous_strides
 from shardwise.rules.empty import filled
 from shardwise.rules.local_context import LocalContext, local_with
-from shardwise.rules.registry import OpRule, register
+from shardwise.rules.registry import OpRule, RowsFunction, register
 from shardwise.rules.row import Meta, Row
-from shardwise.rules.window import Window, Windows, cropped, each, input_box, sliding, window_rows
+from shardwise.rules.window import Ints, Window, Windows, cropped, each, input_box, sliding, window_rows
 
 aten = torch.ops.aten
+OutputSize = int | None | Sequence[int | None]  # None: as the input
 
 
 def pool_rows(x: Meta, windows: Sequence[Window], local: Callable[..., Any]) -> list[Row]:
@@ -30,7 +31,7 @@ def pool_rows(x: Meta, windows: Sequence[Window], local: Callable[..., Any]) -> 
 
 
 def max_pool(
-    dims: int, input: Meta, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+    dims: int, input: Meta, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0, dilation: Ints = 1,
     ceil_mode: bool = False, return_indices: bool = False,
 ) -> list[Row]:  # fmt: skip
     """out[at] = the maximum of the window at `at`, and its index in the flattened spatial dims."""
@@ -39,7 +40,7 @@ def max_pool(
 
 
 def avg_pool(
-    dims: int, input: Meta, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+    dims: int, input: Meta, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> list[Row]:  # fmt: skip
     """out[at] = the mean of the window at `at`."""
@@ -49,7 +50,7 @@ def avg_pool(
 
 
 def _pooling_windows(
-    dims: int, x: Meta, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    dims: int, x: Meta, kernel: Ints, stride: Ints | None, padding: Ints, dilation: Ints, ceil_mode: bool
 ) -> Windows:
     kernel = each(kernel, dims)
     stride = each(stride, dims) if stride not in (None, (), []) else kernel
@@ -63,7 +64,7 @@ def _pooling_windows(
     return tuple(windows)
 
 
-def adaptive_pool(dims: int, input: Meta, output_size: Any, return_indices: bool = False) -> list[Row]:
+def adaptive_pool(dims: int, input: Meta, output_size: OutputSize, return_indices: bool = False) -> list[Row]:
     """out[at] = the mean or the maximum of a bin of each dim; rows only for bins of equal size."""
     sizes = each(output_size, dims)
     lengths = input.shape[-dims:]
@@ -71,7 +72,7 @@ def adaptive_pool(dims: int, input: Meta, output_size: Any, return_indices: bool
     return pool_rows(input, windows, local_with(resized, windows, "output_size"))
 
 
-def adaptive_avg_pool(dims: int, input: Meta, output_size: Any) -> list[Row]:
+def adaptive_avg_pool(dims: int, input: Meta, output_size: OutputSize) -> list[Row]:
     """A mean over all of a sharded dim is Partial, without communication."""
     rows = adaptive_pool(dims, input, output_size)
     local = local_with(_partial_mean, input.shape[-dims:])
@@ -103,7 +104,7 @@ def resized(windows: Windows, name: str, ctx: LocalContext, input: Tensor, *args
     return _run_with_halo(windows, ctx, input, run)
 
 
-def _partial_mean(lengths: tuple[int, ...], ctx: LocalContext, input: Tensor, output_size: Any) -> Any:
+def _partial_mean(lengths: tuple[int, ...], ctx: LocalContext, input: Tensor, output_size: OutputSize) -> Any:
     own = input.shape[-len(lengths) :]
     pooled = ctx.call(filled(input, (1,) * (len(lengths) + 1)), output_size) * (prod(own) / prod(lengths))
     channels = input.shape[-len(lengths) - 1]
@@ -135,7 +136,7 @@ def _global_index(index: Tensor, sizes: Sequence[int], offsets: Sequence[int], s
     return found
 
 
-NAMES = (
+NAMES: tuple[tuple[RowsFunction, str], ...] = (
     (max_pool, "max_pool{}d max_pool{}d_with_indices"),
     (avg_pool, "avg_pool{}d"),
     (adaptive_pool, "adaptive_max_pool{}d adaptive_max_pool{}d_with_indices"),

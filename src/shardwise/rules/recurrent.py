@@ -13,10 +13,18 @@ from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Meta, Op, Row
 
 aten = torch.ops.aten
+States = Meta | Sequence[Meta]
 
 
 def layer(
-    input: Meta, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool, *rest: object
+    input: Meta,
+    hx: States,
+    params: Sequence[Meta],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    *rest: object,
 ) -> list[Row]:
     """torch.lstm, gru, rnn_tanh, rnn_relu: sequences, states (layers, batch, hidden) and all weights to both."""
     if _packed(hx):
@@ -27,12 +35,12 @@ def layer(
     return _of_batch(input, hx, params, batch, 1)
 
 
-def cell(input: Meta, hx: Any, *params: object, **named: object) -> list[Row]:
+def cell(input: Meta, hx: States, *params: object, **named: object) -> list[Row]:
     """One step of a layer; the batch is dim 0 of all batched operands."""
     return _of_batch(input, hx, [x for x in (*params, *named.values()) if isinstance(x, Meta)], 0, 0)
 
 
-def _of_batch(input: Meta, hx: Any, params: Sequence[Meta], batch: int, of_states: int) -> list[Row]:
+def _of_batch(input: Meta, hx: States, params: Sequence[Meta], batch: int, of_states: int) -> list[Row]:
     states = 1 if isinstance(hx, Meta) else len(hx)
     of_hidden = (Shard(of_states),) * states
     filled_dims = (input.ndim, *(input.ndim,) * states, *(len(x.shape) - 1 for x in params))

@@ -7,7 +7,7 @@ edges of the full tensor is left to the op.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -61,11 +61,13 @@ class Window(NamedTuple):
 
 
 Windows = tuple[Window, ...]  # of the last dims
+Ints = int | Sequence[int]  # one number for all dims, or a number for each
+T = TypeVar("T", int, float, int | None)
 
 
-def each(value: Any, count: int) -> tuple[int, ...]:
+def each(value: T | Sequence[T], count: int) -> tuple[T, ...]:
     """An argument that is one number for all dims, or a number for each."""
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
     return values * count if len(values) == 1 else values
 
 

@@ -1,7 +1,6 @@
 """Poisson and binomial: each element draws as often as its rejection sampling needs, from its own counter."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +13,22 @@ from shardwise.rules.random.random import refuse, register_random, without_gradi
 aten = torch.ops.aten
 
 
-def _poisson(ctx: LocalContext, rate: Tensor, generator: Any = None) -> Tensor:
+def _poisson(ctx: LocalContext, rate: Tensor, generator: torch.Generator | None = None) -> Tensor:
     rates = rate.detach().double()
     refuse(ctx, ~(rates >= 0) | rates.isinf(), "invalid Poisson rate, expected rate to be non-negative")
     return without_gradient(_drawn(ctx, counter_rng.poisson, [rates], generator).to(rate.dtype), rate)
 
 
-def _binomial(ctx: LocalContext, count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
+def _binomial(ctx: LocalContext, count: Tensor, prob: Tensor, generator: torch.Generator | None = None) -> Tensor:
     counts, probabilities = count.detach().double().floor(), prob.detach().double()
     refuse(ctx, ~(counts >= 0) | counts.isinf(), "binomial expects finite counts that are not negative.")
     refuse(ctx, ~((probabilities >= 0) & (probabilities <= 1)), "binomial expects probabilities from 0 to 1.")
     return _drawn(ctx, counter_rng.binomial, [counts, probabilities], generator).to(count.dtype)
 
 
-def _drawn(ctx: LocalContext, distribution: Callable[..., Tensor], parameters: list[Tensor], generator: Any) -> Tensor:
+def _drawn(
+    ctx: LocalContext, distribution: Callable[..., Tensor], parameters: list[Tensor], generator: torch.Generator | None
+) -> Tensor:
     """One double per element of the local shard of the result."""
     shape = ctx.output.local_shape(ctx.rank)
     index = torch.empty(shape, dtype=torch.int64, device=parameters[0].device)

@@ -93,13 +93,17 @@ def _multinomial_rows(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 # ---- local numbers ------------------------------------------------------------------------------------------
 
 
-def fill(out: Tensor, ctx: LocalContext, layout: Layout, sampler: Sampler, generator: Any = None) -> Tensor:
+def fill(
+    out: Tensor, ctx: LocalContext, layout: Layout, sampler: Sampler, generator: torch.Generator | None = None
+) -> Tensor:
     """`out`, filled as the local tensor of a random tensor of this layout."""
     counter_rng.fill(out, layout.boxes(ctx.rank), layout.shape, ctx.draw_seed(generator), sampler)
     return out
 
 
-def _numbers(ctx: LocalContext, sampler: Sampler, dtype: torch.dtype, device: torch.device, generator: Any) -> Tensor:
+def _numbers(
+    ctx: LocalContext, sampler: Sampler, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> Tensor:
     """The local tensor of a random tensor with the layout of the op's result."""
     out = torch.empty(ctx.output.local_shape(ctx.rank), dtype=dtype, device=device)
     return fill(out, ctx, ctx.output, sampler, generator)
@@ -151,7 +155,7 @@ def without_gradient(values: Tensor, *sources: object) -> Tensor:
 # ---- local functions ----------------------------------------------------------------------------------------
 
 
-def _refill(name: str, ctx: LocalContext, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+def _refill(name: str, ctx: LocalContext, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
     layout, generator = ctx.layouts[0], kwargs.get("generator")
     # Autograd must record one op that changes x, not one for each chunk.
     new = torch.empty_like(x) if x.requires_grad and torch.is_grad_enabled() else x
@@ -168,7 +172,9 @@ def _like(name: str, ctx: LocalContext, x: Tensor, *args: Any, **kwargs: Any) ->
     return out.requires_grad_(kwargs.get("requires_grad", False))
 
 
-def _bernoulli(ctx: LocalContext, x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
+def _bernoulli(
+    ctx: LocalContext, x: Tensor, p: float | Tensor | None = None, *, generator: torch.Generator | None = None
+) -> Tensor:
     if isinstance(p, float | int):
         return without_gradient(_like("bernoulli", ctx, x, p, generator=generator), x)
     probability = x.detach()
@@ -179,7 +185,7 @@ def _bernoulli(ctx: LocalContext, x: Tensor, p: Any = None, *, generator: Any = 
     )
 
 
-def _normal(ctx: LocalContext, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+def _normal(ctx: LocalContext, mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     if isinstance(std, Tensor):
         refuse(ctx, ~(std >= 0), "normal expects all elements of std >= 0.0")
     like = mean if isinstance(mean, Tensor) else std
@@ -194,7 +200,7 @@ def _rrelu(
     lower: float = 1 / 8,
     upper: float = 1 / 3,
     training: bool = False,
-    generator: Any = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)
@@ -203,7 +209,12 @@ def _rrelu(
 
 
 def _multinomial(
-    ctx: LocalContext, x: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+    ctx: LocalContext,
+    x: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     p = x.detach().double()
     refuse(ctx, ~(p >= 0) | p.isinf(), "probability tensor contains either `inf`, `nan` or element < 0")
@@ -226,12 +237,12 @@ def _multinomial(
 MULTINOMIAL = (torch.multinomial, Tensor.multinomial, aten.multinomial.default)
 
 
-def register_random(ops: Sequence[Any], rows: RowsFunction, local: LocalFunction, **kwargs: Any) -> None:
+def register_random(ops: Sequence[Op], rows: RowsFunction, local: LocalFunction, **kwargs: Any) -> None:
     for op in ops:
         register(OpRule(partial(_checked, op, rows, local), replicated_impl=local, random=True, **kwargs), op)
 
 
-def _overloads(name: str) -> list[Any]:
+def _overloads(name: str) -> list[Op]:
     packet = getattr(aten, name, None)
     return [getattr(packet, o) for o in packet.overloads() if "out" not in o] if packet is not None else []
 
@@ -245,9 +256,9 @@ for _name in ("uniform", "log_normal", "cauchy", "exponential", "geometric", "ra
 for _name in ("rand_like", "randn_like", "randint_like"):
     _ops = [getattr(torch, _name), *(o for o in _overloads(_name) if "Tensor" not in str(o))]
     register_random(_ops, filled_like, local_with(_like, _name), shape=shape_of_first)
-_bernoullis = [torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default, aten.bernoulli.p]
+_bernoullis: list[Op] = [torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default, aten.bernoulli.p]
 register_random(_bernoullis, _bernoulli_rows, _bernoulli, shape=shape_of_first)
-_normals = [torch.normal, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor]
+_normals: list[Op] = [torch.normal, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor]
 register_random(_normals, nonlinear, _normal, shape=broadcast)
 register_random([torch.rrelu], nonlinear, _rrelu, shape=shape_of_first)
 register_random(

@@ -4,7 +4,7 @@ Moments are (count, mean, sum of squared deviations from the mean). Those of a u
 shards (Chan, Golub and LeVeque, 1983), for uneven and empty shards too, and without cancellation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -95,7 +95,9 @@ def _local_moments(x: Tensor, dims: tuple[int, ...]) -> tuple[int, Tensor, Tenso
 # ---- layer_norm and rms_norm --------------------------------------------------------------------------------
 
 
-def layer_norm(local: Callable[..., Any], x: Meta, normalized_shape: Any, *args: object, **kwargs: object) -> list[Row]:
+def layer_norm(
+    local: Callable[..., Any], x: Meta, normalized_shape: Sequence[int], *args: object, **kwargs: object
+) -> list[Row]:
     """out = (x - mean) / deviation of the last dims, or x / root mean square, times weight plus bias."""
     others = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, Meta))
     first = x.ndim - len(normalized_shape)
@@ -106,7 +108,7 @@ def layer_norm(local: Callable[..., Any], x: Meta, normalized_shape: Any, *args:
     return rows
 
 
-def _normalized_shape(x: Meta, normalized_shape: Any, *args: object, **kwargs: object) -> tuple[int, ...]:
+def _normalized_shape(x: Meta, normalized_shape: Sequence[int], *args: object, **kwargs: object) -> tuple[int, ...]:
     wanted = tuple(normalized_shape)
     others = [a.shape for a in (*args, *kwargs.values()) if isinstance(a, Meta)]
     if x.shape[-len(wanted) :] != wanted or any(shape != wanted for shape in others):
@@ -117,7 +119,7 @@ def _normalized_shape(x: Meta, normalized_shape: Any, *args: object, **kwargs: o
 def _layer_norm_of_shards(
     ctx: LocalContext,
     x: Tensor,
-    normalized_shape: Any,
+    normalized_shape: Sequence[int],
     weight: Maybe = None,
     bias: Maybe = None,
     eps: float = 1e-5,
@@ -130,7 +132,7 @@ def _layer_norm_of_shards(
 
 
 def _rms_norm_of_shards(
-    ctx: LocalContext, x: Tensor, normalized_shape: Any, weight: Maybe = None, eps: float | None = None
+    ctx: LocalContext, x: Tensor, normalized_shape: Sequence[int], weight: Maybe = None, eps: float | None = None
 ) -> Tensor:
     full = wide(x)
     squares = ctx.all_gather(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
@@ -138,7 +140,7 @@ def _rms_norm_of_shards(
     return _scaled(full, squares / prod(normalized_shape), weight, None, eps).to(x.dtype)
 
 
-def _last(normalized_shape: Any) -> tuple[int, ...]:
+def _last(normalized_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(-len(normalized_shape), 0))
 
 

@@ -120,7 +120,12 @@ def _variance(
 
 
 def norm(
-    input: Meta, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, **_: object
+    input: Meta,
+    ord: float | str | None = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    **_: object,
 ) -> list[Row]:
     """out = (sum |x|^ord)^(1/ord) over some dims; ranks all-gather the norms of their shards."""
     if ord == "nuc":
@@ -129,11 +134,13 @@ def norm(
     return rows_over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _norm, order, dtype)
 
 
-def _norm_shape(input: Meta, ord: Any = 2, *dims: object, **named: object) -> Shapes:
+def _norm_shape(input: Meta, ord: float | str | None = 2, *dims: object, **named: object) -> Shapes:
     return reduced_shape(input, *dims[:2], **named)
 
 
-def _norm(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, ord: float, dtype: Any = None) -> Tensor:
+def _norm(
+    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, ord: float, dtype: torch.dtype | None = None
+) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     if abs(ord) == inf:
         return extremes(ctx, x.abs(), dims, keepdim, (ord > 0,))  # type: ignore[no-any-return]
@@ -155,7 +162,7 @@ def cdist(x1: Meta, x2: Meta, *args: object, **kwargs: object) -> list[Row]:
     return [*rows, Row((REPLICATE, Shard(x2.ndim - 2)), Shard(last + 1), why), *shard_rows([a, b], why)]
 
 
-def log_sum_exp(input: Meta, dim: Any, keepdim: bool = False) -> list[Row]:
+def log_sum_exp(input: Meta, dim: int | Sequence[int] | None, keepdim: bool = False) -> list[Row]:
     """out = log(sum exp(input)) over some dims; ranks all-gather those of their shards."""
     return rows_over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _log_sum_exp)
 
