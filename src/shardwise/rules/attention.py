@@ -197,7 +197,7 @@ def multi_head(*args: object, **kwargs: object) -> list[Row]:
     return rows
 
 
-def without_torch_function(function: Op) -> Any:
+def without_torch_function(function: Op) -> Op:
     """A Python function of torch that does not dispatch to `__torch_function__` itself, only the ops that it calls."""
     names = function.__globals__ | {"has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

@@ -13,8 +13,8 @@ from shardwise.layout import PARTIAL, REPLICATE, Box, Layout, Shard
 from shardwise.rules.empty import filled
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import LocalFunction, Meta, Row
-from shardwise.rules.window import Ints, Window, Windows, cropped, each, input_box, sliding, window_rows
+from shardwise.rules.row import Ints, LocalFunction, Meta, Row
+from shardwise.rules.window import Window, Windows, cropped, each, input_box, sliding, window_rows
 
 aten = torch.ops.aten
 FORWARD: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)

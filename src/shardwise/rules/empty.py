@@ -19,7 +19,9 @@ def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
     )
 
 
-def never_empty(dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *args: object, **kwargs: object) -> Any:
+def never_empty(
+    dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *args: object, **kwargs: object
+) -> Tensor | tuple[Tensor, ...]:
     """The op itself on every rank, as a local implementation.
 
     Args:

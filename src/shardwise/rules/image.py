@@ -15,8 +15,8 @@ from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pool import pool_rows, resized, with_halo
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Meta, Op, Row
-from shardwise.rules.window import Ints, Window, each, sliding
+from shardwise.rules.row import Ints, Meta, Op, Row
+from shardwise.rules.window import Window, each, sliding
 
 Scale = float | Sequence[float] | None
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}

@@ -4,7 +4,6 @@ from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.registry import RULES, OpRule, RowsFunction, amend, register
-from shardwise.rules.row import Args, Kwargs, Meta, Row
+from shardwise.rules.row import Args, Kwargs, Meta, Op, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
@@ -173,9 +172,9 @@ def filled_like(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return rows + [Row((p,), REPLICATE, "the Partial values are not read") for p in PARTIALS]
 
 
-def callables_of(name: str) -> list[tuple[Any, bool]]:
+def callables_of(name: str) -> list[tuple[Op, bool]]:
     """Every function, method and overload of the op `name`, and whether it is in-place."""
-    found: list[tuple[Any, bool]] = []
+    found: list[tuple[Op, bool]] = []
     both = (name, False), (name + "_", True)
     for module in (torch, Tensor, F, torch._C._nn, torch.special):
         functions = [(getattr(module, spelling, None), in_place) for spelling, in_place in both]
@@ -191,7 +190,7 @@ def callables_of(name: str) -> list[tuple[Any, bool]]:
     return found
 
 
-def _returns_tensors(overload: Any) -> bool:
+def _returns_tensors(overload: torch._ops.OpOverload) -> bool:
     """Whether an overload takes and returns tensors; torch also lists arithmetic on numbers, and out= variants."""
     schema = overload._schema
     sides = (schema.arguments, schema.returns)

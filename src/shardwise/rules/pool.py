@@ -14,8 +14,8 @@ from shardwise.layout import PARTIAL, Shard, contiguous_strides
 from shardwise.rules.empty import filled
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.registry import OpRule, RowsFunction, register
-from shardwise.rules.row import Meta, Row
-from shardwise.rules.window import Ints, Window, Windows, cropped, each, input_box, sliding, window_rows
+from shardwise.rules.row import Ints, Meta, Row
+from shardwise.rules.window import Window, Windows, cropped, each, input_box, sliding, window_rows
 
 aten = torch.ops.aten
 OutputSize = int | None | Sequence[int | None]  # None: as the input
@@ -87,12 +87,16 @@ def _equal_bins(length: int, out: int) -> Window:
     return Window(length, out, size, 1, 0, max(size - 1, 0))
 
 
-def with_halo(windows: Windows, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object) -> Any:
+def with_halo(
+    windows: Windows, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object
+) -> Tensor | tuple[Tensor, ...]:
     """The op on the box that this rank's outputs need."""
     return _run_with_halo(windows, ctx, input, lambda x: ctx.call(x, *args, **kwargs))
 
 
-def resized(windows: Windows, name: str, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object) -> Any:
+def resized(
+    windows: Windows, name: str, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object
+) -> Tensor | tuple[Tensor, ...]:
     """The same for an op whose first argument, or argument `name`, is the size of the result."""
 
     def run(x: Tensor) -> Any:
@@ -111,7 +115,9 @@ def _partial_mean(lengths: tuple[int, ...], ctx: LocalContext, input: Tensor, ou
     return pooled if channels else pooled.narrow(-len(lengths) - 1, 0, 0)
 
 
-def _run_with_halo(windows: Windows, ctx: LocalContext, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
+def _run_with_halo(
+    windows: Windows, ctx: LocalContext, x: Tensor, run: Callable[[Tensor], Any]
+) -> Tensor | tuple[Tensor, ...]:
     """`run` on the box that this rank's outputs need, without the outputs of other ranks."""
     source, output = ctx.layouts[0], ctx.output
     fetched, own = input_box(windows, source, output, ctx.rank), output.boxes(ctx.rank)[0]

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.layout import REPLICATE, Shard
 from shardwise.rules.empty import never_empty
@@ -54,10 +55,10 @@ def packed(*_: object) -> list[Row]:
     raise NotImplementedError("a shard of packed sequences is no packed sequence")
 
 
-def _with_plain_sizes(op: Op) -> Any:
+def _with_plain_sizes(op: Op) -> Op:
     """The op, with the sizes that it returns as a plain tensor, because the program reads them."""
 
-    def run(*args: object) -> Any:
+    def run(*args: object) -> tuple[Tensor, Tensor]:
         data, sizes = op(*args)
         return data, sizes.to_local()
 
@@ -69,7 +70,7 @@ def _overload(name: str, *args: object) -> Any:
     return (op.data if _packed(args[1]) else op.input)(*args)
 
 
-def _packed(second: Any) -> bool:
+def _packed(second: object) -> bool:
     """Whether the second argument is the sizes of batches, not the states."""
     return not isinstance(second, list) and getattr(second, "ndim", 0) == 1
 

@@ -1,6 +1,6 @@
 """Rows: the ways to run an op on one mesh axis, and what the function that makes them knows of the operands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -16,6 +16,7 @@ Op = Callable[..., Any]  # a function or method of torch, an aten op, or a user'
 Handler = Callable[[Op, Args, Kwargs], Any]  # (func, args, kwargs) of a call with a DTensor -> its result
 LocalFunction = Callable[..., Any]
 IndexMap = Callable[[int], int]
+Ints = int | Sequence[int]  # one number for all dims, or a number for each
 NO_OPERAND = -1  # as `layout_from`: the result is sharded evenly, as by torch.chunk
 
 

@@ -61,7 +61,6 @@ class Window(NamedTuple):
 
 
 Windows = tuple[Window, ...]  # of the last dims
-Ints = int | Sequence[int]  # one number for all dims, or a number for each
 T = TypeVar("T", int, float, int | None)
 
 

@@ -100,7 +100,7 @@ def unique(
     return rows
 
 
-def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) -> Any:
+def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) -> Tensor | tuple[Tensor, ...]:
     slices, along = (x.reshape(-1), None) if dim is None else (x.movedim(dim, 0), 0)
     own, inverse, numbers = torch.unique(slices, return_inverse=True, return_counts=True, dim=along)
     wide = torch.float64 if x.is_floating_point() else torch.int64

@@ -62,7 +62,9 @@ def extreme_with_index(
     return rows_over(input, dims, keepdim, REPLICATE, on_operand(_extreme_with_index, largest, with_value, dims))
 
 
-def _extreme_with_index(ctx: LocalContext, x: Tensor, largest: bool, with_value: bool, dims: tuple[int, ...]) -> Any:
+def _extreme_with_index(
+    ctx: LocalContext, x: Tensor, largest: bool, with_value: bool, dims: tuple[int, ...]
+) -> Tensor | tuple[Tensor, ...]:
     shard, along = nonempty_shard(ctx, x, dims if len(dims) == 1 else None, extreme_identity(largest, x.dtype))
     values, at = shard.max(*along) if largest else shard.min(*along)
     box, shape = ctx.boxes(0)[group_rank(ctx)], ctx.layouts[0].shape
@@ -92,7 +94,7 @@ def _topk_shape(input: Meta, k: int, dim: int = -1, *_: object, **__: object) ->
     return [tuple(k if d == non_negative(input, dim) else n for d, n in enumerate(input.shape))] * 2
 
 
-def _topk(ctx: LocalContext, x: Tensor, k: int, dim: int, largest: bool) -> Any:
+def _topk(ctx: LocalContext, x: Tensor, k: int, dim: int, largest: bool) -> Tensor | tuple[Tensor, ...]:
     boxes, length = ctx.boxes(0), ctx.layouts[0].shape[dim]
     box = boxes[group_rank(ctx)]
     values, at = x.topk(min(k, box.sizes[dim]) if k <= length else k, dim, largest)
@@ -130,13 +132,15 @@ def if_one_line(x: Meta, dim: int, output: Output) -> Output | None:
     return output if all(n == 1 for d, n in enumerate(x.shape) if d != dim) else None
 
 
-def _sorted(ctx: LocalContext, x: Tensor, result: str, dim: int, descending: bool) -> Any:
+def _sorted(ctx: LocalContext, x: Tensor, result: str, dim: int, descending: bool) -> Tensor | tuple[Tensor, ...]:
     keys, order = sort_keys(x.reshape(-1), descending).sort(stable=True)
     pairs = with_indices(x.reshape(-1)[order], order + ctx.boxes(0)[group_rank(ctx)].offsets[dim]).t()
     pairs = _exchange_sorted(ctx, dim, keys, pairs)
     values, indices = _two(pairs[sort_keys(pairs[:, 0], descending).argsort(stable=True)], 1)
     values, indices = values.to(x.dtype).view_as(x), indices.long().view_as(x)
-    return {"sort": torch.return_types.sort((values, indices)), "argsort": indices, "msort": values}[result]
+    if result == "sort":
+        return torch.return_types.sort((values, indices))
+    return indices if result == "argsort" else values
 
 
 def sort_keys(x: Tensor, descending: bool = False) -> Tensor:
@@ -255,12 +259,13 @@ def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bo
     return rows
 
 
-def _quantile(ctx: LocalContext, /, input: Tensor, *args: object, **kwargs: object) -> Any:
+def _quantile(ctx: LocalContext, /, input: Tensor, *args: object, **kwargs: object) -> Tensor:
     some = input if input.numel() else input.new_zeros([max(n, 1) for n in input.shape]) + input.sum()
-    return ctx.call(some, *args, **kwargs)[tuple(map(slice, ctx.output.local_shape(ctx.rank)))].clone()
+    out: Tensor = ctx.call(some, *args, **kwargs)
+    return out[tuple(map(slice, ctx.output.local_shape(ctx.rank)))].clone()
 
 
-def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_: Any, **named: Any) -> Any:
+def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_: object, **named: Any) -> Tensor:
     flat, total, between = input.reshape(-1), sum(shard_counts(ctx, None)), named.get("interpolation", "linear")
     getattr(torch, name)(flat.detach().new_zeros(min(total, 1)), q, interpolation=between)  # raises torch's errors
     real = int(ctx.all_gather(flat.isnan().logical_not().sum()).sum())
@@ -270,7 +275,8 @@ def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_
     numbers = [int(n) if some else total - 1 for n in torch.cat([rounded.floor(), rounded.ceil()]).tolist()]
     below, above = select_ranked(ctx, flat, numbers, None)[0].chunk(2)
     found = below if rounded is not rank else below.lerp(above, 0.5 if between == "midpoint" else rank.frac())
-    return torch.ops.aten._unsafe_view(found, ctx.output.local_shape(ctx.rank))  # a new tensor, not a view
+    out: Tensor = torch.ops.aten._unsafe_view(found, ctx.output.local_shape(ctx.rank))  # a new tensor, not a view
+    return out
 
 
 def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: object) -> list[Row]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.layout import Boxes, OnRanks, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import callables_of
-from shardwise.rules.registry import OpRule, RowsFunction, register
+from shardwise.rules.registry import OpRule, RowsFunction, Shapes, register
 from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
 
 Dims = tuple[int, ...] | None  # None: all dims of the local tensor, whatever its shape
@@ -48,7 +48,12 @@ def reduced_shape(input: Meta, *args: object, **kwargs: object) -> tuple[int, ..
 
 
 def register_reduction(
-    rows: RowsFunction, shape: Any, names: str, *ops: Op, shape_independent: bool = True, **kind: Any
+    rows: RowsFunction,
+    shape: Callable[..., Shapes] | None,
+    names: str,
+    *ops: Op,
+    shape_independent: bool = True,
+    **kind: Any,
 ) -> None:
     """Register a rule for the functions, methods and aten ops called `names`, and for `ops`; NumPy's names of
     arguments are translated."""
@@ -103,7 +108,7 @@ def rows_over_all(
 
 
 def nonempty_shard(
-    ctx: LocalContext, x: Tensor, dims: Dims, identity: Any, always: bool = False
+    ctx: LocalContext, x: Tensor, dims: Dims, identity: float, always: bool = False
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The local tensor, and the dims to reduce. An empty one becomes one `identity` along each dim, so that all ranks
     build the same graph. Where the global tensor is empty (and not `always`) it stays empty, and torch raises."""
@@ -128,7 +133,7 @@ def group_rank(ctx: LocalContext) -> int:
     return ctx.ranks().index(ctx.rank)
 
 
-def extreme_identity(largest: bool, dtype: torch.dtype) -> Any:
+def extreme_identity(largest: bool, dtype: torch.dtype) -> float:
     """The identity element of the maximum (`largest`) or minimum."""
     if dtype == torch.bool:
         return not largest

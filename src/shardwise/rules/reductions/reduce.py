@@ -97,7 +97,7 @@ def _variance_shape(with_mean: bool, input: Meta, *args: object, **kwargs: objec
 
 def _variance(
     ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, root: bool, with_mean: bool, correction: float
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     shard, along = nonempty_shard(ctx, x, dims, 0)
     shard = shard.float() if x.dtype in (torch.float16, torch.bfloat16) else shard
     shard = torch.view_as_real(shard) if x.is_complex() else shard
@@ -143,7 +143,9 @@ def _norm(
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     if abs(ord) == inf:
-        return extremes(ctx, x.abs(), dims, keepdim, (ord > 0,))  # type: ignore[no-any-return]
+        found = extremes(ctx, x.abs(), dims, keepdim, (ord > 0,))
+        assert isinstance(found, Tensor)
+        return found
     shard, along = nonempty_shard(ctx, x, dims, inf if ord < 0 else 0)
     every = ctx.all_gather(torch.linalg.vector_norm(shard, ord, along, keepdim))
     return every.sum(0) if ord == 0 else torch.linalg.vector_norm(every, ord, 0)  # torch defines its gradient at zero
@@ -189,7 +191,9 @@ def extreme(kinds: tuple[bool, ...], input: Meta, *args: object, **kwargs: objec
     return [*rows, Row((p,), p, f"the {p.reduce_op} of {p.reduce_op}s")] if same else rows
 
 
-def extremes(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...]) -> Any:
+def extremes(
+    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...]
+) -> Tensor | tuple[Tensor, ...]:
     """The maximum (True), the minimum (False) over all ranks. Ties share the gradient, on whatever ranks they are, so
     ranks all-gather values and numbers of ties; a Partial("max") result could not count them."""
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() else torch.int64)
@@ -244,7 +248,8 @@ def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dty
     before = _before(ctx, dim, total).movedim(0, dim)
     scanned: Tensor = getattr(torch, name)(torch.cat([before, x], dim), dim)
     found: Tensor = scanned.narrow(dim, before.shape[dim], x.shape[dim]).to(dtype or scanned.dtype)
-    return torch.ops.aten._unsafe_view(found, x.shape)  # type: ignore[no-any-return]
+    new: Tensor = torch.ops.aten._unsafe_view(found, x.shape)
+    return new
 
 
 def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:
@@ -261,7 +266,7 @@ def scan_of_extremes(largest: bool, input: Meta, dim: int) -> list[Row]:
     return rows_over(input, (dim,), True, Shard(dim), on_operand(_scanned_extremes, largest, dim))
 
 
-def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> Any:
+def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> Tensor | tuple[Tensor, ...]:
     shard, _ = nonempty_shard(ctx, x, (dim,), extreme_identity(largest, x.dtype), True)
     values, at = shard.flip(dim).max(dim) if largest else shard.flip(dim).min(dim)
     length, start = x.shape[dim], ctx.boxes(0)[group_rank(ctx)].offsets[dim]

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.layout import OnRanks, Placement
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.pointwise import PARTIALS
-from shardwise.rules.row import LocalFunction, Meta, Row
+from shardwise.rules.row import LocalFunction, Meta, Op, Row
 
 VIEW_OF_PARTIAL = "a view of a Partial tensor is Partial"
 OWNER = "the rank that holds the tensor runs the op"
@@ -32,6 +32,6 @@ def empty_result(ctx: LocalContext, x: Tensor) -> Tensor:
     return x.reshape(-1)[:0].view(ctx.output.local_shape(ctx.rank))
 
 
-def functions_named(*names: str) -> list[Any]:
+def functions_named(*names: str) -> list[Op]:
     """The functions of torch and methods of Tensor with these names."""
     return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]

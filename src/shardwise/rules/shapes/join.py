@@ -8,7 +8,7 @@ If the dim is sharded, every rank fetches the runs of its shard of the result in
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import NO_OPERAND, Args, Meta, Row
+from shardwise.rules.row import NO_OPERAND, Args, Ints, Meta, Row
 from shardwise.rules.shapes.common import OWNER, empty_result, functions_named, unsharded_rows
 from shardwise.rules.shapes.probe import DimSlice
 
@@ -160,7 +160,14 @@ def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[
 
 
 def _local_cat(
-    dim: int, runs: Runs, used: tuple[int, ...], ctx: LocalContext, tensors: Any, /, *args: object, **kw: object
+    dim: int,
+    runs: Runs,
+    used: tuple[int, ...],
+    ctx: LocalContext,
+    tensors: Sequence[Tensor],
+    /,
+    *args: object,
+    **kw: object,
 ) -> Tensor:
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors])
     own = [tensors[i].to(dtype) for i in used]
@@ -212,7 +219,9 @@ def _rows(
     )
 
 
-def _local_runs(dims: Any, value: float, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+def _local_runs(
+    dims: tuple[tuple[int, Runs], ...], value: float, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
     return assembled(dims, value, ctx, [x], ctx.layouts)
 
 
@@ -221,7 +230,7 @@ def _numbers(args: Args) -> tuple[int, ...]:
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
 
 
-def roll(x: Meta, shifts: Any, dims: Any = ()) -> list[Row]:
+def roll(x: Meta, shifts: Ints, dims: Ints = ()) -> list[Row]:
     """out[i] = x[(i - shift) mod n]."""
     shifts, dims = _numbers((shifts,)), _numbers((dims,))
     if not dims and x.ndim != 1:

@@ -16,6 +16,7 @@ from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
 
 aten = torch.ops.aten
+Group = tuple[range, range]  # dims before and after that hold the same elements
 
 
 def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
@@ -57,7 +58,7 @@ def _scaled(scale: Fraction, index: int) -> int:
     return int(index * scale)
 
 
-def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:
+def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
     """The smallest ranges of dims, before and after, with equal numbers of elements: (2, 3, 4), (6, 4): 0-1|0, 2|1."""
     groups = []
     i = j = 0
@@ -72,7 +73,7 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range
     return groups
 
 
-def _specialize_view(groups: Any, must_view: bool, ctx: LocalContext) -> LocalFunction | None:
+def _specialize_view(groups: tuple[Group, ...], must_view: bool, ctx: LocalContext) -> LocalFunction | None:
     """If no element is sent: the local tensor under its new dims."""
     held = _held(ctx)
     if any(_to_regroup(ctx, held, old) for old, _ in groups):
@@ -82,7 +83,7 @@ def _specialize_view(groups: Any, must_view: bool, ctx: LocalContext) -> LocalFu
 
 @specialized(_specialize_view)
 def _local_reshape(
-    groups: Any, must_view: bool, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+    groups: tuple[Group, ...], must_view: bool, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
 ) -> Tensor:
     held = _held(ctx)
     for old, new in reversed(groups):
@@ -200,7 +201,8 @@ def viewed(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return other_dtype(x, given) if isinstance(given, torch.dtype) else reshaped(Tensor.view, x, *args, **kwargs)
 
 
-for _op in (*functions_named("reshape", "flatten", "ravel", "unflatten"), aten.view.default, aten._unsafe_view.default):
+_reshapes: list[Op] = functions_named("reshape", "flatten", "ravel", "unflatten")
+for _op in (*_reshapes, aten.view.default, aten._unsafe_view.default):
     register(OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op), view=True), _op)
 register(OpRule(viewed, shape=partial(reshaped_to, Tensor.view), view=True), Tensor.view)
 register(OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view), view=True), aten.view.dtype)

@@ -11,11 +11,12 @@ from shardwise.layout import REPLICATE, Box, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import SUMS, homogeneous, shape_of_first
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
+from shardwise.rules.row import Args, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import empty_result, functions_named, run_on_owner, unsharded_rows
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_shapes, probe_views
 
 aten = torch.ops.aten
+ViewCall = tuple[Op, tuple[int, ...], torch.dtype, Args, tuple[tuple[str, Any], ...]]
 FULL_DIM = "a dim that the view keeps in full stays sharded"
 
 # ---- permuted, added and dropped dims --------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return rows + unsharded_rows(x, local)
 
 
-def _is_full(call: Any, dim: int, found: Sequence[int]) -> bool:
+def _is_full(call: ViewCall, dim: int, found: Sequence[int]) -> bool:
     """Whether the op would also keep a longer `dim` in full: it names no index that happens to span this one."""
     op, shape, dtype, args, kwargs = call
     longer = (*shape[:dim], shape[dim] + 2, *shape[dim + 1 :])
@@ -107,12 +108,14 @@ def _hashable(a: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _cached_views(
-    op: Op, shape: tuple[int, ...], dtype: torch.dtype, args: Args, kwargs: Kwargs
+    op: Op, shape: tuple[int, ...], dtype: torch.dtype, args: Args, kwargs: tuple[tuple[str, Any], ...]
 ) -> tuple[list[ViewMap], bool]:
     return probe_views(op, Meta(shape, dtype, REPLICATE), args, dict(kwargs))
 
 
-def _local_slices(call: Any, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
+def _local_slices(
+    call: ViewCall, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor | tuple[Tensor, ...]:
     views, several = _cached_views(*call)
     outs = [_local_slice(view, i, ctx, x) for i, view in enumerate(views)]
     return tuple(outs) if several else outs[0]
@@ -169,9 +172,10 @@ def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
     return rows + unsharded_rows(x, None, SUMS, "a triangle of partial sums is Partial")
 
 
-def _local_triangle(ctx: LocalContext, x: Tensor, diagonal: int = 0) -> Any:
+def _local_triangle(ctx: LocalContext, x: Tensor, diagonal: int = 0) -> Tensor:
     boxes = ctx.layouts[0].boxes(ctx.rank)
-    return ctx.call(x, diagonal + (boxes[0].offsets[-2] - boxes[0].offsets[-1] if boxes else 0))
+    out: Tensor = ctx.call(x, diagonal + (boxes[0].offsets[-2] - boxes[0].offsets[-1] if boxes else 0))
+    return out
 
 
 def filled_diagonal(x: Meta, fill_value: float, wrap: bool = False) -> list[Row]:
@@ -190,19 +194,20 @@ def _local_fill(ctx: LocalContext, x: Tensor, fill_value: float, wrap: bool = Fa
 # ---- which op is what --------------------------------------------------------------------------------------------
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
+def _getter(name: str) -> Op:
+    getter: Op = getattr(Tensor, name).__get__
+    return getter
 
 
-PERMUTED = [
+PERMUTED: list[Op] = [
     *functions_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint",
                      "unsqueeze"),
     *map(_getter, ("T", "mT", "H", "mH")),
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
 ]  # fmt: skip
-SQUEEZED = [*functions_named("squeeze"), aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims]
-EXPANDED = [*functions_named("expand", "broadcast_to"), aten.expand.default]
-SLICED = [
+SQUEEZED: list[Op] = [*functions_named("squeeze"), aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims]
+EXPANDED: list[Op] = [*functions_named("expand", "broadcast_to"), aten.expand.default]
+SLICED: list[Op] = [
     *functions_named("select", "narrow", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit",
                      "vsplit", "dsplit", "unsafe_chunk", "unsafe_split"),
     aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
