@@ -199,8 +199,9 @@ def dense_backward(
     num_weights: int,
     padding_idx: int,
     scale_grad_by_freq: bool,
-    *rest: Any,
+    *rest: object,
 ) -> Tensor:
     """The local implementation of `aten.embedding_dense_backward` with frequencies of all ranks."""
     scaled = grad * by_frequency(ctx, indices, 1).unsqueeze(-1).to(grad.dtype)
-    return ctx.call(scaled, indices, num_weights, padding_idx, False, *rest)  # type: ignore[no-any-return]
+    out: Tensor = ctx.call(scaled, indices, num_weights, padding_idx, False, *rest)
+    return out

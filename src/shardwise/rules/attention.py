@@ -1,7 +1,6 @@
 """Attention. Sharded batch, heads and queries need no communication, sharded keys one all-gather of partial sums."""
 
 from types import FunctionType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from shardwise.rules.empty import never_empty
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.reductions.normalisation import INF, Maybe, wide
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Meta, Op, Row, arguments
+from shardwise.rules.row import LocalFunction, Meta, Op, Row, arguments
 
 
 def attention(
@@ -32,7 +31,7 @@ def attention(
         placements: tuple[Placement, ...],
         output: Placement,
         why: str,
-        local: Any = None,
+        local: LocalFunction | None = None,
         layout_from: int | None = None,
     ) -> Row:
         length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
@@ -135,7 +134,8 @@ def _combined(
         shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
         total = (sums * shares).sum(0)
         out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # a query without keys gets zeros
-        return out.to(dtype)  # type: ignore[no-any-return]
+        attended: Tensor = out.to(dtype)
+        return attended
 
 
 def _scores(query: Tensor, key: Tensor, mask: Maybe, scale: float | None) -> Tensor:

@@ -225,7 +225,8 @@ def _by_statistics(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -
     named = _named(op, args, kwargs)
     x: Tensor = named["input"]
     if x.numel():
-        return ctx.call(*args, **kwargs)  # type: ignore[no-any-return]
+        out: Tensor = ctx.call(*args, **kwargs)
+        return out
     return sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
 
 

@@ -192,7 +192,8 @@ def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kwa
     call = form.call(x, args, kwargs)
     axes = _shared_axes(ctx, call)
     if not axes:
-        return ctx.call(x, *args, **kwargs)  # type: ignore[no-any-return]
+        own: Tensor = ctx.call(x, *args, **kwargs)
+        return own
     ranks = ctx.ranks(axes)
     me = ranks.index(ctx.rank)
     kept, targets = _kept_sizes(ctx, call), _targets(ctx, call, ranks)

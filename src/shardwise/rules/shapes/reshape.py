@@ -201,8 +201,9 @@ def viewed(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return other_dtype(x, given) if isinstance(given, torch.dtype) else reshaped(Tensor.view, x, *args, **kwargs)
 
 
-_reshapes: list[Op] = functions_named("reshape", "flatten", "ravel", "unflatten")
-for _op in (*_reshapes, aten.view.default, aten._unsafe_view.default):
+_reshapes = functions_named("reshape", "flatten", "ravel", "unflatten")
+_reshapes += [aten.view.default, aten._unsafe_view.default]
+for _op in _reshapes:
     register(OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op), view=True), _op)
 register(OpRule(viewed, shape=partial(reshaped_to, Tensor.view), view=True), Tensor.view)
 register(OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view), view=True), aten.view.dtype)
