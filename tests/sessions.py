@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PATIENCE_SECONDS = 300.0  # on a busy machine; what takes longer hangs
-
 
 @contextmanager
 def session(

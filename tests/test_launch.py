@@ -17,7 +17,8 @@ import pytest
 from shardwise.errors import LaunchError, RankFailedError
 from shardwise.launch import launch, under_torchrun
 from tests.launch_jobs import facts, fail_on, unpicklable
-from tests.sessions import PATIENCE_SECONDS, press_ctrl_c, session
+from tests.sessions import press_ctrl_c, session
+from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
 
@@ -83,7 +84,7 @@ def test_the_traceback_of_the_rank_starts_at_the_user_function() -> None:
 
 def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 failed: RemoteRankError: Rank 1 did not join collective #2"):
-        launch(fail_on, 1, "hang", nproc=2, timeout_seconds=4.0)
+        launch(fail_on, 1, "hang", nproc=2, timeout_seconds=under_load(4.0))
 
 
 def test_a_result_that_cannot_be_pickled_is_refused() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
-from shardwise.errors import LayoutError, PlanError
+from shardwise.errors import LayoutError, PlanError, RemoteRankError
 from shardwise.experimental import local_map
 from shardwise.layout import Placements, as_placements
 from shardwise.parallel import (
@@ -102,6 +102,37 @@ def test_an_entry_takes_placements_by_axis_name(mesh: Mesh, entry: Callable[[Mes
     placements, full = on_ranks(job)
     assert placements == as_placements(mesh, BY_NAME[mesh])
     assert torch.equal(full, FULL)
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [(LINE, [3, 0, 0, 0]), (GRID, [3, 0, 3, 0])], ids=str)
+def test_shards_of_placements_by_axis_name_may_be_empty(mesh: Mesh, sizes: list[int]) -> None:
+    row = torch.arange(3.0).view(1, 3)
+
+    def job() -> tuple[int, Tensor]:
+        x = distribute_tensor(row, mesh, {"tp": Shard(0)})
+        return x.to_local().numel(), x.redistribute(placements={"tp": Shard(1)}).full_tensor()
+
+    found = world(4).run(job)
+    assert [size for size, _ in found] == sizes
+    assert all(torch.equal(full, row) for _, full in found)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_an_axis_name_that_is_wrong_on_one_rank_fails_that_rank_and_the_others_name_it(mesh: Mesh) -> None:
+    others: dict[int, int | None] = {}
+
+    def job() -> None:
+        x = distribute_tensor(FULL, mesh, {"tp": Shard(0)})
+        try:
+            x.redistribute(placements={"tpp" if sw.rank() == 2 else "tp": Shard(1)}).full_tensor()
+        except RemoteRankError as error:
+            others[sw.rank()] = error.rank
+            raise
+
+    with pytest.raises(LayoutError, match="has no axis 'tpp'") as info:
+        world(4).run(job)
+    assert info.value.__notes__[0] == "on rank 2 of 4, simulated"
+    assert set(others.values()) == {2}
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

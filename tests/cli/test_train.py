@@ -13,7 +13,8 @@ from shardwise.demos.data import load_pyident
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.training import Training
 from tests.cli.shell import COMMAND, PLAIN, shell
-from tests.sessions import PATIENCE_SECONDS, press_ctrl_c, session
+from tests.sessions import press_ctrl_c, session
+from tests.timeouts import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.processes
 

@@ -14,6 +14,7 @@ from shardwise import Mesh, Replicate, Shard, collectives, distribute_tensor
 from shardwise.collectives import all_reduce, all_to_all, barrier, rank, start_all_reduce, start_all_to_all
 from shardwise.errors import RemoteRankError
 from shardwise.experimental import local_map
+from tests.timeouts import PATIENCE_SECONDS
 
 WORLD = (0, 1, 2)
 
@@ -49,7 +50,7 @@ def end(how: str) -> None:
 def until_the_others_fail(folder: str) -> str:
     """Wait until the other ranks have written down that they failed."""
     others = [Path(folder) / f"outcome-{other}" for other in (0, 2)]
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
         if all(other.exists() for other in others):
             return "the others have failed"
@@ -125,11 +126,11 @@ def call_another_collective() -> None:
         barrier(WORLD)
 
 
-def come_one_after_the_other(folder: str) -> str:
-    """Rank 2 has waited for a moment only when the patience of rank 0 with rank 1 ends."""
+def come_one_after_the_other(folder: str, timeout: float) -> str:
+    """Rank 2 joins shortly before the timeout of rank 0, which waits for rank 1, ends."""
     if rank() == 1:
         return until_the_others_fail(folder)
-    time.sleep(1.8 if rank() == 2 else 0)
+    time.sleep(0.75 * timeout if rank() == 2 else 0)
     barrier(WORLD)
     return ""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-PATIENCE_SECONDS = 60.0  # for a rank to end by itself; not part of what is tested
+from tests.timeouts import PATIENCE_SECONDS
 
 # The server imports torch once and forks the ranks, so that each starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -39,7 +39,7 @@ def outcomes(
     job: Callable[..., object],
     *args: object,
     size: int = 3,
-    timeout: float = 60.0,
+    timeout: float = PATIENCE_SECONDS,
     absent: tuple[int, ...] = (),
 ) -> dict[int, Outcome]:
     """Run `job(*args)` on processes of one world; what the ranks that could still speak say of their end.

@@ -22,7 +22,7 @@ from shardwise.collectives.failures.store import (
     this_process,
 )
 from tests.collectives.real_ranks import outcomes
-from tests.sessions import PATIENCE_SECONDS
+from tests.timeouts import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.processes
 

@@ -1,9 +1,11 @@
 """Placements by axis name mean what the sequence means; wrong names are an error with the names that exist."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard, as_placements
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard, as_placements
 
 LINE = Mesh((2,), names=("tp",))
 GRID = Mesh((2, 2), names=("dp", "tp"))
@@ -41,6 +43,15 @@ def test_names_need_a_mesh_with_axis_names() -> None:
     assert str(info.value) == (
         "Mesh(0=2, 1=2) has no axis names, got placements by name: {'tp': Shard(0)}. Fix: name its axes (names= of "
         "Mesh, mesh_dim_names= of a DeviceMesh), or pass a list of one placement per axis."
+    )
+
+
+@pytest.mark.parametrize("placements", [[], [Shard(0)], (Shard(0),) * 3], ids=str)
+def test_a_sequence_has_one_placement_per_axis(placements: Sequence[Placement]) -> None:
+    with pytest.raises(LayoutError) as info:
+        as_placements(GRID, placements)
+    assert str(info.value) == (
+        f"One placement per mesh axis: Mesh(dp=2, tp=2) has 2, got {len(placements)}: {list(placements)}."
     )
 
 

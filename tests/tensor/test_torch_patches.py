@@ -16,6 +16,7 @@ from torch import nn, optim
 from shardwise import Mesh, Shard, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.tensor import torch_patches
+from tests.timeouts import PATIENCE_SECONDS
 from tools.torch_patches_page import PAGE, page
 
 # Every attribute of torch's modules and classes, and the elements of lists and dicts among them.
@@ -75,7 +76,7 @@ def step(convert):
 def run_python(code: str, *args: str) -> Any:
     """What `code` prints last, from JSON, in a process of its own."""
     command = [sys.executable, "-c", SNAPSHOT + SCENARIO + code, *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -143,6 +144,18 @@ def test_a_torch_without_an_attribute_to_replace_is_refused_in_one_sentence_and_
         f"without it {gone.without}. Fix: install torch 2.13 or 2.14."
     )
     assert vars(torch.autograd.Function)["apply"] is apply
+
+
+def test_the_next_dtensor_installs_again_and_inherited_attributes_are_inherited_again(
+    uninstalled: pytest.MonkeyPatch,
+) -> None:
+    inherited = replace(torch_patches.PATCHES[0], target="torch.nn.Linear.train", replacement=lambda original: original)
+    uninstalled.setattr(torch_patches, "PATCHES", (*torch_patches.PATCHES, inherited))
+    for _ in range(2):
+        distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+        assert "train" in vars(nn.Linear)
+        torch_patches.uninstall()
+        assert "train" not in vars(nn.Linear)
 
 
 def test_an_untested_torch_warns_once(uninstalled: pytest.MonkeyPatch) -> None:

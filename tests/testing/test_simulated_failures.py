@@ -11,6 +11,7 @@ import torch
 from shardwise.collectives import all_reduce, all_to_all, barrier, rank
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.testing import DeadlockError, world
+from tests.timeouts import PATIENCE_SECONDS, under_load
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
 
@@ -341,6 +342,7 @@ def test_ranks_released_from_a_deadlock_can_go_on_together() -> None:
 
 def test_a_rank_that_does_not_return_in_time_is_reported_and_cannot_go_on_later() -> None:
     release, went_on, unwound = threading.Event(), threading.Event(), threading.Event()
+    seconds = under_load(0.3)
 
     def sleep() -> None:
         release.wait()
@@ -357,13 +359,13 @@ def test_a_rank_that_does_not_return_in_time_is_reported_and_cannot_go_on_later(
 
     call = "all_to_all of uint8, send counts (1, 1), receive counts (1, 1)"
     with pytest.raises(DeadlockError) as caught:
-        world(3, timeout=0.3).run(body)
+        world(3, timeout=seconds).run(body)
     release.set()  # the test gets here only if the run did not wait for rank 1
-    assert unwound.wait(30)
+    assert unwound.wait(PATIENCE_SECONDS)
     assert not went_on.is_set()
     text = [text for text in str(caught.value).splitlines() if "threading.py" not in text]
     assert text == [
-        "3 simulated ranks did not finish within 0.3 s:",
+        f"3 simulated ranks did not finish within {seconds:g} s:",
         f"  rank 0: waiting in collective #1 of ranks (0, 1): {call}",
         f"      called at {HERE}:{line(body, 4)} in body",
         f"      called at {HERE}:{line(sleep, 1)} in sleep",
@@ -380,7 +382,7 @@ def test_a_failure_goes_before_a_rank_that_does_not_return() -> None:
         release.wait()
 
     with pytest.raises(ValueError, match="boom") as caught:
-        world(2, timeout=0.2).run(body)
+        world(2, timeout=under_load(0.2)).run(body)
     release.set()
     where, report = caught.value.__notes__
     assert where == "on rank 0 of 2, simulated"
