@@ -151,7 +151,7 @@ def row_expressions(folder: Path) -> list[tuple[str, int, int]]:
     """Every `Row(...)` in the source: file, first line, last line."""
     return [
         (str(path), node.lineno, node.end_lineno or node.lineno)
-        for path in sorted(folder.glob("*.py"))
+        for path in sorted(folder.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Row"
     ]

@@ -1,7 +1,13 @@
 """Indexing with tensors: index_select, gather, index_put, scatter, take, …
 
-Such an op reads or writes slices of x. A slice is named by one index along each of the indexed dims, and has all
-elements along the kept dims. x is never gathered:
+`x[ids]` reads slices of x: a slice is named by one index along each indexed dim, and has all elements along the kept
+dims. Take x of shape (6, 2), sharded along dim 0 on two ranks, and ids = [4, 0, 5, 1, 1] on both ranks:
+
+    rank 0 has rows 0 to 2    sends rows 0, 1, 1 to rank 1
+    rank 1 has rows 3 to 5    sends rows 4, 5 to rank 0
+
+Then both ranks have rows [4, 0, 5, 1, 1]. If rank 0 has ids [4, 0] and rank 1 has [5, 1, 1], index 1 (of row 4) goes to
+rank 1 and indices 1, 1 to rank 0 first, and then only these three rows are sent back. x is never gathered:
 
     x sharded along a kept dim       each rank reads or writes its shard of every slice
     x sharded along an indexed dim   reads: the owner sends a slice to each rank that wants it, once
@@ -9,11 +15,11 @@ elements along the kept dims. x is never gathered:
     the indices sharded too          indices are sent to the owners, and values with them or back
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +29,12 @@ from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, cont
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
 from shardwise.rules.registry import OpRule, register
-from shardwise.rules.row import Kwargs, Meta, Row
+from shardwise.rules.row import Kwargs, LocalFunction, Meta, Row
 from shardwise.rules.row_exchange import Route, exchange_headers
 from shardwise.rules.shapes.common import functions_named
 
 aten = torch.ops.aten
+X = TypeVar("X", bound=Meta | Tensor)
 VALUES = ("values", "source", "src", "value")
 KEPT = "each rank has a shard of every slice"
 READ = "owners send the slices that are read"
@@ -41,7 +48,7 @@ class IndexForm:
     """The arguments of an op, and what its index tensors mean.
 
     Args:
-        names: of the arguments after x.
+        names: the names of the arguments after x.
         kind: "each": one index tensor per indexed dim; "along": one tensor with as many dims as x, whose own position
             is the index along all dims but one; "flat": indices into the flattened x.
         in_place: whether x itself is written to.
@@ -53,8 +60,8 @@ class IndexForm:
     in_place: bool = False
     wraps: bool = False
 
-    def call(self, x: Any, args: Sequence[Any], kwargs: Kwargs) -> "Call":
-        """The arguments of a call, tensors or what rules know of them."""
+    def call(self, x: X, args: Sequence[Any], kwargs: Kwargs) -> "Call[X]":
+        """The arguments of a call: tensors, or in rules their Meta."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         indices = given.pop("indices", None)
         if indices is not None:
@@ -67,16 +74,16 @@ class IndexForm:
         return Call(self, x, dims if self.kind == "each" else tuple(range(x.ndim)), dims, ids, values, given)
 
 
-class Call(NamedTuple):
-    """A call of an op on x, with index tensors and values: tensors, or their Meta."""
+class Call(NamedTuple, Generic[X]):
+    """A call of an op on x, with index tensors and values."""
 
     form: IndexForm
-    x: Any
-    indexed: tuple[int, ...]  # dims of x
-    dims: tuple[int, ...]  # as the call names them
-    ids: tuple[Any, ...]
-    values: Any
-    rest: dict[str, Any]
+    x: X
+    indexed: tuple[int, ...]  # dims of x that a slice has one index of
+    index_dims: tuple[int, ...]  # dims of x whose indices are in `ids`; () if these are flat
+    ids: tuple[X, ...]
+    values: Any  # X, a number, or None for a read
+    rest: Kwargs
 
     @property
     def index_shape(self) -> tuple[int, ...]:
@@ -113,43 +120,58 @@ class Sharding(NamedTuple):
 def rows(form: IndexForm, mode: str, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of an op that reads ("read"), assigns ("assign"), adds ("add") or does something else ("other")."""
     call = form.call(x, args, kwargs)
-    if any(i.dtype in (torch.bool, torch.uint8) for i in call.ids) or not x.ndim:
-        raise NotImplementedError("masks and 0-d tensors are decomposed")
-    alike = (*call.ids, *[call.values] * isinstance(call.values, Meta)) if form.kind == "along" else call.ids
-    if form.names[0] == "dim" and any(i.ndim != (1 if form.kind == "each" else x.ndim) for i in alike):
-        raise NotImplementedError("the index has another number of dims than torch documents")
+    _check_indices(call)
     mode = "add" if call.rest.get("accumulate") else "other" if call.rest.get("reduce") else mode
-    reads, values = mode == "read", isinstance(call.values, Meta)
-    local = local_with(_read if reads else _write, form)
+    reads, has_values = mode == "read", isinstance(call.values, Meta)
     kept, by_index_dim, replicated = _along(call) if form.kind == "along" else _each_or_flat(call)
-    full = (REPLICATE,) * (len(call.ids) + values)
-    if_kept = local if form.kind == "along" else None
-    found = [Row((Shard(d), *s.ids, *s.values), Shard(s.read if reads else d), KEPT, if_kept) for d, s in kept.items()]
+    local = local_with(_read if reads else _write, form)
+    found = [
+        Row((Shard(d), *s.ids, *s.values), Shard(s.read if reads else d), KEPT, local if form.kind == "along" else None)
+        for d, s in kept.items()
+    ]
     owned: list[Placement] = [Shard(d) for d in range(x.ndim) if d not in kept]
     for p in [*owned, x.placement] if isinstance(x.placement, OnRanks) else owned:
-        why = READ if reads else WRITTEN
-        found.append(Row((p, *full), REPLICATE if reads else p, why, local, aligned=()))
-        for s in by_index_dim.values():
-            first = next(i for i, q in enumerate(s.ids) if q != REPLICATE)
-            aligned = tuple(range(1, 1 + len(s.ids) + values))
-            out = Shard(s.read) if reads else p
-            lead = 1 + first if reads else 0
-            found.append(Row((p, *s.ids, *s.values), out, ROUTED, local, aligned=aligned, layout_from=lead))
+        found += _exchanges(call, p, by_index_dim, local, reads)
     for s in (by_index_dim[b] for b in replicated if b in by_index_dim):
         if reads:
             found.append(Row((REPLICATE, *s.ids), Shard(s.read), "each rank reads at its own indices"))
         elif mode == "add":
             found.append(Row((PARTIAL, *s.ids, *s.values), PARTIAL, "each rank adds its own values"))
-    linear = {"read": PARTIALS, "assign": SUMS, "add": SUMS}.get(mode, ()) if reads or values else ()
+    linear = {"read": PARTIALS, "assign": SUMS, "add": SUMS}.get(mode, ()) if reads or has_values else ()
     ids = (REPLICATE,) * len(call.ids)
-    return found + [Row((q, *ids, *(q,) * values), q, PARTIAL_INDEXED) for q in linear]
+    return found + [Row((q, *ids, *(q,) * has_values), q, PARTIAL_INDEXED) for q in linear]
+
+
+def _check_indices(call: Call[Meta]) -> None:
+    if any(i.dtype in (torch.bool, torch.uint8) for i in call.ids) or not call.x.ndim:
+        raise NotImplementedError("masks and 0-d tensors are decomposed")
+    if call.form.names[0] != "dim":
+        return
+    along = call.form.kind == "along"
+    of_same_ndim = (*call.ids, *[call.values] * isinstance(call.values, Meta)) if along else call.ids
+    if any(i.ndim != (call.x.ndim if along else 1) for i in of_same_ndim):
+        raise NotImplementedError("the index has another number of dims than torch documents")
+
+
+def _exchanges(
+    call: Call[Meta], placement: Placement, by_index_dim: Mapping[int, Sharding], local: LocalFunction, reads: bool
+) -> Iterator[Row]:
+    """Rows for x divided along indexed dims, or on one rank: slices, or indices and slices, are exchanged."""
+    tensors = len(call.ids) + isinstance(call.values, Meta)
+    why, output = (READ, REPLICATE) if reads else (WRITTEN, placement)
+    yield Row((placement, *(REPLICATE,) * tensors), output, why, local, aligned=())
+    for s in by_index_dim.values():
+        sharded_ids = next(i for i, q in enumerate(s.ids, 1) if q != REPLICATE)
+        output, layout_from = (Shard(s.read), sharded_ids) if reads else (placement, 0)
+        aligned = tuple(range(1, 1 + tensors))
+        yield Row((placement, *s.ids, *s.values), output, ROUTED, local, aligned=aligned, layout_from=layout_from)
 
 
 # By kept dim of x; by dim of the index; which of the latter allow a replicated x.
 Shardings = tuple[dict[int, Sharding], dict[int, Sharding], list[int]]
 
 
-def _each_or_flat(call: Call) -> Shardings:
+def _each_or_flat(call: Call[Meta]) -> Shardings:
     shape, index_shape = call.read_shape([call.x.shape[d] for d in call.kept]), call.index_shape
 
     def of_values(dim: int) -> tuple[Placement, ...]:
@@ -166,18 +188,21 @@ def _each_or_flat(call: Call) -> Shardings:
     return kept, by_index_dim, list(by_index_dim)
 
 
-def _along(call: Call) -> Shardings:
+def _along(call: Call[Meta]) -> Shardings:
     (index,), values = call.ids, [call.values] if isinstance(call.values, Meta) else []
-    every = {d: Sharding((Shard(d),), (Shard(d),) * len(values), d) for d in range(index.ndim)}
+    by_dim = {d: Sharding((Shard(d),), (Shard(d),) * len(values), d) for d in range(index.ndim)}
     kept = {
         d: s
-        for d, s in every.items()
-        if d != call.dims[0] and all(y.shape[d] == call.x.shape[d] for y in (index, *values))
+        for d, s in by_dim.items()
+        if d != call.index_dims[0] and all(y.shape[d] == call.x.shape[d] for y in (index, *values))
     }
-    return kept, every if all(y.shape == index.shape for y in values) else {}, [call.dims[0]]
+    return kept, by_dim if all(y.shape == index.shape for y in values) else {}, [call.index_dims[0]]
 
 
 # ---- reads and writes ------------------------------------------------------------------------------------------
+
+
+BadIndex = tuple[int, int]  # dim + 1 and value of the first index that is out of bounds; zeros for none
 
 
 class Targets(NamedTuple):
@@ -185,7 +210,7 @@ class Targets(NamedTuple):
 
     owner: Tensor  # position in the ranks that share x, -1 for none
     local: Tensor  # index of the slice in the owner's local tensor, its indexed dims flattened
-    bad: tuple[int, int]  # dim + 1 and value of the first index that is out of bounds; zeros for none
+    bad_index: BadIndex
 
 
 def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
@@ -201,15 +226,14 @@ def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kwa
         order, route, index = _send_indices(ctx, ranks, targets)
         slices = _take_slices(x, call, index).reshape(len(index), *kept)
     else:  # all ranks have all indices
-        raise_bad_index(ctx.layouts[0].shape, targets.bad)
+        raise_bad_index(ctx.layouts[0].shape, targets.bad_index)
         order, counts = targets.owner.argsort(stable=True), targets.owner.bincount(minlength=len(ranks)).tolist()
         route = Route(ctx, ranks, counts, [counts[me]] * len(ranks))
         slices = _take_slices(x, call, targets.local[targets.owner == me]).reshape(counts[me], *kept)
         slices = slices.repeat(len(ranks), *(1 for _ in kept))
-    out: Tensor = route.answer(slices).index_select(0, order.argsort()).view((*call.index_shape, *kept))
-    return out.movedim(
-        tuple(range(len(call.index_shape))), tuple(range(call.start, call.start + len(call.index_shape)))
-    )
+    out = route.answer(slices).index_select(0, order.argsort()).view((*call.index_shape, *kept))
+    ndim = len(call.index_shape)
+    return out.movedim(tuple(range(ndim)), tuple(range(call.start, call.start + ndim)))
 
 
 def _write(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
@@ -222,7 +246,7 @@ def _write(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kw
     if axes:
         order, route, index = _send_indices(ctx, ranks, targets)
     else:
-        raise_bad_index(ctx.layouts[0].shape, targets.bad)
+        raise_bad_index(ctx.layouts[0].shape, targets.bad_index)
         order = (targets.owner == 0).nonzero().squeeze(1)
         index = targets.local[order]
     if isinstance(values, Tensor) and values.ndim:
@@ -232,20 +256,20 @@ def _write(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kw
     return _write_slices(ctx, x, call, index, values)
 
 
-def _kept_sizes(ctx: LocalContext, call: Call) -> list[int]:
+def _kept_sizes(ctx: LocalContext, call: Call[Tensor]) -> list[int]:
     """The lengths of the kept dims on those of `ctx.ranks()` that have elements."""
     boxes = [ctx.layouts[0].box(rank) for rank in ctx.ranks()]
     return [max(box.sizes[d] for box in boxes) for d in call.kept]
 
 
-def _index_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
+def _index_axes(ctx: LocalContext, call: Call[Tensor]) -> tuple[int, ...]:
     """The axes along which the indices are sharded."""
     ids = ctx.layouts[1 : 1 + len(call.ids)]
     axes = _shared_axes(ctx, call)
     return tuple(axis for axis in axes if any(isinstance(i.placements[axis], Shard) for i in ids))
 
 
-def _shared_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
+def _shared_axes(ctx: LocalContext, call: Call[Tensor]) -> tuple[int, ...]:
     """The axes along which one rank's indices may name another rank's slices."""
     if call.form.kind != "along":
         return ctx.axes
@@ -254,53 +278,59 @@ def _shared_axes(ctx: LocalContext, call: Call) -> tuple[int, ...]:
     own = [
         d
         for d in range(len(x.shape))
-        if d != call.dims[0] and all((a.offsets[d], a.sizes[d]) == (b.offsets[d], b.sizes[d]) for a, b in pairs)
+        if d != call.index_dims[0] and all((a.offsets[d], a.sizes[d]) == (b.offsets[d], b.sizes[d]) for a, b in pairs)
     ]
     return tuple(a for a in ctx.axes if not (isinstance(p := x.placements[a], Shard) and p.dim in own))
 
 
-def _targets(ctx: LocalContext, call: Call, ranks: tuple[int, ...]) -> Targets:
+def _targets(ctx: LocalContext, call: Call[Tensor], ranks: tuple[int, ...]) -> Targets:
+    positions, bad_index = _positions(ctx, call)
+    owner = torch.full_like(positions[0], -1)
+    local = torch.zeros_like(owner)
+    for number, rank in enumerate(ranks):
+        box = ctx.layouts[0].box(rank)
+        sizes = [box.sizes[d] for d in call.indexed]
+        shifted = [i - box.offsets[d] for i, d in zip(positions, call.indexed, strict=True)]
+        held = torch.stack([(i >= 0) & (i < n) for i, n in zip(shifted, sizes, strict=True)]).all(0)
+        owner = owner.masked_fill(held, number)
+        for i, stride in zip(shifted, contiguous_strides(sizes), strict=True):
+            local = local + (i * stride).masked_fill(~held, 0)
+    return Targets(owner, local, bad_index)
+
+
+def _positions(ctx: LocalContext, call: Call[Tensor]) -> tuple[list[Tensor], BadIndex]:
+    """For each indexed dim the global index of every slice, flat."""
     shape = ctx.layouts[0].shape
-    where: list[Tensor] = []
     if call.form.kind == "flat":
-        index, bad = flat_index(call, call.ids[0], prod(shape), len(shape))
-        where = [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)]
-    elif call.form.kind == "along":
-        (index,), box = call.ids, ctx.layouts[1].box(ctx.rank)
-        for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
-            own = torch.arange(offset, offset + n, device=index.device)
-            where.append(own.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
-        where[call.dims[0]], bad = flat_index(call, index, shape[call.dims[0]], call.dims[0])
-    else:
+        index, bad_index = flat_index(call, call.ids[0], prod(shape), len(shape))
+        return [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)], bad_index
+    if call.form.kind == "each":
         pairs = [
             flat_index(call, i.expand(call.index_shape), shape[d], d)
             for i, d in zip(call.ids, call.indexed, strict=True)
         ]
-        where, bad = [i for i, _ in pairs], max((bad for _, bad in pairs), key=lambda bad: bad[0] > 0)
-    owner = torch.full_like(where[0], -1)
-    local = torch.zeros_like(owner)
-    for position, rank in enumerate(ranks):
-        box = ctx.layouts[0].box(rank)
-        sizes = [box.sizes[d] for d in call.indexed]
-        shifted = [i - box.offsets[d] for i, d in zip(where, call.indexed, strict=True)]
-        held = torch.stack([(i >= 0) & (i < n) for i, n in zip(shifted, sizes, strict=True)]).all(0)
-        owner = owner.masked_fill(held, position)
-        for i, stride in zip(shifted, contiguous_strides(sizes), strict=True):
-            local = local + (i * stride).masked_fill(~held, 0)
-    return Targets(owner, local, bad)
+        return [i for i, _ in pairs], max((bad for _, bad in pairs), key=lambda bad: bad[0] > 0)
+    (index,), box = call.ids, ctx.layouts[1].box(ctx.rank)
+    positions = []
+    for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
+        own = torch.arange(offset, offset + n, device=index.device)
+        positions.append(own.view([n if e == d else 1 for e in range(index.ndim)]).expand(index.shape).reshape(-1))
+    (dim,) = call.index_dims
+    positions[dim], bad_index = flat_index(call, index, shape[dim], dim)
+    return positions, bad_index
 
 
-def flat_index(call: Call, index: Tensor, size: int, dim: int) -> tuple[Tensor, tuple[int, int]]:
-    """An index tensor, flat and non-negative, and its first bad index."""
+def flat_index(call: Call[Tensor], index: Tensor, size: int, dim: int) -> tuple[Tensor, BadIndex]:
+    """An index tensor, flat and non-negative."""
     index = index.reshape(-1).long()
-    wrong = (index >= size) | (index < (-size if call.form.wraps else 0))
-    bad = (dim + 1, int(index[wrong][0])) if bool(wrong.any()) else (0, 0)
-    return torch.where(index < 0, index + size, index), bad
+    out_of_bounds = (index >= size) | (index < (-size if call.form.wraps else 0))
+    bad_index = (dim + 1, int(index[out_of_bounds][0])) if bool(out_of_bounds.any()) else (0, 0)
+    return torch.where(index < 0, index + size, index), bad_index
 
 
-def raise_bad_index(shape: tuple[int, ...], bad: tuple[int, int]) -> None:
+def raise_bad_index(shape: tuple[int, ...], bad_index: BadIndex) -> None:
     """Raise torch's error for a bad index of a tensor of this global shape."""
-    dim, index = bad[0] - 1, bad[1]
+    dim, index = bad_index[0] - 1, bad_index[1]
     if dim == len(shape):
         raise PlaceError(f"out of range: tried to access index {index} on a tensor of {prod(shape)} elements.")
     if dim >= 0:
@@ -312,18 +342,18 @@ def _send_indices(ctx: LocalContext, ranks: tuple[int, ...], targets: Targets) -
     order = targets.owner.argsort(stable=True)
     order = order[targets.owner[order] >= 0]
     counts = targets.owner[order].bincount(minlength=len(ranks)).tolist()
-    received = exchange_headers(ctx, ranks, [(n, *targets.bad) for n in counts], order.device)
+    received = exchange_headers(ctx, ranks, [(n, *targets.bad_index) for n in counts], order.device)
     raise_bad_index(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in received if dim), (0, 0)))
     route = Route(ctx, ranks, counts, [n for n, _, _ in received])
     return order, route, route.send(targets.local[order])
 
 
-def _take_slices(x: Tensor, call: Call, index: Tensor) -> Tensor:
+def _take_slices(x: Tensor, call: Call[Tensor], index: Tensor) -> Tensor:
     """Slices of the local tensor, along a new first dim."""
     return x.permute(*call.indexed, *call.kept).flatten(0, len(call.indexed) - 1).index_select(0, index)
 
 
-def _values(call: Call, kept: Sequence[int]) -> Any:
+def _values(call: Call[Tensor], kept: Sequence[int]) -> Any:
     """What is written: one row per slice, or one number for all."""
     values = call.values
     if not isinstance(values, Tensor) or (call.form.names[0] == "dim" and not values.ndim):
@@ -339,7 +369,7 @@ def _values(call: Call, kept: Sequence[int]) -> Any:
     )
 
 
-def _write_slices(ctx: LocalContext, x: Tensor, call: Call, index: Tensor, values: Any) -> Any:
+def _write_slices(ctx: LocalContext, x: Tensor, call: Call[Tensor], index: Tensor, values: Any) -> Any:
     """Run the op on slices of the local tensor."""
     rows = isinstance(values, Tensor) and values.ndim > 0
     if rows and not index.numel():  # a rank without elements may have kept dims of other lengths
@@ -351,7 +381,9 @@ def _write_slices(ctx: LocalContext, x: Tensor, call: Call, index: Tensor, value
             return torch.ops.aten._unsafe_view(out, x.shape)  # a new tensor, not a view
         return x if x.is_contiguous() else x.copy_(out.view(x.shape))
     if call.form.names[0] == "dim":
-        return ctx.call(x, call.dims[0], index, values.movedim(0, call.dims[0]) if rows else values, **call.rest)
+        return ctx.call(
+            x, call.index_dims[0], index, values.movedim(0, call.index_dims[0]) if rows else values, **call.rest
+        )
     sizes = [x.shape[d] for d in call.indexed]
     indices: list[Tensor | None] = [None] * (call.indexed[-1] + 1)
     for d, n, stride in zip(call.indexed, sizes, contiguous_strides(sizes), strict=True):

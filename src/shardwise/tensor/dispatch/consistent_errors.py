@@ -104,7 +104,7 @@ def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's error for an index out of bounds, if all indices are replicated."""
     x, *rest = args
     call, shape = form.call(x, rest, kwargs), x._layout.shape
-    dims = call.dims if form.kind != "flat" else (len(shape),)
+    dims = call.index_dims if form.kind != "flat" else (len(shape),)
     if prod(shape) and all(type(i) is DTensor and i._layout.is_replicated for i in call.ids):
         for ids, dim in zip(call.ids, dims, strict=True):
             index.raise_bad_index(shape, index.flat_index(call, ids, (*shape, prod(shape))[dim], dim)[1])
