@@ -21,7 +21,7 @@ _family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` d
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Answer a call of `func` with a DTensor among its arguments."""
-    rule = RULES.get(func) or entry_of(func)
+    rule = RULES.get(func) or _family_cache.get(func) or entry_of(func)
     if rule.handler is None:
         return run(func, rule, args, kwargs)
     return rule.handler(func, args, kwargs)

@@ -12,6 +12,7 @@ from shardwise.tensor.dtensor import DTensor
 
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 EXACT_VALUES = frozenset((int, str, type(None), torch.Size, torch.dtype, torch.device, torch.memory_format))
+TRUE, FALSE = object(), object()  # in a key: bools, which differ from 1 and 0: var(0) has a dim, var(False) has none
 NO_KEY = object()  # in a key: an argument that cannot be part of one, so the call is not cached
 
 
@@ -35,7 +36,12 @@ def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, 
         for name, a in kwargs.items():
             kind = type(a)
             key.append(name)
-            key.append(a._layout if kind is DTensor else a if kind in EXACT_VALUES else _part(a, floats_alike))
+            if kind in EXACT_VALUES:
+                key.append(a)
+            elif kind is bool:
+                key.append(TRUE if a else FALSE)
+            else:
+                key.append(a._layout if kind is DTensor else _part(a, floats_alike))
     return tuple(key)
 
 
@@ -45,7 +51,7 @@ def _part(a: Any, floats_alike: bool) -> Any:
     if kind is float:
         return float if floats_alike and a and a - a == 0 else a
     if kind is bool:
-        return bool, a  # not the 0 or 1 that it equals: var(False) is of all elements, var(0) along a dim
+        return TRUE if a else FALSE
     if kind is list or kind is tuple:
         parts = []
         for x in a:
