@@ -34,7 +34,7 @@ class Captured:
         if hasattr(function, "__name__"):
             update_wrapper(self, function, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if must_run_eagerly():
             return self.function(*args, **kwargs)
         if kwargs or any(isinstance(x, list | tuple | dict) for x in args):

@@ -88,7 +88,7 @@ def _call(node: fx.Node, names: dict[fx.Node, str], globals_: dict[str, Any]) ->
     return f"{_global(op, globals_)}({', '.join(args)})"
 
 
-def _expression(x: Any, names: dict[fx.Node, str], globals_: dict[str, Any]) -> str:
+def _expression(x: object, names: dict[fx.Node, str], globals_: dict[str, Any]) -> str:
     if isinstance(x, fx.Node):
         return names[x]
     if isinstance(x, tuple | list):

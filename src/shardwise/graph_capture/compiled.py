@@ -35,7 +35,7 @@ def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]
     outer.output(fx.map_arg(output.args[0], copies.__getitem__))
     run_outer = generate(outer)
 
-    def run_all(*operands: Any) -> tuple[Any, ...]:
+    def run_all(*operands: object) -> tuple[Any, ...]:
         with torch.no_grad(), DisableTorchFunctionSubclass():
             return run_outer(*[_plain(x) if isinstance(x, Tensor) else x for x in operands])
 

@@ -215,7 +215,7 @@ class ReachableState:
             self._visit(function)
         del self._seen
 
-    def _visit(self, x: Any) -> None:
+    def _visit(self, x: object) -> None:
         if isinstance(x, CONSTANTS) or id(x) in self._seen:
             return
         self._seen[id(x)] = x

@@ -87,7 +87,7 @@ class CapturedCall:
                 self._partition((), ())
         return self._unflatten(returned, arguments)
 
-    def _output(self, x: Any, inputs: Sequence[Tensor]) -> Output:
+    def _output(self, x: object, inputs: Sequence[Tensor]) -> Output:
         if not isinstance(x, Tensor):
             return Output(x)
         for i, argument in enumerate(inputs):

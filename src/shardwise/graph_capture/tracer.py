@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import CaptureError
 from shardwise.graph_capture.code import getitem
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace import capture_hooks
 
@@ -167,7 +167,7 @@ class Tracer:
         self._add_results(self.graph.call_function(func, tuple(node_args), node_kwargs), out, constant)
         return out
 
-    def _node_argument(self, x: Any) -> Any:
+    def _node_argument(self, x: object) -> Any:
         if isinstance(x, GraphInt):
             raise CaptureError(
                 "A seed that differs at every replay is used as a number in an op. Fix: keep it outside of what is "
@@ -175,7 +175,7 @@ class Tracer:
             )
         return self.node_of(x) if isinstance(x, Tensor) else x
 
-    def _add_results(self, node: fx.Node, out: Any, constant: bool) -> None:
+    def _add_results(self, node: fx.Node, out: object, constant: bool) -> None:
         if isinstance(out, Tensor):
             self._add_result(node, out, constant)
         elif isinstance(out, tuple | list):
@@ -205,7 +205,7 @@ class Tracer:
         if self.in_backward and _draws(func, args, kwargs):
             self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
 
-    def check_value_read(self, name: str, x: Any) -> None:
+    def check_value_read(self, name: str, x: object) -> None:
         """Raise if Python is about to read values that differ between replays."""
         if not self.paused and isinstance(x, Tensor) and self.find(x) is not None and not self._is_constant(x):
             self.refuse(f"{VALUE_READS[name]}, which shows values to Python")
@@ -259,7 +259,7 @@ class Tracer:
         self._mutated.update(map(_storage, _tensors(tuple(values), {})))
         return node, out
 
-    def element_node(self, node: fx.Node, i: int, x: Any) -> fx.Node:
+    def element_node(self, node: fx.Node, i: int, x: object) -> fx.Node:
         """Element `i` of the result of `node`, whose value is `x`."""
         element = self.graph.call_function(getitem, (node, i))
         if isinstance(x, Tensor):
@@ -318,7 +318,7 @@ class _OpaqueCall(torch.autograd.Function):
         return None, None, None, *[next(grads) if r else None for r in ctx.differentiable]
 
 
-def apply_to_locals(function: type[torch.autograd.Function], *args: Any) -> Any:
+def apply_to_locals(function: type[torch.autograd.Function], *args: object) -> Any:
     """`Function.apply` on the local tensors that DTensors are, without `__torch_function__`."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
@@ -354,7 +354,7 @@ class _OpMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper that decomposes the op first
         with DisableTorchFunctionSubclass():
@@ -366,7 +366,7 @@ class _ValueReadMode(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(self, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in VALUE_READS and args:
             self.tracer.check_value_read(name, args[0])

@@ -115,11 +115,11 @@ class SharedInput:
         self.key: object = None
         self.result: DTensor | None = None
 
-    def open(self, *_: Any) -> None:
+    def open(self, *_: object) -> None:
         """A forward pre-hook."""
         self.depth += 1
 
-    def close(self, *_: Any) -> None:
+    def close(self, *_: object) -> None:
         """A forward hook, also called if forward raised. Frees the shared input."""
         self.depth = max(self.depth - 1, 0)
         self._clear()

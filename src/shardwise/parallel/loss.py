@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Mesh, Shard
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor import DTensor
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
@@ -75,7 +75,7 @@ class _CheckLosses(TorchFunctionMode):
         super().__init__()
         self.guard = guard
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         name = LOSSES.get(func)
         if name is not None:

@@ -21,7 +21,7 @@ APPLIED = "_parallel_styles"  # attribute of a module: the styles that were appl
 
 def parallelize_module(
     module: M,
-    device_mesh: Any = None,
+    device_mesh: object = None,
     parallelize_plan: ParallelPlan | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -89,7 +89,7 @@ class _Hook:
 
     output_fn: OutputFn
 
-    def __call__(self, module: nn.Module, args: Args, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Args, output: object) -> Any:
         return self.output_fn(output)
 
 

@@ -18,7 +18,7 @@ ParameterLayout = Placement | Placements | Layout | ShardingSpec
 LayoutPlan = Mapping[str, ParameterLayout]
 
 
-def shard_module(module: M, plan: LayoutPlan, *, mesh: Any = None, src_rank: int | None = 0) -> M:
+def shard_module(module: M, plan: LayoutPlan, *, mesh: object = None, src_rank: int | None = 0) -> M:
     """Turn the parameters of `module` into DTensors laid out as `plan` says; parameters it omits are replicated.
 
     Parameters become new objects: make the optimizer afterwards. Parameters that are DTensors already are

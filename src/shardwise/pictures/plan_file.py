@@ -136,7 +136,7 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
     return Layout(line, [Boxes([rows[rank] for rank in line.ranks])], shape)
 
 
-def _chunks(spec: Any, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+def _chunks(spec: object, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
     if not isinstance(spec, dict) or set(spec) != {"dim", "ranks"} or type(spec["dim"]) is not int:
         raise PlanError("chunk needs a dim and ranks. Fix: write chunk = { dim = 0, ranks = [0, 1] }.")
     dim, ranks = spec["dim"], _ranks(spec["ranks"])
@@ -151,7 +151,7 @@ def _chunks(spec: Any, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
     return found
 
 
-def _shards(specs: Any) -> list[tuple[int, Box]]:
+def _shards(specs: object) -> list[tuple[int, Box]]:
     found = []
     for spec in specs if isinstance(specs, list) else [specs]:
         if not isinstance(spec, dict) or set(spec) != {"offsets", "sizes", "rank"}:
@@ -164,13 +164,13 @@ def _shards(specs: Any) -> list[tuple[int, Box]]:
     return found
 
 
-def _ranks(given: Any) -> tuple[int, ...]:
+def _ranks(given: object) -> tuple[int, ...]:
     if not isinstance(given, list):
         raise PlanError(f"{given!r} is no list of ranks. Fix: write [0, 1].")
     return tuple(map(_rank, given))
 
 
-def _rank(given: Any) -> int:
+def _rank(given: object) -> int:
     """A number, or the `rank:1/cpu` of a sharding spec, whose device says nothing about who holds what."""
     written = re.fullmatch(r"rank:([0-9]{1,9})(/.*)?", given) if isinstance(given, str) else None
     if written is not None:

@@ -79,7 +79,7 @@ def placed(name: str, layout: Layout, itemsize: int, ranks: Sequence[int]) -> Pl
     return Placed(name, layout.shape, words, tuple(layout.local_numel(rank) * itemsize for rank in ranks))
 
 
-def sharding_table(module: "nn.Module", plan: Any = None, mesh: Any = None) -> Table:
+def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None) -> Table:
     """Where the parameters of `module` are or, with a plan, would be. Sends and allocates nothing.
 
     Args:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.rules import OpRule, registry
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dispatch.dispatcher import entry_of
@@ -72,7 +72,7 @@ class _SpecOp:
         self.usual = usual
         self.by_spec: dict[type, Implementation] = {}
 
-    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
         for x in pytree.tree_leaves((args, kwargs)) if func not in _running.get() else ():
             implementation = self.by_spec.get(type(x._spec)) if type(x) is DTensor else None
             if implementation is not None:
@@ -100,7 +100,7 @@ def forget_implementations() -> None:
 
 
 @contextmanager
-def _usual_inside(func: Any) -> Iterator[None]:
+def _usual_inside(func: Op) -> Iterator[None]:
     token = _running.set((*_running.get(), func))
     try:
         yield

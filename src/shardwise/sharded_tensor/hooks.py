@@ -8,7 +8,7 @@ from torch import nn
 from shardwise.tensor.dtensor import DTensor
 
 
-def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object) -> None:
     """Add every `DTensor` that is a plain attribute of `module`, or of a submodule, to its state dict.
 
     For `module._register_state_dict_hook(state_dict_hook)`.
@@ -23,7 +23,7 @@ def pre_load_state_dict_hook(
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Any,
+    local_metadata: object,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],

@@ -15,7 +15,7 @@ from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Box, check_cover
 from shardwise.rules import pointwise
 from shardwise.rules.registry import RowsFunction, rule_of
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.checkpointable import shard_at
@@ -141,7 +141,7 @@ class LocalShardsWrapper(torch.Tensor):
         return wrapper  # type: ignore[return-value]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
@@ -237,12 +237,12 @@ class LocalShardsWrapper(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         return self.local_chunks
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: object) -> Tensor:
         return shard_at(index, self._tiling.boxes, self.local_shards())
 
     # ---- as a Python object -----------------------------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with torch.no_grad():
             shards = zip(self._tiling.boxes, self.local_shards(), strict=True)
             return f"LocalShardsWrapper(shape={tuple(self.shape)}" + "".join(f", {b}: {s}" for b, s in shards) + ")"
@@ -257,7 +257,7 @@ class LocalShardsWrapper(torch.Tensor):
             memo[id(self)] = copy
         return memo[id(self)]  # type: ignore[no-any-return]
 
-    def __reduce_ex__(self, proto: Any) -> Any:
+    def __reduce_ex__(self, proto: object) -> Any:
         with DisableTorchFunctionSubclass():
             joined = _as_subclass(self.detach(), Tensor)
         return _rebuilt, (joined, self._tiling, self.requires_grad, hasattr(self, "_is_param"))
@@ -350,7 +350,7 @@ def _common_view(shards: Sequence[Tensor], tiling: ShardTiling) -> Tensor | None
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 
-def _keeps_indices(func: Any) -> bool:
+def _keeps_indices(func: Op) -> bool:
     rule = rule_of(func)
     return (rule is not None and rule.rows in ELEMENTWISE) or getattr(func, "__name__", "") in IN_ORDER
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import index
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ class RemoteDevice:
     of_device: str = "cpu"
 
     @staticmethod
-    def parse(text: Any) -> "RemoteDevice":
+    def parse(text: object) -> "RemoteDevice":
         """From a string, a `RemoteDevice`, or torch's own `_remote_device`.
 
         Raises:
@@ -67,7 +66,7 @@ class ShardMetadata:
     shard_sizes: tuple[int, ...]
     placement: RemoteDevice | None
 
-    def __init__(self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: Any = None) -> None:
+    def __init__(self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: object = None) -> None:
         offsets, sizes = tuple(map(index, shard_offsets)), tuple(map(index, shard_sizes))
         if len(offsets) != len(sizes):
             raise LayoutError(f"A shard has as many offsets as sizes, got {offsets} and {sizes}.")

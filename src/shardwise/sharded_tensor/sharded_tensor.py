@@ -153,8 +153,8 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
 
 def init_from_local_shards(
     local_shards: Sequence[LocalShard],
-    *global_size: Any,
-    process_group: Any = None,
+    *global_size: object,
+    process_group: object = None,
 ) -> DTensor:
     """The tensor made of the shards that every rank passes, none or several.
 

@@ -53,7 +53,7 @@ class ShardingPlanner(ABC):
 
 
 def shard_parameter(
-    module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+    module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: object = None
 ) -> None:
     """Shard one parameter, buffer or other tensor of `module` by a spec, in place; it becomes a `DTensor`.
 
@@ -106,7 +106,7 @@ def _unfit(module: nn.Module, name: str, tensor: object) -> Exception | None:
     return None
 
 
-def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> nn.Module:
+def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: object = None) -> nn.Module:
     """Shard `module` by a `ShardingPlan`, in place; parameters that the plan does not name stay plain.
 
     Args:

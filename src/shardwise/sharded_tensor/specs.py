@@ -104,7 +104,7 @@ class ShardingSpec(ABC):
             raise LayoutError(f"shard: {problem}")
 
 
-def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: Any = None) -> DTensor:
+def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = None) -> DTensor:
     """`x` redistributed to `resharding_spec`; no element is sent twice to the same rank.
 
     Args:

@@ -17,7 +17,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
 from shardwise.redistribute.run_plan import redistribute_local
-from shardwise.rules.row import Args, Handler, Kwargs
+from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.trace.comm_trace import EXPLICIT, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
@@ -34,7 +34,7 @@ class Registered:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, x: Any, owner: type | None = None) -> Any:
+    def __get__(self, x: object, owner: type | None = None) -> Any:
         raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
 
 
@@ -80,7 +80,7 @@ class DTensor(torch.Tensor):
     reshard = Registered("shardwise.sharded_tensor")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         return cls._dispatch(func, args, kwargs or {})
 
     # ---- made from and returned to local tensors ---------------------------------------------------------
@@ -250,7 +250,7 @@ class DTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.numel() == 1 and not self._layout.shape else repr(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         layout, rank = self._layout, collectives.rank()
         boxes = " ".join(map(str, layout.boxes(rank))) or "nothing"
         local = repr(plain(self.detach()))
@@ -313,10 +313,10 @@ class DTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise RuleError(_local_only("numpy()"))
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuleError(_local_only("numpy.asarray()"))
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuleError(_local_only("DLPack"))
 
     def data_ptr(self) -> NoReturn:
@@ -326,10 +326,10 @@ class DTensor(torch.Tensor):
         """Take over the storage of another DTensor of the same shape; other forms of `Tensor.set_` are refused."""
         return self._set(self, *args, **kwargs)
 
-    def as_subclass(self, cls: Any) -> NoReturn:
+    def as_subclass(self, cls: object) -> NoReturn:
         raise RuleError(_local_only("as_subclass()"))
 
-    def __reduce_ex__(self, proto: Any) -> NoReturn:
+    def __reduce_ex__(self, proto: object) -> NoReturn:
         raise RuleError(
             "A DTensor cannot be pickled: a rank holds only its local shard. "
             "Fix: save it with shardwise.checkpoint, or pickle full_tensor() or to_local()."

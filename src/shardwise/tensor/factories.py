@@ -64,12 +64,12 @@ def full(
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def zeros(*size: Any, **kwargs: Any) -> DTensor:
+def zeros(*size: object, **kwargs: object) -> DTensor:
     """A DTensor of zeros; keyword arguments as for `empty`."""
     return full(shape_of(size), 0.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
 
 
-def ones(*size: Any, **kwargs: Any) -> DTensor:
+def ones(*size: object, **kwargs: object) -> DTensor:
     """A DTensor of ones; keyword arguments as for `empty`."""
     return full(shape_of(size), 1.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
 

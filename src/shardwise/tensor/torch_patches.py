@@ -164,11 +164,11 @@ def install() -> None:
     _undo.append(register_optimizer_step_pre_hook(step_on_locals).remove)
 
 
-def _delete(owner: Any, name: str) -> Callable[[], None]:
+def _delete(owner: object, name: str) -> Callable[[], None]:
     return lambda: delattr(owner, name)
 
 
-def _restore(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def _restore(owner: object, name: str, value: object) -> Callable[[], None]:
     return lambda: setattr(owner, name, value)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from shardwise import collectives
 from shardwise.rules import OpRule
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import IndexForm
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
@@ -23,7 +23,7 @@ from shardwise.tensor.dtensor import DTensor, tag
 from shardwise.trace.autograd_function import TensorFunction
 
 
-def with_consistent_errors(rule: OpRule, func: Any, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
+def with_consistent_errors(rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, which raises on this rank the errors that `func` raises on any rank."""
     if rule.saves_operands and (recipe.redistributed or _has_empty_shards(recipe)):
         return _SavesOperands(call)
@@ -40,13 +40,13 @@ def _has_empty_shards(recipe: Recipe) -> bool:
 class _ConsistentErrors(ReadsLayouts):
     __slots__ = ("call", "form", "func", "recipe")
 
-    def __init__(self, func: Any, form: IndexForm | None, recipe: Recipe, call: Callable[..., Any]) -> None:
+    def __init__(self, func: Op, form: IndexForm | None, recipe: Recipe, call: Callable[..., Any]) -> None:
         self.func = func
         self.form = form
         self.recipe = recipe
         self.call = call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         empty = not self.recipe.layouts[0].local_numel(collectives.rank())
         if empty or self.recipe.redistributed:  # then the indices may be sharded
             self._raise_if_others_do(args, kwargs)
@@ -73,13 +73,13 @@ class _SavesOperands(ReadsLayouts):
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return call_under_hooks(
             self.call, tuple(map(_saved, args)), {k: _saved(a) for k, a in kwargs.items()}, in_place=False
         )
 
 
-def _saved(a: Any) -> Any:
+def _saved(a: object) -> Any:
     """An operand. An empty shard is saved for backward, which raises if it has been changed in place."""
     if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
         return a
@@ -110,7 +110,7 @@ def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
             index.raise_bad_index(shape, index.flat_index(call, ids, (*shape, prod(shape))[dim], dim)[1])
 
 
-def _stand_in(a: Any) -> Any:
+def _stand_in(a: object) -> Any:
     """A 0-d stand-in for an operand: its value if that is replicated and has one element, else 1."""
     if type(a) is not DTensor:
         return a

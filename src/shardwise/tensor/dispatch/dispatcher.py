@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import RuleError
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.registry import FAMILIES
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import run_op
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
@@ -19,7 +19,7 @@ from shardwise.tensor.dispatch.run_op import run
 _family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
 
 
-def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Answer a call of `func` with a DTensor among its arguments."""
     rule = RULES.get(func) or _family_cache.get(func) or entry_of(func)
     if rule.handler is None:
@@ -27,7 +27,7 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return rule.handler(func, args, kwargs)
 
 
-def entry_of(func: Any) -> OpRule:
+def entry_of(func: Op) -> OpRule:
     """The entry of any function: its own, that of its family, or the one of all others."""
     rule = RULES.get(func) or _family_cache.get(func)
     if rule is None:
@@ -35,7 +35,7 @@ def entry_of(func: Any) -> OpRule:
     return rule
 
 
-def is_op(func: Any) -> bool:
+def is_op(func: Op) -> bool:
     """Whether a function computes something; not if it reads an attribute, sets a flag or runs backward."""
     rule = entry_of(func)
     return rule.has_rule or rule.is_op
@@ -44,7 +44,7 @@ def is_op(func: Any) -> bool:
 DECOMPOSED = OpRule(handler=run_decomposed, is_op=True)
 
 
-def reason(func: Any, args: Args, kwargs: Kwargs) -> str:
+def reason(func: Op, args: Args, kwargs: Kwargs) -> str:
     """The reasons of the rows that `func` runs by on these operands, or why it has none."""
     rule = RULES.get(func)
     if rule is None or not rule.has_rule:

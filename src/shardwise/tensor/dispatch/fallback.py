@@ -19,7 +19,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, contiguous_strides
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import OpRule, rule_of
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, seeds
 from shardwise.tensor.dispatch.promotion import promoted
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
@@ -45,7 +45,7 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         args, kwargs = pytree.tree_map(lambda x: x.dtensor if isinstance(x, Wrapper) else x, (args, kwargs or {}))
         with enable_reentrant_dispatch():
@@ -63,7 +63,7 @@ def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return run_replicated(func, args, kwargs, "it has no rule")
 
 
-def run_without_row(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, error: RuleError) -> Any:
+def run_without_row(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: RuleError) -> Any:
     """Run a call for which the rule has no row: decomposed by its rule or torch, or, an aten op, replicated."""
     if rule.decomposition is not None:
         return rule.decomposition(*args, **kwargs)
@@ -79,7 +79,7 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     wrapped: dict[int, tuple[DTensor, Wrapper]] = {}
     mesh = next((x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor), None)
 
-    def wrap(x: Any) -> Any:
+    def wrap(x: object) -> Any:
         if mesh is not None and isinstance(x, Tensor) and type(x) is not DTensor and not x.is_sparse:
             x = promoted(x, mesh, str(getattr(func, "__name__", func)))
         if type(x) is DTensor:
@@ -133,7 +133,7 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     invalidate(copies)
     originals = {id(full[id(x)]): x for x in written}
 
-    def as_dtensor(x: Any) -> Any:
+    def as_dtensor(x: object) -> Any:
         if not isinstance(x, Tensor) or type(x) is DTensor:
             return x
         original = originals.get(id(x))
@@ -161,7 +161,7 @@ def _on_one_mesh(func: Any, args: Args, kwargs: Kwargs, written: Sequence[DTenso
     return args, kwargs
 
 
-def _gathered(func: Any, leaves: Sequence[Any], written: Sequence[DTensor], why: str) -> dict[int, Tensor]:
+def _gathered(func: Op, leaves: Sequence[Any], written: Sequence[DTensor], why: str) -> dict[int, Tensor]:
     """The full tensor of each DTensor, by its id; one that the op writes to is nobody else's memory."""
     full: dict[int, Tensor] = {}
     for x in leaves:
@@ -176,7 +176,7 @@ def _gathered(func: Any, leaves: Sequence[Any], written: Sequence[DTensor], why:
     return full
 
 
-def _reshard_written(func: Any, x: DTensor, full: Tensor) -> None:
+def _reshard_written(func: Op, x: DTensor, full: Tensor) -> None:
     """Give `x` the value of the full tensor that was written, in the layout it has."""
     if tuple(full.shape) != x._layout.shape:
         raise RuleError(

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from shardwise import collectives
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dtensor import DTensor, set_dispatcher
 
@@ -54,12 +54,12 @@ def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
     return are_installed() or any(condition(tensors()) for condition in _conditions)
 
 
-def _call_hooks(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _call_hooks(func: Op, args: Args, kwargs: Kwargs) -> Any:
     proceed: Proceed = lambda: dispatcher.dispatch(func, args, kwargs)  # noqa: E731
     for hook in _hooks.get(collectives.transport(), ()):
         proceed = _bound(hook, proceed, func, args, kwargs)
     return proceed()
 
 
-def _bound(hook: Hook, proceed: Proceed, func: Any, args: Args, kwargs: Kwargs) -> Proceed:
+def _bound(hook: Hook, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> Proceed:
     return lambda: hook(proceed, func, args, kwargs)

@@ -53,7 +53,7 @@ class _LocalCall(ReadsLayouts):
         self.outputs = _known_outputs(recipe)
         self.specialized: dict[int, tuple[LocalFunction | None, bool]] = {}  # by rank: simulated ranks share this call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         recipe = self.recipe
         if recipe.local_impl is None:
             locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
@@ -89,7 +89,7 @@ class _CopyCall(ReadsLayouts):
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return copies_of(_first_dtensor(args, kwargs), self.call(*args, **kwargs))
 
 
@@ -101,7 +101,7 @@ class _RedistributeCall(ReadsLayouts):
     def __init__(self, runnable: RunnableRecipe) -> None:
         self.runnable = runnable
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         recipe, ctx, locals_, named = prepare_operands(self.runnable, args, kwargs)
         out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
         if recipe.copied:
@@ -147,7 +147,7 @@ def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_pl
         return call(*args, **kwargs)
     written = args[0] if in_place else None
 
-    def shown(a: Any) -> Any:
+    def shown(a: object) -> Any:
         if type(a) is list or type(a) is tuple:
             return type(a)(map(shown, a))
         hide = type(a) is DTensor and a is not written and not (a.requires_grad or a.is_sparse)

@@ -12,7 +12,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
@@ -29,7 +29,7 @@ def are_several(args: Args, kwargs: Kwargs) -> bool:
     return any(mesh != meshes[0] for mesh in meshes)
 
 
-def on_one_mesh(func: Any, args: Args, kwargs: Kwargs, mesh_operand: int | None) -> Call:
+def on_one_mesh(func: Op, args: Args, kwargs: Kwargs, mesh_operand: int | None) -> Call:
     """The arguments with every DTensor redistributed to the mesh of operand `mesh_operand`; None is the largest.
 
     All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
@@ -47,7 +47,7 @@ def on_one_mesh(func: Any, args: Args, kwargs: Kwargs, mesh_operand: int | None)
             f"refuses. Fix: redistribute one of them to the other's device_mesh."
         )
 
-    def on_mesh(x: Any) -> Any:
+    def on_mesh(x: object) -> Any:
         if type(x) is not DTensor or x._layout.mesh == lead._layout.mesh:
             return x
         target = _cheapest(x._layout, lead._layout)
@@ -89,7 +89,7 @@ def empty_results(
         view: the op returns views of its first operand, or copies of them if `copies`.
     """
 
-    def on_meta(x: Any) -> Any:
+    def on_meta(x: object) -> Any:
         if type(x) is DTensor:
             return torch.empty(x._layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         return x.to("meta") if isinstance(x, Tensor) else x

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, tag, to_layout
@@ -31,13 +31,13 @@ def strict(enabled: bool = True) -> Iterator[None]:
         _strict.reset(token)
 
 
-def all_promoted(func: Any, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def all_promoted(func: Op, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as replicated DTensors, which get the full gradient."""
     everything = [*args, *kwargs.values()]
     first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
     mesh = first._layout.mesh
 
-    def promote(x: Any) -> Any:
+    def promote(x: object) -> Any:
         if isinstance(x, list | tuple) and type(x) is not torch.Size:
             return type(x)(promote(y) for y in x)
         if not isinstance(x, Tensor) or type(x) is DTensor:
@@ -57,10 +57,10 @@ def has_plain_tensors(args: Sequence[Any]) -> bool:
     )
 
 
-def into_plain(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run an op that writes to a plain tensor, on every rank, with gathered DTensor operands."""
 
-    def gathered(x: Any) -> Any:
+    def gathered(x: object) -> Any:
         if type(x) is not DTensor:
             return x
         target = x._layout.replicated()

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise.layout import REPLICATE
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.registry import Shapes, no_rows
-from shardwise.rules.row import Args, Kwargs, arguments
+from shardwise.rules.row import Args, Kwargs, Op, arguments
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
 from shardwise.tensor.dispatch.names import name_of
@@ -39,7 +39,7 @@ def forget() -> None:
     _row_cache.clear()
 
 
-def find_recipe(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     """The recipe of a call, whose `call_key` is `key`.
 
     Raises:
@@ -57,16 +57,16 @@ def find_recipe(key: tuple[Any, ...], func: Any, rule: OpRule, args: Args, kwarg
     return runnable
 
 
-def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+def remember(cache: dict[Any, Any], key: object, value: object) -> None:
     if len(cache) >= CACHE_LIMIT:
         cache.clear()
     cache[key] = value
 
 
-def _resolved(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     operands: list[resolve.Operand] = []
 
-    def slot(x: Any) -> Any:
+    def slot(x: object) -> Any:
         if type(x) is DTensor:
             operands.append(resolve.Operand(x._layout, x.dtype))
             return resolve.Slot(len(operands) - 1)
@@ -91,7 +91,7 @@ def _resolved(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRe
     return RunnableRecipe(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
 
 
-def _is_python(func: Any) -> bool:
+def _is_python(func: Op) -> bool:
     """Whether Python code would get a DTensor, forward or backward, and take its global shape for the local one."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return not str(func).startswith("aten.")
@@ -107,7 +107,7 @@ def _in_place_rule(rule: OpRule, name: str) -> OpRule:
 
 
 def _choice(
-    func: Any, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
+    func: Op, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
 ) -> tuple[Row, ...]:
     """Rows for these operands; a choice of a shape-independent rule is cached without sizes."""
     if not rule.shape_independent:

@@ -129,7 +129,7 @@ class Slot:
     index: int
 
 
-def with_metas(tree: Any, metas: Sequence[Any]) -> Any:
+def with_metas(tree: object, metas: Sequence[Any]) -> Any:
     """The arguments with slots replaced, also in lists and tuples one level deep."""
     if isinstance(tree, Slot):
         return metas[tree.index]

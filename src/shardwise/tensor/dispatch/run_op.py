@@ -17,7 +17,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.rules import RULES, OpRule
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, recipes, resolve
 from shardwise.tensor.dispatch.consistent_errors import with_consistent_errors
 from shardwise.tensor.dispatch.fallback import run_without_row
@@ -42,7 +42,7 @@ def forget() -> None:
     recipes.forget()
 
 
-def run(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
+def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by its rule."""
     key = call_key(func, rule, args, kwargs)
     warm = _warm.get(key)
@@ -65,7 +65,7 @@ def run(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
         return out
 
 
-def _run_cold(func: Any, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> Any:
+def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> Any:
     """Run a call that is not in the cache, and cache it if no operand has to be redistributed."""
     if kwargs and kwargs.get("out") is not None:
         return _run_with_out(func, args, kwargs)
@@ -109,7 +109,7 @@ def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
 
 
-def _run_with_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Redistribute the result into `out=`, which keeps its layout."""
     out = kwargs["out"]
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -129,13 +129,13 @@ def _run_with_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return type(result)(written) if several else written[0]
 
 
-def recipe_of(func: Any, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
     return recipes.find_recipe(call_key(func, rule, args, kwargs), func, rule, args, kwargs)
 
 
-def prepared(func: Any, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
+def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
     args, kwargs = all_promoted(func, args, kwargs)
     return prepare_operands(recipe_of(func, args, kwargs), args, kwargs)

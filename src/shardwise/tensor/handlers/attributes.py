@@ -10,7 +10,7 @@ from torch._guards import TracingContext
 
 from shardwise.errors import CaptureError, RuleError
 from shardwise.rules.registry import handler, handler_of_family
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.autograd.buckets import enable_bucketing
 from shardwise.tensor.dispatch.fallback import run_decomposed
@@ -46,7 +46,7 @@ def same(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-def _requires_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> Any:
     out = same(func, args, kwargs)
     if type(args[0]) is DTensor:
         enable_bucketing(args[0])
@@ -54,14 +54,14 @@ def _requires_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @handler(Tensor.register_post_accumulate_grad_hook)
-def _register_post_accumulate_grad_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _register_post_accumulate_grad_hook(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return same(func, (args[0], _as_user_code(*args[1:], **kwargs)), {})
 
 
 def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     """`hook`, which the autograd engine may call with `__torch_function__` disabled, with it enabled."""
 
-    def run_hook(*args: Any) -> Any:
+    def run_hook(*args: object) -> Any:
         with torch._C._EnableTorchFunction():
             return hook(*args)
 
@@ -69,7 +69,7 @@ def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @handler(Tensor.register_hook)
-def _register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _register_hook(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`x.register_hook(hook)`: `hook` gets the gradient as a DTensor, and may return one in any placements."""
     return _hooked(*args, **kwargs)
 
@@ -134,12 +134,12 @@ def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
 
 
 @handler(Tensor.to_sparse, Tensor.to_sparse_coo, Tensor.to_sparse_csr, Tensor.to_sparse_csc, Tensor.to_mkldnn)
-def _to_sparse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
+def _to_sparse(func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
     raise RuleError(f"{name_of(func)}(): a DTensor has no sparse form. Fix: call it on full_tensor() or to_local().")
 
 
 @handler(Tensor.view_as)
-def _view_as(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _view_as(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`x.view_as(x)` is an alias with its own autograd node; torch uses it to find the leaf of a gradient."""
     x, other = args
     if x is not other:

@@ -40,7 +40,7 @@ def create_chunk_list(x: DTensor) -> list[Any]:
     return collectives.chunks([box for box, _ in local_boxes(x)])
 
 
-def get_tensor_shard(x: DTensor, index: Any) -> Tensor:
+def get_tensor_shard(x: DTensor, index: object) -> Tensor:
     held = local_boxes(x)
     return shard_at(index, [box for box, _ in held], [shard for _, shard in held])
 

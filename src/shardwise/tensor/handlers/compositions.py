@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.rules.registry import handler, replacement
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.fallback import run_decomposed
 
 
 @handler(torch.roll, Tensor.roll, no_row=True)
-def _roll(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _roll(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
     return x.reshape(-1).roll(shifts, 0).view(x.shape)
@@ -42,7 +42,7 @@ def _block_diag(*tensors: Any) -> Any:
 
 
 @handler(torch.tensor_split, Tensor.tensor_split, no_row=True)
-def _tensor_split(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _tensor_split(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Indices in a tensor are read as numbers."""
     args = tuple(a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args))
     return func(*args, **{k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()})

@@ -5,11 +5,11 @@ from typing import Any
 import torch.nn.functional as F
 
 from shardwise.rules.registry import handler
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 
 
 @handler(F.linear_cross_entropy)
-def _linear_cross_entropy(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`options` are for the fused kernel, which works in chunks."""
     named = {k: v for k, v in kwargs.items() if k not in ("linear_bias", "options")}
     x, linear_weight, target = args

@@ -16,7 +16,7 @@ from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise.rules import Meta, Row
 from shardwise.rules.local_context import local_with
 from shardwise.rules.registry import handler, replacement
-from shardwise.rules.row import Args, IndexMap, Kwargs
+from shardwise.rules.row import Args, IndexMap, Kwargs, Op
 from shardwise.rules.shapes.index import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 from shardwise.rules.shapes.view import basic_index
@@ -65,7 +65,7 @@ def _on_one_mesh(func: Any, args: Args) -> Args:
 
 
 @handler(Tensor.__getitem__)
-def _get_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _get_item(func: Op, args: Args, kwargs: Kwargs) -> Any:
     x, brackets = args
     if type(x) is not DTensor:
         lead = next(a for a in pytree.tree_leaves(brackets) if type(a) is DTensor)
@@ -86,7 +86,7 @@ def _get_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @handler(Tensor.__setitem__)
-def _set_item(func: Any, args: Args, kwargs: Kwargs) -> None:
+def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
     if type(args[0]) is not DTensor:
         into_plain(func, args, kwargs)
         return
@@ -135,7 +135,7 @@ def _assign(view: DTensor, value: Any) -> None:
     view.copy_(_expanded_for(value, view))
 
 
-def _without_ones(value: Any, ndim: int) -> Any:
+def _without_ones(value: object, ndim: int) -> Any:
     """The value without leading dims of size 1 that are too many, as torch does."""
     while isinstance(value, Tensor) and value.ndim > ndim and value.shape[0] == 1:
         value = value.squeeze(0)
@@ -172,7 +172,7 @@ class _Flag(NamedTuple):
     mask: Tensor
 
 
-def _plain_items(x: DTensor, brackets: Any) -> tuple[Any, ...] | None:
+def _plain_items(x: DTensor, brackets: object) -> tuple[Any, ...] | None:
     """The items of an index of slices, integers and None only; else None. Faster than `_parsed`."""
     items: list[Any] = []
     new = 0
@@ -190,7 +190,7 @@ def _plain_items(x: DTensor, brackets: Any) -> tuple[Any, ...] | None:
     return tuple(items) if len(items) - new <= len(x._layout.shape) else None
 
 
-def _parsed(x: DTensor, brackets: Any) -> Index:
+def _parsed(x: DTensor, brackets: object) -> Index:
     parts = [_part(p, x) for p in (brackets if isinstance(brackets, tuple) else (brackets,))]
     used = sum(map(_consumed, parts))
     if used > x.ndim:
@@ -244,7 +244,7 @@ def _replicated(x: Tensor, like: DTensor) -> DTensor:
     return wrap(x, like._layout.replace([REPLICATE] * like._layout.mesh.ndim, x.shape))
 
 
-def _consumed(p: Any) -> int:
+def _consumed(p: object) -> int:
     """How many dims of the tensor a part of an index uses."""
     if isinstance(p, Tensor):
         return p.ndim if p.dtype == torch.bool else 1
@@ -364,7 +364,7 @@ def _reversed(x: Any) -> Any:
     torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,
     aten.index_put_.default, no_row=True,
 )  # fmt: skip
-def _index_masks(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _index_masks(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """index and index_put with masks, which become the indices of their elements."""
     named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | kwargs
     x, indices = named.pop("self"), named.pop("indices")
@@ -377,7 +377,7 @@ def _index_masks(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(x, flat, **named)
 
 
-def _without_rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _without_rule(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(func, torch._ops.OpOverload):
         return run_replicated(func, args, kwargs, "no row fits its operands")
     return run_decomposed(func, args, kwargs)

@@ -8,7 +8,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
 from shardwise.rules.registry import handler
-from shardwise.rules.row import Args, Handler, Kwargs
+from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import plain
 
@@ -18,7 +18,7 @@ def _root(x: Tensor) -> Any:
 
 
 def _becomes(view: Any) -> Handler:
-    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         out = view(*args, **kwargs)
         with DisableTorchFunctionSubclass():

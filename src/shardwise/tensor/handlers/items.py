@@ -1,7 +1,6 @@
 """x[i, j] = number: every rank writes to the elements of its local shard."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.tensor.handlers.copies import before_change, invalidate
 
 
-def write_number(x: DTensor, index: Any, value: float) -> bool:
+def write_number(x: DTensor, index: object, value: float) -> bool:
     """x[index] = value where the index names single elements; False, and nothing done, where it does not."""
     indices = _indices(x, index)
     if indices is None:
@@ -27,7 +26,7 @@ def write_number(x: DTensor, index: Any, value: float) -> bool:
     return True
 
 
-def _indices(x: DTensor, index: Any) -> list[Tensor] | None:
+def _indices(x: DTensor, index: object) -> list[Tensor] | None:
     """A plain tensor for each dim, with the index of every element in it; None for slices and masks.
 
     Raises:
@@ -47,7 +46,7 @@ def _indices(x: DTensor, index: Any) -> list[Tensor] | None:
     return list(torch.broadcast_tensors(*found))
 
 
-def _is_index(part: Any) -> bool:
+def _is_index(part: object) -> bool:
     if isinstance(part, Tensor):
         return type(part) is not DTensor and part.dtype in (torch.int64, torch.int32)
     return isinstance(part, int) and not isinstance(part, bool)

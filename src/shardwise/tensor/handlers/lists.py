@@ -14,7 +14,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler_of_family
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.meshes import is_outside
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_changes, invalidate
@@ -32,7 +32,7 @@ _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs r
 @handler_of_family(
     lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
 )
-def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run a list op. Tensors at one position of the lists are redistributed to the layout in the first list."""
     name: str = func.__name__
     if name in ONE_BY_ONE:
@@ -85,7 +85,7 @@ def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
         )
 
 
-def _is_tensor_list(a: Any) -> bool:
+def _is_tensor_list(a: object) -> bool:
     return isinstance(a, list | tuple) and bool(a) and isinstance(a[0], Tensor)
 
 
@@ -217,7 +217,7 @@ def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[...,
     """`torch.nn.utils.get_total_norm` without a DTensor for each tensor's norm."""
 
     @wraps(original)
-    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: object, **kwargs: object) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         groups = _together(tensors)
         if len(groups) != 1 or len(groups[0][1]) != len(tensors) or any(args) or any(kwargs.values()):

@@ -14,19 +14,19 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
 from shardwise.rules.registry import handler
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
 
 @handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values)
-def _of_local_shard(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def _of_local_shard(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """`_indices()` and `_values()` of the local shard, as plain tensors."""
     with DisableTorchFunctionSubclass():
         return func(args[0]).detach()  # type: ignore[no-any-return]
 
 
 @handler(Tensor.coalesce)
-def coalesce(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
+def coalesce(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """Duplicate rows are on one rank, which adds them up: ranks hold different rows."""
     x = args[0]
     if x._layout.partial_axes:
@@ -40,7 +40,7 @@ def coalesce(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
 
 
 @handler(Tensor.sparse_mask)
-def sparse_mask(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
+def sparse_mask(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     """The rows of a dense DTensor that a sparse one has."""
     dense, mask = args[:2]
     if type(dense) is not DTensor or type(mask) is not DTensor or dense._layout != mask._layout:
