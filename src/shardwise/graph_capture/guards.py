@@ -344,7 +344,7 @@ def _contents(cells: Sequence[CellType]) -> list[Any]:
     return [_content(cell) for cell in cells]
 
 
-def _content(cell: CellType) -> Any:
+def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet

@@ -132,7 +132,7 @@ class CapturedCall:
                 found = self.graphs.run_forward(*inputs)
         return self._unflatten(found, arguments)
 
-    def _unflatten(self, found: Sequence[Any], arguments: Sequence[Tensor]) -> Any:
+    def _unflatten(self, found: Sequence[Any], arguments: Sequence[Tensor]) -> object:
         tensors = iter(found)
         flat = [out.rebuild(next(tensors) if out.is_tensor else None, arguments) for out in self.outputs]
         return flat[0] if self.spec.is_leaf() else pytree.tree_unflatten(flat, self.spec)
@@ -188,7 +188,7 @@ class _TracedCall(torch.autograd.Function):
         return returned
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         _refuse_double_backward()
         with DisableTorchFunctionSubclass():
             grads = [cotangents[i].detach().contiguous() for i in ctx.call.differentiable]
@@ -216,7 +216,7 @@ class _ReplayedCall(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         _refuse_double_backward()
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if x is SAVED else x for x in ctx.others]

@@ -167,7 +167,7 @@ class Tracer:
         self._add_results(self.graph.call_function(func, tuple(node_args), node_kwargs), out, constant)
         return out
 
-    def _node_argument(self, x: object) -> Any:
+    def _node_argument(self, x: object) -> object:
         if isinstance(x, GraphInt):
             raise CaptureError(
                 "A seed that differs at every replay is used as a number in an op. Fix: keep it outside of what is "
@@ -304,7 +304,7 @@ class _OpaqueCall(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         def backward(state: tuple[Tensor, list[Tensor]], cotangent: Tensor) -> tuple[Tensor | None, ...]:
             out, inputs = state
             with torch.enable_grad():
@@ -335,7 +335,7 @@ def _draws(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return not any(a.name == "dropout_p" and given.get(a.name, 0.0) == 0.0 for a in func._schema.arguments)
 
 
-def _memory(x: Tensor) -> Any:
+def _memory(x: Tensor) -> tuple[Any, ...] | None:
     """Storage and view of it; equal for aliases."""
     with DisableTorchFunctionSubclass():
         if x.layout != torch.strided:

@@ -5,16 +5,16 @@ plain tensors, on DTensors, and on local heads.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.collectives import as_mesh
+from shardwise.collectives import DeviceMesh, as_mesh
 from shardwise.errors import ConfigError
-from shardwise.layout import Replicate, Shard
+from shardwise.layout import Mesh, Replicate, Shard
 from shardwise.models.experts import ExpertLayer
 from shardwise.parallel import (
     ColwiseParallel,
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
     @staticmethod
     def parallelize(
         module: "Transformer",
-        device_mesh: Any,
+        device_mesh: Mesh | DeviceMesh,
         use_seq_parallel: bool,
         local_output_for_attn: bool = False,
         *,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from shardwise import collectives
+from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.parallel.boundary import SharedInput
@@ -21,7 +22,7 @@ APPLIED = "_parallel_styles"  # attribute of a module: the styles that were appl
 
 def parallelize_module(
     module: M,
-    device_mesh: object = None,
+    device_mesh: Mesh | DeviceMesh | None = None,
     parallelize_plan: ParallelPlan | None = None,
     *,
     src_data_rank: int | None = 0,

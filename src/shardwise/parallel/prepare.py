@@ -61,7 +61,7 @@ class _NestedRedistribution:
         items = f"keys {', '.join(self.items)}" if isinstance(self.items, dict) else f"{len(self.items or ())} items"
         return f"the plan has layouts for {items}"
 
-    def _sequence(self, items: "tuple[_NestedRedistribution | None, ...]", x: object) -> Any:
+    def _sequence(self, items: "tuple[_NestedRedistribution | None, ...]", x: object) -> object:
         if not isinstance(x, tuple | list) or len(x) != len(items):
             got = f"{type(x).__name__} of {len(x)}" if isinstance(x, tuple | list) else type(x).__name__
             raise PlanError(
@@ -70,7 +70,7 @@ class _NestedRedistribution:
         out = [y if item is None else item(y) for item, y in zip(items, x, strict=True)]
         return type(x)._make(out) if hasattr(x, "_make") else type(x)(out)
 
-    def _mapping(self, items: "dict[str, _NestedRedistribution | None]", x: object) -> Any:
+    def _mapping(self, items: "dict[str, _NestedRedistribution | None]", x: object) -> object:
         if not isinstance(x, Mapping) or any(key not in x for key in items):
             got = f"has the keys {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"is {type(x).__name__}"
             raise PlanError(f"{self.what} {got}, {self._expected()}. Fix: name keys that it has.")

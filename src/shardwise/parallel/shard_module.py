@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from shardwise import collectives
+from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Placements
 from shardwise.sharded_tensor.specs import ShardingSpec
@@ -18,7 +19,7 @@ ParameterLayout = Placement | Placements | Layout | ShardingSpec
 LayoutPlan = Mapping[str, ParameterLayout]
 
 
-def shard_module(module: M, plan: LayoutPlan, *, mesh: object = None, src_rank: int | None = 0) -> M:
+def shard_module(module: M, plan: LayoutPlan, *, mesh: Mesh | DeviceMesh | None = None, src_rank: int | None = 0) -> M:
     """Turn the parameters of `module` into DTensors laid out as `plan` says; parameters it omits are replicated.
 
     Parameters become new objects: make the optimizer afterwards. Parameters that are DTensors already are
@@ -91,7 +92,7 @@ IOFn = Callable[[nn.Module, Any, Any], Any]
 
 def distribute_module(
     module: M,
-    device_mesh: Any = None,
+    device_mesh: Mesh | DeviceMesh | None = None,
     partition_fn: PartitionFn | None = None,
     input_fn: IOFn | None = None,
     output_fn: IOFn | None = None,

@@ -216,7 +216,7 @@ class LocalShardsWrapper(torch.Tensor):
         return collectives.storage_metadata(self, self._tiling.bounds.sizes, self._tiling.boxes)
 
     @property
-    def storage_meta(self) -> Any:
+    def storage_meta(self) -> object:
         """`storage_metadata()`."""
         return self.storage_metadata()
 

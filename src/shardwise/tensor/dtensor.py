@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
+from shardwise.collectives import DeviceMesh
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
 from shardwise.redistribute.run_plan import redistribute_local
@@ -88,7 +89,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_local(
         local_tensor: Tensor,
-        device_mesh: Any = None,
+        device_mesh: Mesh | DeviceMesh | None = None,
         placements: Placements | None = None,
         *,
         run_check: bool = True,
@@ -133,7 +134,7 @@ class DTensor(torch.Tensor):
 
     def redistribute(
         self,
-        device_mesh: Any = None,
+        device_mesh: Mesh | DeviceMesh | None = None,
         placements: Placements | None = None,
         *,
         async_op: bool = False,
@@ -171,7 +172,7 @@ class DTensor(torch.Tensor):
         return self._layout.placements
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> Mesh | DeviceMesh:
         """The mesh it was made with: torch's DeviceMesh or a plain `Mesh`."""
         return collectives.device_mesh(self._layout.mesh)
 

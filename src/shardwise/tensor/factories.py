@@ -7,15 +7,16 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
+from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Layout, Placements, as_placements, placements_text
+from shardwise.layout import Layout, Mesh, Placements, as_placements, placements_text
 from shardwise.rules.row import Kwargs
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
 def _made(
     size: tuple[Any, ...],
-    device_mesh: Any,
+    device_mesh: Mesh | DeviceMesh | None,
     placements: Placements | None,
     dtype: torch.dtype | None,
     layout: torch.layout,
@@ -33,7 +34,7 @@ def empty(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: Mesh | DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` whose values are whatever the memory held."""
@@ -48,7 +49,7 @@ def full(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: Mesh | DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` with one value everywhere; its dtype is that of `torch.full`."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import collectives
+from shardwise.collectives import DeviceMesh
 from shardwise.errors import PlanError
 from shardwise.layout import Layout, Mesh
 from shardwise.tensor.conversion import scattered
@@ -28,7 +29,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
-def module_mesh(module: nn.Module, device_mesh: Any) -> Mesh:
+def module_mesh(module: nn.Module, device_mesh: Mesh | DeviceMesh | None) -> Mesh:
     """`device_mesh` as a `Mesh`; None is one axis of all ranks, on the device of the module."""
     if device_mesh is not None:
         return collectives.as_mesh(device_mesh)

@@ -79,7 +79,7 @@ class _SavesOperands(ReadsLayouts):
         )
 
 
-def _saved(a: object) -> Any:
+def _saved(a: object) -> object:
     """An operand. An empty shard is saved for backward, which raises if it has been changed in place."""
     if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
         return a
@@ -110,7 +110,7 @@ def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
             index.raise_bad_index(shape, index.flat_index(call, ids, (*shape, prod(shape))[dim], dim)[1])
 
 
-def _stand_in(a: object) -> Any:
+def _stand_in(a: object) -> object:
     """A 0-d stand-in for an operand: its value if that is replicated and has one element, else 1."""
     if type(a) is not DTensor:
         return a

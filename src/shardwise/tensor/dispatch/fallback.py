@@ -55,7 +55,7 @@ class Wrapper(torch.Tensor):
         return pytree.tree_map(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
 
 
-def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> object:
     if rule_of(func) is not None:
         return DTensor._dispatch(func, args, kwargs)
     if func.name() == "aten::is_same_size":

@@ -54,7 +54,7 @@ def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
     return are_installed() or any(condition(tensors()) for condition in _conditions)
 
 
-def _call_hooks(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _call_hooks(func: Op, args: Args, kwargs: Kwargs) -> object:
     proceed: Proceed = lambda: dispatcher.dispatch(func, args, kwargs)  # noqa: E731
     for hook in _hooks.get(collectives.transport(), ()):
         proceed = _bound(hook, proceed, func, args, kwargs)

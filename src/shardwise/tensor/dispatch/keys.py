@@ -45,7 +45,7 @@ def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, 
     return tuple(key)
 
 
-def _part(a: Any, floats_alike: bool) -> Any:
+def _part(a: Any, floats_alike: bool) -> object:
     """What any argument adds to a key."""
     kind = type(a)
     if kind is float:

@@ -21,6 +21,8 @@ from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
 from shardwise.tensor.handlers.copies import copies_of
 from shardwise.trace.capture_hooks import tracing_paused
 
+PreparedCall = tuple[resolve.Recipe, RankContext, list[Any], Kwargs]  # a recipe, its context, local arguments
+
 
 def local_call(rule: OpRule, runnable: RunnableRecipe) -> Callable[..., Any]:
     """The callable that runs the op on this rank.
@@ -109,9 +111,7 @@ class _RedistributeCall(ReadsLayouts):
         return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
 
 
-def prepare_operands(
-    runnable: RunnableRecipe, args: Args, kwargs: Kwargs
-) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
+def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> PreparedCall:
     """The arguments as local tensors, in the layouts that the recipe wants, and the context for its local function."""
     recipe, op, needs_plain = runnable
     targets = dict(recipe.redistributed)
@@ -160,7 +160,7 @@ def _first_dtensor(args: Args, kwargs: Kwargs) -> DTensor:
     return next(a for a in (*args, *kwargs.values()) if type(a) is DTensor)
 
 
-def _local(x: Any, operands: list[DTensor] | None = None) -> Any:
+def _local(x: Any, operands: list[DTensor] | None = None) -> object:
     """An argument with local tensors in place of DTensors, which are appended to `operands`."""
     kind = type(x)
     if kind is DTensor:

@@ -22,8 +22,7 @@ from shardwise.tensor.dispatch import meshes, recipes, resolve
 from shardwise.tensor.dispatch.consistent_errors import with_consistent_errors
 from shardwise.tensor.dispatch.fallback import run_without_row
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
-from shardwise.tensor.dispatch.local_calls import call_under_hooks, local_call, prepare_operands
-from shardwise.tensor.dispatch.local_context import RankContext
+from shardwise.tensor.dispatch.local_calls import PreparedCall, call_under_hooks, local_call, prepare_operands
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors, into_plain
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
@@ -65,7 +64,7 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
         return out
 
 
-def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> Any:
+def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> object:
     """Run a call that is not in the cache, and cache it if no operand has to be redistributed."""
     if kwargs and kwargs.get("out") is not None:
         return _run_with_out(func, args, kwargs)
@@ -109,7 +108,7 @@ def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
 
 
-def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Redistribute the result into `out=`, which keeps its layout."""
     out = kwargs["out"]
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -135,7 +134,7 @@ def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     return recipes.find_recipe(call_key(func, rule, args, kwargs), func, rule, args, kwargs)
 
 
-def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[resolve.Recipe, RankContext, list[Any], Kwargs]:
+def prepared(func: Op, args: Args, kwargs: Kwargs) -> PreparedCall:
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
     args, kwargs = all_promoted(func, args, kwargs)
     return prepare_operands(recipe_of(func, args, kwargs), args, kwargs)

@@ -39,14 +39,14 @@ def _attribute(func: Any) -> str:
 
 
 @handler_of_family(lambda func: _attribute(func) in SAME)
-def same(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def same(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Call `func` on the local tensor."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 @handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> object:
     out = same(func, args, kwargs)
     if type(args[0]) is DTensor:
         enable_bucketing(args[0])
@@ -54,7 +54,7 @@ def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 @handler(Tensor.register_post_accumulate_grad_hook)
-def _register_post_accumulate_grad_hook(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _register_post_accumulate_grad_hook(func: Op, args: Args, kwargs: Kwargs) -> object:
     return same(func, (args[0], _as_user_code(*args[1:], **kwargs)), {})
 
 
@@ -69,12 +69,12 @@ def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @handler(Tensor.register_hook)
-def _register_hook(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _register_hook(func: Op, args: Args, kwargs: Kwargs) -> object:
     """`x.register_hook(hook)`: `hook` gets the gradient as a DTensor, and may return one in any placements."""
     return _hooked(*args, **kwargs)
 
 
-def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
+def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
     layout = x._layout
 
     def on_local(grad: Tensor) -> Tensor | None:
@@ -92,7 +92,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> Any:
 
 
 @handler_of_family(lambda func: getattr(func, "__name__", "") in ("__get__", "__set__"))
-def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Read or set an attribute that may differ between the local and the global tensor; most are refused."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
@@ -139,7 +139,7 @@ def _to_sparse(func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
 
 
 @handler(Tensor.view_as)
-def _view_as(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _view_as(func: Op, args: Args, kwargs: Kwargs) -> object:
     """`x.view_as(x)` is an alias with its own autograd node; torch uses it to find the leaf of a gradient."""
     x, other = args
     if x is not other:

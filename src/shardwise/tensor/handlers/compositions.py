@@ -1,6 +1,6 @@
 """Ops with a decomposition of their own, because torch's would communicate more."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +12,14 @@ from shardwise.tensor.dispatch.fallback import run_decomposed
 
 
 @handler(torch.roll, Tensor.roll, no_row=True)
-def _roll(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _roll(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
     return x.reshape(-1).roll(shifts, 0).view(x.shape)
 
 
 @replacement(torch.rot90, Tensor.rot90)
-def _rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
+def _rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     a, b = dims
     match k % 4:
         case 1:
@@ -32,7 +32,7 @@ def _rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
 
 
 @replacement(torch.functional.block_diag)
-def _block_diag(*tensors: Any) -> Any:
+def _block_diag(*tensors: Tensor) -> Tensor:
     blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in tensors]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:
@@ -42,17 +42,17 @@ def _block_diag(*tensors: Any) -> Any:
 
 
 @handler(torch.tensor_split, Tensor.tensor_split, no_row=True)
-def _tensor_split(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _tensor_split(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Indices in a tensor are read as numbers."""
     args = tuple(a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args))
     return func(*args, **{k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()})
 
 
 @handler(F.one_hot)
-def _one_hot(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _one_hot(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Torch checks the classes in a way that skips tensors without memory, such as wrappers."""
 
-    def coded(x: Any, num_classes: int = -1) -> Any:
+    def coded(x: Tensor, num_classes: int = -1) -> object:
         if x.numel() and x.min().item() < 0:
             raise RuntimeError("Class values must be non-negative.")
         if x.numel() and -1 < num_classes <= x.max().item():

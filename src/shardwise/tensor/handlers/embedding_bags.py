@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +14,7 @@ from shardwise.embedding.requests import Lookup, exchange_axes
 from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Kwargs, arguments
 from shardwise.tensor.dispatch import run_op
+from shardwise.tensor.dispatch.local_calls import PreparedCall
 from shardwise.tensor.dispatch.resolve import NoRowError, SeveralMeshesError
 from shardwise.tensor.dtensor import DTensor, tag
 
@@ -31,6 +31,7 @@ def _embedding_bags(func: object, args: Args, kwargs: Kwargs) -> list[Tensor]:
             prepared = _prepared(ids, weight, start, {"mode": mode, "sparse": sparse})
             if prepared is not None:
                 recipe, ctx, locals_, named = prepared
+                assert recipe.local_impl is not None
                 alone = partial(recipe.local_impl, ctx, *locals_, **named)
                 axes = exchange_axes(ctx)
                 if axes and recipe.local_impl is lookup.embedding_bag:
@@ -55,7 +56,7 @@ def _together(members: Sequence[Member]) -> list[Tensor]:
         return [alone() for _, _, alone in members]
 
 
-def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs) -> Any:
+def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs) -> PreparedCall | None:
     """A lookup's recipe and local arguments; None if it shares nothing: plain tensors, several meshes, no row."""
     if type(weight) is not DTensor and type(ids) is not DTensor:
         return None

@@ -1,7 +1,5 @@
 """Functions that torch may run as one fused kernel, decomposed into ops with rules."""
 
-from typing import Any
-
 import torch.nn.functional as F
 
 from shardwise.rules.registry import handler
@@ -9,7 +7,7 @@ from shardwise.rules.row import Args, Kwargs, Op
 
 
 @handler(F.linear_cross_entropy)
-def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> object:
     """`options` are for the fused kernel, which works in chunks."""
     named = {k: v for k, v in kwargs.items() if k not in ("linear_bias", "options")}
     x, linear_weight, target = args

@@ -65,7 +65,7 @@ def _on_one_mesh(func: Any, args: Args) -> Args:
 
 
 @handler(Tensor.__getitem__)
-def _get_item(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _get_item(func: Op, args: Args, kwargs: Kwargs) -> object:
     x, brackets = args
     if type(x) is not DTensor:
         lead = next(a for a in pytree.tree_leaves(brackets) if type(a) is DTensor)
@@ -135,7 +135,7 @@ def _assign(view: DTensor, value: Any) -> None:
     view.copy_(_expanded_for(value, view))
 
 
-def _without_ones(value: object, ndim: int) -> Any:
+def _without_ones(value: object, ndim: int) -> object:
     """The value without leading dims of size 1 that are too many, as torch does."""
     while isinstance(value, Tensor) and value.ndim > ndim and value.shape[0] == 1:
         value = value.squeeze(0)
@@ -219,7 +219,7 @@ def _parsed(x: DTensor, brackets: object) -> Index:
     return Index(tuple(items), tensors)
 
 
-def _part(p: Any, x: DTensor) -> Any:
+def _part(p: Any, x: DTensor) -> object:
     """One part of an index as an integer, slice, None, Ellipsis, `_Flag`, or tensor of at least one dim."""
     if p is None or p is Ellipsis or isinstance(p, slice):
         return p
@@ -329,16 +329,18 @@ def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
 
 
 @replacement(torch.select_scatter, Tensor.select_scatter, aten.select_scatter.default)
-def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     return _with(input, (*(slice(None),) * (dim % input.ndim), index), src)
 
 
 @replacement(torch.slice_scatter, Tensor.slice_scatter, aten.slice_scatter.default)
-def _slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def _slice_scatter(
+    input: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
     return _with(input, (*(slice(None),) * (dim % input.ndim), slice(start, end, step)), src)
 
 
-def _with(x: Any, brackets: Any, src: Any) -> Any:
+def _with(x: Tensor, brackets: tuple[slice | int, ...], src: Any) -> Tensor:
     """A copy of x with x[brackets] = src."""
     out = x.clone() if type(x) is DTensor else promoted(x, src._layout.mesh, "scatter").clone()
     wanted = torch.empty(x.shape, device="meta")[brackets].shape
@@ -350,12 +352,12 @@ def _with(x: Any, brackets: Any, src: Any) -> Any:
 
 
 @replacement(Tensor.__contains__)
-def _contains(x: Any, element: Any) -> bool:
+def _contains(x: Tensor, element: Tensor | float) -> bool:
     return bool((x == element).any())
 
 
 @replacement(Tensor.__reversed__)
-def _reversed(x: Any) -> Any:
+def _reversed(x: Tensor) -> Tensor:
     return x.flip(0) if x.ndim else x
 
 
@@ -364,7 +366,7 @@ def _reversed(x: Any) -> Any:
     torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,
     aten.index_put_.default, no_row=True,
 )  # fmt: skip
-def _index_masks(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _index_masks(func: Op, args: Args, kwargs: Kwargs) -> object:
     """index and index_put with masks, which become the indices of their elements."""
     named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | kwargs
     x, indices = named.pop("self"), named.pop("indices")
@@ -377,7 +379,7 @@ def _index_masks(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return func(x, flat, **named)
 
 
-def _without_rule(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _without_rule(func: Op, args: Args, kwargs: Kwargs) -> object:
     if isinstance(func, torch._ops.OpOverload):
         return run_replicated(func, args, kwargs, "no row fits its operands")
     return run_decomposed(func, args, kwargs)

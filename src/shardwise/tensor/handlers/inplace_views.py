@@ -13,11 +13,11 @@ from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import plain
 
 
-def _root(x: Tensor) -> Any:
+def _root(x: Tensor) -> Tensor | None:
     return x._base if x._is_view() else x
 
 
-def _becomes(view: Any) -> Handler:
+def _becomes(view: Op) -> Handler:
     def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         out = view(*args, **kwargs)

@@ -32,7 +32,7 @@ _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs r
 @handler_of_family(
     lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
 )
-def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def run(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Run a list op. Tensors at one position of the lists are redistributed to the layout in the first list."""
     name: str = func.__name__
     if name in ONE_BY_ONE:
@@ -112,7 +112,7 @@ def _layout_at(name: str, args: Sequence[Any], kwargs: Kwargs, index: int, first
     return None
 
 
-def _laid_out(name: str, a: Any, layouts: Sequence[Layout | None], lead: bool) -> Any:
+def _laid_out(name: str, a: Any, layouts: Sequence[Layout | None], lead: bool) -> object:
     if not _is_tensor_list(a):
         if type(a) is DTensor:
             return _scalar(name, a)
