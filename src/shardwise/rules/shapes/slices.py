@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, _linalg_utils
 
 from shardwise.layout import Shard
 from shardwise.rules.empty import never_empty
@@ -21,6 +21,7 @@ aten = torch.ops.aten
 LINALG = {
     "det slogdet inv inv_ex cholesky cholesky_ex eig eigvals eigh eigvalsh svd svdvals qr lu lu_factor": (2,),
     "lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power matrix_rank pinv": (2,),
+    "matrix_sqrth polar": (2,),  # since torch 2.14
     "solve_triangular": (2, 2), "lu_solve ldl_solve": (2, 1, 2), "vander": (1,),
 }  # fmt: skip
 TORCH = {
@@ -97,9 +98,11 @@ def pairs(last: int, input: Meta) -> list[Row]:
     return [*slice_rows([(input, last)]), *(Row((p,), p, "a view of partial sums is Partial") for p in SUMS)]
 
 
-for _homes, _table in (((torch.linalg,), LINALG), ((torch, Tensor), TORCH)):
+# torch keeps functions that it removed in `_linalg_utils`, where they only raise (`qr` and `cholesky` since 2.14).
+for _homes, _table, _removed in (((torch.linalg,), LINALG, {}), ((torch, Tensor), TORCH, vars(_linalg_utils))):
     for _names, _last_dims in _table.items():
-        _ops = [getattr(home, name) for name in _names.split() for home in _homes if hasattr(home, name)]
+        _kept = [name for name in _names.split() if name not in _removed]
+        _ops = [getattr(home, name) for name in _kept for home in _homes if hasattr(home, name)]
         register(OpRule(partial(batched, _last_dims)), *_ops)
 _decompositions = [getattr(aten, f"_linalg_{name}").default for name in ("det", "slogdet", "svd", "eigh")]
 register(OpRule(partial(batched, (2,))), *_decompositions)
