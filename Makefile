@@ -2,7 +2,7 @@
 # make check   format check, lint, types
 # make quick   the tests on simulated ranks
 # make test    check, and all tests              (make test ARGS="-k layering")
-# make test-torch TORCH=2.14.1   the tests on simulated ranks with another torch, in an environment of its own (6 GB)
+# make test-torch TORCH=2.14.1   the tests on simulated ranks and the surveys of ops with another torch (6 GB)
 # Each prepares .venv when pyproject.toml or constraints.txt changed; otherwise it starts at once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -43,10 +43,15 @@ TORCH_READY := $(TORCH_ENV)/.ready-to-test
 
 test-torch: $(TORCH_READY)
 	$(TORCH_ENV)/bin/pytest -m "not processes and not survey" $(or $(ARGS),$(PARALLEL))
+ifndef ARGS
+	$(TORCH_ENV)/bin/pytest -m survey
+endif
 
 $(TORCH_READY): pyproject.toml constraints.txt
 	$(if $(TORCH),,$(error make test-torch needs a version: make test-torch TORCH=2.14.1))
 	$(PYTHON) -m venv $(TORCH_ENV)
+	$(TORCH_ENV)/bin/python -m pip install --quiet --no-deps torch==$(TORCH) || \
+		{ rm -r "$(TORCH_ENV)"; echo "pip cannot install torch $(TORCH). Fix: give a version that exists, as TORCH=2.14.1"; exit 1; }
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_ENV)/constraints.txt
 	$(TORCH_ENV)/bin/python -m pip install --quiet --constraint $(TORCH_ENV)/constraints.txt --editable ".[dev]"
 	touch $@
