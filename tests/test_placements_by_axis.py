@@ -248,3 +248,22 @@ def test_the_repr_of_a_tensor_names_axes() -> None:
     assert said.startswith(
         "DTensor(shape=(4, 6), placements={'dp': Shard(1), 'tp': Replicate()}, mesh=Mesh(dp=2, tp=2), "
     )
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_evenly_spaced_values_are_those_of_torch(mesh: Mesh, steps: int) -> None:
+    def job() -> None:
+        there: dict[str, Any] = {"device_mesh": mesh, "placements": {"tp": Shard(0)}}
+        for dtype in (None, torch.float64, torch.int64):
+            line = sw.linspace(-2, torch.tensor(9.5), steps, dtype=dtype, **there)
+            assert torch.equal(line.full_tensor(), torch.linspace(-2, 9.5, steps, dtype=dtype))
+        assert torch.equal(sw.linspace(0, 2j, steps, **there).full_tensor(), torch.linspace(0, 2j, steps))
+        powers = sw.logspace(0, 3, steps, 2.0, requires_grad=True, **there)
+        assert powers.is_leaf
+        assert powers.requires_grad
+        assert torch.equal(powers.detach().full_tensor(), torch.logspace(0, 3, steps, 2.0))
+        with pytest.raises(LayoutError, match=r"^linspace\(\) cannot create a Partial tensor"):
+            sw.linspace(0, 1, steps, device_mesh=mesh, placements={"tp": Partial()})
+
+    on_ranks(job)

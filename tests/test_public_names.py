@@ -32,6 +32,9 @@ PAIRS: list[tuple[str, Any, Any]] = [
     ),
 ]
 
+# Not offered: `spmd_types` runs a checker from a package of that name.
+NOT_OFFERED = {("local_map", "spmd_types")}
+
 
 @pytest.mark.parametrize(("name", "peer", "ours"), PAIRS, ids=[name for name, *_ in PAIRS])
 def test_public_names_take_the_arguments_that_torch_takes(name: str, peer: Any, ours: Any) -> None:
@@ -40,7 +43,9 @@ def test_public_names_take_the_arguments_that_torch_takes(name: str, peer: Any, 
     have = inspect.signature(ours).parameters
     extra = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in have.values())
     for wanted in inspect.signature(peer).parameters.values():
-        assert wanted.name in have or extra, f"{name} has no argument {wanted.name}"
+        assert wanted.name in have or extra or (name, wanted.name) in NOT_OFFERED, (
+            f"{name} has no argument {wanted.name}"
+        )
 
 
 def test_placements_answer_the_questions_that_torch_s_answer() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.sharded_tensor import LocalShardsWrapper
     from shardwise.tensor import DTensor, distribute_tensor, strict
     from shardwise.tensor.autograd.buckets import gradient_buckets
-    from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
+    from shardwise.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from shardwise.trace.comm_trace import CommCounts, count_comms
 
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
@@ -41,7 +41,7 @@ _HOMES = {
     "shardwise.sharded_tensor": ("LocalShardsWrapper",),
     "shardwise.tensor": ("DTensor", "distribute_tensor", "strict"),
     "shardwise.tensor.autograd.buckets": ("gradient_buckets",),
-    "shardwise.tensor.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
+    "shardwise.tensor.factories": ("empty", "full", "linspace", "logspace", "ones", "rand", "randn", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -49,8 +49,8 @@ __all__ = [
     "Boxes", "CommCounts", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
     "Placement", "Placements", "Replicate", "Shard", "ShardwiseError", "capture", "count_comms", "debug",
     "distribute_module", "distribute_tensor", "embedding_bags", "empty", "full", "gradient_buckets",
-    "init_device_mesh", "launch", "no_implicit_comm", "ones", "parallel", "parallelize_module", "picture", "rand",
-    "randn", "rank", "shard_module", "sharding_table", "strict", "world_size", "zeros",
+    "init_device_mesh", "launch", "linspace", "logspace", "no_implicit_comm", "ones", "parallel", "parallelize_module",
+    "picture", "rand", "randn", "rank", "shard_module", "sharding_table", "strict", "world_size", "zeros",
 ]  # fmt: skip
 
 

@@ -168,6 +168,27 @@ def test_an_untested_torch_warns_once(uninstalled: pytest.MonkeyPatch) -> None:
         distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
 
 
+@pytest.mark.parametrize("version", ["2.15.0", "2.15.0a0+git", "2.1.3", "2.130.0", "3.0.0.dev20270101+cpu"])
+def test_a_warning_is_one_sentence_whatever_the_version_looks_like(
+    uninstalled: pytest.MonkeyPatch, version: str
+) -> None:
+    uninstalled.setattr(torch, "__version__", version)
+    with pytest.warns(UserWarning) as warned:
+        x = distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+    assert [str(w.message) for w in warned] == [
+        f"shardwise is tested with torch 2.13 and 2.14, not with torch {version}."
+    ]
+    assert x.sum().item() == 2
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1+cu130", "2.14.0a0+gitabc", torch.__version__])
+def test_builds_of_tested_versions_do_not_warn(uninstalled: pytest.MonkeyPatch, version: str) -> None:
+    uninstalled.setattr(torch, "__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+
+
 def test_an_attribute_error_of_a_step_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)]))
     p.grad = distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])

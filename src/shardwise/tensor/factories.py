@@ -1,6 +1,6 @@
-"""New distributed tensors: constants and random ones."""
+"""New distributed tensors: constants, evenly spaced values and random ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, placements_text
 from shardwise.rules.row import Kwargs
+from shardwise.tensor.conversion import scattered
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
@@ -54,12 +55,7 @@ def full(
 ) -> DTensor:
     """A DTensor of global shape `size` with one value everywhere; its dtype is that of `torch.full`."""
     dtype = torch.full((), fill_value).dtype if dtype is None else dtype
-    made = _made((size,), device_mesh, placements, dtype, layout)
-    if made._layout.partial_axes:
-        raise LayoutError(
-            f"full() cannot create a Partial tensor: {placements_text(made._layout.mesh, made.placements)}. "
-            f"Fix: use Replicate() or Shard()."
-        )
+    made = _not_partial("full", _made((size,), device_mesh, placements, dtype, layout))
     with DisableTorchFunctionSubclass():
         made.fill_(fill_value)
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -75,6 +71,35 @@ def ones(*size: object, **kwargs: object) -> DTensor:
     return full(shape_of(size), 1.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
 
 
+def linspace(start: Any, end: Any, steps: int, **kwargs: Any) -> DTensor:
+    """`steps` evenly spaced values from `start` to `end`, numbers or 0-d tensors; keyword arguments as for `full`."""
+    return _spaced(torch.linspace, start, end, steps, **kwargs)
+
+
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **kwargs: Any) -> DTensor:
+    """`base` to the power of evenly spaced exponents from `start` to `end`; otherwise as `linspace`."""
+    return _spaced(torch.logspace, start, end, steps, base, **kwargs)
+
+
+def _spaced(
+    make: Callable[..., torch.Tensor],
+    start: Any,
+    end: Any,
+    *args: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    start, end = (x.item() if isinstance(x, torch.Tensor) else x for x in (start, end))
+    values = make(start, end, *args, dtype=dtype)
+    made = _not_partial(make.__name__, _made((values.shape,), device_mesh, placements, values.dtype, layout))
+    if collectives.rank() in made._layout.mesh.ranks:
+        made = tag(scattered(values.to(made.device), made._layout, None), made._layout)
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
 def rand(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Uniform in [0, 1); the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
     return _unsummed(empty(*size, **kwargs)).uniform_().requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -83,6 +108,15 @@ def rand(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
 def randn(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Standard normal; the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
     return _unsummed(empty(*size, **kwargs)).normal_().requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _not_partial(factory: str, made: DTensor) -> DTensor:
+    if made._layout.partial_axes:
+        raise LayoutError(
+            f"{factory}() cannot create a Partial tensor: {placements_text(made._layout.mesh, made.placements)}. "
+            f"Fix: use Replicate() or Shard()."
+        )
+    return made
 
 
 def _unsummed(x: DTensor) -> DTensor:
