@@ -173,7 +173,7 @@ def test_a_warning_is_one_sentence_whatever_the_version_looks_like(
     uninstalled: pytest.MonkeyPatch, version: str
 ) -> None:
     uninstalled.setattr(torch, "__version__", version)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="tested with torch") as warned:
         x = distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
     assert [str(w.message) for w in warned] == [
         f"shardwise is tested with torch 2.13 and 2.14, not with torch {version}."
