@@ -99,5 +99,5 @@ def test_a_truncated_checkpoint_and_one_of_another_world(tmp_path: Path) -> None
 
 
 def test_what_is_no_mesh() -> None:
-    text = same_error(MeshError, lambda: distribute_tensor(torch.ones(4), "tp", [Shard(0)]))
+    text = same_error(MeshError, lambda: distribute_tensor(torch.ones(4), "tp", [Shard(0)]))  # type: ignore[arg-type]
     assert "A Mesh is wanted, or torch's DeviceMesh; got 'tp'" in text

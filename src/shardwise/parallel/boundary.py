@@ -18,7 +18,7 @@ from shardwise.redistribute.plan import same_local_shards
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
-from shardwise.tensor.conversion import fitted
+from shardwise.tensor.conversion import layout_of_local_shapes
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable
 from shardwise.trace.comm_trace import Cause
@@ -309,7 +309,7 @@ class BoundaryRedistribution:
         received = collectives.all_to_all(torch.tensor(sent * len(ranks)), counts, counts, ranks)
         rows = received.view(len(ranks), len(sent)).tolist()
         shapes = {rank: tuple(shape[:ndim]) for rank, (ndim, *shape) in zip(ranks, rows, strict=True)}
-        layout = fitted(self.mesh, placements, shapes, None)
+        layout = layout_of_local_shapes(self.mesh, placements, shapes)
         wrong = {rank: shape for rank, shape in shapes.items() if shape != layout.local_shape(rank)}
         if wrong:
             lines = [

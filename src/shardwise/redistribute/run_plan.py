@@ -4,8 +4,9 @@ A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Repli
 `src -> dst` is the redistribution `dual(dst) -> dual(src)`, which is itself differentiable.
 """
 
+from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -51,17 +52,15 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     """
     if src == dst:
         return local
-    plan = plan_redistribute(src, dst)
-    if not local.is_floating_point():
-        _check_dtype(plan, local.dtype)
+    plan = _plan_for(local.dtype, src, dst)
     with DisableTorchFunctionSubclass():
         if not plan.steps:  # the sum over one rank is the average
             return local.clone()
         if not comm_trace.listening():
-            return _run_steps(plan, local, cause)
+            return _run_steps(plan.steps, local, cause)
         cause = comm_trace.with_call_site(cause)
         with comm_trace.emitting(event_of(plan, local.element_size(), cause)):
-            return _run_steps(plan, local, cause)
+            return _run_steps(plan.steps, local, cause)
 
 
 def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Finish:
@@ -71,38 +70,24 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     """
     if src == dst:
         return local.clone
-    plan = plan_redistribute(src, dst)
-    if not local.is_floating_point():
-        _check_dtype(plan, local.dtype)
-    comm_steps = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange | AllReduce)]
+    plan = _plan_for(local.dtype, src, dst)
+    comm_steps = [(i, step) for i, step in enumerate(plan.steps) if isinstance(step, Exchange | AllReduce)]
     if not comm_steps:
-        return lambda: _run_steps(plan, local, cause)
+        return lambda: _run_steps(plan.steps, local, cause)
+    index, last = comm_steps[-1]
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
     with (
         torch.no_grad(),
         DisableTorchFunctionSubclass(),
         comm_trace.emitting(event_of(plan, local.element_size(), cause)),
     ):
-        for step in plan.steps[: comm_steps[-1]]:
-            local = _run(step, local, cause)
-        wait = _start(plan.steps[comm_steps[-1]], local)
+        wait = _start(last, _run_steps(plan.steps[:index], local, cause))
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            found = wait()
-            for step in plan.steps[comm_steps[-1] + 1 :]:
-                found = _run(step, found, cause)
-            return found
+            return _run_steps(plan.steps[index + 1 :], wait(), cause)
 
     return finish
-
-
-def _start(step: Step, local: Tensor) -> Finish:
-    if isinstance(step, Exchange):
-        return start_exchange(local, step)
-    assert isinstance(step, AllReduce)
-    group = step.group(collectives.rank())
-    return collectives.start_all_reduce(local, "sum", group) if group else local.clone
 
 
 def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
@@ -113,44 +98,41 @@ def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
     return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
 
 
-def _run_steps(plan: RedistributePlan, local: Tensor, cause: Cause) -> Tensor:
-    for step in plan.steps:
+def _run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:
+    for step in steps:
         local = _run(step, local, cause)
     return local
 
 
 def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
-    recorded = local.requires_grad and torch.is_grad_enabled()  # seldom in backward: no node then
     match step:
-        case Exchange() if not recorded:
-            return run_exchange(local, step)
-        case AllReduce() if not recorded:
-            return _reduced(local, step)
-        case Exchange():
-            return _Exchange.apply(local, step, cause)
-        case AllReduce():
-            return _AllReduce.apply(local, step, cause)
+        case Exchange() | AllReduce():
+            if local.requires_grad and torch.is_grad_enabled():  # seldom in backward: no node then
+                return _Communicate.apply(local, step, cause)
+            return _communicate(step, local)
         case Scale(factor):
             return local * factor
         case Restack(dst):
             return local.reshape(dst.local_shape(collectives.rank()))
         case ReduceStack(dim, reduce_op, dst):
             return _reduce_stack(local, dim, reduce_op, dst.local_shape(collectives.rank()))
-    raise AssertionError(f"unknown step {step}")
+    assert_never(step)
 
 
-def _check_dtype(plan: RedistributePlan, dtype: torch.dtype) -> None:
-    """Refuse reductions that the dtype does not have, before anything is sent, so that every rank raises the same."""
-    ops = {p.reduce_op for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial)}
+def _plan_for(dtype: torch.dtype, src: Layout, dst: Layout) -> RedistributePlan:
+    """The plan. Reductions that the dtype does not have are refused before anything is sent, on every rank alike."""
+    plan = plan_redistribute(src, dst)
+    if dtype.is_floating_point:
+        return plan
+    ops = {p.reduce_op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
     if dtype.is_complex and ops & {"max", "min"}:
-        raise RuleError(
-            f"Cannot redistribute {dtype} from {plan.src} to {plan.dst}: complex numbers have no maximum or minimum."
-        )
+        raise RuleError(f"Cannot redistribute {dtype} from {src} to {dst}: complex numbers have no maximum or minimum.")
     if not dtype.is_complex and any(isinstance(step, Scale) for step in plan.steps):
         raise RuleError(
-            f"Cannot redistribute {dtype} from {plan.src} to {plan.dst}: integers have no exact average. "
+            f"Cannot redistribute {dtype} from {src} to {dst}: integers have no exact average. "
             f"Fix: convert the tensor to floating point first, or use Partial('sum')."
         )
+    return plan
 
 
 def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
@@ -164,32 +146,30 @@ def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...
     return local.prod(dim, dtype=local.dtype)
 
 
-class _Step(TensorFunction):
+def _communicate(step: Exchange | AllReduce, local: Tensor) -> Tensor:
+    if isinstance(step, Exchange):
+        return run_exchange(local, step)
+    group = step.group(collectives.rank())
+    return collectives.all_reduce(local, "sum", group) if group else local.clone()
+
+
+def _start(step: Exchange | AllReduce, local: Tensor) -> Finish:
+    """`_communicate`, started: call the result to wait for it."""
+    if isinstance(step, Exchange):
+        return start_exchange(local, step)
+    group = step.group(collectives.rank())
+    return collectives.start_all_reduce(local, "sum", group) if group else local.clone
+
+
+class _Communicate(TensorFunction):
     """A step that communicates; its backward is the dual redistribution."""
 
     @staticmethod
+    def forward(ctx: Any, local: Tensor, step: Exchange | AllReduce, cause: Cause) -> Tensor:
+        ctx.step, ctx.cause = step, cause
+        return _communicate(step, local)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            redistribute_local(grads[0], ctx.step.dst.dual(), ctx.step.src.dual(), ctx.cause.for_backward()),
-            None,
-            None,
-        )
-
-
-class _Exchange(_Step):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, step: Exchange, cause: Cause) -> Tensor:
-        ctx.step, ctx.cause = step, cause
-        return run_exchange(local, step)
-
-
-class _AllReduce(_Step):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, step: AllReduce, cause: Cause) -> Tensor:
-        ctx.step, ctx.cause = step, cause
-        return _reduced(local, step)
-
-
-def _reduced(local: Tensor, step: AllReduce) -> Tensor:
-    group = step.group(collectives.rank())
-    return collectives.all_reduce(local, "sum", group) if group else local.clone()
+        step, cause = ctx.step, ctx.cause.for_backward()
+        return redistribute_local(grads[0], step.dst.dual(), step.src.dual(), cause), None, None

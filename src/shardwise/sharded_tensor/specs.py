@@ -23,7 +23,7 @@ from shardwise.sharded_tensor.metadata import (
     TensorProperties,
     listed,
 )
-from shardwise.tensor.conversion import sent_by
+from shardwise.tensor.conversion import receive_local_shard
 from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
 
 
@@ -69,7 +69,7 @@ class ShardingSpec(ABC):
         layout = self.layout(tensor.shape, ranks)
         with torch.no_grad():
             source = tensor.detach() if tensor.is_meta else tensor.detach().to(layout.mesh.device_type)
-            result = tag(sent_by(ranks[src_rank], source, layout), layout)
+            result = tag(receive_local_shard(ranks[src_rank], source, layout), layout)
         result._spec = self
         return result.requires_grad_(tensor.requires_grad)
 

@@ -16,7 +16,7 @@ from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import PlanError
 from shardwise.layout import Layout, Mesh
-from shardwise.tensor.conversion import scattered
+from shardwise.tensor.conversion import local_shard_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag, to_layout
 
 LISTED = 12  # names in the error for an unknown one
@@ -175,7 +175,7 @@ def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int |
     elif parameter.is_meta or rank not in layout.mesh.ranks:
         local = torch.empty(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
     else:
-        local = scattered(parameter.detach(), layout, src_rank)
+        local = local_shard_of(parameter.detach(), layout, src_rank)
     result = nn.Parameter(tag(local, layout), parameter.requires_grad)
     result._name = name  # type: ignore[attr-defined]
     return result
