@@ -11,7 +11,7 @@ from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, placements_text
 from shardwise.rules.row import Kwargs
-from shardwise.tensor.conversion import scattered
+from shardwise.tensor.conversion import local_shard_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
@@ -96,7 +96,7 @@ def _spaced(
     values = make(start, end, *args, dtype=dtype)
     made = _not_partial(make.__name__, _made((values.shape,), device_mesh, placements, values.dtype, layout))
     if collectives.rank() in made._layout.mesh.ranks:
-        made = tag(scattered(values.to(made.device), made._layout, None), made._layout)
+        made = tag(local_shard_of(values.to(made.device), made._layout, None), made._layout)
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
