@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Placement, Placements, Shard, as_placements, placements_text
+from shardwise.layout import REPLICATE, Mesh, Placement, Placements, Shard, as_placements, placements_text
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.registry import override
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor import DTensor, strict
 from shardwise.tensor.dispatch.dispatcher import forget
 
+PerArgument = Sequence[Placements | None] | None  # None: any for all
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
 
 
@@ -88,7 +89,7 @@ def _as_row(found: Row | Acceptable, args: Args, kwargs: Kwargs) -> Row:
     return Row(placed, outputs[0] if len(outputs) == 1 else tuple(outputs), "as registered")
 
 
-def _is_meta(x: Any) -> bool:
+def _is_meta(x: object) -> bool:
     return isinstance(x, Meta)
 
 
@@ -102,8 +103,8 @@ def implicit_replication() -> Iterator[None]:
 def local_map(
     func: Op | None = None,
     out_placements: Any = None,
-    in_placements: Sequence[Placements | None] | None = None,
-    in_grad_placements: Sequence[Placements | None] | None = None,
+    in_placements: PerArgument = None,
+    in_grad_placements: PerArgument = None,
     device_mesh: Any = None,
     *,
     redistribute_inputs: bool = False,
@@ -151,20 +152,22 @@ def local_map(
 class _LocalOf:
     """Argument number i as a local tensor, if it is a DTensor."""
 
-    def __init__(self, placements: Any, grad_placements: Any, redistribute: bool, unnamed: int, count: int) -> None:
+    def __init__(
+        self, placements: PerArgument, grad_placements: PerArgument, redistribute: bool, unnamed: int, count: int
+    ) -> None:
         self.placements = self._for_each("in_placements", placements, unnamed, count)
         self.grad_placements = self._for_each("in_grad_placements", grad_placements, unnamed, count)
         self.redistribute = redistribute
 
     @staticmethod
-    def _for_each(name: str, given: Any, unnamed: int, count: int) -> list[Any]:
+    def _for_each(name: str, given: PerArgument, unnamed: int, count: int) -> list[Placements | None]:
         """One entry per argument; those of keyword arguments may be omitted."""
-        found = [None] * count if given is None else list(given)
+        found: list[Placements | None] = [None] * count if given is None else list(given)
         if len(found) not in (unnamed, count):
             raise LayoutError(f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}.")
         return found + [None] * (count - len(found))
 
-    def __call__(self, index: int, x: Any) -> Any:
+    def __call__(self, index: int, x: object) -> object:
         if not isinstance(x, DTensor):
             return x
         wanted = self.placements[index]
@@ -190,7 +193,7 @@ def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
     return wanted
 
 
-def _output(x: Any, placements: Placements | None, mesh: Any) -> Any:
+def _output(x: object, placements: Placements | None, mesh: Mesh) -> object:
     if not isinstance(x, Tensor):
         if placements is not None:
             raise LayoutError(f"local_map: out_placements {placements} for a result that is no tensor: {x!r}.")
