@@ -56,6 +56,9 @@ class Layout:
     shard_order: tuple[int, ...]
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # along which ranks hold partial values
+    _hash: int
+    _boxes: dict[int, tuple[Box, ...]]  # by rank, as far as they were computed
+    _dual: "Layout | None"
 
     def __new__(
         cls,
@@ -92,7 +95,7 @@ class Layout:
         raise AttributeError(f"A Layout is frozen; make a new one instead of setting {name}.")
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash
 
     def __reduce__(self) -> tuple[type["Layout"], tuple[object, ...]]:
         return Layout, (self.mesh, self.placements, self.shape, self.shard_order)
@@ -118,10 +121,10 @@ class Layout:
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The boxes of `rank`, in the order of its local elements; an empty shard is an empty box."""
-        found = self._boxes.get(rank)  # type: ignore[attr-defined]
+        found = self._boxes.get(rank)
         if found is None:
-            found = self._boxes[rank] = self._boxes_of(rank)  # type: ignore[attr-defined]
-        return found  # type: ignore[no-any-return]
+            found = self._boxes[rank] = self._boxes_of(rank)
+        return found
 
     def box(self, rank: int) -> Box:
         """The first box of `rank`, an empty one if it has none."""
@@ -195,11 +198,11 @@ class Layout:
 
     def dual(self) -> "Layout":
         """The layout of the gradient of a tensor of this layout."""
-        found = self._dual  # type: ignore[attr-defined]
+        found = self._dual
         if found is None:
             found = self.replace([dual(p) for p in self.placements])
             object.__setattr__(self, "_dual", found)
-        return found  # type: ignore[no-any-return]
+        return found
 
     @property
     def is_replicated(self) -> bool:
