@@ -38,7 +38,9 @@ ANY = r": Any\b|-> Any\b"
 # Words with a plain meaning that once stood for a term of the field; docs/glossary.md has the terms.
 WORDS = (
     "summand|summands|cut|cuts|whole|piece|pieces|travel|travels|travelled|travelling|border|borders|mend|mended|bring|brings|brought|"
-    "tell|tells|told|stand|stands|asked|dearer|ragged|crossing|crossings"
+    "tell|tells|told|stand|stands|asked|dearer|priced|ragged|crossing|crossings|contribution|contributions|door|doors|"
+    "tape|tapes|surroundings|board|boards|cry|cries|greet|greets|hear|hears|heard|ears|meter|meters|granule|granules|"
+    "sizeless|outdated|outdates"
 ).split("|")
 
 

@@ -89,7 +89,7 @@ def test_replicas_share_a_cell_and_ranks_without_anything_are_named() -> None:
 def test_partial_values_and_their_replicas_are_marked() -> None:
     text = drawn(Layout(Mesh((2, 2, 2)), [Partial(), Replicate(), Shard(0)], (6, 5)))
     assert "│ sum(rank 0 | 2, 4 | 6) │" in text
-    assert "sum(…): these ranks hold partial values of the whole cell; a | b hold the same" in text
+    assert "sum(…): these ranks hold partial values of the full cell; a | b hold the same" in text
     assert "│ max(rank 0-2) │" in drawn(Layout(Mesh((3,)), [Partial("max")], (6, 5)))
     assert "(…)" not in drawn(Layout(Mesh((3,)), [Partial("max")], (0, 5)))
 

@@ -31,7 +31,7 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
     said: dict[str, Any]
     try:
         said = {"done": work()}
-    except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it and not wait
+    except Exception as error:  # noqa: BLE001 - whatever it is, the peers must learn of it and not wait
         cause, said = error, {"failed": _text(error)}
     answers = collectives.gather_json({"what": what} | said, all_ranks())
     failed = {rank: str(answer["failed"]) for rank, answer in enumerate(answers) if "failed" in answer}

@@ -1,4 +1,4 @@
-"""Detection of short messages: gloo accepts fewer bytes than it was asked to receive, without an error."""
+"""Detection of short messages: gloo accepts a message shorter than the receive buffer, without an error."""
 
 import os
 from collections.abc import Sequence

@@ -59,7 +59,7 @@ def _picture(picture: Subject) -> Drawing:
     if not body:
         below.insert(0, "(no element)")
     elif any(cell.reduction for cell in cells_of(layout)[:1]):
-        below.insert(0, "dashed: these ranks hold partial values of the whole cell")
+        below.insert(0, "dashed: these ranks hold partial values of the full cell")
     start = MARGIN + LINE * len(above)
     lines = [_text(line, MARGIN, MARGIN + LINE * (i + 0.5)) for i, line in enumerate(above)]
     lines += [_text(line, MARGIN, start + height + LINE * (i + 1)) for i, line in enumerate(below)]

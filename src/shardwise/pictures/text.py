@@ -38,7 +38,7 @@ def _legend(cells: Sequence[Cell]) -> Iterator[str]:
     if cells and cells[0].reduction:
         copies = any(len(ranks) > 1 for cell in cells for ranks in cell.partials)
         bar = "; a | b hold the same" if copies else ""
-        yield f"{cells[0].reduction}(…): these ranks hold partial values of the whole cell{bar}"
+        yield f"{cells[0].reduction}(…): these ranks hold partial values of the full cell{bar}"
 
 
 # ---- panels -----------------------------------------------------------------------------------------------------

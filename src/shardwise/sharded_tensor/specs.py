@@ -110,7 +110,7 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = N
     Args:
         resharding_spec: how to shard it.
         process_group: the ranks that hold the result; None is the ranks that hold `x`. Ranks that leave also call
-            this, with the ranks of the group: torch does not tell them the members of a group they are not in.
+            this, with the ranks of the group: torch does not give them the members of a group they are not in.
 
     Raises:
         LayoutError: the spec does not fit.

@@ -37,7 +37,7 @@ class DTensorConverter:
         replicate_only: only Replicate.
         uneven: also uneven shards, none of them empty: torch's, and one of explicit sizes.
         empty: also layouts with empty shards: torch's, and one with all rows on the last rank.
-        partial: also contributions of all ranks that add up to the value, for floating and complex tensors.
+        partial: also `Partial`: local tensors that add up to the value, for floating and complex tensors.
         bools: also shard boolean tensors.
 
     Attributes:

@@ -111,7 +111,7 @@ def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
 
 
 def _stand_in(a: object) -> object:
-    """A 0-d stand-in for an operand: its value if that is replicated and has one element, else 1."""
+    """A 0-d substitute for an operand: its value if that is replicated and has one element, else 1."""
     if type(a) is not DTensor:
         return a
     local: torch.Tensor = a.detach()
