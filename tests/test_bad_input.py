@@ -55,18 +55,18 @@ def test_equal_parts_promised_where_the_length_does_not_divide() -> None:
 
 def test_ids_of_a_wrong_dtype_device_or_number_of_dims() -> None:
     mesh = Mesh((3,))
-    whole = [Replicate()]
-    text = same_error(IdTypeError, lambda: F.embedding(DTensor.from_local(torch.ones(3), mesh, whole), table(mesh)))
+    full = [Replicate()]
+    text = same_error(IdTypeError, lambda: F.embedding(DTensor.from_local(torch.ones(3), mesh, full), table(mesh)))
     assert "int32 or int64, got torch.float32" in text
     elsewhere = torch.zeros(3, dtype=torch.long, device="meta")
     layout_only = DTensor.from_local
     text = same_error(
         IdTypeError,
-        lambda: F.embedding(layout_only(elsewhere, mesh, whole, run_check=False, shape=(3,)), table(mesh)),
+        lambda: F.embedding(layout_only(elsewhere, mesh, full, run_check=False, shape=(3,)), table(mesh)),
     )
     assert "is on cpu, but its ids are on meta" in text
     deep = torch.zeros(2, 2, 2, dtype=torch.long)
-    text = same_error(IdTypeError, lambda: F.embedding_bag(DTensor.from_local(deep, mesh, whole), table(mesh)))
+    text = same_error(IdTypeError, lambda: F.embedding_bag(DTensor.from_local(deep, mesh, full), table(mesh)))
     assert "1 or 2 dims, got shape (2, 2, 2)" in text
 
 

@@ -208,8 +208,8 @@ def test_any_change_gives_a_valid_manifest_or_a_checkpoint_error(data: st.DataOb
 
 
 def test_what_could_not_be_read_back_is_not_written() -> None:
-    whole = (Chunk("rank-0000.safetensors", "x", Box((), ()), 0),)
-    scalar = StoredTensor(torch.bool, (), whole)
+    full = (Chunk("rank-0000.safetensors", "x", Box((), ()), 0),)
+    scalar = StoredTensor(torch.bool, (), full)
     with pytest.raises(CheckpointError, match="2 chunks have the key 'x'"):
         as_bytes(replace(SOUND, tensors={"a": scalar, "b": scalar}))
 

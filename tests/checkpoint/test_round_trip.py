@@ -94,10 +94,10 @@ def test_every_dtype_keeps_its_bits_and_is_read_by_other_tools(tmp_path: Path, d
 
     def body() -> None:
         save(tmp_path, {"x": distributed(full, layout), "y": full.clone()}, step=1)
-        found, whole = blank(layout, dtype), torch.zeros_like(full)
-        load(tmp_path, {"x": found, "y": whole})
+        found, full_value = blank(layout, dtype), torch.zeros_like(full)
+        load(tmp_path, {"x": found, "y": full_value})
         assert bits(found) == bits(local_tensor(full, layout, collectives.rank()))
-        assert bits(whole) == bits(full)
+        assert bits(full_value) == bits(full)
 
     world(2).run(body)
     first, second = (load_file(tmp_path / "step-00000001" / f"rank-000{rank}.safetensors") for rank in (0, 1))
@@ -166,8 +166,8 @@ def test_no_byte_of_a_tensor_is_stored_twice_and_copies_are_shared_out(tmp_path:
 
     def body() -> Path:
         copies = {f"w{i}": distributed(values((8, 4), i), Layout(mesh, [Replicate()], (8, 4))) for i in range(16)}
-        cut = {"cut": distributed(values((8, 4)), Layout(Mesh((2, 2)), [REPLICATE, Shard(0)], (8, 4)))}
-        return save(tmp_path, copies | cut, step=1)
+        sharding = {"cut": distributed(values((8, 4)), Layout(Mesh((2, 2)), [REPLICATE, Shard(0)], (8, 4)))}
+        return save(tmp_path, copies | sharding, step=1)
 
     path = world(4).run(body)[0]
     manifest = read_manifest(path)

@@ -77,8 +77,8 @@ def other_purpose() -> str:
 
 def other_layouts() -> list[str]:
     """Rank 1 turns rows into columns where the others turn columns into rows: the same counts, and garbage."""
-    mesh, whole = Mesh((3,)), torch.arange(9.0).view(3, 3)
-    rows, columns = distribute_tensor(whole, mesh, [Shard(0)]), distribute_tensor(whole, mesh, [Shard(1)])
+    mesh, full = Mesh((3,)), torch.arange(9.0).view(3, 3)
+    rows, columns = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(full, mesh, [Shard(1)])
     if rank() == 1:
         return refusal(lambda: columns.redistribute(placements=[Shard(0)])).splitlines()
     return refusal(lambda: rows.redistribute(placements=[Shard(1)])).splitlines()
@@ -200,8 +200,8 @@ def same_as_without() -> tuple[list[float], int, int]:
     x = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Shard(0, sizes=[4, 0, 3])])
     x.requires_grad_()
     with count_comms() as comms:
-        whole = x.redistribute(placements=[Replicate()])
-        (whole * whole).sum().backward()
+        full = x.redistribute(placements=[Replicate()])
+        (full * full).sum().backward()
         if rank() != 1:
             all_reduce(torch.ones(2), "sum", (0, 2))
     assert x.grad is not None

@@ -16,8 +16,8 @@ def arrived(dtype: torch.dtype, counts: list[int], came: list[int], value: int =
     """A buffer for pieces of `counts` elements, of which `came` came; and who is said to have sent too few."""
     out = torch.empty(sum(counts), dtype=dtype)
     check = RecvCheck(out, counts, own=1)
-    for piece, length in zip(out.split(counts), came, strict=True):
-        piece[:length] = value
+    for shard, length in zip(out.split(counts), came, strict=True):
+        shard[:length] = value
     return out, check.short_position()
 
 

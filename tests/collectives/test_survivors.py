@@ -72,14 +72,14 @@ def test_the_error_has_all_that_the_failed_rank_said_and_where_the_survivor_wait
 def test_an_exception_inside_an_op_reaches_ranks_that_are_further_on(job: object, tmp_path: Path) -> None:
     found = outcomes(tmp_path, job, timeout=LONG)  # type: ignore[arg-type]
     said = {jobs.fail_in_an_op: "out of memory", jobs.fail_in_backward: "in backward"}[job]  # type: ignore[index]
-    told = ("RemoteRankError", f"Rank 1 failed: Broken: {said}", 1)
-    assert errors(found) == {0: told, 1: ("Broken", said, None), 2: told}
+    expected = ("RemoteRankError", f"Rank 1 failed: Broken: {said}", 1)
+    assert errors(found) == {0: expected, 1: ("Broken", said, None), 2: expected}
 
 
 def test_a_collective_that_was_begun_raises_where_it_is_waited_for(tmp_path: Path) -> None:
     found = outcomes(tmp_path, jobs.fail_between_start_and_finish, timeout=LONG)
-    told = ("RemoteRankError", "Rank 1 failed: Broken: before the second", 1)
-    assert errors(found) == {0: told, 1: ("Broken", "before the second", None), 2: told}
+    expected = ("RemoteRankError", "Rank 1 failed: Broken: before the second", 1)
+    assert errors(found) == {0: expected, 1: ("Broken", "before the second", None), 2: expected}
     assert "waited in collective #3 of ranks (0, 1, 2): all_reduce sum of float32 (2,)" in found[0].text
 
 
@@ -190,8 +190,8 @@ def test_too_many_elements_end_the_receiver_and_the_others_name_it_and_the_check
 
 def test_a_rank_that_waits_for_a_rank_that_waited_for_the_failed_one_names_the_failed_one(tmp_path: Path) -> None:
     found = outcomes(tmp_path, jobs.wait_in_a_chain, timeout=LONG)
-    told = ("RemoteRankError", "Rank 1 failed: Broken: the first of three", 1)
-    assert errors(found) == {0: told, 1: ("Broken", "the first of three", None), 2: told}
+    expected = ("RemoteRankError", "Rank 1 failed: Broken: the first of three", 1)
+    assert errors(found) == {0: expected, 1: ("Broken", "the first of three", None), 2: expected}
 
 
 def test_an_error_raised_while_handling_another_ranks_failure_is_not_the_root(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_an_error_raised_while_handling_another_ranks_failure_is_not_the_root(tm
 
 def test_a_failed_rank_that_lives_on_is_heard_of_before_the_timeout(tmp_path: Path) -> None:
     found = outcomes(tmp_path, jobs.report_and_live_on, str(tmp_path), timeout=LONG)
-    told = ("RemoteRankError", "Rank 1 failed: Broken: caught by its caller", 1)
-    assert errors(found) == {0: told, 2: told}
+    expected = ("RemoteRankError", "Rank 1 failed: Broken: caught by its caller", 1)
+    assert errors(found) == {0: expected, 2: expected}
     assert "transport said" not in found[0].text  # which knows of nothing
 
 
@@ -220,8 +220,8 @@ def test_the_world_is_found_from_every_thread(tmp_path: Path) -> None:
 
 def test_a_collective_in_another_thread_raises_the_same(tmp_path: Path) -> None:
     found = outcomes(tmp_path, jobs.fail_while_another_thread_waits, timeout=LONG)
-    told = ("RemoteRankError", "Rank 1 failed: Broken: boom", 1)
-    assert errors(found) == {0: told, 1: ("Broken", "boom", None), 2: told}
+    expected = ("RemoteRankError", "Rank 1 failed: Broken: boom", 1)
+    assert errors(found) == {0: expected, 1: ("Broken", "boom", None), 2: expected}
 
 
 # ---- joining ----------------------------------------------------------------------------------------------

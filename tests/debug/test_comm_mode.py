@@ -359,8 +359,8 @@ def test_values_and_gradients_are_those_without_the_mode() -> None:
         with CommDebugMode() if watched else count_comms():
             loss = module(x).square().sum()
             loss.backward()
-        whole: Any = [loss, *(p.grad for p in module.parameters())]
-        return [part.full_tensor() for part in whole]
+        full: Any = [loss, *(p.grad for p in module.parameters())]
+        return [part.full_tensor() for part in full]
 
     world(2).run(lambda: torch.testing.assert_close(outcome(True), outcome(False), rtol=0, atol=0))
 

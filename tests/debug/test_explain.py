@@ -290,15 +290,15 @@ def test_events_before_an_error_are_reported() -> None:
 def test_no_stack_is_read_unless_a_listener_wants_call_sites() -> None:
     def body() -> None:
         _, columns = operands(Mesh((3,)), requires_grad=True)
-        moved = columns.redistribute(placements=[S0])
-        assert moved.grad_fn is not None
-        assert moved.grad_fn.cause.call_site is None  # type: ignore[attr-defined]
+        redistributed = columns.redistribute(placements=[S0])
+        assert redistributed.grad_fn is not None
+        assert redistributed.grad_fn.cause.call_site is None  # type: ignore[attr-defined]
         with count_comms():
-            moved = columns.redistribute(placements=[S0])
-        assert moved.grad_fn.cause.call_site is None  # type: ignore[union-attr]
+            redistributed = columns.redistribute(placements=[S0])
+        assert redistributed.grad_fn.cause.call_site is None  # type: ignore[union-attr]
         with explain():
-            moved = columns.redistribute(placements=[S0])
-        assert moved.grad_fn.cause.call_site is not None  # type: ignore[union-attr]
+            redistributed = columns.redistribute(placements=[S0])
+        assert redistributed.grad_fn.cause.call_site is not None  # type: ignore[union-attr]
 
     on_ranks(3, body)
 
@@ -363,8 +363,8 @@ def test_a_maximum_that_backward_has_to_reduce_is_reported() -> None:
             top.backward()
         return [(event.cause.kind, event.cause.op) for event in report.events]
 
-    for told in on_ranks(2, body):
-        assert told[0] == ("operand", "backward")
+    for expected in on_ranks(2, body):
+        assert expected[0] == ("operand", "backward")
 
 
 @pytest.mark.processes

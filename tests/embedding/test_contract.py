@@ -167,16 +167,16 @@ LOOKUPS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", LOOKUPS)
-@pytest.mark.parametrize("cut", [R, S0], ids=str)
+@pytest.mark.parametrize("sharded", [R, S0], ids=str)
 @pytest.mark.parametrize(
     "placement", [S0, S1, OnRanks(1), Boxes(QUARTERS), Shard(0, [0, 512])], ids=lambda p: str(p)[:12]
 )
 @world(2)
 def test_ids_and_rows_travel_but_no_table_and_no_gradient_of_one(
-    placement: Placement, cut: Placement, call: str
+    placement: Placement, sharded: Placement, call: str
 ) -> None:
     table = distribute_tensor(BIG, Mesh((2,)), [placement]).requires_grad_()
-    ids = distribute_tensor(FEW, Mesh((2,)), [cut])
+    ids = distribute_tensor(FEW, Mesh((2,)), [sharded])
     with count_comms() as comms:
         LOOKUPS[call](ids, table).sum().backward()
         assert table.grad is not None

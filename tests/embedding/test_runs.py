@@ -32,14 +32,14 @@ TABLES: dict[str, tuple[Mesh, list[Placement], list[Placement]]] = {
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("name", TABLES)
 def test_sums_of_runs_equal_one_process(name: str, mode: str, sparse: bool) -> None:
-    mesh, cut, ids_cut = TABLES[name]
+    mesh, sharded, ids_cut = TABLES[name]
     plain = TABLE.clone().requires_grad_()
     want = F.embedding_bag(IDS, plain, mode=mode)
     (want * want.detach().cos()).sum().backward()
 
     @world(mesh.size())
     def body() -> None:
-        weight = distribute_tensor(TABLE, mesh, cut).requires_grad_()
+        weight = distribute_tensor(TABLE, mesh, sharded).requires_grad_()
         got = F.embedding_bag(distribute_tensor(IDS, mesh, ids_cut), weight, mode=mode, sparse=sparse)
         (got * got.detach().cos()).sum().backward()
         assert_close(as_dtensor(got.detach()).full_tensor(), want.detach())
@@ -47,7 +47,7 @@ def test_sums_of_runs_equal_one_process(name: str, mode: str, sparse: bool) -> N
         assert grad is not None
         local = as_dtensor(grad).to_local()
         held = local.to_dense() if sparse else local
-        assert_close(held, distribute_tensor(plain.grad, mesh, cut).to_local())  # type: ignore[arg-type]
+        assert_close(held, distribute_tensor(plain.grad, mesh, sharded).to_local())  # type: ignore[arg-type]
 
     body()
 

@@ -22,7 +22,7 @@ PLAN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def whole(x: Any) -> Tensor:
+def full_value(x: Any) -> Tensor:
     found: Tensor = x.full_tensor() if isinstance(x, sw.DTensor) else x
     return found.detach().clone()
 
@@ -36,7 +36,7 @@ def step_of(function: Callable[..., Any], inputs: list[Tensor], parameters: list
     loss = function(*inputs)
     loss.backward()
     leaves = [*parameters, *(x for x in inputs if x.requires_grad)]
-    found = [whole(loss), *(whole(p.grad) for p in leaves if p.grad is not None)]
+    found = [full_value(loss), *(full_value(p.grad) for p in leaves if p.grad is not None)]
     for p in leaves:
         p.grad = None
     return found
@@ -57,8 +57,8 @@ def agrees(step: Captured, batches: list[list[Tensor]], parameters: list[Tensor]
 
 def batches(mesh: sw.Mesh, placements: list[sw.Placement], count: int = 3) -> list[list[Tensor]]:
     numbers = [torch.randint(0, 13, (5, 8)) for _ in range(2 * count)]
-    cut = [sw.distribute_tensor(x, mesh, placements) for x in numbers]
-    return [list(pair) for pair in zip(cut[::2], cut[1::2], strict=True)]
+    sharded = [sw.distribute_tensor(x, mesh, placements) for x in numbers]
+    return [list(pair) for pair in zip(sharded[::2], sharded[1::2], strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_each_layout_of_uneven_batches_on_a_grid_has_its_own_graph() -> None:
         torch.manual_seed(0)
         mesh = sw.Mesh((2, 2))
         model = sw.shard_module(Transformer(ModelArgs(n_layers=1, vocab_size=13, dropout_p=0.0)), {
-            name: [sw.Replicate(), cut] for name, cut in PLAN.items()
+            name: [sw.Replicate(), sharded] for name, sharded in PLAN.items()
         }, mesh=mesh)  # fmt: skip
         step = sw.capture(lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
         for rows in (sw.Shard(0), sw.Shard(0, [1, 4]), sw.Shard(0)):
@@ -111,8 +111,8 @@ def test_an_optimiser_trains_through_replays_as_without_them() -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                losses.append(whole(loss))
-            results.append([*losses, *(whole(p) for p in model.parameters())])
+                losses.append(full_value(loss))
+            results.append([*losses, *(full_value(p) for p in model.parameters())])
         return results
 
     for plain, replayed in world(2).run(check):
@@ -177,14 +177,14 @@ def test_every_kind_of_output_is_returned_unchanged() -> None:
             expected, found = function(x, {"times": times}), step(x, {"times": times})
             assert found["flags"] == ("kept", 3, None)
             assert found["x"] is x
-            assert torch.equal(whole(found["y"]), whole(expected["y"]))
-            assert torch.equal(whole(found["again"]), whole(expected["y"]))
-            assert torch.equal(whole(found["where"]), whole(expected["where"]))
+            assert torch.equal(full_value(found["y"]), full_value(expected["y"]))
+            assert torch.equal(full_value(found["again"]), full_value(expected["y"]))
+            assert torch.equal(full_value(found["where"]), full_value(expected["where"]))
             assert found["y"].placements == expected["y"].placements
             assert not found["where"].requires_grad
             (found["list"][0] * 2 + found["y"].sum()).backward()
             assert x.grad is not None
-            assert torch.equal(whole(x.grad), 3 * whole(weight))
+            assert torch.equal(full_value(x.grad), 3 * full_value(weight))
             assert step(x, {"times": times})["list"][0].requires_grad
         assert len(step.graphs()) == 2
 
@@ -255,20 +255,20 @@ def test_dropout_takes_new_numbers_at_every_replay() -> None:
         step = sw.capture(lambda x: F.dropout(x, 0.5) + torch.rand_like(x) + torch.poisson(x))
         x = sw.distribute_tensor(torch.ones(64), mesh, [sw.Shard(0)])
         with torch.no_grad():
-            found = [whole(step(x)) for _ in range(3)]
+            found = [full_value(step(x)) for _ in range(3)]
             torch.manual_seed(3)
-            assert [torch.equal(whole(step.function(x)), y) for y in found] == [True] * 3
+            assert [torch.equal(full_value(step.function(x)), y) for y in found] == [True] * 3
         assert not torch.equal(found[1], found[2])
 
     world(2).run(check)
 
 
-@pytest.mark.parametrize("cut", [sw.Shard(0), sw.Shard(1), sw.OnRanks(1)])
-def test_lookups_go_where_the_ids_of_this_call_are(cut: sw.Placement) -> None:
+@pytest.mark.parametrize("sharded", [sw.Shard(0), sw.Shard(1), sw.OnRanks(1)])
+def test_lookups_go_where_the_ids_of_this_call_are(sharded: sw.Placement) -> None:
     def check() -> None:
         torch.manual_seed(0)
         mesh = sw.Mesh((2,))
-        model = sw.shard_module(nn.EmbeddingBag(9, 4, sparse=True), {"weight": cut}, mesh=mesh)
+        model = sw.shard_module(nn.EmbeddingBag(9, 4, sparse=True), {"weight": sharded}, mesh=mesh)
         (weight,) = model.parameters()
         step = sw.capture(lambda ids: model(ids).square().sum())
         data = [[sw.distribute_tensor(torch.randint(0, 9, (5, 3)), mesh, [sw.Shard(0)])] for _ in range(4)]
@@ -277,7 +277,7 @@ def test_lookups_go_where_the_ids_of_this_call_are(cut: sw.Placement) -> None:
             for function in (step.function, step):
                 function(*inputs).backward()
                 grad: Any = weight.grad
-                parts.append(grad._values().clone() if grad.is_sparse else whole(grad).to_dense())
+                parts.append(grad._values().clone() if grad.is_sparse else full_value(grad).to_dense())
                 weight.grad = None
             assert torch.equal(*parts)
         with pytest.raises(IndexError, match="id 9 at position"):
@@ -312,30 +312,30 @@ def test_batches_and_tables_shorter_than_the_ranks_and_none_at_all_are_replayed(
         step = sw.capture(lambda x, y: F.cross_entropy(model(x), y, reduction="sum"))
         for rows in (7, 2, 0):
             ids = [torch.randint(0, 3, (rows,)) for _ in range(6)]
-            cut: list[Tensor] = [sw.distribute_tensor(x, mesh, [sw.Shard(0)]) for x in ids]
-            agrees(step, [cut[:2], cut[2:4], cut[4:]], list(model.parameters()))
+            sharded: list[Tensor] = [sw.distribute_tensor(x, mesh, [sw.Shard(0)]) for x in ids]
+            agrees(step, [sharded[:2], sharded[2:4], sharded[4:]], list(model.parameters()))
         assert len(step.graphs()) == 3
 
     world(ranks).run(check)
 
 
 def test_a_rank_that_fails_between_replays_is_named_to_those_that_replay() -> None:
-    heard: list[BaseException] = []
+    received: list[BaseException] = []
 
     def check() -> None:
         mesh = sw.Mesh((2,))
         weight = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
         step = sw.capture(lambda x: (weight @ x).sum().redistribute(placements=[sw.Replicate()]))
         x = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Replicate()])
-        assert torch.equal(whole(step(x)), whole(step(x)))
+        assert torch.equal(full_value(step(x)), full_value(step(x)))
         if sw.rank() == 1:
             raise ValueError("out of memory")
         try:
             step(x)
         except sw.ShardwiseError as error:
-            heard.append(error)
+            received.append(error)
             raise
 
     with pytest.raises(ValueError, match="out of memory"):
         world(2).run(check)
-    assert "ValueError: out of memory" in str(heard[0])
+    assert "ValueError: out of memory" in str(received[0])

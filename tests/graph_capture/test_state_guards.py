@@ -265,12 +265,12 @@ def test_a_function_that_changes_what_it_reaches_warns_once() -> None:
         return x * counter[0]
 
     step = sw.capture(function)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         for i in range(RETRACES * 2):
             assert step(torch.ones(1)).item() == i + 1
-    assert [str(w.message).startswith(f"capture: {RETRACES} calls in a row") for w in told] == [True]
-    assert "a list" in str(told[0].message)
+    assert [str(w.message).startswith(f"capture: {RETRACES} calls in a row") for w in reported] == [True]
+    assert "a list" in str(reported[0].message)
 
 
 # ---- what is set around the call ---------------------------------------------------------------------------------

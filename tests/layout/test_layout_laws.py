@@ -25,8 +25,8 @@ from tests.strategies import (
 
 def copies(mesh: Mesh, placements: tuple[Placement, ...]) -> int:
     """How many ranks hold each element."""
-    whole = [isinstance(p, Replicate | Partial) for p in placements]
-    return prod(size for size, is_whole in zip(mesh.shape, whole, strict=True) if is_whole)
+    plain = [isinstance(p, Replicate | Partial) for p in placements]
+    return prod(size for size, is_whole in zip(mesh.shape, plain, strict=True) if is_whole)
 
 
 def assert_is_what_was_written(written: Written) -> None:
@@ -34,14 +34,14 @@ def assert_is_what_was_written(written: Written) -> None:
     layout, full = written.layout, numbered(written.shape)
     counts = torch.zeros(full.numel(), dtype=torch.int64)
     for rank in written.mesh.ranks:
-        pieces = local_shards(full, written.mesh, written.placements, rank, written.order)
+        shards = local_shards(full, written.mesh, written.placements, rank, written.order)
         boxes = layout.boxes(rank)
-        assert len(boxes) == len(pieces), (layout, rank)
-        for box, piece in zip(boxes, pieces, strict=True):
-            assert torch.equal(slice_box(full, box), piece), (layout, rank)
-        local = as_local_tensor(pieces, full)
+        assert len(boxes) == len(shards), (layout, rank)
+        for box, shard in zip(boxes, shards, strict=True):
+            assert torch.equal(slice_box(full, box), shard), (layout, rank)
+        local = as_local_tensor(shards, full)
         assert layout.local_shape(rank) == tuple(local.shape), (layout, rank)
-        assert layout.local_numel(rank) == sum(map(torch.numel, pieces)), (layout, rank)
+        assert layout.local_numel(rank) == sum(map(torch.numel, shards)), (layout, rank)
         counts[local.flatten()] += 1
     assert (counts == copies(written.mesh, written.placements)).all(), layout
 
@@ -52,9 +52,9 @@ def assert_cuts_agree_with_boxes(layout: Layout) -> None:
         axes = [a for a in layout.shard_order if layout.placements[a].is_shard(dim)]
         spans = [torch.arange(size)]
         for axis in axes:
-            cut = layout.shard_sizes(axis)
-            assert cut is not None
-            rows = [cut] if isinstance(cut[0], int) else list(cut)
+            sharded = layout.shard_sizes(axis)
+            assert sharded is not None
+            rows = [sharded] if isinstance(sharded[0], int) else list(sharded)
             assert len(rows) == len(spans), (layout, axis)
             spans = [part for span, row in zip(spans, rows, strict=True) for part in span.split(list(row))]
         for rank in layout.mesh.ranks:

@@ -25,7 +25,7 @@ ONE_OF_EACH = [
 @pytest.mark.parametrize("positions", range(1, 10))
 def test_chunk_cuts_as_torch_does(positions: int) -> None:
     for size in range(1, 40):
-        sizes = [piece.numel() for piece in torch.arange(size).chunk(positions)]
+        sizes = [shard.numel() for shard in torch.arange(size).chunk(positions)]
         assert list(chunk(size, positions)) == sizes + [0] * (positions - len(sizes))
     assert chunk(0, positions) == (0,) * positions
 

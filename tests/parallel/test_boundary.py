@@ -56,24 +56,24 @@ SEQUENCE = {
 }
 
 
-def counted(plan: dict[str, Any], run: Any = lambda module, x: module(x), cut: int | None = None) -> list[int]:
+def counted(plan: dict[str, Any], run: Any = lambda module, x: module(x), sharded: int | None = None) -> list[int]:
     """Collectives of forward and backward of a block, after its values were compared with those of one process."""
     plain = Block().double()
     module = parallelize_module(copy.deepcopy(plain), None, plan)
-    x, y = leaf_copy(local_shard_of(X, cut, collectives.world_size())), leaf_copy(X)
+    x, y = leaf_copy(local_shard_of(X, sharded, collectives.world_size())), leaf_copy(X)
     counts = []
     with count_comms() as comms:
         out = run(module, x)
     counts.append(comms.total_calls)
     want = plain(y)
-    assert_close(full(out), local_shard_of(want, cut, collectives.world_size()))
+    assert_close(full(out), local_shard_of(want, sharded, collectives.world_size()))
     with count_comms() as comms:
         out.square().sum().backward()
     counts.append(comms.total_calls)
     want.square().sum().backward()
     assert x.grad is not None
     assert y.grad is not None
-    assert_close(x.grad, local_shard_of(y.grad, cut, collectives.world_size()))
+    assert_close(x.grad, local_shard_of(y.grad, sharded, collectives.world_size()))
     assert_same_parameters(module, plain)
     return counts
 
@@ -86,7 +86,7 @@ def test_layers_that_share_a_plain_input_send_one_gradient_back(ranks: int) -> N
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_that_share_a_sharded_input_gather_it_once(ranks: int) -> None:
     """One exchange asks for the sizes of the parts; then a gather and a scatter each way."""
-    assert world(ranks).run(counted, SEQUENCE, cut=1) == [[1 + 2, 2]] * ranks
+    assert world(ranks).run(counted, SEQUENCE, sharded=1) == [[1 + 2, 2]] * ranks
 
 
 def test_a_copy_of_a_parallel_module_shares_as_the_module_does() -> None:
@@ -146,8 +146,8 @@ def test_an_input_that_changed_in_place_is_taken_anew() -> None:
 
     def body() -> None:
         plain = Changing().double()
-        cut = ColwiseParallel(input_layouts=S0, output_layouts=R)
-        module = parallelize_module(copy.deepcopy(plain), None, {"w[qk]": cut})
+        sharded = ColwiseParallel(input_layouts=S0, output_layouts=R)
+        module = parallelize_module(copy.deepcopy(plain), None, {"w[qk]": sharded})
         with torch.no_grad():
             assert_close(module(local_shard_of(X[0], 0, 2).clone()), plain(X[0].clone()))
 

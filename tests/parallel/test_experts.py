@@ -142,27 +142,27 @@ def test_the_plain_layer_is_the_formula() -> None:
 # ---- what is sent --------------------------------------------------------------------------------------------------
 
 
-def elsewhere(plain: MixtureOfExperts, x: Tensor, cut: Sequence[int], experts: Sequence[int], me: int) -> int:
+def elsewhere(plain: MixtureOfExperts, x: Tensor, sharding: Sequence[int], experts: Sequence[int], me: int) -> int:
     """For how many pairs of a token of this rank and another rank the rank holds experts of the token."""
     owner = torch.repeat_interleave(torch.arange(len(experts)), torch.tensor(experts))
-    own = x.split(list(cut))[me]
+    own = x.split(list(sharding))[me]
     chosen = owner[plain.route(own).chosen]
     return sum(len({r for r in row if r != me}) for row in chosen.tolist())
 
 
 def sends_only_tokens(x: Tensor) -> None:
     plain, mesh = layer(5, 2), Mesh((3,))
-    cut, experts = [4, 2, 3], [2, 1, 2]
+    sharding, experts = [4, 2, 3], [2, 1, 2]
     module = shard_module(copy.deepcopy(plain), {"w1": [Shard(0, experts)], "w2": [Shard(0, experts)]}, mesh=mesh)
-    mine = distribute_tensor(x, mesh, [Shard(0, cut)]).requires_grad_()
+    mine = distribute_tensor(x, mesh, [Shard(0, sharding)]).requires_grad_()
     with count_comms() as forward:
         out = module(mine)
-    away = [elsewhere(plain, x, cut, experts, r) for r in range(3)]
+    away = [elsewhere(plain, x, sharding, experts, r) for r in range(3)]
     owner = torch.repeat_interleave(torch.arange(3), torch.tensor(experts))
     visitors = [
         sum(
             rank() in set(owner[row].tolist())
-            for r, own in enumerate(x.split(cut))
+            for r, own in enumerate(x.split(sharding))
             if r != rank()
             for row in plain.route(own).chosen
         )
@@ -228,24 +228,24 @@ def test_the_loss_of_balance_is_one_for_equal_shares_and_the_number_of_experts_f
 # ---- plans and bad input -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("sharding", [True, False])
 @world(3)
-def test_a_plan_names_the_layer_and_plain_parts_come_and_go(cut: bool) -> None:
+def test_a_plan_names_the_layer_and_plain_parts_come_and_go(sharding: bool) -> None:
     plain = nn.Sequential(nn.Linear(6, 6).double(), layer(5))
-    style = ExpertParallel(sizes=(1, 3, 1)) if cut else ExpertParallel(input_layouts=R, output_layouts=R)
+    style = ExpertParallel(sizes=(1, 3, 1)) if sharding else ExpertParallel(input_layouts=R, output_layouts=R)
     module = copy.deepcopy(plain)
     parallelize_module(module, Mesh((3,)), {"1": style})
     full = tokens(9)
-    part = full.split(3)[rank()] if cut else full
+    part = full.split(3)[rank()] if sharding else full
     mine, theirs = part.clone().requires_grad_(), full.clone().requires_grad_()
     out, want = module(mine), plain(theirs)
-    assert_close(out, want.split(3)[rank()] if cut else want)
+    assert_close(out, want.split(3)[rank()] if sharding else want)
     out.square().sum().backward()
     want.square().sum().backward()
     assert theirs.grad is not None
-    assert_close(mine.grad, theirs.grad.split(3)[rank()] if cut else theirs.grad)
+    assert_close(mine.grad, theirs.grad.split(3)[rank()] if sharding else theirs.grad)
     assert_same_parameters(module[1], plain[1])
-    assert as_dtensor(module[1].w1).placements == ((Shard(0, [1, 3, 1]),) if cut else (S0,))
+    assert as_dtensor(module[1].w1).placements == ((Shard(0, [1, 3, 1]),) if sharding else (S0,))
 
 
 @world(2)

@@ -65,13 +65,13 @@ UNITS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", UNITS)
 def test_features_are_sharded_by_units_or_explicit_sizes(name: str) -> None:
-    options, cut = UNITS[name]
+    options, sharded = UNITS[name]
 
     def body() -> None:
         plan = {"up": ColwiseParallel(**options), "down": RowwiseParallel(**options)}
         module = check_equals_one_process(Pair(40), lambda m: parallelize_module(m, None, plan), X, loss_of)
         for path, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
-            assert as_dtensor(module.get_parameter(path)).to_local().shape[dim] == cut[collectives.rank()]
+            assert as_dtensor(module.get_parameter(path)).to_local().shape[dim] == sharded[collectives.rank()]
 
     world(4).run(body)
 

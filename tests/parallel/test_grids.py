@@ -52,8 +52,8 @@ def own_batch(mesh: Mesh, x: Tensor) -> Tensor:
     axis, here = data_axis(mesh), mesh.coordinate(collectives.rank())
     assert here is not None
     sizes = {1: [5], 2: [1, 4], 3: [0, 4, 1]}[mesh.shape[axis]]
-    pieces: tuple[Tensor, ...] = x.split(sizes)
-    return pieces[here[axis]]
+    shards: tuple[Tensor, ...] = x.split(sizes)
+    return shards[here[axis]]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -56,16 +56,16 @@ PLANS: list[dict[str, Placement]] = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @world(3)
-def test_training_on_local_parameters_equals_one_process(plan: dict[str, Placement], cut: bool) -> None:
+def test_training_on_local_parameters_equals_one_process(plan: dict[str, Placement], sharded: bool) -> None:
     plain, mesh = Tied(), Mesh((3,))
     module = local_parameters(shard_module(Tied(), plan, mesh=mesh))
     assert all(type(p) is nn.Parameter for p in module.parameters())
     assert len(list(module.parameters())) == 4
     assert isinstance(module, Tied)
     assert module.inner.weight.shape == (5, 6)
-    x = distribute_tensor(X, mesh, [S0 if cut else R])
+    x = distribute_tensor(X, mesh, [S0 if sharded else R])
     ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (module, plain))
     for _ in range(3):
         for optimizer, m, given in ((ours, module, x), (theirs, plain, X)):

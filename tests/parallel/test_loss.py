@@ -63,8 +63,8 @@ def test_every_option_is_exact_on_any_sharding_of_the_classes(targets: Tensor, o
     want.square().sum().backward()
 
     def body() -> None:
-        for cut in (S1, Shard(1, (0, 30, 0, 13))):
-            x = distribute_tensor(SCORES, Mesh((4,)), [cut]).requires_grad_()
+        for sharded in (S1, Shard(1, (0, 30, 0, 13))):
+            x = distribute_tensor(SCORES, Mesh((4,)), [sharded]).requires_grad_()
             with loss_parallel():
                 loss = F.cross_entropy(x, targets, **given)
                 assert_close(full(loss), want)
@@ -83,23 +83,23 @@ def test_every_option_is_exact_on_any_sharding_of_the_classes(targets: Tensor, o
 def test_no_rank_ever_makes_a_tensor_as_large_as_all_scores(targets: Tensor, sizes: str, ranks: int) -> None:
     """From the input of the last layer to the gradients, every tensor of every op is looked at."""
     options = OPTIONS["weighted" if targets is CHANCES else "all"]
-    cut = None if sizes == "even" else (1, *[0] * (ranks - 2), CLASSES - 1)
+    sharded = None if sizes == "even" else (1, *[0] * (ranks - 2), CLASSES - 1)
     torch.manual_seed(0)
     plain = nn.Linear(3, CLASSES).double()
     inputs = torch.randn(EXAMPLES, 3, dtype=torch.float64)
 
     def body() -> tuple[int, int, int]:
-        style = ColwiseParallel(use_local_output=False, sizes=cut)
+        style = ColwiseParallel(use_local_output=False, sizes=sharded)
         module = parallelize_module(copy.deepcopy(plain), None, style)
         x = inputs.clone().requires_grad_()
         # Probabilities are as many as scores: they come cut as well, or a rank would have all of them at once.
-        mine = local_shard_of(targets, 1, ranks, cut) if targets is CHANCES else targets
+        mine = local_shard_of(targets, 1, ranks, sharded) if targets is CHANCES else targets
         with Largest() as largest, count_comms() as comms, loss_parallel():
             goal = DTensor.from_local(mine, placements=[S1]) if targets is CHANCES else mine
             loss = F.cross_entropy(module(x), goal, **options)
             loss.backward()
         assert_close(full(loss), F.cross_entropy(plain(inputs), targets, **options))
-        own = len(local_shard_of(plain.weight, 0, ranks, cut))
+        own = len(local_shard_of(plain.weight, 0, ranks, sharded))
         return largest.elements, own * EXAMPLES, max(comms.sent_bytes.values()) // 8
 
     for elements, own, sent in world(ranks).run(body):

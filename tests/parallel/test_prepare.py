@@ -159,15 +159,15 @@ def test_results_are_moved_and_handed_on(local: bool) -> None:
 
     def body() -> None:
         module = parallelize_module(Echo(lambda x, y: (x, "text", y)), None, style)
-        summand = (X * (collectives.rank() + 1) / 6).requires_grad_()
-        first, text, last = module(part(), summand)
+        partial_sum = (X * (collectives.rank() + 1) / 6).requires_grad_()
+        first, text, last = module(part(), partial_sum)
         assert text == "text"
         assert isinstance(first, DTensor) == isinstance(last, DTensor) == (not local)
         assert_close(full(first), X)
         assert_close(full(last), local_shard_of(X, 0, RANKS) if local else X)
         (last * 2).sum().backward()
-        assert summand.grad is not None
-        assert_close(summand.grad, torch.full_like(X, 2))
+        assert partial_sum.grad is not None
+        assert_close(partial_sum.grad, torch.full_like(X, 2))
 
     world(RANKS).run(body)
 

@@ -52,7 +52,7 @@ class Case:
         self.gradients = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
         # What a maximum, or an average, hands on to its partial values is not the gradient of the value: there
         # backward starts at the replicated tensor.
-        self.end = self.dst if only_sums(self.dst) else whole(self.dst)
+        self.end = self.dst if only_sums(self.dst) else full(self.dst)
         self.cotangents = partial_sums(cotangent, self.end.dual(), generator)
 
     @property
@@ -67,7 +67,7 @@ def only_sums(layout: Layout) -> bool:
     return all(not isinstance(p, Partial) or p.reduce_op == "sum" for p in layout.placements)
 
 
-def whole(layout: Layout) -> Layout:
+def full(layout: Layout) -> Layout:
     """`layout` with nothing partial."""
     return layout.replace([Replicate() if isinstance(p, Partial) else p for p in layout.placements])
 

@@ -38,13 +38,13 @@ def lines(*placements: Placement, shape: tuple[int, ...] = (5, 3), mesh: Mesh = 
 # ---- dtypes -----------------------------------------------------------------------------------------------
 
 
-def moved(parts: PartialValues, src: Layout, dst: Layout) -> Tensor:
+def redistributed(parts: PartialValues, src: Layout, dst: Layout) -> Tensor:
     rank = collectives.rank()
     return redistribute_local(local_tensor(parts[partial_index(src, rank)], src, rank), src, dst)
 
 
 def assert_moves_exactly(parts: PartialValues, value: Tensor, src: Layout, dst: Layout) -> None:
-    for rank, out in enumerate(world(3).run(moved, parts, src, dst)):
+    for rank, out in enumerate(world(3).run(redistributed, parts, src, dst)):
         assert out.dtype == value.dtype
         assert torch.equal(out, local_tensor(value, dst, rank))
 
@@ -112,7 +112,7 @@ def test_a_value_spread_into_contributions_reduces_to_itself(op: str, dtype: tor
     for src, dst in product(sources, targets):
 
         def there_and_back(src: Layout = src, dst: Layout = dst) -> Tensor:
-            out = moved({(): full}, src, spread)
+            out = redistributed({(): full}, src, spread)
             return redistribute_local(out, spread, dst)
 
         for rank, out in enumerate(world(3).run(there_and_back)):
@@ -207,14 +207,14 @@ def test_ties_and_zeros_share_the_gradient_as_in_one_process(op: str, dst: Place
 
 def test_averages_pass_on_their_part_of_the_gradient() -> None:
     """A partial value of an average of three counts a third; its gradient counts three times."""
-    average, whole = lines(Partial("avg"), Replicate(), shape=(4,))
+    average, full_value = lines(Partial("avg"), Replicate(), shape=(4,))
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0])
 
     def body() -> tuple[Tensor, Tensor]:
         part = torch.zeros(4, requires_grad=True)
-        redistribute_local(part, average, whole).backward(weights * (collectives.rank() == 2))
+        redistribute_local(part, average, full_value).backward(weights * (collectives.rank() == 2))
         value = torch.zeros(4, requires_grad=True)
-        redistribute_local(value, whole, average).backward(weights / 3)
+        redistribute_local(value, full_value, average).backward(weights / 3)
         assert part.grad is not None
         assert value.grad is not None
         return part.grad, value.grad
@@ -302,12 +302,12 @@ def test_a_rank_with_nothing_takes_part_in_backward() -> None:
 
 
 def test_gradients_accumulate_over_several_moves_of_one_tensor() -> None:
-    whole, rows, columns = lines(Replicate(), Shard(0), Shard(1))
+    full_value, rows, columns = lines(Replicate(), Shard(0), Shard(1))
 
     def body() -> Tensor:
         local = torch.ones(5, 3, requires_grad=True)
         for dst in (rows, columns):
-            redistribute_local(local, whole, dst).sum().backward()
+            redistribute_local(local, full_value, dst).sum().backward()
         assert local.grad is not None
         return local.grad
 
@@ -391,7 +391,7 @@ def test_nothing_is_multiplied_so_infinities_and_nans_stay_where_they_are() -> N
         dst = sources[-1]
 
         def body(src: Layout = src, partial: Layout = partial, dst: Layout = dst) -> Tensor:
-            return redistribute_local(moved({(): full}, src, partial), partial, dst)
+            return redistribute_local(redistributed({(): full}, src, partial), partial, dst)
 
         for out in world(3).run(body):
             assert_close(out, full, equal_nan=True, rtol=0, atol=0)
@@ -405,7 +405,7 @@ def test_replicas_are_equal_bit_by_bit() -> None:
     parts = {key: torch.rand(50, generator=generator) for key in partial_indices(src)}
     for shape in (Shard(0), Replicate()):
         dst = Layout(mesh, [shape, Replicate()], (50,))
-        outs = world(6).run(moved, parts, src, dst)
+        outs = world(6).run(redistributed, parts, src, dst)
         for ranks in alike(dst, Replicate):
             assert all(torch.equal(outs[rank], outs[ranks[0]]) for rank in ranks)
 
@@ -463,8 +463,8 @@ def test_replicas_have_the_same_bits_whatever_the_order_of_the_ranks() -> None:
     mesh = Mesh((2, 3), (0, 5, 2, 3, 4, 1))
     here = mesh.coordinate(collectives.rank())
     assert here is not None
-    summand = torch.randn(6, generator=torch.Generator().manual_seed(here[1]))
+    partial_sum = torch.randn(6, generator=torch.Generator().manual_seed(here[1]))
     partial = Layout(mesh, [Replicate(), Partial()], (6,))
-    total = redistribute_local(summand, partial, Layout(mesh, [Replicate()] * 2, (6,)))
+    total = redistribute_local(partial_sum, partial, Layout(mesh, [Replicate()] * 2, (6,)))
     first = [collectives.all_to_all(total.repeat(6), [6] * 6, [6] * 6, tuple(range(6)))[:6]]
     assert torch.equal(total, first[0])

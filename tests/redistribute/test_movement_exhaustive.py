@@ -45,8 +45,8 @@ def grid_layouts(mesh: Mesh, shape: tuple[int, ...]) -> list[Layout]:
         if layout.partial_axes
     ]
     boxes = dealt_rows(shape, mesh.shape[-1])
-    whole = [Layout(mesh, [*layout.placements[:-1], boxes], shape) for layout in sums if layout.is_replicated]
-    return list(dict.fromkeys([*sums, *maxima, *whole]))
+    full = [Layout(mesh, [*layout.placements[:-1], boxes], shape) for layout in sums if layout.is_replicated]
+    return list(dict.fromkeys([*sums, *maxima, *full]))
 
 
 LINES = [Mesh((1,)), Mesh((2,)), Mesh((3,), (2, 0, 1)), Mesh((5,))]

@@ -48,23 +48,23 @@ def assert_exchange_is_lawful(step: Exchange) -> None:
     sent = dict.fromkeys([*src.mesh.ranks, *dst.mesh.ranks], 0)
     for t in step.transfers:
         elements = set(slice_box(full, t.box).flatten().tolist())
-        summand = partial_index(src, t.sender)
-        got = arrived.setdefault((t.receiver, summand), set())
+        partial_sum = partial_index(src, t.sender)
+        got = arrived.setdefault((t.receiver, partial_sum), set())
         assert elements, f"{t} moves nothing"
         assert elements <= holds(src, t.sender), f"{t}: the sender does not hold it"
         assert elements <= holds(dst, t.receiver), f"{t}: the receiver does not keep it"
         assert not elements & got, f"{t}: sent twice"
         got |= elements
         if t.sender != t.receiver:
-            has = holds(src, t.receiver) if partial_index(src, t.receiver) == summand else set()
+            has = holds(src, t.receiver) if partial_index(src, t.receiver) == partial_sum else set()
             assert not elements & has, f"{t}: the receiver holds it already"
             sent[t.sender] += len(elements)
             assert {t.sender, t.receiver} <= set(step.group(t.sender)), f"{t} leaves the group"
     assert {rank: step.sent_elements(rank) for rank in sent} == sent
-    for summand, ranks in product(partial_indices(src), receivers_by_place(dst).values()):
-        parts = [arrived.get((rank, summand), set()) for rank in ranks]
-        assert sum(map(len, parts)) == len(set().union(*parts)), f"{ranks} add {summand} up twice"
-        assert set().union(*parts) == holds(dst, ranks[0]), f"{ranks} miss some of {summand}"
+    for partial_sum, ranks in product(partial_indices(src), receivers_by_place(dst).values()):
+        parts = [arrived.get((rank, partial_sum), set()) for rank in ranks]
+        assert sum(map(len, parts)) == len(set().union(*parts)), f"{ranks} add {partial_sum} up twice"
+        assert set().union(*parts) == holds(dst, ranks[0]), f"{ranks} miss some of {partial_sum}"
 
 
 def assert_groups_agree(step: Exchange | AllReduce, ranks: Sequence[int]) -> None:
@@ -237,9 +237,9 @@ def test_a_plan_never_costs_more_than_going_through_the_whole_tensor() -> None:
         for shape in [(8, 6), (600, 400)]:
             kinds: list[Placement] = [Shard(0), Shard(1), Partial(), Replicate()]
             all_of_them = [Layout(mesh, p, shape) for p in product(kinds, repeat=mesh.ndim)]
-            whole = Layout(mesh, [Replicate()] * mesh.ndim, shape)
+            plain = Layout(mesh, [Replicate()] * mesh.ndim, shape)
             for src, dst in product(all_of_them, repeat=2):
-                detour = plan_redistribute(src, whole).cost + plan_redistribute(whole, dst).cost
+                detour = plan_redistribute(src, plain).cost + plan_redistribute(plain, dst).cost
                 assert plan_redistribute(src, dst).cost <= detour, (src, dst)
 
 
@@ -307,11 +307,11 @@ def test_a_move_to_another_shape_is_refused() -> None:
 def test_nothing_is_sent_for_what_is_already_there(written: Written, data: st.DataObject) -> None:
     """From a tensor that is whole everywhere on the mesh, every layout of its mesh is cut locally."""
     other = data.draw(layouts(mesh=written.mesh, shape=written.shape)).layout
-    whole = Layout(written.mesh, [Replicate()] * written.mesh.ndim, written.shape)
-    assert plan_redistribute(whole, other).collectives == ()
+    plain = Layout(written.mesh, [Replicate()] * written.mesh.ndim, written.shape)
+    assert plan_redistribute(plain, other).collectives == ()
     assume(not partial_axes(written.layout))
-    reverse = plan_redistribute(written.layout, whole)
-    missing = sum(len(holds(whole, r) - holds(written.layout, r)) for r in written.mesh.ranks)
+    reverse = plan_redistribute(written.layout, plain)
+    missing = sum(len(holds(plain, r) - holds(written.layout, r)) for r in written.mesh.ranks)
     assert reverse.total_elements == missing
 
 

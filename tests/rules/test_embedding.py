@@ -39,8 +39,8 @@ def gradient(weight: DTensor) -> Tensor:
     if local.is_sparse:
         local = local.to_dense()
     assert tuple(local.shape) == weight._layout.local_shape(collectives.rank())
-    whole = grad._layout.replace([R] * grad._layout.mesh.ndim)
-    return redistribute_local(local, grad._layout, whole)
+    full_value = grad._layout.replace([R] * grad._layout.mesh.ndim)
+    return redistribute_local(local, grad._layout, full_value)
 
 
 def one_process(ids: Tensor, full: Tensor, op: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ BAG_OPTIONS: list[dict[str, Any]] = [
 
 
 def check_options(
-    op: Any, ids: Tensor, options: dict[str, Any], mesh: Mesh, weight: list[Placement], cut: list[Placement]
+    op: Any, ids: Tensor, options: dict[str, Any], mesh: Mesh, weight: list[Placement], sharding: list[Placement]
 ) -> None:
     """Result, gradients, and the table afterwards, beside one process; the table stays where it is."""
     options, full = dict(options), table()
@@ -306,8 +306,8 @@ def check_options(
         options["scale_grad_by_freq"] = True
 
     def body() -> None:
-        param, numbers = weight_of(full.clone(), mesh, weight), distribute_tensor(ids, mesh, cut)
-        spread = distribute_tensor(factors, mesh, cut).requires_grad_()
+        param, numbers = weight_of(full.clone(), mesh, weight), distribute_tensor(ids, mesh, sharding)
+        spread = distribute_tensor(factors, mesh, sharding).requires_grad_()
         with collectives.count_comms() as comms:
             got = run(numbers, param, spread)
         assert not [move for move in comms.implicit if f"({full.shape[0]}, " in str(move)]
@@ -415,12 +415,12 @@ def test_ops_of_tables_equal_one_process(sample: Sample) -> None:
 @pytest.mark.parametrize("placement", [Boxes([[((0, 0), (2, 5))], [((2, 0), (5, 5))]]), Partial()], ids=str)
 @world(2)
 def test_a_table_that_cannot_change_where_it_is_is_renormalised_as_a_whole(op: Any, placement: Placement) -> None:
-    whole = table()
-    want = op(NUMBERS, whole, max_norm=1.0)
+    full_value = table()
+    want = op(NUMBERS, full_value, max_norm=1.0)
     param = distribute_tensor(table(), Mesh((2,)), [placement])
     got = op(distribute_tensor(NUMBERS, Mesh((2,)), [S0]), param, max_norm=1.0)
     torch.testing.assert_close(as_dtensor(got).full_tensor(), want)
-    torch.testing.assert_close(as_dtensor(param).full_tensor(), whole)
+    torch.testing.assert_close(as_dtensor(param).full_tensor(), full_value)
 
 
 @pytest.mark.slow

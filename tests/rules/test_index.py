@@ -101,18 +101,26 @@ def test_no_read_or_write_gathers_the_table() -> None:
         assert not comms.implicit
         return comms.total_bytes
 
-    whole, cut = Replicate(), Shard(0)
+    plain, sharded = Replicate(), Shard(0)
     row, verdicts = 64 * 8, 7 * 7 * 3 * 8
     ops: list[tuple[Callable[..., Any], list[tuple[Tensor, Any]], int]] = [
-        (lambda x, i: x.index_select(0, i), [(table, cut), (rows, whole)], 2 * 6 * row),
-        (lambda x, i: x.index_select(0, i), [(table, cut), (rows, cut)], 2 * row + 2 * 8 + verdicts),
-        (lambda x, i: x.gather(0, i[None].expand(2, 2).contiguous()), [(table, cut), (rows, whole)], 4 * 6 * 8),
-        (lambda x, i: x.take(i), [(table, cut), (rows, whole)], 2 * 6 * 8),
-        (lambda x, i, v: x.index_add(0, i, v), [(table, cut), (rows, whole), (values, whole)], 0),
-        (lambda x, i, v: x.index_copy_(0, i, v), [(table, cut), (rows, whole), (values, whole)], 0),
-        (lambda x, i, v: x.index_add_(0, i, v), [(table, cut), (rows, cut), (values, cut)], 2 * row + 2 * 8 + verdicts),
-        (lambda x, i, v: x.index_put_((i,), v), [(table, cut), (rows, cut), (values, cut)], 2 * row + 2 * 8 + verdicts),
-        (lambda x, i: x.scatter_(0, i[None], 1.0), [(table, cut), (rows, whole)], 0),
+        (lambda x, i: x.index_select(0, i), [(table, sharded), (rows, plain)], 2 * 6 * row),
+        (lambda x, i: x.index_select(0, i), [(table, sharded), (rows, sharded)], 2 * row + 2 * 8 + verdicts),
+        (lambda x, i: x.gather(0, i[None].expand(2, 2).contiguous()), [(table, sharded), (rows, plain)], 4 * 6 * 8),
+        (lambda x, i: x.take(i), [(table, sharded), (rows, plain)], 2 * 6 * 8),
+        (lambda x, i, v: x.index_add(0, i, v), [(table, sharded), (rows, plain), (values, plain)], 0),
+        (lambda x, i, v: x.index_copy_(0, i, v), [(table, sharded), (rows, plain), (values, plain)], 0),
+        (
+            lambda x, i, v: x.index_add_(0, i, v),
+            [(table, sharded), (rows, sharded), (values, sharded)],
+            2 * row + 2 * 8 + verdicts,
+        ),
+        (
+            lambda x, i, v: x.index_put_((i,), v),
+            [(table, sharded), (rows, sharded), (values, sharded)],
+            2 * row + 2 * 8 + verdicts,
+        ),
+        (lambda x, i: x.scatter_(0, i[None], 1.0), [(table, sharded), (rows, plain)], 0),
     ]
     for op, operands, most in ops:
         assert sum(world(7).run(body, op, *operands)) <= most, operands

@@ -93,13 +93,13 @@ def test_softmax_equals_one_process(sample: Sample) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [S0, S1, Shard(1, [0, 3, 1])], ids=str)
+@pytest.mark.parametrize("sharded", [S0, S1, Shard(1, [0, 3, 1])], ids=str)
 @pytest.mark.parametrize(
     "op",
     [F.softmax, F.log_softmax, torch.ops.aten._safe_softmax.default],
     ids=["softmax", "log_softmax", "_safe_softmax"],
 )
-def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor], cut: Placement) -> None:
+def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor], sharded: Placement) -> None:
     """Pieces that are all -inf, rows that are, and rows with +inf; gradients where a row has a finite score."""
     x = normal(5, 4)
     x[0, :3], x[1, 1:], x[2], x[3, 1] = -INF, -INF, -INF, INF
@@ -114,7 +114,7 @@ def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor]
     want = run(x)
 
     def body() -> list[Tensor]:
-        return [as_dtensor(a.detach()).full_tensor() for a in run(distribute_tensor(x, Mesh((3,)), [cut]))]
+        return [as_dtensor(a.detach()).full_tensor() for a in run(distribute_tensor(x, Mesh((3,)), [sharded]))]
 
     for got in world(3).run(body):
         torch.testing.assert_close(got, want, equal_nan=True)
@@ -143,10 +143,10 @@ def test_sums_of_short_floats_are_taken_in_32_bits(op: Callable[..., Tensor], dt
         torch.testing.assert_close(got, want, rtol=1.6e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("cut", [S0, S1], ids=str)
+@pytest.mark.parametrize("sharded", [S0, S1], ids=str)
 @world(2)
-def test_a_wrong_normalized_shape_is_refused_even_where_rows_are_cut(cut: Placement) -> None:
-    right, wrong = (distribute_tensor(normal(5, n), Mesh((2,)), [cut]) for n in (4, 6))
+def test_a_wrong_normalized_shape_is_refused_even_where_rows_are_cut(sharded: Placement) -> None:
+    right, wrong = (distribute_tensor(normal(5, n), Mesh((2,)), [sharded]) for n in (4, 6))
     F.layer_norm(right, (4,))
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[4\], .*\[5, 6\]"):
         F.layer_norm(wrong, (4,))
@@ -175,18 +175,20 @@ OPS = [F.batch_norm, torch.instance_norm]
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=str)
-@pytest.mark.parametrize("cut", [R, S1, Shard(1, [0, 4, 2]), Shard(2), Shard(0, [0, 1, 2])], ids=str)
+@pytest.mark.parametrize("sharded", [R, S1, Shard(1, [0, 4, 2]), Shard(2), Shard(0, [0, 1, 2])], ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda f: f.__name__)
-def test_running_statistics_are_those_of_all_ranks(op: Callable[..., Tensor], cut: Placement, kept: Placement) -> None:
+def test_running_statistics_are_those_of_all_ranks(
+    op: Callable[..., Tensor], sharded: Placement, kept: Placement
+) -> None:
     full = [IMAGES, normal(6), normal(6).abs(), normal(6), normal(6)]
     order = [0, 3, 4, 1, 2] if op in (torch.batch_norm, torch.instance_norm) else [0, 1, 2, 3, 4]
     rest = (True, 0.3, 0.01, False)[: 3 if op in (F.batch_norm, F.instance_norm) else 4]
-    whole = [x.clone() for x in full]
-    want = op(*(whole[i] for i in order), *rest)
+    plain = [x.clone() for x in full]
+    want = op(*(plain[i] for i in order), *rest)
 
     def body() -> list[Tensor]:
         mesh = Mesh((3,))
-        placements = [cut, kept, kept, R, S0]
+        placements = [sharded, kept, kept, R, S0]
         x = [distribute_tensor(a.clone(), mesh, [p]) for a, p in zip(full, placements, strict=True)]
         before = [as_dtensor(a).placements for a in x]
         out = op(*(x[i] for i in order), *rest)
@@ -194,7 +196,7 @@ def test_running_statistics_are_those_of_all_ranks(op: Callable[..., Tensor], cu
         return [as_dtensor(a).full_tensor() for a in (out, x[1], x[2])]
 
     for got in world(3).run(body):
-        torch.testing.assert_close(got, [want, whole[1], whole[2]])
+        torch.testing.assert_close(got, [want, plain[1], plain[2]])
 
 
 @pytest.mark.parametrize("placements", [[S0, S1], [S1, Shard(2)], [Shard(3), S0], [S1, S1]], ids=str)
@@ -202,8 +204,8 @@ def test_running_statistics_are_those_of_all_ranks(op: Callable[..., Tensor], cu
 def test_running_statistics_on_grids_are_those_of_all_ranks(
     op: Callable[..., Tensor], placements: list[Placement]
 ) -> None:
-    whole = [torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)]
-    want = op(IMAGES, *whole, None, None, True)
+    plain = [torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)]
+    want = op(IMAGES, *plain, None, None, True)
 
     def body() -> list[Tensor]:
         mesh = Mesh((2, 2))
@@ -212,7 +214,7 @@ def test_running_statistics_on_grids_are_those_of_all_ranks(
         return [as_dtensor(a).full_tensor() for a in (out, *kept)]
 
     for got in world(4).run(body):
-        torch.testing.assert_close(got, [want, *whole])
+        torch.testing.assert_close(got, [want, *plain])
 
 
 @world(2)
@@ -269,25 +271,25 @@ def steps(module: nn.Module, batches: list[Any], probe: Tensor) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", [True, False], ids=["DTensor parameters", "plain parameters"])
-@pytest.mark.parametrize("cut", [S0, S1], ids=str)
+@pytest.mark.parametrize("sharded", [S0, S1], ids=str)
 @pytest.mark.parametrize(("make", "shape"), MODULES, ids=lambda m: str(m()) if callable(m) else str(m))
 def test_modules_train_and_evaluate_as_in_one_process(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], cut: Placement, spread: bool
+    make: Callable[[], nn.Module], shape: tuple[int, ...], sharded: Placement, spread: bool
 ) -> None:
     torch.manual_seed(0)
-    whole = make().double()
-    for p in whole.parameters():
+    plain = make().double()
+    for p in plain.parameters():
         nn.init.normal_(p)
     batches = [normal(*shape).requires_grad_(), normal(*shape).requires_grad_()]
-    probe = normal(*whole(batches[0]).shape)
-    copies = [copy.deepcopy(whole) for _ in range(3)]
-    want = steps(whole, batches, probe)
+    probe = normal(*plain(batches[0]).shape)
+    copies = [copy.deepcopy(plain) for _ in range(3)]
+    want = steps(plain, batches, probe)
 
     def body() -> list[Tensor]:
         mesh, module = Mesh((3,)), copies[collectives.rank()]
         if spread:
             module = distribute_parameters(module, mesh)
-        got = steps(module, [distribute_tensor(x.detach(), mesh, [cut]).requires_grad_() for x in batches], probe)
+        got = steps(module, [distribute_tensor(x.detach(), mesh, [sharded]).requires_grad_() for x in batches], probe)
         return [x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach() for x in got]
 
     for got in world(3).run(body):
@@ -307,7 +309,7 @@ def distribute_parameters(module: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("op", "cut", "numbers"),
+    ("op", "sharded", "numbers"),
     [
         (lambda x: F.softmax(x, -1), Shard(2), 2 * 8 * 40),
         (lambda x: F.layer_norm(x, (60,)), Shard(2), 3 * 8 * 40),
@@ -324,12 +326,12 @@ def distribute_parameters(module: nn.Module, mesh: Mesh) -> nn.Module:
 )
 @world(4)
 def test_moments_travel_in_one_exchange_and_nothing_else_does(
-    op: Callable[..., Tensor], cut: Placement, numbers: int
+    op: Callable[..., Tensor], sharded: Placement, numbers: int
 ) -> None:
-    x = distribute_tensor(torch.ones(8, 40, 60), Mesh((4,)), [cut])
+    x = distribute_tensor(torch.ones(8, 40, 60), Mesh((4,)), [sharded])
     with count_comms() as comms:
         out = as_dtensor(op(x))
-    assert out.placements == (cut,)
+    assert out.placements == (sharded,)
     assert comms.implicit == []
     assert comms.total_calls == (numbers > 0)
     assert comms.total_bytes <= 4 * 3 * numbers

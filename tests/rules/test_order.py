@@ -92,11 +92,11 @@ def test_ops_on_the_order_of_elements_equal_one_process(sample: Sample) -> None:
 @pytest.mark.parametrize("op", [torch.argmax, torch.argmin])
 @world(3)
 def test_nan_is_the_largest_and_the_smallest_and_the_first_one_counts(op: Callable[..., Any]) -> None:
-    whole = torch.tensor([[1.0, 3], [NAN, 0], [NAN, 1], [9, NAN]])
+    full_value = torch.tensor([[1.0, 3], [NAN, 0], [NAN, 1], [9, NAN]])
     for sizes in ([1, 2, 1], [0, 3, 1], [4, 0, 0]):
-        x = distribute_tensor(whole, Mesh((3,), (1, 2, 0)), [Shard(0, sizes)])
-        assert op(x).item() == op(whole).item()
-        assert torch.equal(as_dtensor(op(x, 0)).full_tensor(), op(whole, 0))
+        x = distribute_tensor(full_value, Mesh((3,), (1, 2, 0)), [Shard(0, sizes)])
+        assert op(x).item() == op(full_value).item()
+        assert torch.equal(as_dtensor(op(x, 0)).full_tensor(), op(full_value, 0))
 
 
 @world(2)
@@ -128,17 +128,17 @@ LINES = {
 CUTS: list[Placement] = [S0, Shard(0, [LONG - 10, 0, 10, 0]), Shard(0, [1, 2, 3, LONG - 6])]
 
 
-def laid_out(x: Tensor, cut: Placement) -> DTensor:
+def laid_out(x: Tensor, sharded: Placement) -> DTensor:
     """On ranks that are not in the order of the pieces; on two axes if the cut is torch.chunk's."""
-    mesh = Mesh((2, 2), (3, 1, 0, 2)) if cut == S0 else Mesh((4,), (2, 0, 3, 1))
-    return distribute_tensor(x, mesh, [cut] * mesh.ndim)
+    mesh = Mesh((2, 2), (3, 1, 0, 2)) if sharded == S0 else Mesh((4,), (2, 0, 3, 1))
+    return distribute_tensor(x, mesh, [sharded] * mesh.ndim)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("sharded", CUTS, ids=str)
 @pytest.mark.parametrize("name", LINES)
 @world(4)
-def test_a_long_line_is_sorted_stably_and_stays_cut_as_it_was(name: str, cut: Placement) -> None:
-    x = laid_out(LINES[name], cut)
+def test_a_long_line_is_sorted_stably_and_stays_cut_as_it_was(name: str, sharded: Placement) -> None:
+    x = laid_out(LINES[name], sharded)
     for descending in (False, True):
         expected = torch.sort(LINES[name], stable=True, descending=descending)
         values, indices = torch.sort(x, stable=True, descending=descending)
@@ -147,11 +147,11 @@ def test_a_long_line_is_sorted_stably_and_stays_cut_as_it_was(name: str, cut: Pl
         assert torch.equal(as_dtensor(indices).full_tensor(), expected.indices)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("sharded", CUTS, ids=str)
 @pytest.mark.parametrize("name", LINES)
 @world(4)
-def test_the_kth_of_a_long_line_is_found_by_counting(name: str, cut: Placement) -> None:
-    x, line = laid_out(LINES[name], cut), LINES[name].int() if name == "truths" else LINES[name]
+def test_the_kth_of_a_long_line_is_found_by_counting(name: str, sharded: Placement) -> None:
+    x, line = laid_out(LINES[name], sharded), LINES[name].int() if name == "truths" else LINES[name]
     for k in (1, 17, LONG // 2, LONG):
         value, index = (as_dtensor(y).full_tensor() for y in torch.kthvalue(x, k))
         expected = torch.sort(line).values[k - 1]
@@ -159,37 +159,37 @@ def test_the_kth_of_a_long_line_is_found_by_counting(name: str, cut: Placement) 
         assert torch.equal(line[index].nan_to_num(5000), expected.nan_to_num(5000))
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("sharded", CUTS, ids=str)
 @pytest.mark.parametrize(
     "op", [torch.median, torch.nanmedian, lambda x: torch.median(x, 0)[0], lambda x: torch.kthvalue(x, 9)[0]]
 )
 @pytest.mark.parametrize("name", ["normal", "floats"])
 @world(4)
 def test_order_statistics_of_long_lines_have_the_gradients_of_torch(
-    name: str, op: Callable[[Any], Any], cut: Placement
+    name: str, op: Callable[[Any], Any], sharded: Placement
 ) -> None:
-    whole = LINES["normal"].clone() if name == "normal" else LINES["few values"].double()
-    x = laid_out(whole, cut).requires_grad_()
+    full_value = LINES["normal"].clone() if name == "normal" else LINES["few values"].double()
+    x = laid_out(full_value, sharded).requires_grad_()
     op(x).backward()
-    op(whole.requires_grad_()).backward()
-    assert whole.grad is not None
+    op(full_value.requires_grad_()).backward()
+    assert full_value.grad is not None
     found = as_dtensor(x.grad).full_tensor()
     if name == "normal" or op in MEDIANS:  # else it goes to any one of the equals
-        assert torch.allclose(found, whole.grad)
+        assert torch.allclose(found, full_value.grad)
     else:
-        assert found.sum() == whole.grad.sum() == 1
+        assert found.sum() == full_value.grad.sum() == 1
 
 
 @pytest.mark.parametrize("between", ["linear", "lower", "higher", "nearest", "midpoint"])
 @pytest.mark.parametrize("name", ["normal", "few values", "floats", "zeros"])
 @world(4)
 def test_quantiles_of_a_long_line_are_interpolated_as_torch_does(name: str, between: str) -> None:
-    whole = LINES[name].double()
+    full_value = LINES[name].double()
     fractions = torch.tensor([0.0, 0.25, 0.5, 0.77777, 1.0], dtype=torch.float64)
     for op in (torch.quantile, torch.nanquantile):
-        plain, q = whole.clone().requires_grad_(), fractions.clone().requires_grad_()
+        plain, q = full_value.clone().requires_grad_(), fractions.clone().requires_grad_()
         expected = op(plain, q, interpolation=between)
-        x = laid_out(whole, CUTS[1])
+        x = laid_out(full_value, CUTS[1])
         shared = distribute_tensor(fractions, x.device_mesh, [R]).requires_grad_()
         x.requires_grad_()
         found = op(x, shared, interpolation=between)
@@ -218,25 +218,25 @@ KEYS = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(KEYS, st.data(), st.sampled_from([1, order.SMALL]))
-def test_counting_finds_the_keys_with_any_numbers(pieces: list[list[int]], data: st.DataObject, times: int) -> None:
+def test_counting_finds_the_keys_with_any_numbers(shards: list[list[int]], data: st.DataObject, times: int) -> None:
     """For each rank how many of its keys are below the one with that number, and how many equal it."""
-    everything = sorted(key for piece in pieces for key in piece)
+    everything = sorted(key for shard in shards for key in shard)
     numbers = st.integers(0, max(len(everything) - 1, 0))
     wanted = data.draw(st.lists(numbers, min_size=1, max_size=3)) if everything else [0]
-    sizes = [len(piece) * times for piece in pieces]
+    sizes = [len(shard) * times for shard in shards]
 
     def body() -> tuple[list[list[int]], list[list[int]]]:
-        layouts = (Layout(Mesh((len(pieces),)), [R], ()),)
+        layouts = (Layout(Mesh((len(shards),)), [R], ()),)
         here = RankContext(torch.sort, layouts, layouts, (0,), (), INTERNAL)
-        own = torch.tensor(sorted(pieces[here.rank] * times), dtype=torch.int64)
-        below, equal = order.count_below(here, own, [n * times for n in wanted], sizes, range(len(pieces)))
+        own = torch.tensor(sorted(shards[here.rank] * times), dtype=torch.int64)
+        below, equal = order.count_below(here, own, [n * times for n in wanted], sizes, range(len(shards)))
         return below.tolist(), equal.tolist()
 
-    for below, equal in world(len(pieces)).run(body):
+    for below, equal in world(len(shards)).run(body):
         for i, number in enumerate(wanted if everything else []):
             key = everything[number]
-            assert [row[i] for row in below] == [sum(x < key for x in piece) * times for piece in pieces]
-            assert [row[i] for row in equal] == [piece.count(key) * times for piece in pieces]
+            assert [row[i] for row in below] == [sum(x < key for x in shard) * times for shard in shards]
+            assert [row[i] for row in equal] == [shard.count(key) * times for shard in shards]
 
 
 # ---- what is sent --------------------------------------------------------------------------------------------------
@@ -247,11 +247,11 @@ def test_a_long_line_travels_once_and_a_little_counting() -> None:
     x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
     with count_comms() as comms:
         torch.sort(x)
-    moved = LONG // 4 * 16  # values and indices
+    redistributed = LONG // 4 * 16  # values and indices
     counting = 3 * 4 * (8 << order.DIGIT)  # a round: counts for four places go to three others
     assert comms.implicit == []
     assert comms.total_calls <= 6
-    assert comms.total_bytes < moved + 4 * counting + 100
+    assert comms.total_bytes < redistributed + 4 * counting + 100
 
 
 @world(4)

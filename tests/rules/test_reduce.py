@@ -156,23 +156,23 @@ def test_summands_are_not_rounded_to_integers_one_by_one() -> None:
 
 @world(4)
 def test_a_small_spread_far_from_zero_keeps_its_digits() -> None:
-    whole = (torch.arange(1000) % 2) * 8.0 + 1e8
-    for x in (whole, whole.double()):
+    full_value = (torch.arange(1000) % 2) * 8.0 + 1e8
+    for x in (full_value, full_value.double()):
         shards = distribute_tensor(x, Mesh((4,)), [Shard(0, [1, 500, 0, 499])]).requires_grad_()
         spread = shards.var()
-        assert spread.item() == pytest.approx(whole.double().var().item(), rel=1e-6)
+        assert spread.item() == pytest.approx(full_value.double().var().item(), rel=1e-6)
         spread.backward()
-        expected = (whole.double() - whole.double().mean()) * 2 / 999
+        expected = (full_value.double() - full_value.double().mean()) * 2 / 999
         assert torch.allclose(as_dtensor(shards.grad).full_tensor().double(), expected)
 
 
 @world(3)
 def test_complex_numbers_have_spreads_norms_and_sums_of_exponentials() -> None:
-    whole = torch.randn(7, 2, dtype=torch.complex128)
-    x = distribute_tensor(whole, Mesh((3,)), [Shard(0, [3, 0, 4])])
+    full_value = torch.randn(7, 2, dtype=torch.complex128)
+    x = distribute_tensor(full_value, Mesh((3,)), [Shard(0, [3, 0, 4])])
     ops: list[Callable[[Any], Any]] = [Tensor.var, Tensor.std, Tensor.norm, lambda x: x.logsumexp(0), Tensor.mean]
     for op in ops:
-        assert torch.allclose(op(x).full_tensor(), op(whole))
+        assert torch.allclose(op(x).full_tensor(), op(full_value))
 
 
 @world(3)
@@ -222,9 +222,9 @@ def test_an_extreme_has_a_second_gradient() -> None:
         (first,) = torch.autograd.grad((x.amax() ** 2).sum(), [x], create_graph=True)
         return torch.autograd.grad((first * first).sum(), [x])[0]
 
-    whole = torch.tensor([1.0, 3, 3, 2])
-    x = distribute_tensor(whole, Mesh((4,)), [S0]).requires_grad_()
-    assert torch.equal(as_dtensor(second(x)).full_tensor(), second(whole.requires_grad_()))
+    full_value = torch.tensor([1.0, 3, 3, 2])
+    x = distribute_tensor(full_value, Mesh((4,)), [S0]).requires_grad_()
+    assert torch.equal(as_dtensor(second(x)).full_tensor(), second(full_value.requires_grad_()))
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------
@@ -264,12 +264,12 @@ def test_the_others_take_one_exchange_of_a_few_numbers(op: Callable[[Any], Any],
 @pytest.mark.parametrize("op", [torch.sum, torch.mean, Tensor.norm, torch.amax, torch.min, torch.var, Tensor.median])
 @world(3)
 def test_elements_are_reduced_where_they_are(op: Callable[[Any], Any], placement: Placement) -> None:
-    whole = torch.arange(30, dtype=torch.float64).view(5, 6)
-    x = distribute_tensor(whole, Mesh((3,)), [placement])
+    full_value = torch.arange(30, dtype=torch.float64).view(5, 6)
+    x = distribute_tensor(full_value, Mesh((3,)), [placement])
     with count_comms() as comms:
         out = op(x)
     assert comms.implicit == []
-    assert torch.allclose(as_dtensor(out).full_tensor(), op(whole))
+    assert torch.allclose(as_dtensor(out).full_tensor(), op(full_value))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------

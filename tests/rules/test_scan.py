@@ -58,18 +58,18 @@ SIZES: list[list[int] | None] = [None, [2, 0, 5, 2], [0, 0, 1, 8], [9, 0, 0, 0]]
 FEW_VALUES = torch.tensor([2.0, 1, 2, -INF, 2, 1, 0, 2, -INF], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("whole", [normal(9), FEW_VALUES, -FEW_VALUES], ids=["normal", "few values", "negated"])
+@pytest.mark.parametrize("full", [normal(9), FEW_VALUES, -FEW_VALUES], ids=["normal", "few values", "negated"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("op", [*SUMS, *EXTREMES], ids=lambda op: op.__name__)
 def test_pieces_are_taken_in_their_order_not_in_that_of_the_ranks(
-    op: Callable[[Any, int], Any], sizes: list[int] | None, whole: Tensor
+    op: Callable[[Any, int], Any], sizes: list[int] | None, full: Tensor
 ) -> None:
     def body() -> list[Tensor]:
-        x = distribute_tensor(whole, Mesh((4,), (2, 0, 3, 1)), [Shard(0, sizes)])
+        x = distribute_tensor(full, Mesh((4,), (2, 0, 3, 1)), [Shard(0, sizes)])
         out = op(x, 0)
         return [as_dtensor(y).full_tensor() for y in (out if isinstance(out, tuple) else (out,))]
 
-    expected = op(whole, 0)
+    expected = op(full, 0)
     for found in world(4).run(body):
         for y, wanted in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
             assert torch.allclose(y, wanted, equal_nan=True)
@@ -78,10 +78,10 @@ def test_pieces_are_taken_in_their_order_not_in_that_of_the_ranks(
 @pytest.mark.parametrize("op", EXTREMES, ids=lambda op: op.__name__)
 @world(3)
 def test_a_running_extreme_stays_nan_behind_the_last_nan(op: Callable[[Any, int], Any]) -> None:
-    whole = torch.tensor([1.0, 3, NAN, 5, 7, NAN, -INF, INF, 2])
-    out = op(distribute_tensor(whole, Mesh((3,)), [Shard(0, [2, 3, 4])]), 0)
-    assert torch.equal(as_dtensor(out.values).full_tensor().isnan(), op(whole, 0).values.isnan())
-    assert torch.equal(as_dtensor(out.indices).full_tensor(), op(whole, 0).indices)
+    full = torch.tensor([1.0, 3, NAN, 5, 7, NAN, -INF, INF, 2])
+    out = op(distribute_tensor(full, Mesh((3,)), [Shard(0, [2, 3, 4])]), 0)
+    assert torch.equal(as_dtensor(out.values).full_tensor().isnan(), op(full, 0).values.isnan())
+    assert torch.equal(as_dtensor(out.indices).full_tensor(), op(full, 0).indices)
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ class Gapped(Dealt):
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
     ) -> ShardedTensorMetadata:
-        whole = super().build_metadata(tensor_sizes, tensor_properties)
-        return ShardedTensorMetadata(whole.shards_metadata[:-1], tensor_sizes, tensor_properties)
+        full = super().build_metadata(tensor_sizes, tensor_properties)
+        return ShardedTensorMetadata(full.shards_metadata[:-1], tensor_sizes, tensor_properties)
 
 
 @pytest.fixture(autouse=True)

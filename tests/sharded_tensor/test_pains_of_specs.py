@@ -47,15 +47,15 @@ def test_a_table_on_one_rank_says_on_the_others_what_it_is() -> None:
 @world(2)
 def test_two_column_shards_of_a_rank_are_one_tensor_in_every_op() -> None:
     """P18: mul, sum, cat, copy_, zeros_like and add_ were refused, and full_tensor failed."""
-    whole = torch.arange(24.0).view(3, 8)
-    mine = whole[:, 4 * rank() : 4 * rank() + 4]
+    full = torch.arange(24.0).view(3, 8)
+    mine = full[:, 4 * rank() : 4 * rank() + 4]
     wrapper = LocalShardsWrapper([mine[:, :1].clone(), mine[:, 1:].clone()], [(0, 4 * rank()), (0, 4 * rank() + 1)])
     assert_close(torch.cat([wrapper.mul(2), torch.zeros_like(wrapper)]).sum(), mine.sum() * 2)
     wrapper.add_(1).copy_(wrapper - 1)
     x = DTensor.from_local(wrapper, Mesh((2,)), [Shard(1)])
-    assert_close(x.full_tensor(), whole)
+    assert_close(x.full_tensor(), full)
     shards = [LocalShard.from_tensor_and_offsets(s, o, rank()) for s, o in zip(wrapper.shards, wrapper.shard_offsets)]  # noqa: B905
-    assert_close(init_from_local_shards(shards, 3, 8).full_tensor(), whole)
+    assert_close(init_from_local_shards(shards, 3, 8).full_tensor(), full)
 
 
 def test_a_plan_prints_in_the_width_of_a_terminal_and_a_third_dim_is_drawn() -> None:

@@ -223,8 +223,8 @@ def test_the_bases_are_abstract() -> None:
 def test_the_plan_of_placements_takes_specs_too() -> None:
     mine, reference = Model(), Model()
     sw_shard_module(mine, {"table.weight": SPECS["uneven"], "*.bias": Shard(0)})
-    cut = as_dtensor(mine.table.weight)
-    assert cut.sharding_spec().layout((10, 4), (0, 1, 2, 3)) == cut.layout_
+    sharded = as_dtensor(mine.table.weight)
+    assert sharded.sharding_spec().layout((10, 4), (0, 1, 2, 3)) == sharded.layout_
     ids = torch.tensor([3, 1, 4, 1])
     assert_close(as_dtensor(mine(ids)).full_tensor(), reference(ids))
     with pytest.raises(PlanError, match=r"table\.weight: .*out of range"):

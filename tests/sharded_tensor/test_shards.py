@@ -148,12 +148,12 @@ def test_gather_returns_the_full_tensor_on_one_rank_and_none_on_the_others(name:
     def body() -> None:
         x = SPECS[name].shard(VALUE)
         with count_comms() as comms:
-            whole = x.gather(dst=2)
+            plain = x.gather(dst=2)
         held = sum(box.numel for box in x.layout_.boxes(rank()))
         assert comms.total_bytes == (0 if rank() == 2 else held * 4)
-        assert (whole is None) == (rank() != 2)
-        if whole is not None:
-            assert_close(whole, VALUE)
+        assert (plain is None) == (rank() != 2)
+        if plain is not None:
+            assert_close(plain, VALUE)
         out = torch.empty(10, 4, dtype=torch.float64) if rank() == 1 else None
         x.gather(1, out=out)
         if out is not None:
@@ -236,19 +236,19 @@ def test_a_copied_parameter_keeps_its_name_and_its_spec() -> None:
 # ---- made of shards ----
 
 
-def pieces(name: str) -> list[LocalShard]:
+def shards(name: str) -> list[LocalShard]:
     """This rank's shards of VALUE under a spec, in an order of their own."""
     mine = [m for m in SPECS[name].build_metadata((10, 4)) if m.rank == rank()]
     return [LocalShard(VALUE[m.box.relative_to(WHOLE)].clone(), m) for m in reversed(mine)]
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("told", [True, False])
-def test_shards_become_the_tensor_that_they_are_of(name: str, told: bool) -> None:
+@pytest.mark.parametrize("expected", [True, False])
+def test_shards_become_the_tensor_that_they_are_of(name: str, expected: bool) -> None:
     @world(4)
     def body() -> None:
-        mine = pieces(name)
-        x = init_from_local_shards(mine, *((10, 4) if told else ()))
+        mine = shards(name)
+        x = init_from_local_shards(mine, *((10, 4) if expected else ()))
         assert_close(x.full_tensor(), VALUE)
         if len(mine) == 1 and mine[0].tensor.numel():
             mine[0].tensor.add_(1)  # its memory is that of the tensor
@@ -400,7 +400,7 @@ def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
     x = chunks(0, 4, 3, 2, 1, 0).shard(few, src_rank=2)
     assert len([s for s in x.local_shards() if s.tensor.numel()]) == (rank() in (3, 4))
     assert_close(x.reshard(chunks(1, 0, 1, 2, 3, 4)).full_tensor(), few)
-    whole = x.gather(0)
-    assert (whole is None) == (rank() != 0)
+    plain = x.gather(0)
+    assert (plain is None) == (rank() != 0)
     again = init_from_local_shards([s for s in x.local_shards() if s.tensor.numel()], 2, 4)
     assert_close(again.full_tensor(), few)

@@ -57,7 +57,7 @@ LAYOUTS = {
 }
 
 
-def cut(box: Box, dim: int, pieces: int) -> list[Box]:
+def sharded(box: Box, dim: int, pieces: int) -> list[Box]:
     """A box in `pieces` along `dim`, as a rank may hold it."""
     parts = torch.arange(box.sizes[dim]).tensor_split(pieces)
     return [box.along(dim, box.offsets[dim] + int(part[0]), len(part)) for part in parts if len(part)]
@@ -69,7 +69,7 @@ def wrapped(boxes: list[Box]) -> LocalShardsWrapper:
 
 def mine(layout: Layout, dim: int = 1, pieces: int = 2) -> LocalShardsWrapper:
     """What this rank holds of FULL, in several shards; a wrapper of none where it holds nothing."""
-    return wrapped([part for box in layout.boxes(rank()) for part in cut(box, dim, pieces)])
+    return wrapped([part for box in layout.boxes(rank()) for part in sharded(box, dim, pieces)])
 
 
 # ---- there and back ----

@@ -42,8 +42,8 @@ def taken(name: str) -> tuple[list[Tensor], Offsets, Tensor]:
     boxes = TILINGS[name]
     shards = [FULL[box].clone() for box in boxes]
     full = [box for box in boxes if box[0].start < box[0].stop]
-    whole = tuple(slice(min(b[d].start for b in full), max(b[d].stop for b in full)) for d in (0, 1))
-    return shards, [tuple(part.start for part in box) for box in boxes], FULL[whole].clone()
+    full_value = tuple(slice(min(b[d].start for b in full), max(b[d].stop for b in full)) for d in (0, 1))
+    return shards, [tuple(part.start for part in box) for box in boxes], FULL[full_value].clone()
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
@@ -55,12 +55,12 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("name", TILINGS)
 def test_shards_are_arranged_as_in_the_global_tensor(name: str) -> None:
-    shards, offsets, whole = taken(name)
+    shards, offsets, full_value = taken(name)
     before = [shard.clone() for shard in shards]
     wrapper = LocalShardsWrapper(shards, offsets)
     assert type(wrapper + 0) is LocalShardsWrapper
-    assert_close(torch.Tensor(wrapper + 0), whole)
-    assert wrapper.shape == whole.shape
+    assert_close(torch.Tensor(wrapper + 0), full_value)
+    assert wrapper.shape == full_value.shape
     assert wrapper.local_offsets() == wrapper.shard_offsets == [torch.Size(at) for at in offsets]
     assert wrapper.local_sizes() == wrapper.shard_sizes == [shard.shape for shard in before]
     assert all(map(torch.equal, wrapper.local_shards(), before))
@@ -69,10 +69,10 @@ def test_shards_are_arranged_as_in_the_global_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("name", TILINGS)
 def test_writes_on_either_side_are_seen_on_the_other(name: str) -> None:
-    shards, offsets, whole = taken(name)
+    shards, offsets, full_value = taken(name)
     wrapper = LocalShardsWrapper(shards, offsets)
     wrapper.mul_(2)
-    assert_close(LocalShardsWrapper([s.clone() for s in shards], offsets).sum(), whole.sum() * 2)
+    assert_close(LocalShardsWrapper([s.clone() for s in shards], offsets).sum(), full_value.sum() * 2)
     for shard in shards:
         shard.fill_(7)
     assert (wrapper == 7).all()
@@ -182,9 +182,9 @@ GIVING_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_leaves_elements_in_place_gives_a_wrapper(name: str) -> None:
-    shards, offsets, whole = taken("columns")
+    shards, offsets, full_value = taken("columns")
     out = KEEPING[name](LocalShardsWrapper(shards, offsets))
-    want = KEEPING[name](whole)
+    want = KEEPING[name](full_value)
     assert isinstance(out, LocalShardsWrapper)
     assert out.dtype == want.dtype
     assert out.local_offsets() == [torch.Size(at) for at in offsets]
@@ -218,16 +218,16 @@ def test_views_share_their_memory_with_the_shards() -> None:
 
 
 def test_copies_come_from_wrappers_and_plain_tensors() -> None:
-    shards, offsets, whole = taken("grid")
+    shards, offsets, full_value = taken("grid")
     wrapper = LocalShardsWrapper(shards, offsets)
-    assert wrapper.copy_(whole + 1) is wrapper
+    assert wrapper.copy_(full_value + 1) is wrapper
     assert_close(shards[0], FULL[TILINGS["grid"][0]] + 1)
-    wrapper.copy_(LocalShardsWrapper([whole * 3], [(40, 40)]))  # elsewhere in the whole, of the same shape
+    wrapper.copy_(LocalShardsWrapper([full_value * 3], [(40, 40)]))  # elsewhere in the whole, of the same shape
     assert wrapper.local_offsets() == [torch.Size(at) for at in offsets]
     assert_close(shards[0], FULL[TILINGS["grid"][0]] * 3)
-    plain = torch.zeros(whole.shape)
+    plain = torch.zeros(full_value.shape)
     assert plain.copy_(wrapper) is plain
-    assert_close(plain, whole * 3)
+    assert_close(plain, full_value * 3)
 
 
 def test_wrappers_with_other_offsets_are_not_equal_and_combine_to_plain_tensors() -> None:
@@ -249,9 +249,9 @@ def test_functions_that_would_detach_the_shards_are_refused(name: str) -> None:
 
 
 def test_data_is_replaced_with_the_shards() -> None:
-    shards, offsets, whole = taken("columns")
+    shards, offsets, full_value = taken("columns")
     wrapper = LocalShardsWrapper(shards, offsets)
-    wrapper.data = whole.double() + 1
+    wrapper.data = full_value.double() + 1
     assert wrapper.dtype == torch.float64
     assert_close(shards[1], FULL[TILINGS["columns"][1]].double() + 1)
     wrapper.zero_()
@@ -265,10 +265,10 @@ def test_data_is_replaced_with_the_shards() -> None:
 
 def test_gradients_reach_shards_that_require_them() -> None:
     for name in ("one", "columns", "grid"):
-        given, offsets, whole = taken(name)
+        given, offsets, full_value = taken(name)
         leaves = [shard.requires_grad_() for shard in given]
         wrapper = LocalShardsWrapper(leaves, offsets)
-        (wrapper * whole).sum().backward()
+        (wrapper * full_value).sum().backward()
         for leaf, box in zip(leaves, TILINGS[name], strict=True):
             assert_close(leaf.grad, FULL[box])
             assert same_memory(leaf, wrapper)
@@ -303,8 +303,8 @@ OPTIMISERS: list[Callable[[list[Tensor]], torch.optim.Optimizer]] = [
 
 @pytest.mark.parametrize("make", OPTIMISERS)
 def test_it_trains_as_a_plain_parameter_does(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
-    shards, offsets, whole = taken("columns")
-    mine, reference = nn.Parameter(LocalShardsWrapper(shards, offsets)), nn.Parameter(whole)
+    shards, offsets, full_value = taken("columns")
+    mine, reference = nn.Parameter(LocalShardsWrapper(shards, offsets)), nn.Parameter(full_value)
     assert isinstance(mine, nn.Parameter)
     assert isinstance(mine, LocalShardsWrapper)
     for parameter in (mine, reference):
@@ -320,8 +320,8 @@ def test_it_trains_as_a_plain_parameter_does(make: Callable[[list[Tensor]], torc
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_it_is_a_table_with_sparse_gradients(make: Callable[..., torch.optim.Optimizer]) -> None:
-    shards, offsets, whole = taken("columns")
-    mine, reference = nn.Parameter(LocalShardsWrapper(shards, offsets)), nn.Parameter(whole)
+    shards, offsets, full_value = taken("columns")
+    mine, reference = nn.Parameter(LocalShardsWrapper(shards, offsets)), nn.Parameter(full_value)
     for table in (mine, reference):
         optimizer = make([table], lr=0.1)
         for _ in range(2):
@@ -400,17 +400,17 @@ def test_what_makes_no_local_tensor_is_refused_in_words(name: str) -> None:
 
 
 def test_it_tells_torch_where_its_shards_are() -> None:
-    shards, offsets, whole = taken("columns")
+    shards, offsets, full_value = taken("columns")
     wrapper = LocalShardsWrapper(shards, offsets)
-    told = wrapper.storage_metadata()
-    assert isinstance(told, TensorStorageMetadata)
-    assert told == wrapper.storage_meta
-    assert told.size == whole.shape
-    assert told.properties.dtype == torch.float32
-    assert told.chunks == wrapper.local_chunks
-    for chunk, at, shard in zip(told.chunks, offsets, shards, strict=True):
+    expected = wrapper.storage_metadata()
+    assert isinstance(expected, TensorStorageMetadata)
+    assert expected == wrapper.storage_meta
+    assert expected.size == full_value.shape
+    assert expected.properties.dtype == torch.float32
+    assert expected.chunks == wrapper.local_chunks
+    for chunk, at, shard in zip(expected.chunks, offsets, shards, strict=True):
         assert chunk == ChunkStorageMetadata(torch.Size(at), shard.shape)
-    assert [end.offsets[1] for _, end in pairwise(told.chunks)] == [6, 9]
+    assert [end.offsets[1] for _, end in pairwise(expected.chunks)] == [6, 9]
 
 
 @pytest.mark.processes

@@ -118,8 +118,8 @@ def test_redistribute_goes_to_other_meshes_and_back() -> None:
     assert y.to_local().shape == {3: (7, 3), 1: (7, 2)}.get(rank(), (0, 5))
     z = y.redistribute(grid, [S0, S0], shard_order=(1, 0))
     assert z.layout_.shard_order == (1, 0)
-    for moved in (z, y.redistribute(line, [S0]), x.redistribute(grid, [S0, R])):
-        assert torch.equal(moved.full_tensor(), FULL)
+    for redistributed in (z, y.redistribute(line, [S0]), x.redistribute(grid, [S0, R])):
+        assert torch.equal(redistributed.full_tensor(), FULL)
 
 
 @world(3)

@@ -73,7 +73,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def cut(placement: Placement | None = None, mesh: Mesh | None = None) -> Any:
+def sharded(placement: Placement | None = None, mesh: Mesh | None = None) -> Any:
     return distribute_tensor(VALUES, mesh or Mesh((3,)), [placement or Shard(0)])
 
 
@@ -82,7 +82,7 @@ def cut(placement: Placement | None = None, mesh: Mesh | None = None) -> Any:
 )
 @world(3)
 def test_a_redistributed_view_is_invalidated_once_its_original_changes(view: str, change: str) -> None:
-    x = cut(Shard(0, [0, 3, 1]))
+    x = sharded(Shard(0, [0, 3, 1]))
     v = REDISTRIBUTED[view](x)
     assert_close(v.full_tensor(), REDISTRIBUTED[view](VALUES))
     CHANGES[change](x)
@@ -99,7 +99,7 @@ def test_a_redistributed_view_is_invalidated_once_its_original_changes(view: str
 
 @world(3)
 def test_views_and_copies_of_a_redistributed_view_are_invalidated_with_it_though_that_is_gone() -> None:
-    x = cut(Shard(0, [0, 3, 1]))
+    x = sharded(Shard(0, [0, 3, 1]))
     tail, again = x.view(2, 6)[:, 1:], x.view(3, 4).view(2, 6)[1]
     x.mul_(2)
     for v in (tail, again):
@@ -109,7 +109,7 @@ def test_views_and_copies_of_a_redistributed_view_are_invalidated_with_it_though
 
 @world(3)
 def test_what_torch_copies_keeps_its_values() -> None:
-    x = cut()
+    x = sharded()
     kept = [x.roll(1, 0), x[1].clone(), x.flip(0), x[torch.tensor([2, 0])], x @ x.t(), torch.cat([x, x[:1]]), x[1] + 0]
     values = [y.full_tensor() for y in kept]
     x.zero_()
@@ -121,7 +121,7 @@ def test_what_torch_copies_keeps_its_values() -> None:
 
 @world(3)
 def test_views_that_share_memory_show_the_change() -> None:
-    x = cut(Shard(1))
+    x = sharded(Shard(1))
     views = x[1], x.t(), x[:, 1:], x.view(2, 2, 3), x.unsqueeze(0)
     x.add_(1)
     for v, expected in zip(
@@ -133,7 +133,7 @@ def test_views_that_share_memory_show_the_change() -> None:
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam])
 @world(2)
 def test_steps_of_optimisers_invalidate_living_views_and_leave_training_alone(optimiser: Any) -> None:
-    weight: Any = torch.nn.Parameter(cut(mesh=Mesh((2,))))
+    weight: Any = torch.nn.Parameter(sharded(mesh=Mesh((2,))))
     plain = torch.nn.Parameter(VALUES.clone())
     both = [(w, optimiser([w], lr=0.1)) for w in (weight, plain)]
     for _ in range(3):
@@ -182,7 +182,7 @@ def test_every_rank_refuses_to_change_a_copy(mesh: Mesh, placements: list[Placem
 
 @world(4)
 def test_ranks_outside_the_mesh_know_what_is_invalidated() -> None:
-    x = cut(mesh=Mesh((2,), (3, 1)))
+    x = sharded(mesh=Mesh((2,), (3, 1)))
     v, of_slice = x[1], x[:3][1]
     x.zero_()
     for old in (v, of_slice):
@@ -204,7 +204,7 @@ def test_one_rank_has_views_as_torch_has() -> None:
 
 @world(3)
 def test_a_redistributed_view_may_be_what_its_original_is_changed_with() -> None:
-    x = cut()
+    x = sharded()
     expected = VALUES.clone()
     for y in (x, expected):
         y[1] = y[3]

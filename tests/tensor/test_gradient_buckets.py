@@ -56,7 +56,7 @@ def on_line(plain: nn.Module, **plan: Any) -> nn.Module:
     return shard_module(plain, plan or {"*": R}, mesh=Mesh((world_size(),)))
 
 
-def cut(x: Tensor, mesh: Mesh | None = None) -> Tensor:
+def sharded(x: Tensor, mesh: Mesh | None = None) -> Tensor:
     mesh = mesh or Mesh((world_size(),))
     return distribute_tensor(x, mesh, [S0] + [R] * (mesh.ndim - 1))
 
@@ -89,7 +89,7 @@ def equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 def trains_like_one_process(max_bytes: int, overlap: bool, parts: int) -> None:
     with buckets(max_bytes, overlap=overlap):
-        equal(trained(on_line(mlp()), cut(X), cut(Y), parts=parts), trained(mlp(), X, Y))
+        equal(trained(on_line(mlp()), sharded(X), sharded(Y), parts=parts), trained(mlp(), X, Y))
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -112,7 +112,7 @@ def test_axes_are_reduced_where_gradients_are_summands_and_once_a_set_of_axes() 
     """Rows and columns over tp, the batch over dp: cut weights are reduced over dp, the last bias over both."""
     plan: dict[str, list[Placement]] = {"0.weight": [R, S0], "0.bias": [R, S0], "2.weight": [R, S1], "2.bias": [R, R]}
     module = shard_module(mlp(), plan, mesh=SQUARE)
-    F.mse_loss(module(cut(X, SQUARE)), cut(Y, SQUARE)).backward()
+    F.mse_loss(module(sharded(X, SQUARE)), sharded(Y, SQUARE)).backward()
     with count_comms() as read:
         assert module[2].bias.grad is not None
     assert read.total_calls == 2
@@ -161,7 +161,7 @@ def test_a_step_in_a_hook_of_each_parameter_sees_its_whole_gradient(overlap: boo
 
                 p.register_post_accumulate_grad_hook(step)
         for _ in range(3):
-            F.mse_loss(module(cut(X)), cut(Y)).backward()
+            F.mse_loss(module(sharded(X)), sharded(Y)).backward()
             F.mse_loss(plain(X), Y).backward()
         equal([as_dtensor(p.detach()).full_tensor() for p in module.parameters()], [p.data for p in plain.parameters()])
 
@@ -176,7 +176,7 @@ def test_a_parameter_that_several_recomputations_reach_is_reduced_right(reentran
         module = on_line(copy.deepcopy(plain))
         for _ in range(3):
             losses = []
-            for layer, x in ((module, cut(X)), (plain, X.clone())):
+            for layer, x in ((module, sharded(X)), (plain, X.clone())):
                 layer.zero_grad()
                 x.requires_grad_()
                 for _ in range(3):
@@ -195,7 +195,7 @@ def test_a_bucket_is_one_collective_and_holds_what_fits() -> None:
         module = on_line(mlp())
         for _ in range(2):
             module.zero_grad()
-            F.mse_loss(module(cut(X)), cut(Y)).backward()
+            F.mse_loss(module(sharded(X)), sharded(Y)).backward()
             with count_comms() as read:
                 assert module[0].bias.grad is not None  # type: ignore[index]
             assert read.total_calls == 3  # a collective for the last layer, one for each of the others
@@ -211,7 +211,7 @@ def test_micro_batches_before_a_read_are_reduced_once(overlap: bool) -> None:
         module = on_line(mlp())
         for _ in range(3):
             module.zero_grad()
-            losses = [F.mse_loss(module(cut(X)), cut(Y), reduction="sum") for _ in range(4)]
+            losses = [F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum") for _ in range(4)]
             with count_comms() as backward:
                 for loss in losses:
                     loss.backward()
@@ -226,7 +226,7 @@ def test_micro_batches_before_a_read_are_reduced_once(overlap: bool) -> None:
 def step_of(module: nn.Module) -> tuple[int, int]:
     """How many collectives backward takes, and how many reading takes."""
     module.zero_grad()
-    loss = F.mse_loss(module(cut(X)), cut(Y), reduction="sum")
+    loss = F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum")
     with count_comms() as backward:
         loss.backward()
     with count_comms() as read:
@@ -251,7 +251,7 @@ def test_accumulation_that_starts_later_costs_one_reduction_and_no_value() -> No
         counts = []
         for _ in range(3):
             module.zero_grad()
-            losses = [F.mse_loss(module(cut(X)), cut(Y), reduction="sum") for _ in range(2)]
+            losses = [F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum") for _ in range(2)]
             with count_comms() as step:
                 for loss in losses:
                     loss.backward()
@@ -268,10 +268,10 @@ def test_gradients_that_were_cleared_while_they_travel_are_forgotten() -> None:
         module, plain = on_line(mlp()), mlp()
         F.mse_loss(plain(X), Y, reduction="sum").backward()
         step_of(module)
-        F.mse_loss(module(cut(X)), cut(Y), reduction="sum").backward()
+        F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum").backward()
         module.zero_grad()
         assert [p.grad for p in module.parameters()] == [None] * 4
-        F.mse_loss(module(cut(X)), cut(Y), reduction="sum").backward()
+        F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum").backward()
         module[0].weight.grad = None  # type: ignore[index]
         assert module[0].weight.grad is None  # type: ignore[index]
         equal(grads(module[2]), grads(plain[2]))  # type: ignore[index]
@@ -287,7 +287,7 @@ def test_who_changes_gradients_on_their_way_gets_what_is_there_when_they_are_rea
         raw: Any = torch._C.TensorBase.grad
         for expected in [(3, 3), (0, 3)]:  # sent in vain, and then no longer
             module.zero_grad()
-            loss = F.mse_loss(module(cut(X)), cut(Y), reduction="sum")
+            loss = F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum")
             with count_comms() as step:
                 loss.backward()
             with torch._C.DisableTorchFunctionSubclass():
@@ -305,7 +305,7 @@ def test_gradients_of_gradients_are_reduced_when_they_are_read() -> None:
         w = as_dtensor(distribute_tensor(X, Mesh((2,)), [R]).requires_grad_())
         for _ in range(2):
             w.grad = None
-            cut(X).mul(w).pow(3).sum().backward(create_graph=True)
+            sharded(X).mul(w).pow(3).sum().backward(create_graph=True)
             grad = as_dtensor(w.grad)
             assert_close(grad.full_tensor(), 3 * X.pow(5))
             (second,) = torch.autograd.grad(grad.sum(), [w])
@@ -326,7 +326,7 @@ def test_parameters_that_no_rank_uses_have_no_gradient_whatever_was_used_before(
             plain.zero_grad()
             for layer in used:
                 width = (6, 0, 5)[layer]
-                module[layer](cut(X)[:, :width]).square().sum().backward()  # type: ignore[index]
+                module[layer](sharded(X)[:, :width]).square().sum().backward()  # type: ignore[index]
                 plain[layer](X[:, :width]).square().sum().backward()
             for got, want in zip(module.parameters(), plain.parameters(), strict=True):
                 assert (got.grad is None) == (want.grad is None)
@@ -390,7 +390,7 @@ def test_leaves_that_come_and_go_leave_nothing_behind() -> None:
         x = as_dtensor(distribute_tensor(X, Mesh((2,)), [R]).requires_grad_())
         gone.append(weakref.ref(x))
         w.grad = None
-        (cut(X) * w * x).sum().backward()
+        (sharded(X) * w * x).sum().backward()
         assert_close(as_dtensor(w.grad).full_tensor(), X * X)
     del x
     gc.collect()
@@ -407,7 +407,7 @@ def test_sparse_dense_and_half_gradients_have_buckets_of_their_own(overlap: bool
 
     ids = torch.tensor([0, 2, 2, 5, 1, 0, 3])
     with buckets(overlap=overlap):
-        parts = cut(X), cut(ids)
+        parts = sharded(X), sharded(ids)
         leaves = [
             as_dtensor(distribute_tensor(t, Mesh((2,)), [R]).requires_grad_()) for t in (X, X[0], X[1].bfloat16())
         ]

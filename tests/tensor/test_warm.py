@@ -101,11 +101,11 @@ def test_warm_views_share_memory_and_send_nothing(name: str) -> None:
 
 def test_what_is_assigned_to_a_part_is_what_the_same_rank_holds_each_time() -> None:
     def run() -> None:
-        x, whole = distribute_tensor(X, Mesh((3,)), [UNEVEN]), X.clone()
+        x, full = distribute_tensor(X, Mesh((3,)), [UNEVEN]), X.clone()
         for number in range(3):
             for brackets in ((slice(None), -1), 4, (slice(2, 6), slice(0, 2)), (slice(None, None, 4), None, 1)):
-                x[brackets] = whole[brackets] = float(number)
-                assert_close(x.full_tensor(), whole)
+                x[brackets] = full[brackets] = float(number)
+                assert_close(x.full_tensor(), full)
 
     world(3).run(run)
 

@@ -103,8 +103,8 @@ def test_contributions_differ_between_ranks_and_add_up_exactly(mesh: Mesh) -> No
         for d in found:
             assert torch.equal(d.full_tensor(), x)
             assert not torch.equal(d.to_local(), x)
-        whole = [d for (d,), _ in DTensorConverter(mesh, (torch.arange(5),), {}, partial=True)]
-        assert all(Partial() not in d.placements for d in whole)
+        full = [d for (d,), _ in DTensorConverter(mesh, (torch.arange(5),), {}, partial=True)]
+        assert all(Partial() not in d.placements for d in full)
 
     world(mesh.size()).run(check)
 
@@ -114,8 +114,8 @@ def test_truth_values_are_cut_on_request() -> None:
 
     def check() -> None:
         assert [d.placements for (d,), _ in DTensorConverter(Mesh((2,)), (x,), {})] == [(Replicate(),)]
-        cut = DTensorConverter(Mesh((2,)), (x,), {}, bools=True)
-        assert [d.placements for (d,), _ in cut] == [(Replicate(),), (Shard(0),)]
+        sharded = DTensorConverter(Mesh((2,)), (x,), {}, bools=True)
+        assert [d.placements for (d,), _ in sharded] == [(Replicate(),), (Shard(0),)]
 
     world(2).run(check)
 

@@ -95,10 +95,10 @@ def script(tmp_path: Path, seconds: float) -> Iterator[tuple[subprocess.Popen[by
     command = [sys.executable, str(file), str(tmp_path), str(seconds)]
     with subprocess.Popen(command, env=environment(tmp_path)) as process:
         try:
-            while len(told := list(tmp_path.glob("pid-*"))) < 2:
+            while len(expected := list(tmp_path.glob("pid-*"))) < 2:
                 assert process.poll() is None, "the script ended before its ranks ran"
                 time.sleep(0.02)
-            yield process, [int(pid.read_text()) for pid in told]
+            yield process, [int(pid.read_text()) for pid in expected]
         finally:
             process.kill()
 

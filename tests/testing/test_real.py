@@ -236,8 +236,8 @@ def test_a_bare_assert_tells_the_values_of_its_names() -> None:
     compare(7)
     with pytest.raises(AssertionError) as caught:
         REAL.run(compare, 5)
-    told = caught.value.__notes__[0] if not str(caught.value) else str(caught.value)
-    assert "found = [0, 5]" in told or "[0, 5] == [0, 7]" in told
+    expected = caught.value.__notes__[0] if not str(caught.value) else str(caught.value)
+    assert "found = [0, 5]" in expected or "[0, 5] == [0, 7]" in expected
 
 
 def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:
@@ -250,11 +250,11 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("exit", "exited with code 3"), ("kill", "was killed by SIGKILL")], ids=["exit", "kill"]
+    ("how", "expected"), [("exit", "exited with code 3"), ("kill", "was killed by SIGKILL")], ids=["exit", "kill"]
 )
-def test_a_rank_that_dies_is_named_with_the_way_it_ended(how: str, told: str) -> None:
+def test_a_rank_that_dies_is_named_with_the_way_it_ended(how: str, expected: str) -> None:
     caught = run_and_get_pids(end, how, error=RemoteRankError)
-    assert str(caught.value) == f"Rank 1 of 2 {told}; it was to run end."
+    assert str(caught.value) == f"Rank 1 of 2 {expected}; it was to run end."
     assert getattr(caught.value, "rank", None) == 1
 
 

@@ -56,12 +56,12 @@ def test_peers_of_a_failed_rank_raise_whether_they_came_before_or_after_it_faile
     with pytest.raises(ValueError, match="boom"):
         world(3).run(body)
     call = "all_to_all of uint8, send counts (1, 1, 1), receive counts (1, 1, 1)"
-    told = (
+    expected = (
         f"Rank {failing} failed: ValueError: boom\n  at {HERE}:{line(raise_on, 2)} in raise_on\n"
         "  Rank {peer} waited in collective #1 of ranks (0, 1, 2): " + call + "\n"
         "  Fix: its own output has the traceback; fix that rank first."
     )
-    assert peers == {peer: (told.format(peer=peer), failing) for peer in range(3) if peer != failing}
+    assert peers == {peer: (expected.format(peer=peer), failing) for peer in range(3) if peer != failing}
 
 
 def test_a_rank_that_waits_for_a_peer_of_the_failed_one_names_the_failed_one() -> None:

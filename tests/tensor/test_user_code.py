@@ -38,7 +38,7 @@ def leaf(placement: Placement, full: Tensor = FULL) -> DTensor:
     return distribute_tensor(full, Mesh((3,)), [placement]).requires_grad_()  # type: ignore[return-value]
 
 
-def whole(x: Any) -> Tensor:
+def full_value(x: Any) -> Tensor:
     return as_dtensor(x).full_tensor()
 
 
@@ -93,11 +93,11 @@ def test_a_custom_function_sees_whole_tensors_forward_and_backward(x_at: Any, w_
     px, pw = FULL.clone().requires_grad_(), FULL[:, :2].clone().requires_grad_()
     expected = px * pw.sum() ** 2
     expected.sin().sum().backward()
-    assert_close(whole(out), expected)
+    assert_close(full_value(out), expected)
     assert px.grad is not None
     assert pw.grad is not None
-    assert_close(whole(x.grad), px.grad)
-    assert_close(whole(w.grad), pw.grad)
+    assert_close(full_value(x.grad), px.grad)
+    assert_close(full_value(w.grad), pw.grad)
 
 
 @world(3)
@@ -134,11 +134,11 @@ def test_full_backward_hooks_of_modules_see_and_return_whole_gradients(placement
     layer(x).square().sum().backward()
     plain(px).square().sum().backward()
     for got, want in zip(seen["sharded"], seen["plain"], strict=True):
-        assert_close(whole(got), want)
+        assert_close(full_value(got), want)
     assert px.grad is not None
-    assert_close(whole(x.grad), px.grad)
+    assert_close(full_value(x.grad), px.grad)
     assert plain.weight.grad is not None
-    assert_close(whole(layer.weight.grad), plain.weight.grad)
+    assert_close(full_value(layer.weight.grad), plain.weight.grad)
 
 
 @world(3)
@@ -148,8 +148,8 @@ def test_hooks_on_several_tensors_wait_for_all_their_gradients() -> None:
     torch.autograd.graph.register_multi_grad_hook((x, w), seen.append)
     (x * w).sum().backward()
     ((of_x, of_w),) = seen
-    assert_close(whole(of_x), FULL)
-    assert_close(whole(of_w), FULL)
+    assert_close(full_value(of_x), FULL)
+    assert_close(full_value(of_w), FULL)
 
 
 # ---- recomputation, saved tensors, transformations --------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_recomputed_parts_run_on_whole_tensors(placement: Placement, reentrant: 
     checkpoint(part, x, use_reentrant=reentrant).sum().backward()
     part(p).sum().backward()
     assert p.grad is not None
-    assert_close(whole(x.grad), p.grad)
+    assert_close(full_value(x.grad), p.grad)
 
 
 def in_place(x: Tensor, constant: Tensor, ids: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_recomputed_parts_may_keep_operands_that_need_no_gradient(name: str, oth
             torch.manual_seed(0)
             result: Any = run(x, constant, ids)
             result.sin().sum().backward()
-        assert_close(whole(again.grad), whole(kept.grad))
+        assert_close(full_value(again.grad), full_value(kept.grad))
 
 
 @world(3)
@@ -211,7 +211,7 @@ def test_saved_tensors_may_be_kept_elsewhere() -> None:
     with torch.autograd.graph.save_on_cpu():
         y = x * x.sin()
     y.sum().backward()
-    assert_close(whole(x.grad), FULL.sin() + FULL * FULL.cos())
+    assert_close(full_value(x.grad), FULL.sin() + FULL * FULL.cos())
 
 
 TRANSFORMATIONS: dict[str, Callable[[Any], object]] = {
@@ -237,9 +237,9 @@ def test_functional_calls_hessian_products_and_jacobians_of_torch_autograd_work(
     doubled = {name: p * 2 for name, p in layer.named_parameters()}
     out = torch.func.functional_call(layer, doubled, (leaf(S0),))
     want = torch.func.functional_call(plain, {name: p * 2 for name, p in plain.named_parameters()}, (FULL,))
-    assert_close(whole(out), want)
+    assert_close(full_value(out), want)
     jacobian = torch.autograd.functional.jacobian(lambda t: t.sum(0), leaf(S1).detach())
-    assert_close(whole(jacobian), torch.autograd.functional.jacobian(lambda t: t.sum(0), FULL))
+    assert_close(full_value(jacobian), torch.autograd.functional.jacobian(lambda t: t.sum(0), FULL))
 
 
 # ---- data, storage, state ---------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_data_may_be_set_from_any_layout_and_from_a_plain_whole() -> None:
 def test_storage_is_taken_over_from_distributed_tensors_only() -> None:
     x = leaf(UNEVEN).detach()
     x.set_(leaf(S1).detach() * 2)
-    assert_close(whole(x), FULL * 2)
+    assert_close(full_value(x), FULL * 2)
     assert as_dtensor(x).placements == (UNEVEN,)
     with pytest.raises(RuleError, match="local_map"):
         x.set_(torch.ones(7, 3))
@@ -279,17 +279,17 @@ def test_parametrized_and_normalised_parameters_train() -> None:
         nn.utils.parametrize.register_parametrization(m, "weight", Tanh())
     layer(leaf(S0)).sum().backward()
     plain(FULL).sum().backward()
-    assert_close(whole(layer.parametrizations.weight.original.grad), plain.parametrizations.weight.original.grad)  # type: ignore[union-attr]
+    assert_close(full_value(layer.parametrizations.weight.original.grad), plain.parametrizations.weight.original.grad)  # type: ignore[union-attr]
 
 
 @world(3)
 def test_parameters_go_to_a_vector_and_back() -> None:
     layer, plain = linear(S1)
     vector = nn.utils.parameters_to_vector(layer.parameters())
-    assert_close(whole(vector), nn.utils.parameters_to_vector(plain.parameters()))
+    assert_close(full_value(vector), nn.utils.parameters_to_vector(plain.parameters()))
     nn.utils.vector_to_parameters(vector * 2, layer.parameters())
     assert as_dtensor(layer.weight).placements == (S1,)
-    assert_close(whole(layer.weight), plain.weight.detach() * 2)
+    assert_close(full_value(layer.weight), plain.weight.detach() * 2)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
@@ -300,7 +300,7 @@ def test_plain_states_load_into_sharded_modules_and_back(placement: Placement) -
         plain.weight.mul_(2)
     layer.load_state_dict(plain.state_dict())
     assert as_dtensor(layer.weight).layout_.kind[1] == (placement,)
-    assert_close(whole(layer.weight), plain.weight.detach())
+    assert_close(full_value(layer.weight), plain.weight.detach())
     other = nn.Linear(3, 4).double()
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other.weight, plain.weight)
@@ -314,7 +314,7 @@ def test_modules_change_their_dtype() -> None:
     assert layer.half().weight.dtype == torch.float16
     assert isinstance(layer.to("cpu", torch.float32).weight, nn.Parameter)
     assert as_dtensor(layer.weight).placements == (S0,)
-    assert_close(whole(layer.weight), plain.weight.detach().half().float())
+    assert_close(full_value(layer.weight), plain.weight.detach().half().float())
 
 
 @world(3)
@@ -337,7 +337,7 @@ def test_inference_mode_computes() -> None:
     x = leaf(S0)
     with torch.inference_mode():
         out = (x.softmax(0) @ x.mT).sum(0)
-    assert_close(whole(out), (FULL.softmax(0) @ FULL.mT).sum(0))
+    assert_close(full_value(out), (FULL.softmax(0) @ FULL.mT).sum(0))
 
 
 @world(2)
