@@ -76,7 +76,8 @@ def generate(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
             if unused:
                 lines.append(f" {' = '.join(unused)} = None")
     exec("\n".join(lines), globals_)  # noqa: S102 - of names and calls written above, as torch.fx does
-    return globals_["run"]  # type: ignore[no-any-return]
+    run: Callable[..., tuple[Any, ...]] = globals_["run"]
+    return run
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str], globals_: dict[str, Any]) -> str:

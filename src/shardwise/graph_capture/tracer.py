@@ -242,7 +242,8 @@ class Tracer:
         if self.paused:
             return function(*args, **kwargs)
         call, operands = _bind_constants(function, args, kwargs)
-        return apply_to_locals(_OpaqueCall, self, call, function.__name__, *operands)  # type: ignore[no-any-return]
+        out: Tensor = apply_to_locals(_OpaqueCall, self, call, function.__name__, *operands)
+        return out
 
     def opaque_node(self, name: str, call: Callable[..., Any], operands: Sequence[Any]) -> tuple[fx.Node, Any]:
         """Run `call` untraced and add it as one node. An operand is a tensor, or a pair (node, value)."""

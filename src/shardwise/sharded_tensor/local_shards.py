@@ -247,7 +247,7 @@ class LocalShardsWrapper(torch.Tensor):
             shards = zip(self._tiling.boxes, self.local_shards(), strict=True)
             return f"LocalShardsWrapper(shape={tuple(self.shape)}" + "".join(f", {b}: {s}" for b, s in shards) + ")"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalShardsWrapper":
+    def __deepcopy__(self, memo: dict[int, "LocalShardsWrapper"]) -> "LocalShardsWrapper":
         if id(self) not in memo:
             if not self.is_leaf:
                 raise RuntimeError("Only leaf tensors can be deep-copied; copy a detached one.")
@@ -255,7 +255,7 @@ class LocalShardsWrapper(torch.Tensor):
             if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as in torch
                 copy.grad = self.grad.clone()
             memo[id(self)] = copy
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo[id(self)]
 
     def __reduce_ex__(self, proto: object) -> Any:
         with DisableTorchFunctionSubclass():

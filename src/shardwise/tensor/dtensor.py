@@ -260,9 +260,9 @@ class DTensor(torch.Tensor):
             f"mesh={layout.mesh}, rank {rank} holds {boxes}: {local})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
+    def __deepcopy__(self, memo: dict[int, "DTensor"]) -> "DTensor":
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("Only leaf tensors can be deep-copied; copy a detached one.")
         copy = tag(plain(self.detach()).clone(), self._layout)
