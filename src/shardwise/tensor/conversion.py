@@ -1,7 +1,7 @@
 """Between local tensors and distributed ones: `from_local`, `to_local`, `distribute_tensor`."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ class _Passed(TypedDict):
     mesh: str
     placements: list[str]
     global_shape: list[int] | None
-    is_wrapper: bool  # a LocalShardsWrapper
-    bounds: list[list[int]] | None  # of its shards in the global tensor; None if it has none
+    bounds: NotRequired[list[list[int]] | None]  # of a LocalShardsWrapper: of its shards; None if it has none
 
 
 def from_local(
@@ -93,9 +92,9 @@ def from_local(
         "mesh": str(mesh),
         "placements": [str(p) for p in wanted],
         "global_shape": None if shape is None else list(shape),
-        "is_wrapper": tiling is not None,
-        "bounds": [list(x) for x in tiling.bounds] if tiling is not None and tiling.boxes else None,
     }
+    if tiling is not None:
+        passed["bounds"] = [list(x) for x in tiling.bounds] if tiling.boxes else None
     if run_check:
         ranks = tuple(sorted(mesh.ranks))
         all_passed = dict(zip(ranks, collectives.gather_json(passed, ranks), strict=True))
@@ -136,7 +135,7 @@ def _layout_from_all_ranks(
     mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None, all_passed: dict[int, _Passed]
 ) -> tuple[Layout, torch.dtype]:
     """The layout and the dtype, which a rank without shards cannot know."""
-    empty = [rank for rank, passed in all_passed.items() if passed["is_wrapper"] and passed["bounds"] is None]
+    empty = [rank for rank, passed in all_passed.items() if passed.get("bounds", ()) is None]
     others = {rank: passed for rank, passed in all_passed.items() if rank not in empty}
     _check_equal("dtype", {rank: passed["dtype"] for rank, passed in others.items()})
     _check_equal("mesh", {rank: passed["mesh"] for rank, passed in all_passed.items()})
@@ -173,12 +172,12 @@ def _check_fit(
     misplaced, misshapen = [], []
     for rank, passed in all_passed.items():
         boxes, shape, here = layout.boxes(rank), tuple(passed["shape"]), layout.local_shape(rank)
-        if passed["bounds"] is not None:
-            bounds = Box(*map(tuple, passed["bounds"]))
+        if corners := passed.get("bounds"):
+            bounds = Box(*map(tuple, corners))
             if boxes != (bounds,) and (bounds.numel or any(box.numel for box in boxes)):
                 misplaced.append(f"  rank {rank}: expected {' '.join(map(str, boxes)) or 'nothing'}, got {bounds}")
         # A rank that holds nothing may pass any empty tensor.
-        if shape != here and (0 not in shape or layout.local_numel(rank) or (boxes and not passed["is_wrapper"])):
+        if shape != here and (0 not in shape or layout.local_numel(rank) or (boxes and "bounds" not in passed)):
             misshapen.append(f"  rank {rank}: expected {here}, got {shape}")
     if misplaced:
         raise error(
