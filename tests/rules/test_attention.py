@@ -93,6 +93,29 @@ def test_batch_heads_and_causal_queries_are_computed_where_they_are() -> None:
     assert comms.total_calls == 0
 
 
+@pytest.mark.parametrize("mask", [None, some(5, 6), normal(5, 6)], ids=["no mask", "bool", "float"])
+@pytest.mark.parametrize("ndim", [3, 4])
+def test_a_result_changed_in_place_is_an_error_on_ranks_with_empty_shards_too(ndim: int, mask: Tensor | None) -> None:
+    """Whether a kernel saves its result is torch's choice: every rank does as one process."""
+
+    def error_of(x: Any, k: Any, v: Any) -> str:
+        out = attention(x.requires_grad_(), k, v, mask)
+        out.mul_(2)
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            return str(error)[:60]
+        return ""
+
+    operands = [x if ndim == 4 else x[0] for x in (Q, K, K)]
+    expected = error_of(*(x.clone() for x in operands))
+
+    def body() -> str:
+        return error_of(*(distribute_tensor(x, Mesh((5,)), [S0]) for x in operands))
+
+    assert world(5).run(body) == [expected] * 5
+
+
 @world(2)
 def test_key_heads_are_sharded_with_the_query_heads_that_share_them() -> None:
     mesh = Mesh((2,))

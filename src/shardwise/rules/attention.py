@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Box, Placement, Shard
-from shardwise.rules.empty import never_empty
+from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.reductions.normalisation import INF, Maybe, wide
 from shardwise.rules.registry import OpRule, register
@@ -79,10 +79,15 @@ def _attend(
     key_axes = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
     if key_axes:
         return _combined(ctx, key_axes, query, key, value, attn_mask, scale)
-    empty = not (query.numel() and key.numel() and value.numel())
-    # For empty operands torch drops the mask from the graph, and its gradient needs all ranks.
-    compute = math_attention if empty and attn_mask is not None else F.scaled_dot_product_attention
-    return compute(query, key, value, attn_mask, scale=scale)
+    if query.numel() and key.numel() and value.numel():
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+    # On empty operands torch drops the mask from the graph, whose gradient needs all ranks, and saves no result.
+    shape = (*query.shape[:-1], value.shape[-1])
+    query, key, value = (filled(x, (1,) * x.ndim) for x in (query, key, value))
+    if attn_mask is not None:
+        ones = (1,) * attn_mask.ndim
+        attn_mask = ~filled(~attn_mask, ones) if attn_mask.dtype == torch.bool else filled(attn_mask, ones)
+    return emptied(F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale), shape)
 
 
 def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
@@ -209,4 +214,7 @@ register(
     OpRule(multi_head, decomposition=without_torch_function(F.multi_head_attention_forward)),
     F.multi_head_attention_forward,
 )
-register(OpRule(attention, shape=_shape, decomposition=math_attention), F.scaled_dot_product_attention)
+register(
+    OpRule(attention, shape=_shape, empty_shards_impl=_attend, decomposition=math_attention),
+    F.scaled_dot_product_attention,
+)

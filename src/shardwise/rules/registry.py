@@ -42,6 +42,8 @@ class OpRule:
         native: substitute for a function whose Python code reads shapes. A DTensor reports its global shape there, so
             such code needs plain local tensors; a substitute takes the DTensors directly.
         replicated_impl: the local implementation if all operands are Replicate on all axes; None is the op itself.
+        empty_shards_impl: the local implementation in place of the op itself if a rank has an empty shard, for ops that
+            save other tensors for backward if an operand is empty; None is the op itself.
         mesh_operand: the operand to whose mesh the others are redistributed; None is the largest or the one written to.
 
     What it returns:
@@ -72,6 +74,7 @@ class OpRule:
     shape: Callable[..., Shapes] | None = None
     shape_independent: bool = False
     replicated_impl: LocalFunction | None = None
+    empty_shards_impl: LocalFunction | None = None
     data_dependent_shape: bool = False
     random: bool = False
     typed: bool = False

@@ -18,23 +18,18 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import IndexForm
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
-from shardwise.tensor.dispatch.resolve import Recipe
+from shardwise.tensor.dispatch.resolve import Recipe, has_empty_shards
 from shardwise.tensor.dtensor import DTensor, tag
 from shardwise.trace.autograd_function import TensorFunction
 
 
 def with_consistent_errors(rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, which raises on this rank the errors that `func` raises on any rank."""
-    if rule.saves_operands and (recipe.redistributed or _has_empty_shards(recipe)):
+    if rule.saves_operands and (recipe.redistributed or has_empty_shards(recipe.layouts[0])):
         return _SavesOperands(call)
-    if rule.index_form is not None or (rule.value_errors and _has_empty_shards(recipe)):
+    if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
         return _ConsistentErrors(func, rule.index_form, recipe, call)
     return call
-
-
-def _has_empty_shards(recipe: Recipe) -> bool:
-    x = recipe.layouts[0]
-    return prod(x.shape) > 0 and not all(x.local_numel(rank) for rank in x.mesh.ranks)
 
 
 class _ConsistentErrors(ReadsLayouts):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -103,11 +104,18 @@ def recipe(
             f"Fix: redistribute the operand first, or use the out-of-place op."
         )
     local = _local_of(chosen, rule)
+    if local is None and rule.empty_shards_impl is not None and any(map(has_empty_shards, wanted)):
+        local = rule.empty_shards_impl
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local_impl is local) if local is not None else ()
     cause = Cause("internal", name, "", _why(chosen))
     copied = rule.view and (bool(redistributed) or any(row.copies for row in chosen))
     rows = tuple(chosen) if rule.data_dependent_shape else ()
     return Recipe(redistributed, tuple(wanted), local, axes, output, rows, cause, copied)
+
+
+def has_empty_shards(x: Layout) -> bool:
+    """Whether a tensor with elements has none on some rank."""
+    return prod(x.shape) > 0 and not all(x.local_numel(rank) for rank in x.mesh.ranks)
 
 
 def _why(chosen: Sequence[Row]) -> str:
