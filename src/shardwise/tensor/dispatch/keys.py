@@ -13,6 +13,7 @@ from shardwise.tensor.dtensor import DTensor
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 EXACT_VALUES = frozenset((int, str, type(None), torch.Size, torch.dtype, torch.device, torch.memory_format))
 TRUE, FALSE = object(), object()  # in a key: bools, which differ from 1 and 0: var(0) has a dim, var(False) has none
+KEYWORDS = object()  # in a key: keyword arguments follow, by name
 NO_KEY = object()  # in a key: an argument that cannot be part of one, so the call is not cached
 
 
@@ -33,6 +34,7 @@ def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, 
         else:
             key.append(_part(a, floats_alike))
     if kwargs:
+        key.append(KEYWORDS)
         for name, a in kwargs.items():
             kind = type(a)
             key.append(name)
