@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.errors import CaptureError
 from shardwise.graph_capture.code import getitem
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.trace import capture_hooks
 
 aten = torch.ops.aten
@@ -278,7 +278,7 @@ def _bind_constants(function: Callable[..., Any], args: Args, kwargs: Kwargs) ->
     def call(*operands: Any) -> Any:
         values = list(bound)
         for i, x in zip(at, operands, strict=True):
-            values[i] = x
+            values[i] = plain(x) if type(x) is DTensor else x  # an input of a replay, of which Python reads the shape
         args, kwargs = pytree.tree_unflatten(values, spec)
         return function(*args, **kwargs)
 
