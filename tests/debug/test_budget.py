@@ -181,7 +181,7 @@ def gradient_of_a_copy(sparse: bool = False) -> DTensor:
     else:
         w = distribute_tensor(torch.ones(5, 3), mesh, [R, S1]).requires_grad_()
         (distribute_tensor(torch.ones(4, 5), mesh, [S0, R]) @ w).sum().backward()
-    return w  # type: ignore[return-value]
+    return w
 
 
 def test_reading_a_gradient_is_free_unless_gradients_count() -> None:

@@ -43,7 +43,7 @@ def operands(mesh: Mesh, requires_grad: bool = False) -> tuple[DTensor, DTensor]
     """7 x 3 twice, float64: in rows (4, 1, 2) of three ranks, and in one column each."""
     values = torch.arange(21.0, dtype=torch.float64).view(7, 3)
     rows, columns = distribute_tensor(values, mesh, [ROWS]), distribute_tensor(values, mesh, [S1])
-    return rows.requires_grad_(requires_grad), columns.requires_grad_(requires_grad)  # type: ignore[return-value]
+    return rows.requires_grad_(requires_grad), columns.requires_grad_(requires_grad)
 
 
 def on_ranks(size: int, body: Callable[[], Any]) -> list[Any]:
@@ -152,7 +152,7 @@ def test_gradients_that_are_read_are_reported_for_all_ranks_of_the_mesh() -> Non
     def body() -> Explanation[None]:
         mesh = Mesh((2, 2), names=("dp", "tp"))
         w = distribute_tensor(torch.ones(5, 3), mesh, [R, S1]).requires_grad_()
-        w._name = "w"  # type: ignore[attr-defined]
+        w._name = "w"
         x = distribute_tensor(torch.ones(4, 5), mesh, [S0, R])
         (x @ w).sum().backward()
         with explain() as report:

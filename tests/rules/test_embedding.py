@@ -28,7 +28,7 @@ def table(rows: int = 7, cols: int = 5) -> Tensor:
 
 
 def weight_of(full: Tensor, mesh: Mesh, placements: list[Placement]) -> DTensor:
-    return distribute_tensor(full, mesh, placements).requires_grad_()  # type: ignore[return-value]
+    return distribute_tensor(full, mesh, placements).requires_grad_()
 
 
 def gradient(weight: DTensor) -> Tensor:

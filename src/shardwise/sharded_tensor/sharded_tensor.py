@@ -196,7 +196,7 @@ def init_from_local_shards(
     layout = layout_of_shards(shards, tuple(size or extent), ranks)
     dtype = getattr(torch, every[0][1]["dtype"].removeprefix("torch."))
     result = tag(_joined(local_shards, layout, dtype), layout)
-    return result.requires_grad_(any(s["requires_grad"] for _, s in every))  # type: ignore[return-value]
+    return result.requires_grad_(any(s["requires_grad"] for _, s in every))
 
 
 def _check_consistent(by_rank: dict[int, Any], every: list[tuple[int, Any]]) -> None:

@@ -293,7 +293,7 @@ def distribute_tensor(
     result = tag(local, layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
-    return result.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+    return result.requires_grad_(tensor.requires_grad)
 
 
 def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:

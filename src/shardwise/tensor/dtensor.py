@@ -7,7 +7,7 @@ Every torch function called with a DTensor arrives at `__torch_function__`; see 
 
 from collections.abc import Callable, Sequence
 from threading import RLock
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,11 @@ class DTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         return cls._dispatch(func, args, kwargs or {})
+
+    if TYPE_CHECKING:  # torch declares that these return a Tensor
+
+        def requires_grad_(self, requires_grad: bool = True) -> "DTensor": ...
+        def clone(self, *, memory_format: torch.memory_format | None = None) -> "DTensor": ...
 
     # ---- made from and returned to local tensors ---------------------------------------------------------
 

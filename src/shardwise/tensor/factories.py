@@ -40,7 +40,7 @@ def empty(
 ) -> DTensor:
     """A DTensor of global shape `size` whose values are whatever the memory held."""
     made = _made(size, device_mesh, placements, dtype, layout)
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+    return made.requires_grad_(requires_grad)
 
 
 def full(
@@ -58,7 +58,7 @@ def full(
     made = _not_partial("full", _made((size,), device_mesh, placements, dtype, layout))
     with DisableTorchFunctionSubclass():
         made.fill_(fill_value)
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+    return made.requires_grad_(requires_grad)
 
 
 def zeros(*size: object, **kwargs: object) -> DTensor:
@@ -97,7 +97,7 @@ def _spaced(
     made = _not_partial(make.__name__, _made((values.shape,), device_mesh, placements, values.dtype, layout))
     if collectives.rank() in made._layout.mesh.ranks:
         made = tag(local_shard_of(values.to(made.device), made._layout, None), made._layout)
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+    return made.requires_grad_(requires_grad)
 
 
 def rand(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
