@@ -15,10 +15,10 @@ from torch.autograd.function import Function
 from torch.nn.modules import _functions as of_modules
 
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Partial
+from shardwise.layout import Layout
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.gradients import as_cotangent
-from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.tensor.handlers.copies import track
 
 Layouts = tuple[Layout | None, ...]
@@ -40,22 +40,14 @@ class _Context:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return tuple(_unpacked(self._ctx.saved_tensors, self._ctx._shardwise_saved))
+        saved = self._ctx.saved_tensors
+        return tuple(_labelled(x, layout) for x, layout in zip(saved, self._ctx._shardwise_saved, strict=True))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._ctx, name, value)
-
-
-def _unpacked(saved: Sequence[Any], layouts: Layouts) -> list[Any]:
-    """Saved tensors as the DTensors that they were; torch unpacks a subclass as a new plain tensor."""
-    with DisableTorchFunctionSubclass():
-        return [
-            x if layout is None or type(x) is DTensor else tag(x, layout)
-            for x, layout in zip(saved, layouts, strict=True)
-        ]
 
 
 def _labelled(x: Any, layout: Layout | None) -> Any:
@@ -77,7 +69,7 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
 
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._EnableTorchFunction():
-            output = _reduced_outputs(cls.forward(ctx, *args))
+            output = cls.forward(ctx, *args)
         remember(ctx, args, output)
         return output
 
@@ -98,16 +90,6 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
     body: dict[str, Any] = {"backward": staticmethod(backward), "__doc__": cls.__doc__}
     body |= {"setup_context": staticmethod(setup_context)} if setup else {"forward": staticmethod(forward)}
     return type(cls.__name__, (cls,), body)
-
-
-def _reduced_outputs(output: Any) -> Any:
-    """Outputs without pending maxima, minima or products: backward would get the gradients of one rank's values."""
-    if isinstance(output, tuple | list):
-        return type(output)(map(_reduced_outputs, output))
-    if type(output) is not DTensor:
-        return output
-    pending = {p.reduce_op for p in output.placements if isinstance(p, Partial)} - {"sum", "avg"}
-    return to_layout(output, output._layout.reduced()) if pending else output
 
 
 def _local_gradient(grad: Any, of: Layout | None) -> Any:
@@ -191,25 +173,6 @@ def apply_with_dtensors(original: Any) -> Any:
         return bound(*args, **kwargs)
 
     return classmethod(apply)
-
-
-def saving_layouts(original: Any) -> Any:
-    """`save_inputs` of a checkpoint, which also saves layouts: inside other hooks torch unpacks plain tensors."""
-
-    def save_inputs(frame: Any, *args: Any) -> None:
-        original(frame, *args)
-        frame._shardwise_inputs = _layouts(args)
-
-    return save_inputs
-
-
-def with_layouts(original: Any) -> Any:
-    """`get_inputs` of a checkpoint: the DTensors that were saved."""
-
-    def get_inputs(frame: Any) -> list[Any]:
-        return _unpacked(original(frame), frame._shardwise_inputs)
-
-    return get_inputs
 
 
 def refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
