@@ -1,4 +1,4 @@
-"""Processes of ranks: each answers on its own connection, a death is told from an answer, and none is left."""
+"""Processes of ranks: each answers on its own connection, a death differs from an answer, and none is left."""
 
 import os
 from multiprocessing.connection import Connection

@@ -138,12 +138,12 @@ def test_explicit_redistributions_are_reported_as_such_forward_and_backward(asyn
         return report
 
     for report in on_ranks(3, body):
-        asked = [event for event in report.events if event.src is not None and event.src.shape == (7, 3)]
-        assert [(event.cause.kind, event.cause.backward) for event in asked] == [
+        events = [event for event in report.events if event.src is not None and event.src.shape == (7, 3)]
+        assert [(event.cause.kind, event.cause.backward) for event in events] == [
             ("explicit", False),
             ("explicit", True),
         ]
-        assert not any(event.cause.implicit or event.avoid for event in asked)
+        assert not any(event.cause.implicit or event.avoid for event in events)
 
 
 def test_gradients_that_are_read_are_reported_for_all_ranks_of_the_mesh() -> None:

@@ -47,8 +47,8 @@ def test_runs_of_ranks_are_short(ranks: list[int], text: str) -> None:
 
 @laws
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 20)), min_size=1, max_size=8), st.integers(1, 200))
-def test_segments_have_their_least_size_and_fit(pieces: list[tuple[int, int]], room: int) -> None:
-    lengths, least = [n for n, _ in pieces], [few for _, few in pieces]
+def test_segments_have_their_least_size_and_fit(segments: list[tuple[int, int]], room: int) -> None:
+    lengths, least = [n for n, _ in segments], [few for _, few in segments]
     sizes = spread(lengths, least, room)
     assert all(size >= few for size, few in zip(sizes, least, strict=True))
     assert sum(sizes) <= max(room, sum(least))

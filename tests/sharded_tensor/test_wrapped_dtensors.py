@@ -57,9 +57,9 @@ LAYOUTS = {
 }
 
 
-def sharded(box: Box, dim: int, pieces: int) -> list[Box]:
-    """A box in `pieces` along `dim`, as a rank may hold it."""
-    parts = torch.arange(box.sizes[dim]).tensor_split(pieces)
+def sharded(box: Box, dim: int, count: int) -> list[Box]:
+    """A box in `count` shards along `dim`, as a rank may hold it."""
+    parts = torch.arange(box.sizes[dim]).tensor_split(count)
     return [box.along(dim, box.offsets[dim] + int(part[0]), len(part)) for part in parts if len(part)]
 
 
@@ -67,21 +67,21 @@ def wrapped(boxes: list[Box]) -> LocalShardsWrapper:
     return LocalShardsWrapper([FULL[b.relative_to(WHOLE)].clone() for b in boxes], [b.offsets for b in boxes])
 
 
-def mine(layout: Layout, dim: int = 1, pieces: int = 2) -> LocalShardsWrapper:
+def mine(layout: Layout, dim: int = 1, count: int = 2) -> LocalShardsWrapper:
     """What this rank holds of FULL, in several shards; a wrapper of none where it holds nothing."""
-    return wrapped([part for box in layout.boxes(rank()) for part in sharded(box, dim, pieces)])
+    return wrapped([part for box in layout.boxes(rank()) for part in sharded(box, dim, count)])
 
 
 # ---- there and back ----
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", LAYOUTS)
 @world(4)
-def test_shards_make_a_tensor_and_come_back_as_they_were(name: str, dim: int, pieces: int) -> None:
+def test_shards_make_a_tensor_and_come_back_as_they_were(name: str, dim: int, count: int) -> None:
     layout = LAYOUTS[name]
-    wrapper = mine(layout, dim, pieces)
+    wrapper = mine(layout, dim, count)
     given = wrapper.local_shards()
     x = DTensor.from_local(wrapper, layout.mesh, layout.placements, shape=(7, 12))
     assert x.layout_ == layout

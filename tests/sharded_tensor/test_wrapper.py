@@ -222,7 +222,7 @@ def test_copies_come_from_wrappers_and_plain_tensors() -> None:
     wrapper = LocalShardsWrapper(shards, offsets)
     assert wrapper.copy_(full_value + 1) is wrapper
     assert_close(shards[0], FULL[TILINGS["grid"][0]] + 1)
-    wrapper.copy_(LocalShardsWrapper([full_value * 3], [(40, 40)]))  # elsewhere in the whole, of the same shape
+    wrapper.copy_(LocalShardsWrapper([full_value * 3], [(40, 40)]))  # the same shape at another offset
     assert wrapper.local_offsets() == [torch.Size(at) for at in offsets]
     assert_close(shards[0], FULL[TILINGS["grid"][0]] * 3)
     plain = torch.zeros(full_value.shape)

@@ -1,4 +1,4 @@
-"""The cache key of a call tells apart all calls whose recipes may differ."""
+"""The cache key of a call distinguishes all calls whose recipes may differ."""
 
 import math
 from itertools import combinations

@@ -63,7 +63,7 @@ def _join_local(ctx: LocalContext, x: Tensor, y: Tensor) -> Tensor:
 def _rows_of_halves(x: Meta) -> list[Row]:
     rest = [Row((Shard(d),), (Shard(d), Shard(d)), "other dims are kept") for d in range(1, x.ndim)]
     even, odd = (lambda b: (b + 1) // 2), (lambda b: b // 2)
-    sharded = Row((S0,), (S0, S0), "pieces of even length", map_index=(even, odd), alignment=2)
+    sharded = Row((S0,), (S0, S0), "shards of even length", map_index=(even, odd), alignment=2)
     return [sharded, *rest, Row((Partial(),), (Partial(), Partial()), "linear")]
 
 

@@ -14,7 +14,7 @@ from shardwise.checkpoint.collective_errors import listed, on_all_ranks, on_firs
 from shardwise.checkpoint.files import ChunkFile
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
-from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, local_boxes
+from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, stored_manifest
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
@@ -92,7 +92,7 @@ class _Reading:
         wanted: dict[str, list[_Copy]] = {}
         for name, leaf in self.leaves.items():
             if name in manifest.tensors:
-                for copy in _copies(local_boxes(name, leaf.value), manifest.tensors[name]):
+                for copy in _copies(storable_boxes(name, leaf.value), manifest.tensors[name]):
                     wanted.setdefault(copy.chunk.file, []).append(copy)
         layouts = manifest.file_layouts()
         for file, copies in wanted.items():

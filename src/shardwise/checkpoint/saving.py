@@ -16,7 +16,7 @@ from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks,
 from shardwise.checkpoint.files import METADATA_KEY, checksum, content, file_layout
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
-from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, local_boxes
+from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, keep_only
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
@@ -111,7 +111,7 @@ class _Contents:
             if isinstance(leaf.value, Tensor):
                 if name == METADATA_KEY:
                     raise CheckpointError(f"no tensor can be called {METADATA_KEY!r}. Fix: rename it")
-                boxes = self.tensors[name] = local_boxes(name, leaf.value)
+                boxes = self.tensors[name] = storable_boxes(name, leaf.value)
                 self.facts[f"state {name}"] = f"{boxes.dtype} {boxes.layout!r}"
             else:
                 value = self.values[name] = as_json(leaf.value, name)

@@ -95,7 +95,7 @@ def as_json(value: Any, where: str) -> Any:
     )
 
 
-def local_boxes(name: str, x: Tensor) -> LocalBoxes:
+def storable_boxes(name: str, x: Tensor) -> LocalBoxes:
     """This rank's boxes of `x`; a plain tensor counts as replicated on all ranks.
 
     Raises:

@@ -266,9 +266,8 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     owners.sort(key=lambda o: request.owners[o].offsets)
     by_rows = groupby(owners, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
     bands = [list(band) for _, band in by_rows]  # owners of the same rows
-    nothing = (
-        blocks[0].reshape(-1)[:0].view(0, right - left)
-    )  # made of an answer, so that every rank has the same graph
+    # Made of an answer, so that every rank has the same graph.
+    nothing = blocks[0].reshape(-1)[:0].view(0, right - left)
     requested = request.requested
     if isinstance(requested, GroupedIds):
         sums = [(requested.runs[band[0]], _joined_columns(blocks, band)) for band in bands]

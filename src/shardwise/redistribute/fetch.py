@@ -26,7 +26,7 @@ def fetch(
 
     Args:
         xs: the local tensors of this rank, of one dtype.
-        ranks: the ranks that take region.
+        ranks: the ranks that take part.
         rank: this rank.
         held: for every tensor, its box on each of `ranks`; equal boxes are replicas, others do not overlap.
         wanted: for each of `ranks`, the boxes that it wants.

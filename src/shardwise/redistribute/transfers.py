@@ -46,7 +46,7 @@ def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[
     """The schedule of one rank.
 
     Args:
-        ranks: those that take region, in the order of the all-to-all.
+        ranks: those that take part, in the order of the all-to-all.
         sends: (receiver, region), in the order of `ranks`.
         recvs: (sender, region), in the order of `ranks`.
     """

@@ -85,7 +85,7 @@ def _attend(
     shape = (*query.shape[:-1], value.shape[-1])
     query, key, value = (filled(x, (1,) * x.ndim) for x in (query, key, value))
     if attn_mask is not None:
-        ones = (1,) * attn_mask.ndim
+        ones = (1,) * attn_mask.ndim  # True where padded: kernels differ on queries whose keys are all masked
         attn_mask = ~filled(~attn_mask, ones) if attn_mask.dtype == torch.bool else filled(attn_mask, ones)
     return emptied(F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale), shape)
 

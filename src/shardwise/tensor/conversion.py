@@ -148,9 +148,8 @@ def _layout_from_all_ranks(
             all_passed[rank]["shape"] = list(first["shape"])
             all_passed[rank]["shape"][sharded[0]] = 0
     shapes = {rank: tuple(passed["shape"]) for rank, passed in all_passed.items()}
-    return layout_of_local_shapes(mesh, placements, shapes, shape), getattr(
-        torch, first["dtype"].removeprefix("torch.")
-    )
+    dtype = getattr(torch, first["dtype"].removeprefix("torch."))
+    return layout_of_local_shapes(mesh, placements, shapes, shape), dtype
 
 
 def _check_equal(what: str, by_rank: Mapping[int, object]) -> None:

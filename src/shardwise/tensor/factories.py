@@ -89,7 +89,7 @@ def _spaced(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: Mesh | DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     start, end = (x.item() if isinstance(x, torch.Tensor) else x for x in (start, end))
