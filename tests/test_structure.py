@@ -4,9 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from tools.structure import SOURCE, assignments_into_others, cycles, import_graph, loose_modules
+from tools.structure import (
+    ANY,
+    SOURCE,
+    assignments_into_others,
+    count,
+    cycles,
+    import_graph,
+    loose_modules,
+    words,
+    words_of_code,
+    words_of_pages,
+)
 
 LOOSE_MODULES = 4
+ANY_ANNOTATIONS = 321
+TYPE_IGNORES = 61
+PLAIN_MEANING = {"border", "ragged"}  # of CSS; of data
 
 
 def write(root: Path, **files: str) -> Path:
@@ -33,6 +47,16 @@ def test_torch_is_changed_by_its_list_of_patches_only() -> None:
 
 def test_few_modules_lie_beside_the_packages() -> None:
     assert len(loose_modules(SOURCE)) <= LOOSE_MODULES
+
+
+def test_annotations_name_types() -> None:
+    assert 0 < count(SOURCE, ANY) <= ANY_ANNOTATIONS
+    assert 0 < count(SOURCE, "type: ignore") <= TYPE_IGNORES
+
+
+def test_code_and_pages_use_the_terms_of_the_glossary() -> None:
+    assert words(["a tensor cut by rows: the pieces travel"]) == {"cut": 1, "pieces": 1, "travel": 1}
+    assert words_of_code().keys() | words_of_pages().keys() <= PLAIN_MEANING
 
 
 def test_a_cycle_is_found(tmp_path: Path) -> None:

@@ -185,6 +185,15 @@ def words(texts: list[str]) -> Counter[str]:
     return Counter(re.findall(rf"\b(?:{'|'.join(WORDS)})\b", "\n".join(texts).lower()))
 
 
+def words_of_code(root: Path = SOURCE) -> Counter[str]:
+    return words([file.read_text(encoding="utf-8") for file in root.rglob("*.py")])
+
+
+def words_of_pages(root: Path = SOURCE) -> Counter[str]:
+    pages = [page for folder in (root.parents[1], root.parents[1] / "docs") for page in folder.glob("*.md")]
+    return words([page.read_text(encoding="utf-8") for page in pages])
+
+
 def main() -> None:
     if sys.argv[1:] == ["--packages"]:
         print(package_list())
@@ -205,9 +214,7 @@ def main() -> None:
     for found in hidden + patches:
         print(f"  {found.file}:{found.line} {found.target}")
     print(f"Any: {count(root, ANY):,}; type: ignore: {count(root, 'type: ignore')}")
-    pages = [page for folder in (root.parents[1], root.parents[1] / "docs") for page in folder.glob("*.md")]
-    for what, texts in (("src", list(root.rglob("*.py"))), ("pages", pages)):
-        counted = words([file.read_text(encoding="utf-8") for file in texts])
+    for what, counted in (("src", words_of_code(root)), ("pages", words_of_pages(root))):
         print(f"words in {what}: {counted.total():,}: {', '.join(f'{w} {n}' for w, n in counted.most_common())}")
 
 

@@ -83,7 +83,7 @@ def _labels(found: Sequence[Panel], notes: list[str], most: int) -> dict[Cell, l
 
 
 def _widths(found: Sequence[Panel], labels: dict[Cell, list[str]], ndim: int, room: int) -> list[int]:
-    """Characters between two borders, for each segment of the columns. Slices are side by side if they fit."""
+    """Characters between two vertical lines, for each segment of the columns. Slices are side by side if they fit."""
     columns = found[0].columns
     least = [len(str(column)) if ndim > 1 else 1 for column in columns.edges[:-1]]
     needed = {cell: max(map(len, lines)) + 2 for cell, lines in labels.items()}
@@ -92,7 +92,7 @@ def _widths(found: Sequence[Panel], labels: dict[Cell, list[str]], ndim: int, ro
 
 
 def _heights(found: Sequence[Panel], labels: dict[Cell, list[str]]) -> list[int]:
-    """Lines between two borders, for each segment of the rows."""
+    """Lines of text between two horizontal lines, for each segment of the rows."""
     least = [1] * len(found[0].rows.lengths)
     _make_room(found, {cell: len(lines) for cell, lines in labels.items()}, least, 0)
     return _in_proportion(found[0].rows, least, MAX_LINES)
