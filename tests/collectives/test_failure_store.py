@@ -57,15 +57,18 @@ def test_what_one_rank_publishes_the_other_reads(stores: tuple[FailureStore, Fai
     assert not ours.are_states_requested()
     theirs.register()
     theirs.publish_pending(pending)
+    assert theirs.pending(1) == pending  # a rank that reads what it published has waited for the server
     assert ours.pending(1) == pending
     assert not ours.have_all("pending", (0, 1))
     ours.publish_pending(exchange)
+    assert ours.pending(0) == exchange
     assert theirs.pending(0) == exchange
     assert theirs.have_all("pending", (0, 1))
     theirs.publish_exit("left")
     theirs.publish_thread_error("a thread failed")
     theirs.publish_running("running somewhere")
     theirs.request_states()
+    assert theirs.are_states_requested()
     assert ours.process(1) == this_process()
     assert (ours.text("exit", 1), ours.text("thread_error", 1), ours.text("running", 1)) == (
         "left",
@@ -75,6 +78,7 @@ def test_what_one_rank_publishes_the_other_reads(stores: tuple[FailureStore, Fai
     assert ours.are_states_requested()
     assert not theirs.have_all("acknowledged", [0])
     ours.acknowledge()
+    assert ours.have_all("acknowledged", [0])
     assert theirs.have_all("acknowledged", [0])
 
 
