@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import RuleError
-from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing
+from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing, saving_layouts, with_layouts
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise.tensor.handlers.optimisers import step_on_locals
@@ -77,6 +77,20 @@ PATCHES = (
         f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
         "custom autograd Functions and module backward hooks get local tensors for gradients",
         apply_with_dtensors,
+    ),
+    Patch(
+        "torch.utils.checkpoint._CheckpointFrame.save_inputs",
+        "Also remembers the layouts of the inputs of a checkpoint.",
+        "torch unpacks a saved subclass as a plain tensor if saved-tensor hooks are active, as in another checkpoint.",
+        "a nested checkpoint recomputes local tensors as if they were global",
+        saving_layouts,
+    ),
+    Patch(
+        "torch.utils.checkpoint._CheckpointFrame.get_inputs",
+        "Returns the inputs with their layouts.",
+        "The same as for `save_inputs`.",
+        "a nested checkpoint recomputes local tensors as if they were global",
+        with_layouts,
     ),
     Patch(
         "torch._functorch.vmap._add_batch_dim",

@@ -40,14 +40,22 @@ class _Context:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        saved = self._ctx.saved_tensors
-        return tuple(_labelled(x, layout) for x, layout in zip(saved, self._ctx._shardwise_saved, strict=True))
+        return tuple(_unpacked(self._ctx.saved_tensors, self._ctx._shardwise_saved))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._ctx, name, value)
+
+
+def _unpacked(saved: Sequence[Any], layouts: Layouts) -> list[Any]:
+    """Saved tensors as the DTensors that they were; torch unpacks a subclass as a new plain tensor."""
+    with DisableTorchFunctionSubclass():
+        return [
+            x if layout is None or type(x) is DTensor else tag(x, layout)
+            for x, layout in zip(saved, layouts, strict=True)
+        ]
 
 
 def _labelled(x: Any, layout: Layout | None) -> Any:
@@ -173,6 +181,25 @@ def apply_with_dtensors(original: Any) -> Any:
         return bound(*args, **kwargs)
 
     return classmethod(apply)
+
+
+def saving_layouts(original: Any) -> Any:
+    """`save_inputs` of a checkpoint, aware of DTensors: torch unpacks them as local tensors inside another checkpoint."""
+
+    def save_inputs(frame: Any, *args: Any) -> None:
+        original(frame, *args)
+        frame._shardwise_inputs = _layouts(args)
+
+    return save_inputs
+
+
+def with_layouts(original: Any) -> Any:
+    """`get_inputs` of a checkpoint: the DTensors that were saved."""
+
+    def get_inputs(frame: Any) -> list[Any]:
+        return _unpacked(original(frame), frame._shardwise_inputs)
+
+    return get_inputs
 
 
 def refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

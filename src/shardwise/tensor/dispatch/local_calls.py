@@ -138,13 +138,16 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
 
 
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
-    """Run an op with operands that do not require grad as plain tensors, if there are saved-tensor hooks.
+    """Run an op so that saved-tensor hooks get local tensors that stay local tensors, if there are such hooks.
 
-    Torch saves an operand as the Python object it is. A hook that gets a DTensor inside the op reads its local shape,
-    and later its global one. Checkpointing compares the two.
+    Torch passes to a hook the Python object that an op saves. An operand that does not require grad is therefore passed to
+    the op as a plain tensor, and a result that does not, such as the indices of `topk`, is returned as another object
+    than the saved one, because the caller makes it a DTensor. Checkpointing compares the shapes of saved tensors.
     """
-    if saved_tensors_hooks(True) is None or isinstance(call, ReadsLayouts):
+    if saved_tensors_hooks(True) is None:
         return call(*args, **kwargs)
+    if isinstance(call, ReadsLayouts):
+        return _not_saved(call(*args, **kwargs))
     written = args[0] if in_place else None
 
     def shown(a: object) -> Any:
@@ -153,7 +156,14 @@ def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_pl
         hide = type(a) is DTensor and a is not written and not (a.requires_grad or a.is_sparse)
         return _as_subclass(a, Tensor) if hide else a
 
-    return call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()})
+    return _not_saved(call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()}))
+
+
+def _not_saved(out: Any) -> Any:
+    """Results of which those that do not require grad are other objects than an op may have saved."""
+    if isinstance(out, tuple | list):
+        return type(out)([_not_saved(x) for x in out])
+    return _as_subclass(out, Tensor) if type(out) is Tensor and not out.requires_grad else out
 
 
 def _first_dtensor(args: Args, kwargs: Kwargs) -> DTensor:
