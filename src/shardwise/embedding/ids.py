@@ -205,7 +205,7 @@ def plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None, sparse: bool = Fa
 def _summed(grad: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
     """The gradient of the row of each of `distinct.values`: the sum of the gradients of its ids."""
     if bags is None:
-        grad, row_of = grad.reshape(-1, grad.shape[-1]), distinct.order
+        grad, row_of = grad.reshape(ids.numel(), grad.shape[-1]), distinct.order
     else:
         if bags.mode == "mean":
             grad = grad / bags.lengths(ids).clamp(min=1).unsqueeze(1).to(grad.dtype)

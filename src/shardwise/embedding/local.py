@@ -28,18 +28,14 @@ def table_boxes(ctx: LocalContext, weight: Tensor, sparse: bool = False) -> list
     return list(zip(own, split_by_boxes(weight, own), strict=True))
 
 
-def empty_lookup(weight: Tensor, sparse: bool) -> Tensor:
-    """No rows, yet looked up, so that every rank's backward is the same and every rank has a gradient."""
-    return F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
-
-
 def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     """The lookup in one box: ids of other rows add zero, and so do other columns."""
     (wanted,) = ctx.output.boxes(ctx.rank)
     num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
         shape = ids.shape if bags is None else bags.lengths(ids).shape
-        return weight.new_zeros(*shape, width) + empty_lookup(weight, sparse).sum()
+        nothing = F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
+        return weight.new_zeros(*shape, width) + nothing.sum()
     left = box.offsets[1] - wanted.offsets[-1]
     pad = (left, width - left - box.sizes[1])
     if box.sizes[0] == num_rows:

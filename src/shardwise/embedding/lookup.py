@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardwise.embedding import bad_ids
 from shardwise.embedding.ids import Bags, GroupedIds, coalesced_lookup, expand
-from shardwise.embedding.local import empty_lookup, local_lookup, local_rows, table_boxes
+from shardwise.embedding.local import local_lookup, local_rows, table_boxes
 from shardwise.embedding.requests import (
     MAX_FIRST_BYTES,
     Lookup,
@@ -194,7 +194,7 @@ def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
     """This rank's answer to each rank: rows, or pooled sums, in the columns of its box that the rank needs."""
     weight, box = request.weight, request.owners[request.me]
     if box.numel == 0:
-        return [empty_lookup(weight, request.sparse)] * len(received)
+        return [_no_rows(request)] * len(received)
     if request.requested is None:
         bags = _pool(request, [message for message, _ in received])
         answers: Sequence[Tensor] = bags.split([request.num_bags(sender) for sender in range(len(received))])
@@ -208,6 +208,12 @@ def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
     first, width = box.offsets[1], box.sizes[1]
     spans = [request.shared_columns(sender, request.me) for sender in range(len(answers))]
     return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
+
+
+def _no_rows(request: Request) -> Tensor:
+    """No rows, yet looked up as others are: backward is the same on every rank, and every rank saves the same tensors."""
+    ids = torch.empty(0, dtype=torch.int64, device=request.weight.device)
+    return coalesced_lookup(request.weight, ids, None, request.sparse)
 
 
 def _partial_sums(request: Request, received: Sequence[Received]) -> Tensor:
@@ -228,8 +234,7 @@ def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
         width = request.ctx.layouts[0].shape[1]
         ids_of_bags = torch.cat(list(received)).view(-1, width)
         if width == 0:
-            nothing = empty_lookup(request.weight, request.sparse).sum()
-            return request.weight.new_zeros(ids_of_bags.shape[0], request.weight.shape[1]) + nothing
+            return request.weight.new_zeros(ids_of_bags.shape[0], request.weight.shape[1]) + _no_rows(request).sum()
         return coalesced_lookup(request.weight, ids_of_bags, Bags(bags.mode, None), request.sparse)
     ids: list[Tensor] = []
     offsets: list[Tensor] = []
