@@ -143,7 +143,8 @@ def _as_list(x: T | Iterable[T]) -> list[T]:
 
 def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tensor], list[Tensor | None]]:
     """The local tensors of outputs, and the cotangents that backward starts with at them."""
-    outputs, gradients = [_reduced_output(x) for x in _as_list(tensors)], _as_list(grad_tensors)
+    with torch.enable_grad():  # as torch, backward works where gradients are disabled, such as in another backward
+        outputs, gradients = [_reduced_output(x) for x in _as_list(tensors)], _as_list(grad_tensors)
     if len(gradients) != len(outputs):
         gradients = gradients * len(outputs)
     cotangents = [
