@@ -211,7 +211,7 @@ def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
 
 
 def _no_rows(request: Request) -> Tensor:
-    """No rows, yet looked up as others are: backward is the same on every rank, and every rank saves the same tensors."""
+    """No rows, looked up as others are, so that every rank has the same backward and saves as many tensors."""
     ids = torch.empty(0, dtype=torch.int64, device=request.weight.device)
     return coalesced_lookup(request.weight, ids, None, request.sparse)
 

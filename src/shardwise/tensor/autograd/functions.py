@@ -15,10 +15,10 @@ from torch.autograd.function import Function
 from torch.nn.modules import _functions as of_modules
 
 from shardwise.errors import RuleError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Partial
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.gradients import as_cotangent
-from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import track
 
 Layouts = tuple[Layout | None, ...]
@@ -77,7 +77,7 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
 
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._EnableTorchFunction():
-            output = cls.forward(ctx, *args)
+            output = _reduced_outputs(cls.forward(ctx, *args))
         remember(ctx, args, output)
         return output
 
@@ -98,6 +98,16 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
     body: dict[str, Any] = {"backward": staticmethod(backward), "__doc__": cls.__doc__}
     body |= {"setup_context": staticmethod(setup_context)} if setup else {"forward": staticmethod(forward)}
     return type(cls.__name__, (cls,), body)
+
+
+def _reduced_outputs(output: Any) -> Any:
+    """Outputs without pending maxima, minima or products: backward would get the gradients of one rank's values."""
+    if isinstance(output, tuple | list):
+        return type(output)(map(_reduced_outputs, output))
+    if type(output) is not DTensor:
+        return output
+    pending = {p.reduce_op for p in output.placements if isinstance(p, Partial)} - {"sum", "avg"}
+    return to_layout(output, output._layout.reduced()) if pending else output
 
 
 def _local_gradient(grad: Any, of: Layout | None) -> Any:
@@ -184,7 +194,7 @@ def apply_with_dtensors(original: Any) -> Any:
 
 
 def saving_layouts(original: Any) -> Any:
-    """`save_inputs` of a checkpoint, aware of DTensors: torch unpacks them as local tensors inside another checkpoint."""
+    """`save_inputs` of a checkpoint, which also saves layouts: inside other hooks torch unpacks plain tensors."""
 
     def save_inputs(frame: Any, *args: Any) -> None:
         original(frame, *args)

@@ -140,8 +140,8 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
     """Run an op so that saved-tensor hooks get local tensors that stay local tensors, if there are such hooks.
 
-    Torch passes to a hook the Python object that an op saves. An operand that does not require grad is therefore passed to
-    the op as a plain tensor, and a result that does not, such as the indices of `topk`, is returned as another object
+    Torch passes to a hook the Python object that an op saves. An operand that does not require grad is therefore passed
+    to the op as a plain tensor. A result that does not, such as the indices of `topk`, is returned as another object
     than the saved one, because the caller makes it a DTensor. Checkpointing compares the shapes of saved tensors.
     """
     if saved_tensors_hooks(True) is None:
