@@ -61,6 +61,17 @@ def test_operands_of_different_meshes_are_brought_to_one(case: Any) -> None:
         assert_close(got.redistribute(LINE, [R]).full_tensor(), want)
 
 
+def test_a_rank_outside_a_mesh_runs_no_call_that_was_cached_in_a_smaller_world() -> None:
+    def local_shapes() -> list[tuple[int, ...]]:
+        x: Any = distribute_tensor(A, PAIR, [S0])
+        results: list[Any] = [x.sum(), x.sum(0), x.sum(1), x.T, x + x, x.exp_()]
+        return [tuple(out.to_local().shape) for out in results]
+
+    outside = [(0,), (0,), (0,), (0, 7), (0, 3), (0, 3)]
+    for size in (4, 2, 4):
+        assert world(size).run(local_shapes)[2:] == [outside] * (size - 2)
+
+
 @world(4)
 def test_the_largest_operand_stays_and_ops_in_place_keep_their_mesh() -> None:
     big, small = distribute_tensor(A, LINE, [S0]), distribute_tensor(A[0], GRID, [S0, R])

@@ -4,6 +4,7 @@ What runs on the local tensors is cached under the layouts and the other argumen
 a dictionary look-up, the op itself, and giving the result its layout.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,20 +32,33 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import before_change, invalidate
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
-# What runs on the local tensors, and the layouts of its results; None if it works in place.
-_warm: dict[Any, tuple[Callable[..., Any], Layout | tuple[Layout | None, ...] | None]] = {}
+# By key: what runs on the local tensors, and the layouts of its results; None if it works in place.
+WarmCalls = dict[Any, tuple[Callable[..., Any], Layout | tuple[Layout | None, ...] | None]]
+
+_warm_calls: dict[int, WarmCalls] = {}  # by world size: in a larger world, ranks are outside the mesh of a call
+
+
+class _Warm(threading.local):
+    """The warm calls of the world of this thread: the thread of a simulated rank has its own world."""
+
+    def __init__(self) -> None:
+        self.calls: WarmCalls = {}  # none until the first cold call
+
+
+_warm = _Warm()
 
 
 def forget() -> None:
     """Drop what is cached."""
-    _warm.clear()
+    for calls in _warm_calls.values():
+        calls.clear()
     recipes.forget()
 
 
 def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by its rule."""
     key = call_key(func, rule, args, kwargs)
-    warm = _warm.get(key)
+    warm = _warm.calls.get(key)
     if warm is None:
         return _run_cold(func, rule, args, kwargs, key)
     op, layout = warm
@@ -81,8 +95,9 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     except resolve.SeveralMeshesError:
         return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.mesh_operand))
     recipe = runnable.recipe
-    mesh = recipe.layouts[0].mesh
-    on_all_ranks = mesh.size() == collectives.world_size()
+    mesh, world_size = recipe.layouts[0].mesh, collectives.world_size()
+    _warm.calls = _warm_calls.setdefault(world_size, {})
+    on_all_ranks = mesh.size() == world_size
     copies = before_change(name_of(func), args[0]) if rule.in_place else ()
     if not (on_all_ranks or rule.random) and meshes.is_outside(mesh):
         invalidate(copies)
@@ -93,7 +108,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         out = call_under_hooks(call, args, kwargs, recipe.output is None)
         # Simulated ranks share the cache, so a call that some of them do not make is not cached.
         if on_all_ranks and NO_KEY not in key and not recipe.redistributed and not recipe.rows:
-            recipes.remember(_warm, key, (call, recipe.output))
+            recipes.remember(_warm.calls, key, (call, recipe.output))
         invalidate(copies)
         if recipe.rows:
             return out
