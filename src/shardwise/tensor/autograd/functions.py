@@ -6,7 +6,7 @@ A custom `autograd.Function` sees DTensors in forward and backward; its gradient
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,11 +49,11 @@ class _Context:
         setattr(self._ctx, name, value)
 
 
-def _unpacked(saved: Sequence[Any], layouts: Layouts) -> list[Any]:
+def _unpacked(saved: Sequence[object], layouts: Layouts) -> list[object]:
     """Saved tensors as the DTensors that they were; torch unpacks a subclass as a new plain tensor."""
     with DisableTorchFunctionSubclass():
         return [
-            x if layout is None or type(x) is DTensor else tag(x, layout)
+            tag(x, layout) if layout is not None and isinstance(x, Tensor) and type(x) is not DTensor else x
             for x, layout in zip(saved, layouts, strict=True)
         ]
 
@@ -100,7 +100,7 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
     return type(cls.__name__, (cls,), body)
 
 
-def _reduced_outputs(output: Any) -> Any:
+def _reduced_outputs(output: object) -> object:
     """Outputs without pending maxima, minima or products: backward would get the gradients of one rank's values."""
     if isinstance(output, tuple | list):
         return type(output)(map(_reduced_outputs, output))
@@ -193,20 +193,26 @@ def apply_with_dtensors(original: Any) -> Any:
     return classmethod(apply)
 
 
-def saving_layouts(original: Any) -> Any:
+class _Frame(Protocol):
+    """A checkpoint, as `torch.utils.checkpoint` keeps it."""
+
+    _shardwise_inputs: Layouts
+
+
+def saving_layouts(original: Callable[..., None]) -> Callable[..., None]:
     """`save_inputs` of a checkpoint, which also saves layouts: inside other hooks torch unpacks plain tensors."""
 
-    def save_inputs(frame: Any, *args: Any) -> None:
+    def save_inputs(frame: _Frame, *args: object) -> None:
         original(frame, *args)
         frame._shardwise_inputs = _layouts(args)
 
     return save_inputs
 
 
-def with_layouts(original: Any) -> Any:
+def with_layouts(original: Callable[[_Frame], Sequence[object]]) -> Callable[[_Frame], list[object]]:
     """`get_inputs` of a checkpoint: the DTensors that were saved."""
 
-    def get_inputs(frame: Any) -> list[Any]:
+    def get_inputs(frame: _Frame) -> list[object]:
         return _unpacked(original(frame), frame._shardwise_inputs)
 
     return get_inputs

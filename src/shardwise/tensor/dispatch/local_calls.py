@@ -159,7 +159,7 @@ def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_pl
     return _not_saved(call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()}))
 
 
-def _not_saved(out: Any) -> Any:
+def _not_saved(out: object) -> object:
     """Results of which those that do not require grad are other objects than an op may have saved."""
     if isinstance(out, tuple | list):
         return type(out)([_not_saved(x) for x in out])
