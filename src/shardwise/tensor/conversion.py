@@ -77,6 +77,7 @@ def from_local(
     if tiling is not None:
         local = plain(local)
     mesh = default_mesh(local.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
+    local = _on_mesh_device(local, mesh)
     wanted, rank = as_placements(mesh, placements), collectives.rank()
     if shape is None and stride is not None:
         raise LayoutError("from_local: a global stride needs the global shape too.")
@@ -115,6 +116,11 @@ def from_local(
     if tiling is not None and tiling.boxes:
         result._tiling = tiling
     return result
+
+
+def _on_mesh_device(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """The tensor, moved if the mesh has another device type; a meta tensor stays."""
+    return tensor if tensor.is_meta or tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
 
 def _even_shape(local: Tensor, mesh: Mesh, placements: Sequence[Placement]) -> list[int]:
@@ -265,7 +271,8 @@ def distribute_tensor(
 
     Args:
         tensor: the global tensor; every rank passes one of the same shape and dtype. A leaf gives a leaf: the
-            result requires grad if `tensor` does, but is not connected to it.
+            result requires grad if `tensor` does, but is not connected to it. Its values move to the device
+            type of the mesh.
         device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
         placements: one per mesh axis, in a sequence or by axis name; None replicates.
         src_data_rank: position in the mesh (in its row-major order) of the rank whose values count: each
@@ -282,7 +289,7 @@ def distribute_tensor(
     layout = Layout(mesh, as_placements(mesh, placements), tensor.shape, shard_order)
     ranks, rank = tuple(sorted(mesh.ranks)), collectives.rank()
     if rank not in ranks:
-        return tag(tensor.new_empty(layout.local_shape(rank)), layout)
+        return tag(_on_mesh_device(tensor.new_empty(layout.local_shape(rank)), mesh), layout)
     facts = {"layout": repr(layout), "dtype": str(tensor.dtype), "src_data_rank": src_data_rank}
     collectives.agree(
         "the tensor to distribute", facts, ranks, "pass the same shape, dtype, mesh and placements on every rank."
@@ -299,7 +306,7 @@ def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) ->
     """A copy of this rank's shard of `tensor`: sliced from its own, or received from the source rank."""
     mesh = layout.mesh
     if src_data_rank is None or mesh.size() == 1:
-        local = redistribute_local(tensor, layout.replicated(), layout)
+        local = _on_mesh_device(redistribute_local(tensor, layout.replicated(), layout), mesh)
         return local.clone() if local is tensor else local
     if not 0 <= src_data_rank < mesh.size():
         raise LayoutError(f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}.")
@@ -309,6 +316,7 @@ def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) ->
 def receive_local_shard(source: int, tensor: Tensor, layout: Layout) -> Tensor:
     """A copy of this rank's shard of the `tensor` of the rank `source`; on other ranks `tensor` needs no values."""
     full, rank = layout.gathered_on(source), collectives.rank()
+    tensor = _on_mesh_device(tensor, layout.mesh)
     if rank != source:
         tensor = tensor.new_empty(full.local_shape(rank), device=layout.mesh.device_type)
     local = redistribute_local(tensor, full, layout)
