@@ -316,8 +316,9 @@ def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) ->
 def receive_local_shard(source: int, tensor: Tensor, layout: Layout) -> Tensor:
     """A copy of this rank's shard of the `tensor` of the rank `source`; on other ranks `tensor` needs no values."""
     full, rank = layout.gathered_on(source), collectives.rank()
-    tensor = _on_mesh_device(tensor, layout.mesh)
-    if rank != source:
+    if rank == source:
+        tensor = _on_mesh_device(tensor, layout.mesh)
+    else:
         tensor = tensor.new_empty(full.local_shape(rank), device=layout.mesh.device_type)
     local = redistribute_local(tensor, full, layout)
     return local.clone() if local is tensor else local
