@@ -162,7 +162,8 @@ class _Simulation:
         __tracebackhide__ = True
         try:
             self.await_turn(rank)
-            with using(rank):
+            # Backward of CUDA tensors would run on a thread that all ranks share.
+            with using(rank), torch.autograd.set_multithreading_enabled(False):
                 rank.result = self.body()
         except _Stopped:
             return

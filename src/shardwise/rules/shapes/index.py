@@ -301,16 +301,16 @@ def _targets(ctx: LocalContext, call: Call[Tensor], ranks: tuple[int, ...]) -> T
 def _positions(ctx: LocalContext, call: Call[Tensor]) -> tuple[list[Tensor], BadIndex]:
     """For each indexed dim the global index of every slice, flat."""
     shape = ctx.layouts[0].shape
+    ids = [i.to(call.x.device) for i in call.ids]  # CPU indices of a CUDA tensor are legal
     if call.form.kind == "flat":
-        index, bad_index = flat_index(call, call.ids[0], prod(shape), len(shape))
+        index, bad_index = flat_index(call, ids[0], prod(shape), len(shape))
         return [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)], bad_index
     if call.form.kind == "each":
         pairs = [
-            flat_index(call, i.expand(call.index_shape), shape[d], d)
-            for i, d in zip(call.ids, call.indexed, strict=True)
+            flat_index(call, i.expand(call.index_shape), shape[d], d) for i, d in zip(ids, call.indexed, strict=True)
         ]
         return [i for i, _ in pairs], max((bad for _, bad in pairs), key=lambda bad: bad[0] > 0)
-    (index,), box = call.ids, ctx.layouts[1].box(ctx.rank)
+    (index,), box = ids, ctx.layouts[1].box(ctx.rank)
     positions = []
     for d, (offset, n) in enumerate(zip(box.offsets, index.shape, strict=True)):
         own = torch.arange(offset, offset + n, device=index.device)
