@@ -27,7 +27,7 @@ def steps(width: int, depth: int, rows: int) -> list[float]:
     torch.set_num_threads(1)
     mesh = Mesh((world_size(),))
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
-    module = shard_module(nn.Sequential(*layers), {"*": Replicate()}, mesh=mesh)
+    module = shard_module(nn.Sequential(*layers), {"**": Replicate()}, mesh=mesh)
     x = distribute_tensor(torch.randn(rows * mesh.size(), width), mesh, [Shard(0)])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     found: list[list[float]] = [[] for _ in WAYS]

@@ -54,12 +54,12 @@ def llama_layouts(config: Any, ranks: int) -> dict[str, sw.Placement]:
     keys = shard_units(0, config.num_key_value_heads, config.head_dim, ranks) if keys_too else REPLICATED
     return {
         "model.embed_tokens.weight": sw.Shard(0),
-        "*.q_proj.*": shard_units(0, groups, size, ranks),
-        "*.[kv]_proj.*": keys,
-        "*.o_proj.weight": shard_units(1, groups, size, ranks),
-        "*.gate_proj.weight": sw.Shard(0),
-        "*.up_proj.weight": sw.Shard(0),
-        "*.down_proj.weight": sw.Shard(1),
+        "**.q_proj.*": shard_units(0, groups, size, ranks),
+        "**.[kv]_proj.*": keys,
+        "**.o_proj.weight": shard_units(1, groups, size, ranks),
+        "**.gate_proj.weight": sw.Shard(0),
+        "**.up_proj.weight": sw.Shard(0),
+        "**.down_proj.weight": sw.Shard(1),
         "lm_head.weight": sw.Shard(0),
     }
 
@@ -70,12 +70,12 @@ def gpt2_layouts(config: Any, ranks: int) -> dict[str, sw.Placement]:
     return {
         "transformer.wte.weight": sw.Shard(0),
         "lm_head.weight": sw.Shard(0),  # the same parameter
-        "*.c_attn.*.weight": shard_units(1, config.n_head, size, ranks),
-        "*.c_attn.*.bias": shard_units(0, config.n_head, size, ranks),
-        "*.attn.c_proj.weight": shard_units(0, config.n_head, size, ranks),
-        "*.mlp.c_fc.weight": sw.Shard(1),
-        "*.mlp.c_fc.bias": sw.Shard(0),
-        "*.mlp.c_proj.weight": sw.Shard(0),
+        "**.c_attn.*.weight": shard_units(1, config.n_head, size, ranks),
+        "**.c_attn.*.bias": shard_units(0, config.n_head, size, ranks),
+        "**.attn.c_proj.weight": shard_units(0, config.n_head, size, ranks),
+        "**.mlp.c_fc.weight": sw.Shard(1),
+        "**.mlp.c_fc.bias": sw.Shard(0),
+        "**.mlp.c_proj.weight": sw.Shard(0),
     }
 
 
@@ -135,8 +135,8 @@ def split_heads(model: Any) -> Any:
 
 FUSED: dict[str, dict[str, sw.Placement]] = {
     "replicated": {},
-    "column-wise": {"*.c_attn.weight": sw.Shard(1), "*.c_attn.bias": sw.Shard(0)},
-    "row-wise": {"*.c_attn.weight": sw.Shard(0)},
+    "column-wise": {"**.c_attn.weight": sw.Shard(1), "**.c_attn.bias": sw.Shard(0)},
+    "row-wise": {"**.c_attn.weight": sw.Shard(0)},
 }
 
 

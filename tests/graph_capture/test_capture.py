@@ -16,8 +16,8 @@ from shardwise.models.transformer import ModelArgs, Transformer
 from shardwise.testing import world
 
 PLAN: dict[str, Any] = {
-    "*.wq.weight": sw.Shard(0), "*.wk.weight": sw.Shard(0), "*.wv.weight": sw.Shard(0), "*.wo.weight": sw.Shard(1),
-    "*.w1.*": sw.Shard(0), "*.w2.weight": sw.Shard(1), "tok_embeddings.weight": sw.Shard(0),
+    "**.wq.weight": sw.Shard(0), "**.wk.weight": sw.Shard(0), "**.wv.weight": sw.Shard(0), "**.wo.weight": sw.Shard(1),
+    "**.w1.*": sw.Shard(0), "**.w2.weight": sw.Shard(1), "tok_embeddings.weight": sw.Shard(0),
     "output.weight": sw.Shard(0),
 }  # fmt: skip
 

@@ -379,7 +379,7 @@ def test_other_models_run_with_every_parameter_and_the_batch_sharded(name: str) 
 
     def body() -> None:
         ids = distribute_tensor(IDS, Mesh((3,)), [S0])
-        model = shard_module(deepcopy(plain), {"*": S0})
+        model = shard_module(deepcopy(plain), {"**": S0})
         assert_close(learnt(model, ids), expected, rtol=1e-3, atol=1e-5)
         assert torch.equal(generated(model, ids, None, do_sample=False), tokens)
 

@@ -150,7 +150,7 @@ def saved(mesh: Any) -> str:
     usual(module, optimizer, x, y)
     folder = collectives.gather_json(tempfile.mkdtemp(), tuple(range(4)))[0]
     save(dict(zip("mo", get_state_dict(module, optimizer), strict=True)), checkpoint_id=folder)
-    other = shard_module(mlp(), {"*.weight": [S1] * len(mesh.shape)}, mesh=mesh)
+    other = shard_module(mlp(), {"**.weight": [S1] * len(mesh.shape)}, mesh=mesh)
     fresh = adam(other)
     model_state, optimizer_state = get_state_dict(other, fresh)
     load({"m": model_state, "o": optimizer_state}, checkpoint_id=folder)

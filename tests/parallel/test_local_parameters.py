@@ -49,9 +49,9 @@ class Tied(nn.Module):
 
 PLANS: list[dict[str, Placement]] = [
     {},
-    {"*.weight": S0, "inner.bias": S0},
-    {"*.weight": S1},
-    {"*.weight": Shard(0, [0, 4, 1]), "scale": Shard(0, [5, 0, 0])},
+    {"**.weight": S0, "inner.bias": S0},
+    {"**.weight": S1},
+    {"**.weight": Shard(0, [0, 4, 1]), "scale": Shard(0, [5, 0, 0])},
 ]
 
 
@@ -80,7 +80,7 @@ def test_training_on_local_parameters_equals_one_process(plan: dict[str, Placeme
 
 @world(3)
 def test_the_state_holds_local_shards_and_a_copy_shares_nothing() -> None:
-    module = local_parameters(shard_module(Tied(), {"*.weight": S0}, mesh=Mesh((3,))))
+    module = local_parameters(shard_module(Tied(), {"**.weight": S0}, mesh=Mesh((3,))))
     held = [2, 2, 1][rank()]
     state = module.state_dict()
     assert [type(v) for v in state.values()] == [Tensor] * 5

@@ -56,8 +56,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "rows": {"table.weight": S0, "hidden.*": S0, "out.weight": S1},
     "uneven": {"table.weight": Shard(0, [0, 8, 1]), "hidden.*": Shard(0, [1, 0, 5]), "out.weight": Shard(1, [1, 0, 5])},
-    "on ranks": {"*": OnRanks(2), "table.weight": OnRanks(0)},
-    "everything by rows": {"*": S0},
+    "on ranks": {"**": OnRanks(2), "table.weight": OnRanks(0)},
+    "everything by rows": {"**": S0},
     "lists and layouts": {"table.weight": [S1], "hidden.weight": Layout(Mesh((3,)), [S1], (6, 4))},
 }
 
@@ -86,13 +86,13 @@ def test_a_sharded_module_computes_and_learns_what_the_plain_one_does(plan: str)
 
 
 def test_a_name_beats_a_glob_and_a_later_glob_an_earlier_one() -> None:
-    plan = {"hidden.weight": S0, "*.weight": S1, "hidden.*": OnRanks(1)}
+    plan = {"hidden.weight": S0, "**.weight": S1, "hidden.*": OnRanks(1)}
     layouts = layouts_of(MODEL, plan, Mesh((2,)))
     assert layouts["hidden.weight"].placements == (S0,)
     assert layouts["hidden.bias"].placements == (OnRanks(1),)
     assert layouts["table.weight"].placements == (S1,)
     assert layouts["out.bias"].placements == (R,)
-    assert layouts_of(MODEL, {"hidden.*": OnRanks(1), "*.weight": S1}, Mesh((2,)))["hidden.weight"].placements == (S1,)
+    assert layouts_of(MODEL, {"hidden.*": OnRanks(1), "**.weight": S1}, Mesh((2,)))["hidden.weight"].placements == (S1,)
 
 
 def test_all_that_is_wrong_with_a_plan_is_said_at_once_and_on_every_rank() -> None:
@@ -137,7 +137,7 @@ DIFFERENT: dict[str, Callable[[], dict[str, Any]]] = {
     "placement": lambda: {"hidden.*": S0, "table.weight": Shard(collectives.rank() % 2)},
     "a wrong one on one rank": lambda: {"hidden.*": S0, "table.weight": Shard(5 if collectives.rank() == 1 else 0)},
     "missing on one rank": lambda: {"table.weight": S0} if collectives.rank() else {},
-    "order": lambda: dict(sorted({"*.weight": S0, "table.*": S1}.items(), reverse=collectives.rank() == 2)),
+    "order": lambda: dict(sorted({"**.weight": S0, "table.*": S1}.items(), reverse=collectives.rank() == 2)),
 }
 
 
@@ -232,7 +232,7 @@ def test_tied_parameters_stay_tied() -> None:
         module.zero_grad()
         with pytest.raises(PlanError, match=r"embed.weight and out.weight are tied, but the plan gives"):
             shard_module(module, {"embed.weight": S0})
-        shard_module(module, {"*.weight": S0})
+        shard_module(module, {"**.weight": S0})
         assert module.embed.weight is module.out.weight
         assert len(list(module.parameters())) == 1
         module(distribute_tensor(ids, Mesh((3,)), [R])).square().sum().backward()
@@ -260,9 +260,9 @@ def test_meta_modules_are_filled_alike_for_any_world() -> None:
         with torch.device("meta"):
             module = Recommender()
         with pytest.raises(PlanError, match="scale"):
-            shard_module(copy.deepcopy(module), {"*": S0})
+            shard_module(copy.deepcopy(module), {"**": S0})
         del module.scale
-        shard_module(module, {"*": S0})
+        shard_module(module, {"**": S0})
         return {name: as_dtensor(p.detach()).full_tensor() for name, p in module.named_parameters()}
 
     (expected,) = world(1).run(body)
@@ -300,14 +300,14 @@ def test_buffers_of_the_meta_device_are_filled_or_refused() -> None:
     """They stayed on the meta device, or held whatever the memory did."""
     with torch.device("meta"):
         norm, bare, half = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), HalfReset()
-    shard_module(norm, {"*": S0})
+    shard_module(norm, {"**": S0})
     shard_module(bare, {})
     for module in (norm, bare):
         assert isinstance(module.running_var, Tensor)
         assert module.running_var.tolist() == [1.0] * 3
         assert module.num_batches_tracked.item() == 0  # type: ignore[union-attr]
     with pytest.raises(PlanError, match=r"its reset_parameters\(\) does not fill scale. Fix: let it do so"):
-        shard_module(half, {"*": S0})
+        shard_module(half, {"**": S0})
 
 
 class NoReset(nn.Module):
@@ -363,7 +363,7 @@ def test_a_mesh_of_some_ranks_leaves_nothing_on_the_others() -> None:
 def test_what_is_frozen_stays_frozen() -> None:
     module = nn.Linear(3, 2)
     module.bias.requires_grad_(False)
-    shard_module(module, {"*": S0})
+    shard_module(module, {"**": S0})
     assert module.weight.requires_grad
     assert not module.bias.requires_grad
 
@@ -398,7 +398,7 @@ def test_a_sharded_module_can_be_sharded_again() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5))
     before = [p.detach().clone() for p in module.parameters()]
-    shard_module(module, {"*.weight": Shard(0)})
+    shard_module(module, {"**.weight": Shard(0)})
     shard_module(module, {"0.weight": Shard(1)})
     parameters = [as_dtensor(p) for p in module.parameters()]
     assert [p.placements for p in parameters] == [(Shard(1),), (Shard(0),), (Replicate(),)]

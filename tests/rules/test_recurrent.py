@@ -74,7 +74,7 @@ def test_recurrent_layers_equal_one_process(number: int) -> None:
     make, operands = LAYERS[number]
     module = make().double()
     expected = run(deepcopy(module), tuple(x.clone() for x in operands))
-    for dim, plan in ((3, {}), (0, {}), (1, {}), (2, {}), (0, {"*": S0})):
+    for dim, plan in ((3, {}), (0, {}), (1, {}), (2, {}), (0, {"**": S0})):
         for got in world(3).run(sharded, module, operands, dim, plan):
             torch.testing.assert_close(got, expected)
 

@@ -222,7 +222,7 @@ def test_the_bases_are_abstract() -> None:
 @world(4)
 def test_the_plan_of_placements_takes_specs_too() -> None:
     mine, reference = Model(), Model()
-    sw_shard_module(mine, {"table.weight": SPECS["uneven"], "*.bias": Shard(0)})
+    sw_shard_module(mine, {"table.weight": SPECS["uneven"], "**.bias": Shard(0)})
     sharded = as_dtensor(mine.table.weight)
     assert sharded.sharding_spec().layout((10, 4), (0, 1, 2, 3)) == sharded.layout_
     ids = torch.tensor([3, 1, 4, 1])

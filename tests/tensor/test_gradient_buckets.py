@@ -53,7 +53,7 @@ def buckets(max_bytes: int = 25 << 20, *, overlap: bool | None = None) -> Iterat
 
 
 def on_line(plain: nn.Module, **plan: Any) -> nn.Module:
-    return shard_module(plain, plan or {"*": R}, mesh=Mesh((world_size(),)))
+    return shard_module(plain, plan or {"**": R}, mesh=Mesh((world_size(),)))
 
 
 def sharded(x: Tensor, mesh: Mesh | None = None) -> Tensor:
@@ -338,7 +338,7 @@ def uses_its_own(named: bool, shape: Sequence[int], warm: bool) -> Tensor | None
     mesh = Mesh((world_size(),))
     pair: Any = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(*shape))])
     if named:
-        shard_module(pair, {"*": R}, mesh=mesh)
+        shard_module(pair, {"**": R}, mesh=mesh)
     else:
         pair = nn.ParameterList([nn.Parameter(distribute_tensor(p.detach(), mesh, [R])) for p in pair])
     if warm:

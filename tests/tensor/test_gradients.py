@@ -223,7 +223,7 @@ def test_waiting_gradients_are_reduced_together_in_one_collective_when_one_is_re
 @world(3)
 def test_zero_grad_starts_again(placement: Placement, to_none: bool) -> None:
     module = nn.Linear(3, 4).double()
-    shard_module(module, {"*": placement})
+    shard_module(module, {"**": placement})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x = distribute_tensor(X, LINE, [S0])
     for _ in range(2):

@@ -39,8 +39,8 @@ def parallelize_module(
             to the one named "tp", else to the last. The others are data axes: parameters are replicated along them,
             and a plain input is this rank's shard of the batch.
         parallelize_plan: a style for the module, or a dict of paths to styles or nested plans. Every component of a
-            path may be a glob, such as "layers.*.attention.w[qkv]"; "" is the module itself. A module that several
-            keys name gets all their styles, in order.
+            path may be a glob, such as "layers.*.attention.w[qkv]"; `**` is any number of components; "" is the module
+            itself. A module that several keys name gets all their styles, in order.
         src_data_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and
             sends nothing.
 
@@ -147,7 +147,7 @@ def resolve(module: nn.Module, plan: Sequence[tuple[str, ParallelStyle]], mesh: 
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     keys = dict.fromkeys(key for key, _ in plan)
-    matched, problems = module_sharding.resolve(keys, list(modules), "module", per_component=True)
+    matched, problems = module_sharding.resolve(keys, list(modules), "module")
     layouts: dict[str, Layout] = {}
     styled: list[StyledModule] = []
     shared: dict[str, tuple[nn.Module, SharedInput]] = {}

@@ -29,8 +29,9 @@ def shard_module(module: M, plan: LayoutPlan, *, mesh: Mesh | DeviceMesh | None 
         module: any module, in place. A module on the meta device is materialised submodule by submodule, so no rank
             ever allocates more than its local shards; each submodule with parameters needs `reset_parameters()`.
         plan: parameter name, or glob such as `"tables.*.weight"`, to a placement, one placement per mesh axis (in a
-            sequence or by axis name), a `Layout`, or a sharding spec. A name takes precedence over a glob, and a
-            later glob over an earlier one.
+            sequence or by axis name), a `Layout`, or a sharding spec. A `*` matches within one component of a name,
+            `**` any number of components: `"**.bias"` is every bias. A name takes precedence over a glob, and a
+            later glob over an earlier one. One name of a tied parameter is enough.
         mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
         src_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and sends
             nothing.
@@ -57,9 +58,11 @@ def layouts_of(module: nn.Module, plan: LayoutPlan, mesh: Mesh) -> dict[str, Lay
     """
     named = module_sharding.named_parameters(module)
     matched, problems = module_sharding.resolve(plan, list(named), "parameter")
+    names = module_sharding.names_of_each(named)
     layouts: dict[str, Layout] = {}
     for name, parameter in named.items():
-        keys = [name] if name in plan else [key for key in plan if name in matched[key]]
+        exact = [other for other in (name, *names[name]) if other in plan]
+        keys = exact[:1] or [key for key in plan if not set(names[name]).isdisjoint(matched[key])]
         if not keys and isinstance(parameter, DTensor):
             layouts[name] = parameter._layout
             continue

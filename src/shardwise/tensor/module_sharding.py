@@ -39,39 +39,54 @@ def module_mesh(module: nn.Module, device_mesh: Mesh | DeviceMesh | None) -> Mes
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def resolve(
-    patterns: Iterable[str], names: Sequence[str], kind: str, *, per_component: bool = False
-) -> tuple[dict[str, list[str]], list[str]]:
+def resolve(patterns: Iterable[str], names: Sequence[str], kind: str) -> tuple[dict[str, list[str]], list[str]]:
     """The names that each pattern matches, and an error for each pattern that matches none.
 
+    "layers.*.weight" matches "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
+
     Args:
-        patterns: names or globs.
+        patterns: names or globs. Each component of a glob matches one component of a name; `**` any number of them.
         names: of the parameters or modules.
         kind: "parameter" or "module", for errors.
-        per_component: each component of a path matches by itself, so that "layers.*" does not match "layers.0.bias".
     """
-    matched = {pattern: [n for n in names if _matches(pattern, n, per_component)] for pattern in patterns}
+    matched = {pattern: [n for n in names if _matches(pattern, n)] for pattern in patterns}
     return matched, [unknown_name(pattern, names, kind) for pattern, found in matched.items() if not found]
 
 
-def _matches(pattern: str, name: str, per_component: bool) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     if pattern == name or not name:
         return pattern == name
-    if not per_component:
-        return fnmatchcase(name, pattern)
-    globs, components = pattern.split("."), name.split(".")
-    return len(globs) == len(components) and all(map(fnmatchcase, components, globs))
+    return _components_match(pattern.split("."), name.split("."))
+
+
+def _components_match(globs: list[str], components: list[str]) -> bool:
+    if globs[:1] == ["**"]:
+        return any(_components_match(globs[1:], components[at:]) for at in range(len(components) + 1))
+    if not globs or not components:
+        return not globs and not components
+    return fnmatchcase(components[0], globs[0]) and _components_match(globs[1:], components[1:])
 
 
 def unknown_name(name: str, names: Iterable[str], kind: str) -> str:
     """The error for a plan that names no `kind` of the module."""
     known = [n for n in names if n]
+    deeper = f"**.{name.lstrip('*').lstrip('.')}" if name.startswith("*") and name.strip("*.") else "**"
+    if "*" in name and any(_matches(deeper, n) for n in known):
+        return f"{name!r} matches no {kind}: a '*' is one component of a name. Did you mean {deeper!r}?"
     last = name.rpartition(".")[2]
     close = get_close_matches(name, known, n=1) or [n for n in known if n.rpartition(".")[2] == last]
     if close:
         return f"{name!r} matches no {kind}. Did you mean {close[0]!r}?"
     listed = ", ".join([*known[:LISTED], *(["…"] if len(known) > LISTED else [])])
     return f"{name!r} matches no {kind}. Known names: {listed or 'none'}."
+
+
+def names_of_each(named: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """All names of each parameter, by every one of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), []).append(name)
+    return {name: names[id(parameter)] for name, parameter in named.items()}
 
 
 def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]) -> list[str]:

@@ -19,7 +19,9 @@ TINY = TrainConfig(dim=6, init_std=1.0)
 
 
 @pytest.mark.parametrize("num_rows", [114, 7, 2, 1])  # more ranks than rows
-@pytest.mark.parametrize("plan", [{}, {"*": Shard(0)}, {"*": Shard(1)}, {"*": OnRanks(1)}, {"items.weight": Shard(0)}])
+@pytest.mark.parametrize(
+    "plan", [{}, {"**": Shard(0)}, {"**": Shard(1)}, {"**": OnRanks(1)}, {"items.weight": Shard(0)}]
+)
 def test_places_equal_one_process(plan: dict[str, Placement], num_rows: int, tiny: PyIdent) -> None:
     batch = examples(tiny, "train").batch(torch.arange(num_rows))
     model = build(TINY, tiny)

@@ -53,10 +53,10 @@ def test_tables_go_to_the_rank_that_has_least(num_ranks: int, ranks: tuple[int, 
 def test_a_file_names_parameters_with_or_without_quotes(model: Recommender, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(
-        '"*.weight" = "Shard(0)"\ncontext.weight = "Shard(1, sizes=[400, 600])"\n[num_args]\nweight="OnRanks(1)"'
+        '"**.weight" = "Shard(0)"\ncontext.weight = "Shard(1, sizes=[400, 600])"\n[num_args]\nweight="OnRanks(1)"'
     )
     plan = plan_for(str(file), model, 2)
-    assert plan == {"*.weight": Shard(0), "context.weight": Shard(1, (400, 600)), "num_args.weight": OnRanks(1)}
+    assert plan == {"**.weight": Shard(0), "context.weight": Shard(1, (400, 600)), "num_args.weight": OnRanks(1)}
     assert [one.placement for one in placed(model, plan, 2)] == [Shard(1, (400, 600)), OnRanks(1), Shard(0)]
 
 

@@ -41,7 +41,7 @@ def plan_called(name: str, model: Recommender, num_ranks: int) -> dict[str, Plac
     if name != "mixed":
         return plan_for(name, model, num_ranks)
     first = (len(model.items.weight), *(0,) * (num_ranks - 1))  # the other ranks hold nothing of the items
-    return {"context.weight": Shard(1), "items.weight": Shard(0, first), "num_*": OnRanks(num_ranks - 1)}
+    return {"context.weight": Shard(1), "items.weight": Shard(0, first), "num_*.weight": OnRanks(num_ranks - 1)}
 
 
 def plain_run(config: TrainConfig, data: PyIdent, num_steps: int) -> tuple[list[float], Recommender]:
@@ -124,7 +124,7 @@ def test_one_pass_finds_as_much_as_one_process_does_and_far_more_than_popularity
         return evaluate(run.model, pyident, run.mesh)
 
     (alone,) = world(1).run(trained, {})
-    here, there = world(2).run(trained, {"*": Shard(0)})
+    here, there = world(2).run(trained, {"**": Shard(0)})
     assert here == there
     assert here.hit_rate_10 == pytest.approx(alone.hit_rate_10, abs=0.005)
     assert here.hit_rate_10 >= 0.42 > baseline.hit_rate_10 + 0.15
@@ -133,7 +133,7 @@ def test_one_pass_finds_as_much_as_one_process_does_and_far_more_than_popularity
 
 def test_no_rank_holds_or_updates_more_than_its_part(tiny: PyIdent) -> None:
     def body() -> None:
-        run = Training(TINY, tiny, {"*.weight": Shard(0)})
+        run = Training(TINY, tiny, {"**.weight": Shard(0)})
         take(run, 1)
         for parameter in run.model.parameters():
             grad, state = parameter.grad, run.optimizer.state[parameter]["sum"]
@@ -148,7 +148,7 @@ def test_no_rank_holds_or_updates_more_than_its_part(tiny: PyIdent) -> None:
 
 def test_a_step_with_row_cut_tables_gathers_no_table_and_no_scores(pyident: PyIdent) -> None:
     def body() -> None:
-        run = Training(TrainConfig(), pyident, {"*": Shard(0)})
+        run = Training(TrainConfig(), pyident, {"**": Shard(0)})
         batch = next(run.batches())
         with collectives.count_comms() as comms:
             run.take_step(batch)
@@ -209,7 +209,7 @@ def test_a_run_reports_saves_and_evaluates(tiny: PyIdent, tmp_path: Path) -> Non
 
     def body() -> list[Progress]:
         seen: list[Progress] = []
-        run = Training(config, tiny, {"*": Shard(0)})
+        run = Training(config, tiny, {"**": Shard(0)})
         outcome = train(run, seen.append)
         taken = outcome.taken
         assert (taken.step, taken.steps_done) == (34, 34)
@@ -242,7 +242,7 @@ def test_the_reported_loss_is_the_mean_over_examples(tiny: PyIdent, tmp_path: Pa
 
 def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(tiny: PyIdent, tmp_path: Path) -> None:
     def body() -> None:
-        run = Training(TrainConfig(dim=6, learning_rate=1e30, checkpoint=str(tmp_path)), tiny, {"*": Shard(0)})
+        run = Training(TrainConfig(dim=6, learning_rate=1e30, checkpoint=str(tmp_path)), tiny, {"**": Shard(0)})
         with pytest.raises(DivergedError, match=r"the loss before step \d+ is nan. Fix: try a smaller learning_rate"):
             train(run, lambda progress: None)
 
@@ -258,5 +258,5 @@ def test_neighbours_are_the_same_for_any_plan(tiny: PyIdent) -> None:
     (alone,) = world(1).run(body, {})
     assert list(alone) == ["re", "path"]
     assert all(len(words) == 3 and own not in words for own, words in alone.items())
-    for plan in ({"*": Shard(0)}, {"*": Shard(1)}, {"context.weight": OnRanks(1)}):
+    for plan in ({"**": Shard(0)}, {"**": Shard(1)}, {"context.weight": OnRanks(1)}):
         assert world(3).run(body, plan) == [alone] * 3

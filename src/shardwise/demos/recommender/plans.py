@@ -4,7 +4,7 @@ A file says a placement for parameter names or globs; what it does not name is r
 that match the later one wins:
 
     context.weight = "Shard(1)"
-    "*.weight" = "Shard(0, sizes=[1000, 2530])"
+    "**.weight" = "Shard(0, sizes=[1000, 2530])"
     num_args.weight = "OnRanks(1)"
 """
 

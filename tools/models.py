@@ -1,0 +1,266 @@
+"""Models of Hugging Face, sharded by two generic plans, beside one process.
+
+    python -m tools.models                               # every model, plan and number of ranks
+    python -m tools.models --only 'Llama|GPT-2' --ranks 2 --plan tensor
+    python -m tools.models --page docs/hugging-face.md   # writes the table into the page
+
+A plan knows of a model no more than the names, kinds and shapes of its parameters. Compared with the plain model is
+what `CHECKS` lists. The exit status is 1 if any of it failed.
+"""
+
+import argparse
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, shard_module
+from shardwise.layout import Placement
+from shardwise.testing import world
+
+sys.path.append(str(Path(__file__).parents[1]))  # this script may run from anywhere
+
+from tools.model_zoo import FAMILIES, Family, Inputs  # noqa: E402
+
+NEW_TOKENS = 4
+
+# ---- the two plans ----------------------------------------------------------------------------------------------
+
+ROW_PARALLEL = re.compile(
+    r"(o_proj|out_proj|o|wo|down_proj|fc2|c_proj|dense_4h_to_h|w2|linear_out|output\.dense|attention\.dense"
+    r"|self_attention\.dense|self_attn\.dense|proj_out|projection)$"
+)
+
+
+def tensor_plan(model: nn.Module) -> dict[str, Placement]:
+    """Tables by rows, experts by experts; layers that end a block along their inputs, all others along their outputs."""
+    plan: dict[str, Placement] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        own = dict(module.named_parameters(prefix=path, recurse=False))
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d) or type(module).__name__ == "Conv1D":
+            outputs, inputs = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
+            if ROW_PARALLEL.search(path):
+                plan[f"{prefix}weight"] = Shard(inputs)
+            else:
+                plan |= {name: Shard(outputs if x.ndim > 1 else 0) for name, x in own.items()}
+        elif isinstance(module, nn.Embedding):
+            plan[f"{prefix}weight"] = Shard(0)
+        else:
+            plan |= {name: Shard(0) for name, x in own.items() if x.ndim == 3}  # stacked experts
+    return plan
+
+
+def fully_sharded_plan(model: nn.Module) -> dict[str, Placement]:
+    """Every parameter along dim 0."""
+    return {name: Shard(0) if p.ndim else Replicate() for name, p in model.named_parameters()}
+
+
+PLANS: dict[str, Callable[[nn.Module], dict[str, Placement]]] = {
+    "tensor": tensor_plan,
+    "fully sharded": fully_sharded_plan,
+}
+
+# ---- one model under one plan -----------------------------------------------------------------------------------
+
+Values = dict[str, Tensor]
+
+
+def full(x: Tensor) -> Tensor:
+    """The full tensor, detached."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def forward_and_backward(model: Any, inputs: Inputs, **options: Any) -> Values:
+    """Logits, loss, and gradients by name."""
+    out = model(**inputs, **options)
+    out.loss.backward()
+    values = {name: full(out[name]) for name in out if name.startswith(("logits", "loss"))}
+    grads = {f"gradient of {name}": full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return values | grads
+
+
+def trained(model: Any, inputs: Inputs) -> Values:
+    return forward_and_backward(model, inputs)
+
+
+def generated(model: Any, inputs: Inputs) -> Values:
+    model.generation_config.eos_token_id = None  # which would end some examples earlier
+    with torch.no_grad():
+        return {"tokens": full(model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False))}
+
+
+def in_bfloat16(model: Any, inputs: Inputs) -> Values:
+    as_bfloat16 = {k: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in inputs.items()}
+    return forward_and_backward(model.bfloat16(), as_bfloat16)
+
+
+def checkpointed(reentrant: bool) -> Callable[[Any, Inputs], Values]:
+    def run(model: Any, inputs: Inputs) -> Values:
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return forward_and_backward(model, inputs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Check:
+    """What runs, on the plain model and on the sharded one."""
+
+    run: Callable[[Any, Inputs], Values]
+    rtol: float = 1e-3
+    atol: float = 1e-5
+    applies: Callable[[Family, Any], bool] = lambda family, model: True
+
+
+def generates(family: Family, model: Any) -> bool:
+    return bool(family.prompt)
+
+
+def checkpoints(family: Family, model: Any) -> bool:
+    return bool(model.supports_gradient_checkpointing)
+
+
+CHECKS = {
+    "values": Check(trained),
+    "generate": Check(generated, applies=generates),
+    "bf16": Check(in_bfloat16),
+    "checkpoint": Check(checkpointed(False), applies=checkpoints),
+    "reentrant": Check(checkpointed(True), applies=checkpoints),
+}
+
+
+@dataclass
+class Trial:
+    """A model, with what one process computes."""
+
+    family: Family
+    expected: dict[str, Values | Exception] = field(default_factory=dict)
+
+    @cached_property
+    def plain(self) -> Any:
+        return self.family.build()
+
+    def inputs(self, check: str) -> Inputs:
+        given = self.family.inputs()
+        return {name: given[name] for name in self.family.prompt} if check == "generate" else given
+
+    def want(self, check: str) -> Values:
+        if check not in self.expected:
+            try:
+                self.expected[check] = CHECKS[check].run(deepcopy(self.plain), self.inputs(check))
+            except Exception as error:
+                self.expected[check] = error
+        found = self.expected[check]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def got(self, check: str, plan: str, ranks: int) -> Values:
+        """What rank 0 gets; the ranks share one set of layouts."""
+
+        def body() -> Values:
+            model = shard_module(deepcopy(self.plain), PLANS[plan](self.plain))
+            inputs = self.inputs(check)
+            if plan == "fully sharded":
+                inputs = {
+                    k: distribute_tensor(x, Mesh((ranks,)), [Shard(0)]) if isinstance(x, Tensor) else x
+                    for k, x in inputs.items()
+                }
+            return CHECKS[check].run(model, inputs)
+
+        return world(ranks).run(body)[0]
+
+    def judge(self, check: str, plan: str, ranks: int) -> str:
+        """ "" if the sharded model equals the plain one, else what differs."""
+        want = self.want(check)
+        try:
+            got = self.got(check, plan, ranks)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        if check == "bf16":
+            return bfloat16_difference(got, want, self.want("values"))
+        return difference(got, want, CHECKS[check])
+
+
+def difference(got: Values, want: Values, check: Check) -> str:
+    if got.keys() != want.keys():
+        return f"only one has {sorted(got.keys() ^ want.keys())}"
+    problems = []
+    for name, x in want.items():
+        try:
+            assert_close(got[name], x, rtol=check.rtol, atol=check.atol)
+        except AssertionError as error:
+            problems.append(f"{name}: {error}")
+    return "\n".join(problems)
+
+
+def bfloat16_difference(got: Values, plain: Values, exact: Values) -> str:
+    """Whether the sharded model is as near to single precision as the plain one, up to a factor of 2."""
+    problems = []
+    for name, x in exact.items():
+        scale = x.norm() + 1e-6
+        ours, theirs = ((v[name].float() - x).norm() / scale for v in (got, plain))
+        if not ours <= 2 * theirs + 0.02:
+            problems.append(f"{name}: {ours:.4f} from single precision, the plain model {theirs:.4f}")
+    return "\n".join(problems)
+
+
+# ---- all of them ------------------------------------------------------------------------------------------------
+
+
+def trials(
+    only: str, plans: list[str], ranks: list[int], checks: list[str]
+) -> Iterator[tuple[str, str, int, str, str]]:
+    """Model, plan, ranks, check and outcome: "yes", "–" where the check does not apply, or what differs."""
+    for name, family in FAMILIES.items():
+        if not re.fullmatch(only, name):
+            continue
+        trial = Trial(family)
+        for plan in plans:
+            for n in ranks:
+                for check in checks:
+                    applies = CHECKS[check].applies(family, trial.plain)
+                    start = time.monotonic()
+                    outcome = trial.judge(check, plan, n) or "yes" if applies else "–"
+                    print(
+                        f"{time.monotonic() - start:5.1f} s  {name}, {plan} on {n}, {check}: "
+                        f"{outcome if VERBOSE else outcome.splitlines()[0][:200]}",
+                        flush=True,
+                    )
+                    yield name, plan, n, check, outcome
+
+
+VERBOSE = False
+
+
+def main() -> int:
+    global VERBOSE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=".*", help="models whose names match")
+    parser.add_argument("--plan", choices=PLANS, action="append")
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--check", choices=CHECKS, action="append")
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    VERBOSE = args.verbose
+    warnings.simplefilter("ignore")
+    found = list(trials(args.only, args.plan or [*PLANS], args.ranks or [2, 4], args.check or [*CHECKS]))
+    bad = [case for case in found if case[-1] not in ("yes", "–")]
+    print(f"{len(found)} checks, {len(bad)} failed")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
