@@ -31,7 +31,7 @@ class Family:
     prompt: tuple[str, ...] = ()
 
     def build(self) -> Any:
-        """The model with the same weights at every call, and without dropout."""
+        """The model with the same weights at every call, and without random numbers in training."""
         import transformers
 
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ class Family:
         model = cls(cls.config_class(**self.config)).eval()
         for module in model.modules():
             for name, value in vars(module).items():
-                if "drop" in name and isinstance(value, float) or name == "p" and isinstance(module, nn.Dropout):
+                if isinstance(value, float) and ("drop" in name or "jitter" in name or isinstance(module, nn.Dropout)):
                     setattr(module, name, 0.0)
         return model
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, shard_module
 from shardwise.errors import MeshError, MismatchError, PlanError
 from shardwise.layout import Placement
 from shardwise.models import MLPModule, MLPStacked, ModelArgs, Transformer
@@ -56,6 +56,7 @@ CUT_PAIR = {"net1.weight": S0, "net1.bias": S0, "net2.weight": S1, "net2.bias": 
         {"layers": {"0": PAIR, "1": {"": {"net1": COL}, "net2": ROW}}},
         {"": {"layers": {"*": PAIR}}},
         {"layers.*": PAIR, "*.0.net1": COL},
+        {"**.net1": COL, "layers.**.net2": ROW},
     ],
     ids=repr,
 )
@@ -65,8 +66,11 @@ def test_paths_globs_and_nested_plans_name_the_same_modules(plan: Any) -> None:
 
 
 def test_a_star_is_one_component_of_a_path() -> None:
-    with pytest.raises(PlanError, match=r"'\*.net1' matches no module. Did you mean 'layers.0.net1'\?"):
+    fix = r"'\*.net1' matches no module: a '\*' is one component of a name. Did you mean '\*\*.net1'\?"
+    with pytest.raises(PlanError, match=fix):
         cuts(MLPStacked("cpu"), {"*.net1": COL})
+    with pytest.raises(PlanError, match=fix.replace("net1", "net1.weight").replace("module", "parameter")):
+        shard_module(MLPStacked("cpu"), {"*.net1.weight": S0}, mesh=Mesh((1,)))
 
 
 def test_one_style_is_for_the_module_itself() -> None:

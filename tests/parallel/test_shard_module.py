@@ -220,7 +220,20 @@ class Tied(nn.Module):
         return result
 
 
-def test_tied_parameters_stay_tied() -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"**.weight": S0},
+        {"embed.weight": S0},
+        {"out.weight": S0},
+        {"out.*": S0, "embed.weight": S0},
+        {"embed.*": S0},
+        {"**": S1, "out.*": S0},
+        {"embed.weight": S0, "**": S1},
+    ],
+    ids=repr,
+)
+def test_tied_parameters_stay_tied_and_one_of_their_names_is_enough(plan: dict[str, Placement]) -> None:
     plain = Tied().double()
     ids = torch.tensor([0, 5, 2])
     plain(ids).square().sum().backward()
@@ -231,9 +244,10 @@ def test_tied_parameters_stay_tied() -> None:
         module = copy.deepcopy(plain)
         module.zero_grad()
         with pytest.raises(PlanError, match=r"embed.weight and out.weight are tied, but the plan gives"):
-            shard_module(module, {"embed.weight": S0})
-        shard_module(module, {"**.weight": S0})
+            shard_module(module, {"embed.weight": S0, "out.weight": S1})
+        shard_module(module, plan)
         assert module.embed.weight is module.out.weight
+        assert as_dtensor(module.embed.weight).placements == (S0,)
         assert len(list(module.parameters())) == 1
         module(distribute_tensor(ids, Mesh((3,)), [R])).square().sum().backward()
         assert_close(as_dtensor(module.embed.weight.grad).full_tensor(), expected)

@@ -111,6 +111,46 @@ def test_a_custom_function_of_a_distributed_and_a_plain_tensor_gives_the_plain_o
 # ---- hooks of modules --------------------------------------------------------------------------------------------
 
 
+class OfClosure(torch.autograd.Function):
+    """f(x), whatever tensors f holds; backward uses what forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: Any) -> Any:
+        out = f(x)
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, out = ctx.saved_tensors
+        return (grad * out).sum() * x + grad.sum(), None
+
+
+@pytest.mark.parametrize("reentrant_checkpoint", [True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_functions_of_plain_tensors_that_return_distributed_ones_get_whole_gradients(
+    placement: Placement, reentrant_checkpoint: bool
+) -> None:
+    weight = FULL.clone()
+
+    def gradients(w: Tensor) -> list[Any]:
+        x = torch.linspace(0, 1, 14, dtype=FULL.dtype).reshape(2, 7).requires_grad_()
+        layer = lambda t: (t @ w).sin()  # noqa: E731
+        apply: Any = OfClosure.apply
+        out = checkpoint(layer, x, use_reentrant=True) if reentrant_checkpoint else apply(x, layer)
+        out.square().sum().backward()
+        return [x.grad] + ([w.grad] if reentrant_checkpoint else [])
+
+    expected = gradients(weight.clone().requires_grad_(reentrant_checkpoint))
+
+    def body() -> None:
+        w = distribute_tensor(weight, placements=[placement]).requires_grad_(reentrant_checkpoint)
+        for got, want in zip(gradients(w), expected, strict=True):
+            assert_close(got.full_tensor() if isinstance(got, DTensor) else got, want)
+
+    world(3).run(body)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
 @world(3)
 def test_full_backward_hooks_of_modules_see_and_return_whole_gradients(placement: Placement) -> None:
@@ -315,6 +355,20 @@ def test_modules_change_their_dtype() -> None:
     assert isinstance(layer.to("cpu", torch.float32).weight, nn.Parameter)
     assert as_dtensor(layer.weight).placements == (S0,)
     assert_close(full_value(layer.weight), plain.weight.detach().half().float())
+
+
+@world(3)
+def test_type_names_the_type_or_converts_to_one() -> None:
+    plain = torch.arange(5.0).requires_grad_()
+    x = distribute_tensor(plain.detach(), placements=[S0]).requires_grad_()
+    assert x.type() == plain.type()
+    dtypes: list[Any] = [torch.float64, "torch.DoubleTensor", torch.DoubleTensor]
+    for dtype in dtypes:
+        out = x.type(dtype)
+        assert isinstance(out, DTensor)
+        assert_close(out.full_tensor(), plain.type(dtype))
+    out.square().sum().backward()
+    assert_close(full_value(x.grad), 2 * plain.detach())
 
 
 @world(3)

@@ -73,7 +73,7 @@ PATCHES = (
         "torch.autograd.function.Function.apply",
         "Runs a custom Function on DTensors: forward and backward see DTensors, and gradients may be returned in any "
         "placements. Also puts a Function of shardwise in the place of the one that carries full backward hooks of "
-        "modules. Calls without a DTensor go to the original.",
+        "modules. Calls without a DTensor, and without a tensor that needs a gradient, go to the original.",
         f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
         "custom autograd Functions and module backward hooks get local tensors for gradients",
         apply_with_dtensors,

@@ -20,6 +20,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.gradients import as_cotangent
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import track
+from shardwise.trace.autograd_function import TensorFunction
 
 Layouts = tuple[Layout | None, ...]
 
@@ -86,6 +87,8 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
         remember(ctx, inputs, output)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not any((*ctx._shardwise_in, *ctx._shardwise_out, *ctx._shardwise_saved)):
+            return cls.backward(ctx, *grads)
         labelled = [
             _labelled(g, None if layout is None else layout.dual())
             for g, layout in zip(grads, ctx._shardwise_out, strict=True)
@@ -184,13 +187,21 @@ def apply_with_dtensors(original: Any) -> Any:
     """`Function.apply`, aware of DTensors; `original` is the class method as `Function` or its base has it."""
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
-        for x in args:
-            if type(x) is DTensor and torch._C._is_torch_function_enabled():
-                return _apply(original, cls, args, kwargs)
-        return bound(*args, **kwargs)
+        if torch._C._is_torch_function_enabled() and any(type(x) is DTensor or _may_get_node(cls, x) for x in args):
+            return _apply(original, cls, args, kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(apply)
+
+
+def _may_get_node(cls: type[Function], x: object) -> bool:
+    """Whether a user's Function of a plain `x` gets a backward, which may get gradients of DTensors.
+
+    Its forward may return one, such as the reentrant checkpoint of a layer with DTensor parameters.
+    """
+    if not isinstance(x, Tensor) or not torch.is_grad_enabled() or not x.requires_grad:
+        return False
+    return not issubclass(cls, TensorFunction | of_modules.BackwardHookFunction)
 
 
 class _Frame(Protocol):

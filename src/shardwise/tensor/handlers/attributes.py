@@ -27,7 +27,7 @@ SAME = frozenset(
     is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia
     is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
     is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
-    _post_accumulate_grad_hooks __hash__ is_contiguous type _is_zerotensor
+    _post_accumulate_grad_hooks __hash__ is_contiguous _is_zerotensor
     """.split()
 )
 
@@ -43,6 +43,16 @@ def same(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Call `func` on the local tensor."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+@handler(Tensor.type)
+def _type(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """`x.type()` is a name, `x.type(dtype)` a tensor of this dtype or of that of a tensor type."""
+    x, dtype = args[0], args[1] if len(args) > 1 else kwargs.get("dtype")
+    if dtype is None:
+        return same(func, (x,), {})
+    example: Any = torch.empty(0, dtype=x.dtype, device=x.device).type(dtype)
+    return x.to(device=example.device, dtype=example.dtype)
 
 
 @handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
