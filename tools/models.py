@@ -46,7 +46,7 @@ ROW_PARALLEL = re.compile(
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Placement]:
-    """Tables by rows, experts by experts; layers that end a block along their inputs, all others along their outputs."""
+    """Tables by rows, stacked experts by experts; layers that end a block along inputs, others along outputs."""
     plan: dict[str, Placement] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
