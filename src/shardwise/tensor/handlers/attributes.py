@@ -1,7 +1,7 @@
 """Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def _type(func: Op, args: Args, kwargs: Kwargs) -> object:
     x, dtype = args[0], args[1] if len(args) > 1 else kwargs.get("dtype")
     if dtype is None:
         return same(func, (x,), {})
-    example: Any = torch.empty(0, dtype=x.dtype, device=x.device).type(dtype)
+    example = cast(Tensor, torch.empty(0, dtype=x.dtype, device=x.device).type(dtype))
     return x.to(device=example.device, dtype=example.dtype)
 
 
