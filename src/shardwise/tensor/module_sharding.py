@@ -70,8 +70,9 @@ def _components_match(globs: list[str], components: list[str]) -> bool:
 def unknown_name(name: str, names: Iterable[str], kind: str) -> str:
     """The error for a plan that names no `kind` of the module."""
     known = [n for n in names if n]
-    deeper = f"**.{name.lstrip('*').lstrip('.')}" if name.startswith("*") and name.strip("*.") else "**"
-    if "*" in name and any(_matches(deeper, n) for n in known):
+    deeper = ".".join("**" if glob == "*" else glob for glob in name.split("."))
+    deeper = f"**.{deeper}" if name.startswith("*") and not deeper.startswith("**") else deeper
+    if deeper != name and any(_matches(deeper, n) for n in known):
         return f"{name!r} matches no {kind}: a '*' is one component of a name. Did you mean {deeper!r}?"
     last = name.rpartition(".")[2]
     close = get_close_matches(name, known, n=1) or [n for n in known if n.rpartition(".")[2] == last]
