@@ -20,6 +20,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+class ArgumentError(ShardwiseError, TypeError, ValueError):
+    """An argument of another type than the function takes."""
+
+
 class MeshError(ShardwiseError, ValueError):
     """A mesh that cannot exist here: repeated ranks, more ranks than the world has, unknown axis."""
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Mesh, Placement, Placements, Shard, as_placements, placements_text
+from shardwise.layout import REPLICATE, Mesh, Placement, Placements, Shard, as_placements, checked, placements_text
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.registry import override
 from shardwise.rules.row import Args, Kwargs, Op
@@ -25,6 +25,7 @@ PerArgument = Sequence[Placements | None] | None  # None: any for all
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
 
 
+@checked
 def register_sharding(
     op: Op,
     *,
@@ -100,6 +101,7 @@ def implicit_replication() -> Iterator[None]:
         yield
 
 
+@checked
 def local_map(
     func: Op | None = None,
     out_placements: Any = None,

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
+from shardwise.layout import checked
 
 if TYPE_CHECKING:
     from shardwise.collectives.spawn import Death
@@ -31,6 +32,7 @@ Args = TypeVarTuple("Args")
 SETTLE_SECONDS = 0.2  # after the first failure, for the ranks to report its cause and its consequences
 
 
+@checked
 def launch(
     fn: Callable[[*Args], T],
     *args: *Args,

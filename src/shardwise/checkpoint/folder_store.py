@@ -23,6 +23,7 @@ from pathlib import Path
 from shardwise.checkpoint.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.stores import stored_manifest, why_incomplete
 from shardwise.errors import CheckpointError
+from shardwise.layout import checked
 
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
@@ -30,6 +31,7 @@ _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
 _TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest)-[0-9a-f]{8}", re.ASCII)
 
 
+@checked
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint that was saved last to `folder`, or None.
 
@@ -41,6 +43,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return None if version is None else Path(folder, version)
 
 
+@checked
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint folder `path`, fully validated.
 

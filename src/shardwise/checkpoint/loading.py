@@ -17,9 +17,10 @@ from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, stored_manifest
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box
+from shardwise.layout import Box, checked
 
 
+@checked
 def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset: bool = False) -> Manifest:
     """Fill `state` in place from a checkpoint; all ranks of the world call it.
 

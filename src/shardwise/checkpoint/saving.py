@@ -19,9 +19,10 @@ from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_byte
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, keep_only
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box
+from shardwise.layout import Box, checked
 
 
+@checked
 def save(
     folder: str | PathLike[str],
     state: Mapping[str, Any],

@@ -12,7 +12,7 @@ from shardwise import collectives
 from shardwise.checkpoint.loading import load_into
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.errors import CheckpointError
-from shardwise.layout import REPLICATE, Boxes, Layout, Placement, Shard
+from shardwise.layout import REPLICATE, Boxes, Layout, Placement, Shard, checked
 from shardwise.tensor import DTensor, tag
 
 GROUPS = "optimizer.param_groups"
@@ -20,6 +20,7 @@ GROUPS = "optimizer.param_groups"
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
+@checked
 def state_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """What to give to `save` to be able to `restore` training.
 
@@ -42,6 +43,7 @@ def state_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str,
     return state
 
 
+@checked
 def restore(
     folder: str | PathLike[str],
     module: nn.Module,

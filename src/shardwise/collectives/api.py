@@ -12,7 +12,7 @@ from shardwise.collectives import fingerprints
 from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_call
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
-from shardwise.layout import ring_elements
+from shardwise.layout import checked, ring_elements
 from shardwise.trace import comm_trace
 from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
 
@@ -128,6 +128,7 @@ def barrier(ranks: Ranks) -> None:
 # ---- checks -----------------------------------------------------------------------------------------------
 
 
+@checked
 def check_ranks(on: bool = True) -> None:
     """Switch `fingerprint` on, or off again, for the rest of this process; on simulated ranks, for this rank.
 

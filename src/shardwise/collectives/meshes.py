@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 from shardwise.collectives.api import is_simulated, rank, world_size
 from shardwise.collectives.processes import TORCH_TRANSPORT, timeout_of
 from shardwise.errors import MeshError
-from shardwise.layout import Mesh
+from shardwise.layout import Kind, Mesh, checked, describe, mesh_of, shown
 
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
@@ -24,14 +24,14 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     if isinstance(mesh, Mesh):
         return _checked(mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"A Mesh is wanted, or torch's DeviceMesh; got {mesh!r}. Fix: such as Mesh((4,)).")
+        raise MeshError(f"A Mesh is wanted, or torch's DeviceMesh; got {shown(mesh)}. Fix: such as Mesh((4,)).")
+    if is_simulated():  # which have no process groups
+        return _checked(_value_of(mesh))
     if dist.is_initialized():
         TORCH_TRANSPORT.attach()
     value = TORCH_TRANSPORT.mesh_values.get(id(mesh))
     if value is None or TORCH_TRANSPORT.device_meshes.get(value) is not mesh:
-        names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-        value = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), names, mesh.device_type)
-        _checked(value)
+        value = _checked(_value_of(mesh))
         TORCH_TRANSPORT.register_mesh(mesh, value)
         if value.coordinate(rank()) is not None:
             for axis in range(value.ndim):
@@ -40,8 +40,30 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     return value
 
 
+def _value_of(mesh: DeviceMesh) -> Mesh:
+    value = mesh_of(mesh)
+    assert value is not None
+    return value
+
+
+_MESH = "such as Mesh((4,))"
+describe(Mesh, Kind("a Mesh", lambda value: isinstance(value, Mesh), _MESH, MeshError))
+describe(DeviceMesh, Kind("torch's DeviceMesh", lambda value: isinstance(value, DeviceMesh), _MESH, MeshError))
+
+
 @cache
 def _fits(mesh: Mesh, world: int) -> bool:
+    """Whether the world has the ranks of `mesh`.
+
+    Raises:
+        MeshError: torch knows no such type of device.
+    """
+    try:
+        torch.device(mesh.device_type)
+    except RuntimeError:
+        raise MeshError(
+            f"{mesh} has the device_type {mesh.device_type!r}, which torch does not know. Fix: 'cpu' or 'cuda'."
+        ) from None
     return max(mesh.ranks) < world
 
 
@@ -60,6 +82,7 @@ def device_mesh(mesh: Mesh) -> Mesh | DeviceMesh:
     return TORCH_TRANSPORT.device_meshes.get(mesh, mesh)
 
 
+@checked
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
 ) -> Any:
@@ -76,7 +99,7 @@ def init_device_mesh(
         MeshError: the shape needs more ranks than the world has.
     """
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    mesh = _checked(Mesh(tuple(mesh_shape), (), names, device_type))
+    mesh = _checked(Mesh(mesh_shape, (), names, device_type))  # type: ignore[arg-type]
     if is_simulated() or not dist.is_initialized():
         return mesh
     if mesh.size() == world_size():

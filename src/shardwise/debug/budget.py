@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.errors import RuleError
+from shardwise.layout import checked
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 
@@ -60,6 +61,7 @@ def _refusal(event: CommEvent, max_bytes: int, spent: int) -> str:
     )
 
 
+@checked
 @contextmanager
 def no_implicit_comm(max_bytes: int = 0, *, gradients: bool = False) -> Iterator[Budget]:
     """Inside, ops and their backward may send at most `max_bytes` implicitly.

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.debug.compare import Difference, Tolerance, largest_difference, pairs
 from shardwise.errors import RuleError, ShadowError
-from shardwise.layout import REPLICATE, Layout, Mesh
+from shardwise.layout import REPLICATE, Layout, Mesh, checked
 from shardwise.rules.registry import ops_with_rules
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor, plain, to_layout
@@ -182,6 +182,7 @@ def _chosen_name(op: str | Callable[..., Any]) -> str:
     return str(op) if isinstance(op, torch._ops.OpOverload) else name_of(op)
 
 
+@checked
 @contextmanager
 def shadow(
     every: int = 1,

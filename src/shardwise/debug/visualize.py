@@ -3,10 +3,12 @@
 import sys
 
 from shardwise import collectives
+from shardwise.layout import checked
 from shardwise.pictures import picture
 from shardwise.tensor import DTensor
 
 
+@checked
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Print which rank holds which shard of `dtensor`, on the first rank of its mesh.
 

@@ -7,8 +7,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.errors import LayoutError
+from shardwise.layout import checked
 
 
+@checked
 def embedding_bags(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],

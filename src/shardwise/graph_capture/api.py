@@ -12,6 +12,7 @@ from shardwise.graph_capture.compiled import Backend
 from shardwise.graph_capture.graphs import Graphs
 from shardwise.graph_capture.guards import StateGuards, cache_key, must_run_eagerly
 from shardwise.graph_capture.replay import CapturedCall
+from shardwise.layout import checked
 
 LIMIT = 32
 RETRACES = 16  # in a row before a warning
@@ -76,6 +77,7 @@ class Captured:
         return [call.graphs for call in self._calls.values() if call.graphs is not None]
 
 
+@checked
 def capture(function: Callable[..., Any], *, backend: Backend | None = None, limit: int = LIMIT) -> Captured:
     """Trace what `function` does on this rank the first time, and replay it from then on.
 

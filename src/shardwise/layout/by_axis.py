@@ -1,15 +1,26 @@
 """Placements on a mesh: `[Replicate(), Shard(0)]`, or by axis name `{"dp": Replicate(), "tp": Shard(0)}`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwise.errors import LayoutError
+from shardwise.layout.arguments import Kind, describe, is_listing, shown
 from shardwise.layout.mesh import Mesh
-from shardwise.layout.placement import REPLICATE, Placement
+from shardwise.layout.placement import (
+    REPLICATE,
+    Boxes,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    placement_of,
+)
 
 T = TypeVar("T")
-Placements = Sequence[Placement] | Mapping[str, Placement]
-"""One placement per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated."""
+Placements = Placement | Sequence[Placement] | Mapping[str, Placement]
+"""One placement per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated. A placement
+alone is for a mesh of one axis."""
 
 
 def as_placements(mesh: Mesh, placements: Placements | None) -> tuple[Placement, ...]:
@@ -20,13 +31,52 @@ def as_placements(mesh: Mesh, placements: Placements | None) -> tuple[Placement,
     """
     if placements is None:
         return (REPLICATE,) * mesh.ndim
-    if isinstance(placements, tuple | list) or not isinstance(placements, Mapping):  # the first test is cheaper
-        if len(placements) != mesh.ndim:
-            raise LayoutError(
-                f"One placement per mesh axis: {mesh} has {mesh.ndim}, got {len(placements)}: {list(placements)}."
-            )
+    if isinstance(placements, tuple | list):  # the cheapest test first
+        per_axis = tuple(placements)
+    elif isinstance(placements, Mapping):
+        per_axis = tuple([placements.get(name, REPLICATE) for name in axis_names(mesh, placements)])
+    else:
+        per_axis = _of_one(placements)
+    if len(per_axis) != mesh.ndim:
+        raise LayoutError(
+            f"One placement per mesh axis: {mesh} has {mesh.ndim}, got {len(per_axis)}: {shown(list(per_axis))}."
+        )
+    if _PLACEMENTS.issuperset(map(type, per_axis)):
+        return per_axis
+    return tuple([as_placement(p, f"Axis {axis}") for axis, p in enumerate(per_axis)])
+
+
+_PLACEMENTS = frozenset((Replicate, Shard, Partial, OnRanks, Boxes))
+
+
+def _of_one(placements: Any) -> tuple[Placement, ...]:
+    """A bare placement, for a mesh of one axis, or some other sequence of placements."""
+    if is_listing(placements):
         return tuple(placements)
-    return tuple(placements.get(name, REPLICATE) for name in axis_names(mesh, placements))
+    return (as_placement(placements, "placements:"),)
+
+
+def as_placement(value: object, what: str) -> Placement:
+    """`value`, ours or torch's, as a placement."""
+    found = placement_of(value)
+    if found is None:
+        strided = type(value).__name__ == "_StridedShard"
+        fix = " Fix: Shard(dim) on each axis, and shard_order= for the order of the axes." if strided else ""
+        raise LayoutError(f"{what} needs a placement such as Shard(0) or Replicate(), got {shown(value)}.{fix}")
+    return found
+
+
+def _are_placements(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(placement_of(p) is not None for p in value.values())
+    if is_listing(value):
+        return all(placement_of(p) is not None for p in value)
+    return placement_of(value) is not None
+
+
+_EXAMPLES = 'such as [Shard(0)], or {"tp": Shard(0)} by axis name'
+describe(Placement, Kind("a placement", lambda value: placement_of(value) is not None, "such as Shard(0)", LayoutError))
+describe(Placements, Kind("placements, one per mesh axis", _are_placements, _EXAMPLES, LayoutError))
 
 
 def axis_names(mesh: Mesh, placements: Mapping[str, object]) -> tuple[str, ...]:

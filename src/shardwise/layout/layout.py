@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
-from operator import index
 from typing import Protocol, Self
 from weakref import WeakValueDictionary
 
 from shardwise.errors import LayoutError
+from shardwise.layout.arguments import as_integers, shown
 from shardwise.layout.boxes import Box, check_cover
 from shardwise.layout.by_axis import Placements, as_placements, placements_text
-from shardwise.layout.mesh import Mesh
+from shardwise.layout.mesh import Mesh, mesh_of
 from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
 
+MOST_ELEMENTS = 2**62
 ShardSizes = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
@@ -67,9 +68,13 @@ class Layout:
         shape: Sequence[int],
         shard_order: Sequence[int] | None = None,
     ) -> Self:
-        shape = tuple(map(index, shape))
+        if type(mesh) is not Mesh:
+            mesh = _mesh(mesh)
+        shape = as_integers(shape, "A global shape", LayoutError, "such as (4, 3)")
         if shape and min(shape) < 0:
             raise LayoutError(f"A global shape has no negative sizes, got {shape}.")
+        if prod(shape) >= MOST_ELEMENTS:
+            raise LayoutError(f"A tensor has less than 2**62 elements, got the global shape {shown(shape)}.")
         per_axis = as_placements(mesh, placements)
         order = _canonical_order(mesh, per_axis, len(shape), shard_order)
         canonical = _canonical_placements(mesh, per_axis, shape, order)
@@ -248,6 +253,15 @@ class Layout:
         return _draw(self, "", None)._repr_html_()
 
 
+def _mesh(value: object) -> Mesh:
+    mesh = mesh_of(value)
+    if mesh is None:
+        raise LayoutError(
+            f"A Layout is on a Mesh, got {shown(value)}. Fix: such as Layout(Mesh((2,)), [Shard(0)], (4, 3))."
+        )
+    return mesh
+
+
 _known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
 
 
@@ -276,7 +290,10 @@ def _canonical_order(
 ) -> tuple[int, ...]:
     """`order`, but rising among axes that shard different dims."""
     natural = tuple(range(mesh.ndim))
-    if order is None or tuple(order) == natural:
+    if order is None:
+        return natural
+    order = as_integers(order, "shard_order", LayoutError, f"the mesh axes {natural} in any order")
+    if order == natural:
         return natural
     if sorted(order) != list(natural):
         raise LayoutError(f"shard_order must be a permutation of the mesh axes {natural}, got {tuple(order)}.")
@@ -315,8 +332,6 @@ def _canonical_placements(
                 raise LayoutError(f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}.")
         elif isinstance(placement, Boxes):
             _check_boxes(placement, placements, shape, mesh, axis)
-        elif not isinstance(placement, Placement):
-            raise LayoutError(f"Axis {axis} needs a placement such as Shard(0) or Replicate(), got {placement!r}.")
     return tuple(result)
 
 

@@ -4,8 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from shardwise.errors import MeshError
+from shardwise.layout.arguments import as_integers, is_listing, shown
+
+MOST_RANKS = 2**20
+_EXAMPLE = 'such as Mesh((2, 4), names=("dp", "tp"))'
 
 
 @dataclass(frozen=True)
@@ -26,17 +31,25 @@ class Mesh:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        shape = (self.shape,) if isinstance(self.shape, int) else tuple(int(n) for n in self.shape)
-        ranks = tuple(int(r) for r in self.ranks) or tuple(range(prod(shape)))
-        names = None if self.names is None else tuple(self.names)
+        given: Any = self.shape
+        shape = as_integers((given,) if type(given) is int else given, "The shape of a mesh", MeshError, _EXAMPLE)
+        names = None if self.names is None else _names(self.names)
         if not shape or min(shape) < 1:
             raise MeshError(f"A mesh needs at least one axis and one position an axis, got shape {shape}.")
+        if prod(shape) > MOST_RANKS:
+            raise MeshError(f"A mesh has at most {MOST_RANKS:,} ranks, got shape {shape}.")
+        ranks = as_integers(self.ranks, "The ranks of a mesh", MeshError, "such as ranks=(0, 1, 2, 3)")
+        ranks = ranks or tuple(range(prod(shape)))
         if len(ranks) != prod(shape):
             raise MeshError(f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}.")
         if len(set(ranks)) != len(ranks) or min(ranks) < 0:
             raise MeshError(f"The ranks of a mesh must be different and not negative, got {ranks}.")
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
             raise MeshError(f"A mesh of {len(shape)} axes needs as many different names, got {names}.")
+        if not isinstance(self.device_type, str) or not self.device_type.isidentifier():
+            raise MeshError(
+                f"The device_type of a mesh is a type of device, got {shown(self.device_type)}. Fix: 'cpu' or 'cuda'."
+            )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "names", names)
@@ -65,7 +78,7 @@ class Mesh:
 
     def axis(self, name: str | int) -> int:
         """The index of an axis by name (or of a negative index)."""
-        if isinstance(name, int):
+        if isinstance(name, int) and not isinstance(name, bool):
             if not -self.ndim <= name < self.ndim:
                 raise MeshError(f"The mesh has axes 0 to {self.ndim - 1}, got {name}.")
             return name % self.ndim
@@ -121,6 +134,22 @@ class Mesh:
         axes = ", ".join(f"{label}={size}" for label, size in zip(labels, self.shape, strict=True))
         in_order = self.ranks == tuple(range(len(self.ranks)))
         return f"Mesh({axes})" if in_order else f"Mesh({axes}, ranks={self.ranks})"
+
+
+def _names(names: object) -> tuple[str, ...]:
+    if not is_listing(names) or not all(isinstance(name, str) for name in names):
+        raise MeshError(f"The names of a mesh are a sequence of strings, got {shown(names)}. Fix: {_EXAMPLE}.")
+    return tuple(names)
+
+
+def mesh_of(value: Any) -> Mesh | None:
+    """`value` as a `Mesh`: itself, or one with the ranks of torch's `DeviceMesh`; None if it is neither."""
+    if isinstance(value, Mesh):
+        return value
+    if type(value).__module__ != "torch.distributed.device_mesh" or not hasattr(value, "mesh_dim_names"):
+        return None
+    names = None if value.mesh_dim_names is None else tuple(value.mesh_dim_names)
+    return Mesh(tuple(value.shape), tuple(value.mesh.flatten().tolist()), names, value.device_type)
 
 
 def ring_elements(numel: int, size: int, position: int) -> int:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
+from typing import Any
 
 from shardwise.errors import LayoutError
+from shardwise.layout.arguments import as_integer, as_integers, is_integer, is_listing, shown
 from shardwise.layout.boxes import Box
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -53,9 +54,9 @@ class Shard(Placement):
     sizes: tuple[int, ...] | tuple[tuple[int, ...], ...] | None
 
     def __init__(self, dim: int, sizes: Sequence[int] | Sequence[Sequence[int]] | None = None) -> None:
-        if not isinstance(dim, int) or isinstance(dim, bool):
-            raise LayoutError(f"Shard(dim) takes an integer dim, got {dim!r}. Named dims are not supported.")
-        object.__setattr__(self, "dim", dim)
+        if not is_integer(dim):
+            raise LayoutError(f"Shard(dim) takes an integer dim, got {shown(dim)}. Named dims are not supported.")
+        object.__setattr__(self, "dim", as_integer(dim, "dim", LayoutError, "such as Shard(0)"))
         object.__setattr__(self, "sizes", None if sizes is None else _frozen_sizes(sizes))
 
     def __str__(self) -> str:
@@ -67,15 +68,14 @@ class Shard(Placement):
 def _frozen_sizes(
     sizes: Sequence[int] | Sequence[Sequence[int]],
 ) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-    mixed = f"Shard sizes must be all integers or all tuples of integers, got {sizes!r}."
-    try:
-        rows = [tuple(map(index, row)) if isinstance(row, Sequence) else index(row) for row in sizes]
-    except TypeError:
-        raise LayoutError(mixed) from None
-    if len({isinstance(row, tuple) for row in rows}) > 1:
+    mixed = f"Shard sizes must be all integers or all tuples of integers, got {shown(sizes)}."
+    if not is_listing(sizes) or len({is_integer(row) for row in sizes}) > 1:
         raise LayoutError(mixed)
+    if not all(is_integer(n) for row in sizes for n in (row if is_listing(row) else (row,))):
+        raise LayoutError(mixed)
+    rows = [tuple(map(int, row)) if is_listing(row) else int(row) for row in sizes]
     if any(n < 0 for row in rows for n in (row if isinstance(row, tuple) else (row,))):
-        raise LayoutError(f"Shard sizes must not be negative, got {sizes!r}.")
+        raise LayoutError(f"Shard sizes must not be negative, got {shown(sizes)}.")
     return tuple(rows)  # type: ignore[return-value]
 
 
@@ -86,8 +86,8 @@ class Partial(Placement):
     reduce_op: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.reduce_op not in REDUCE_OPS:
-            raise LayoutError(f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}.")
+        if not isinstance(self.reduce_op, str) or self.reduce_op not in REDUCE_OPS:
+            raise LayoutError(f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {shown(self.reduce_op)}.")
 
     def __str__(self) -> str:
         return f"Partial({self.reduce_op!r})"
@@ -103,6 +103,10 @@ class OnRanks(Placement):
     """
 
     position: int
+
+    def __post_init__(self) -> None:
+        fix = "such as OnRanks(0); for replicas on some ranks, a mesh of these ranks"
+        object.__setattr__(self, "position", as_integer(self.position, "The position of OnRanks", LayoutError, fix))
 
     def __str__(self) -> str:
         return f"OnRanks({self.position})"
@@ -121,13 +125,35 @@ class Boxes(Placement):
     boxes: tuple[tuple[Box, ...], ...]
 
     def __init__(self, boxes: Sequence[Sequence[Box | tuple[Sequence[int], Sequence[int]]]]) -> None:
-        frozen = tuple(tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in row) for row in boxes)
-        object.__setattr__(self, "boxes", frozen)
+        rows = _listing(boxes, "Boxes() takes one list of boxes per rank")
+        frozen = [tuple(map(_box, _listing(row, "Boxes() takes one list of boxes per rank"))) for row in rows]
+        object.__setattr__(self, "boxes", tuple(frozen))
 
     def __str__(self) -> str:
         return "Boxes(" + " | ".join(" ".join(map(str, row)) or "-" for row in self.boxes) + ")"
 
     __repr__ = __str__
+
+
+_BOXES = "such as Boxes([[((0, 0), (2, 4))], [((2, 0), (2, 4))]]), offsets and sizes of each box"
+
+
+def _listing(value: Any, what: str) -> list[Any]:
+    if not is_listing(value):
+        raise LayoutError(f"{what}, got {shown(value)}. Fix: {_BOXES}.")
+    return list(value)
+
+
+def _box(value: Any) -> Box:
+    pair = _listing(value, "A box is a pair of offsets and sizes")
+    if len(pair) != 2:
+        raise LayoutError(f"A box is a pair of offsets and sizes, got {shown(value)}. Fix: {_BOXES}.")
+    return Box(
+        *(
+            as_integers(x, f"The {what} of a box", LayoutError, _BOXES)
+            for what, x in zip(Box._fields, pair, strict=True)
+        )
+    )
 
 
 def chunk(size: int, positions: int) -> tuple[int, ...]:
@@ -138,6 +164,22 @@ def chunk(size: int, positions: int) -> tuple[int, ...]:
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
+
+
+def placement_of(value: Any) -> Placement | None:
+    """`value` as a placement: itself, or what torch's placement of the same meaning is here; None if it is none."""
+    if isinstance(value, Placement):
+        return value
+    if not type(value).__module__.startswith("torch.distributed."):
+        return None
+    match type(value).__name__:
+        case "Shard":
+            return Shard(value.dim)
+        case "Replicate":
+            return REPLICATE
+        case "Partial" if value.reduce_op in REDUCE_OPS:
+            return Partial(value.reduce_op)
+    return None
 
 
 def dual(placement: Placement) -> Placement:

@@ -5,7 +5,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.layout import checked_init
 
+
+@checked_init
 class Experts(nn.Module):
     """The sum over experts of w2[e] · gelu(w1[e] · x).
 
@@ -35,6 +38,7 @@ class Experts(nn.Module):
         return torch.bmm(hidden, self.w2.transpose(-2, -1)).sum(dim=0)
 
 
+@checked_init
 class ExpertLayer(nn.Module):
     """The mean of `num_experts` experts, in place of a feed-forward layer."""
 

@@ -5,7 +5,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.layout import checked_init
 
+
+@checked_init
 class RMSNormPython(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dim, written out in elementwise ops.
 
@@ -27,6 +30,7 @@ class RMSNormPython(nn.Module):
         return self._norm(x) * self.weight
 
 
+@checked_init
 class MLPModule(nn.Module):
     """Linear 10 to 16, ReLU, linear 16 to 10. Sets torch's seed to 5, so that all instances have equal weights."""
 
@@ -47,6 +51,7 @@ class MLPModule(nn.Module):
         self.net2.reset_parameters()
 
 
+@checked_init
 class MLPStacked(nn.Module):
     """`n_layers` times `MLPModule`, one after the other."""
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.layout import checked, checked_init
 from shardwise.parallel.experts import mix_experts
 
 
@@ -23,6 +24,7 @@ class Routing(NamedTuple):
     probabilities: Tensor
 
 
+@checked_init
 class MixtureOfExperts(nn.Module):
     """The weighted sum of the `top_k` most probable experts of each token, none of which is dropped.
 
@@ -65,6 +67,7 @@ class MixtureOfExperts(nn.Module):
         return mix_experts(routing.chosen, self.w1, self.w2, tokens, routing.weights).view(x.shape)
 
 
+@checked
 def balance_loss(routing: Routing) -> Tensor:
     """1 if experts are chosen equally often, up to the number of experts if not.
 

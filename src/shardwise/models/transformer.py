@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.collectives import DeviceMesh, as_mesh
 from shardwise.errors import ConfigError
-from shardwise.layout import Mesh, Replicate, Shard
+from shardwise.layout import Mesh, Replicate, Shard, checked_init
 from shardwise.models.experts import ExpertLayer
 from shardwise.parallel import (
     ColwiseParallel,
@@ -27,6 +27,7 @@ from shardwise.parallel import (
 from shardwise.parallel.shard_module import shard_module
 
 
+@checked_init
 @dataclass(frozen=True)
 class ModelArgs:
     """Sizes and switches of a `Transformer`.
@@ -85,6 +86,7 @@ class ModelArgs:
         return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
 
 
+@checked_init
 class Attention(nn.Module):
     """Causal self-attention; keys and values may have fewer heads than queries."""
 
@@ -123,6 +125,7 @@ class Attention(nn.Module):
         return cast(Tensor, self.resid_dropout(self.wo(mixed.transpose(1, 2).flatten(-2))))
 
 
+@checked_init
 class FeedForward(nn.Module):
     """Linear, GELU, linear, dropout."""
 
@@ -138,6 +141,7 @@ class FeedForward(nn.Module):
         return cast(Tensor, self.resid_dropout(self.w2(self.gelu(self.w1(x)))))
 
 
+@checked_init
 class TransformerBlock(nn.Module):
     """Attention and a feed-forward or expert layer, each after a normalisation and added to its input."""
 
@@ -159,6 +163,7 @@ class TransformerBlock(nn.Module):
         return cast(Tensor, hidden + second(self.ffn_norm(hidden)))
 
 
+@checked_init
 class Transformer(nn.Module):
     """Token and position embeddings, `n_layers` blocks, a normalisation, and logits over the vocabulary."""
 

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.embedding.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, verdict_on
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
-from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard, checked, checked_init
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, PlacementsLike, first_input
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.local_context import LocalContext
@@ -22,6 +22,7 @@ BY_TOKENS = Shard(0)
 IDS_OF_WIDTH = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element of a token
 
 
+@checked
 def mix_experts(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
     """out[t] = the sum over j of weights[t, j] · w2[e] · gelu(w1[e] · tokens[t]), with e = chosen[t, j].
 
@@ -180,6 +181,7 @@ register(OpRule(_rows, shape=_tokens_shape, replicated_impl=_on_locals), mix_exp
 # ---- in a plan ----------------------------------------------------------------------------------------------
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(ParallelStyle):
     """Every rank holds some of the experts of a layer, whose parameters `w1` and `w2` are stacked by experts.

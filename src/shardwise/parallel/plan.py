@@ -9,7 +9,7 @@ from torch import nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh
+from shardwise.layout import REPLICATE, Layout, Mesh, checked, describe
 from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle
 from shardwise.rules.row import Args, Kwargs
@@ -17,9 +17,11 @@ from shardwise.tensor import module_sharding
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Mapping[str, "ParallelPlan"]
+describe(ParallelPlan, None)  # `flattened` refuses what is no plan, and says which entry
 APPLIED = "_parallel_styles"  # attribute of a module: the styles that were applied to it
 
 
+@checked
 def parallelize_module(
     module: M,
     device_mesh: Mesh | DeviceMesh | None = None,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import PlanError
-from shardwise.layout import Placement
+from shardwise.layout import Kind, Placement, checked_init, describe, placement_of
 from shardwise.parallel.boundary import BoundaryRedistribution
 from shardwise.parallel.styles import (
     Arguments,
@@ -26,6 +26,19 @@ from shardwise.rules.row import Args, Kwargs
 NestedLayouts = PlacementsLike | None | Sequence[Any] | Mapping[str, Any]
 """Of one argument: placements of a tensor, None to leave it, or a tuple, list or dict of these for nested arguments.
 Placements of an argument that is not a tensor apply to every tensor in it."""
+
+
+def _may_be_nested_layouts(value: object) -> bool:
+    """Which argument each belongs to is known only when the style is applied; see `_nested`."""
+    if isinstance(value, Mapping):
+        return all(map(_may_be_nested_layouts, value.values()))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(map(_may_be_nested_layouts, value))
+    return value is None or placement_of(value) is not None
+
+
+_NESTED = "placements of each argument, in nested lists, tuples or dicts"
+describe(NestedLayouts, Kind(_NESTED, _may_be_nested_layouts, "such as (Shard(0), None)", PlanError))
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ def _nested(
     if _fits_tensor(plain, context) and _fits_tensor(desired, context):
         layouts = cast(PlacementsLike | None, plain), cast(PlacementsLike | None, desired)
         tensor = context.redistribution(*layouts, use_local_output=use_local_output, what=what)
-    if isinstance(plain, Placement) or isinstance(desired, Placement):
+    if placement_of(plain) is not None or placement_of(desired) is not None:
         if tensor is None:
             raise PlanError(f"{what}: {plain!r} and {desired!r} differ in structure. Fix: write both the same way.")
         return _NestedRedistribution(path, tensor)
@@ -119,7 +132,7 @@ def _keys(layouts: object, what: str) -> list[Any]:
 
 def _fits_tensor(layouts: object, context: ModuleContext) -> bool:
     """Whether these may be the placements of one tensor."""
-    if layouts is None or isinstance(layouts, Placement):
+    if layouts is None or placement_of(layouts) is not None:
         return True
     if isinstance(layouts, Mapping):  # by axis name, or by key of an argument that is a dict
         return set(layouts) <= set(context.mesh.names or ()) and _all_placements(layouts.values())
@@ -127,7 +140,7 @@ def _fits_tensor(layouts: object, context: ModuleContext) -> bool:
 
 
 def _all_placements(layouts: Iterable[object]) -> bool:
-    return all(isinstance(p, Placement) for p in layouts)
+    return all(placement_of(p) is not None for p in layouts)
 
 
 def _as_tuple(layouts: NestedLayouts) -> NestedLayouts:
@@ -155,6 +168,7 @@ class _ModuleInputs:
         return (*out, *args[len(out) :]), {key: x if t is None else t(x) for key, (x, t) in named.items()}
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleInput(ParallelStyle):
     """Redistributes the arguments of a module.
@@ -204,6 +218,7 @@ class PrepareModuleInput(ParallelStyle):
         return _ModuleInputs(by_position, by_name, count, context.path or "the module")
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleOutput(ParallelStyle):
     """Redistributes the output of a module.
@@ -224,6 +239,7 @@ class PrepareModuleOutput(ParallelStyle):
         return _nested(context, plain, desired, self.use_local_output, "output")
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleInputOutput(ParallelStyle):
     """`PrepareModuleInput`, whose `use_local_output` is `use_local_input` here, and `PrepareModuleOutput`."""

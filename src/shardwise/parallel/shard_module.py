@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Placements
+from shardwise.layout import REPLICATE, Kind, Layout, Mesh, Placement, Placements, checked, describe, placement_of
 from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor import module_sharding
 from shardwise.tensor.conversion import distribute_tensor, wrap
@@ -17,8 +17,19 @@ from shardwise.tensor.dtensor import DTensor, plain
 M = TypeVar("M", bound=nn.Module)
 ParameterLayout = Placement | Placements | Layout | ShardingSpec
 LayoutPlan = Mapping[str, ParameterLayout]
+_PLAN = 'such as {"tables.*.weight": Shard(0)}, names of parameters to placements'
+describe(
+    LayoutPlan,
+    Kind(
+        "a dict of parameter names",
+        lambda plan: isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan),
+        _PLAN,
+        PlanError,
+    ),
+)
 
 
+@checked
 def shard_module(module: M, plan: LayoutPlan, *, mesh: Mesh | DeviceMesh | None = None, src_rank: int | None = 0) -> M:
     """Turn the parameters of `module` into DTensors laid out as `plan` says; parameters it omits are replicated.
 
@@ -82,10 +93,9 @@ def _layout(parameter: Tensor, entry: ParameterLayout, mesh: Mesh) -> Layout:
         if entry.shape != shape:
             raise PlanError(f"the layout is for shape {entry.shape}, the parameter has {shape}.")
         return entry
-    if isinstance(entry, Placement):
-        if mesh.ndim > 1:
-            raise PlanError(f"{entry} is one placement for {mesh.ndim} axes. Fix: one placement per axis of {mesh}.")
-        entry = [entry]
+    one = placement_of(entry)
+    if one is not None and mesh.ndim > 1:
+        raise PlanError(f"{one} is one placement for {mesh.ndim} axes. Fix: one placement per axis of {mesh}.")
     return Layout(mesh, entry, shape)
 
 
@@ -93,6 +103,7 @@ PartitionFn = Callable[[str, nn.Module, Any], None]
 IOFn = Callable[[nn.Module, Any, Any], Any]
 
 
+@checked
 def distribute_module(
     module: M,
     device_mesh: Mesh | DeviceMesh | None = None,
@@ -144,6 +155,7 @@ def _replicate_plain_tensors(module: nn.Module, mesh: Mesh) -> None:
 _local_classes: dict[tuple[type, tuple[tuple[str, Layout], ...]], type] = {}
 
 
+@checked
 def local_parameters(module: M) -> M:
     """Replace every DTensor parameter by a plain one, its local shard; what the module computes stays the same.
 

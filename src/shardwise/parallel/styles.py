@@ -8,7 +8,21 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.errors import LayoutError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, axis_names, chunk
+from shardwise.layout import (
+    REPLICATE,
+    Kind,
+    Layout,
+    Mesh,
+    Placement,
+    Shard,
+    axis_names,
+    checked,
+    checked_init,
+    chunk,
+    describe,
+    placement_of,
+    shown,
+)
 from shardwise.parallel.boundary import AxisPlacements, BoundaryRedistribution, SharedInput
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
@@ -20,6 +34,25 @@ None, or an axis that a mapping omits, is the default there: parameters are repl
 rows of the batch, DTensors keep their placement.
 """
 
+
+def _are_placements_like(value: object) -> bool:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(p is None or placement_of(p) is not None for p in value)
+    return placement_of(value) is not None
+
+
+describe(
+    PlacementsLike,
+    Kind(
+        "a placement, or one per mesh axis",
+        _are_placements_like,
+        'such as Shard(0), or {"tp": Shard(0)} by axis name',
+        PlanError,
+    ),
+)
+
 LAST_DIM = Shard(-1)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 InputFn = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
@@ -29,6 +62,7 @@ OutputFn = Callable[[Any], Any]
 # ---- the base class, and what subclasses need -----------------------------------------------------------------------
 
 
+@checked_init
 @dataclass(frozen=True)
 class ModuleContext:
     """The module that a style is applied to, and its mesh.
@@ -56,22 +90,24 @@ class ModuleContext:
         Raises:
             PlanError: a wrong number of placements, an unknown axis name, or an object that is no placement.
         """
-        if placements is None or isinstance(placements, Placement):
-            return tuple(placements if axis == self.axis else None for axis in range(self.mesh.ndim))
+        one = placement_of(placements)
+        if one is not None or placements is None:
+            return tuple(one if axis == self.axis else None for axis in range(self.mesh.ndim))
         if isinstance(placements, Mapping):
             try:
                 placements = [placements.get(name) for name in axis_names(self.mesh, placements)]
             except LayoutError as error:
                 raise PlanError(str(error)) from None
-        if not isinstance(placements, Sequence) or not all(isinstance(p, Placement | None) for p in placements):
+        if not _are_placements_like(placements):
             raise PlanError(
-                f"{placements!r} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis."
+                f"{shown(placements)} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis."
             )
+        assert isinstance(placements, Sequence)
         if len(placements) != self.mesh.ndim:
             raise PlanError(
                 f"{list(placements)} are {len(placements)} placements, {self.mesh} has {self.mesh.ndim} axes."
             )
-        return tuple(placements)
+        return tuple(placement_of(p) for p in placements)
 
     def axes_with_sizes(self, placements: PlacementsLike, sized: Shard) -> AxisPlacements:
         """As `axes`, with `Shard(-1)` replaced by `sized`."""
@@ -124,6 +160,7 @@ class ParallelStyle:
         return None
 
 
+@checked_init
 @dataclass(frozen=True)
 class FirstInput:
     """Transforms the first argument of forward, passed by position or by `name`."""
@@ -139,6 +176,7 @@ class FirstInput:
         return args, kwargs
 
 
+@checked
 def first_input(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> FirstInput:
     """The `input_fn` of a style that transforms the first argument of forward only."""
     names = forward_arguments(module).positional
@@ -236,6 +274,7 @@ def _shard_sizes(length: int, unit: int, sizes: Sequence[int] | None, count: int
     return tuple(n * unit for n in units)
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class ColwiseParallel(_FeatureParallel):
     """Column-parallel: every rank computes some of the output features of `Linear`, `Embedding` or `EmbeddingBag`.
@@ -256,6 +295,7 @@ class ColwiseParallel(_FeatureParallel):
         return context.redistribution(None, desired, use_local_output=self.use_local_output, what="the output")
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class RowwiseParallel(_FeatureParallel):
     """Row-parallel: every rank sums over some of the input features of a `Linear`, or owns some rows of a table.
@@ -300,6 +340,7 @@ class _BagInputs:
         return (), named
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel(ParallelStyle):
     """Sequence-parallel LayerNorm, RMSNorm, Dropout and the like: replicated parameters, sharded activations.

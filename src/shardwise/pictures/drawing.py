@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, checked, checked_init
 from shardwise.pictures.labels import fitting
 from shardwise.pictures.page import fragment_html, page_html
 from shardwise.pictures.scene import Subject
@@ -17,6 +17,7 @@ from shardwise.pictures.text import draw_text
 WIDTH = 100  # characters, by default
 
 
+@checked_init
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture(Subject):
     """Which rank holds which shard of a tensor. `str()` is the text; notebooks show the drawing."""
@@ -62,6 +63,7 @@ def takes_colour() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+@checked
 def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
     """The picture of a `Layout`, or of a DTensor.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import printable
-from shardwise.layout import Layout, Mesh, Placement
+from shardwise.layout import Layout, Mesh, Placement, checked
 from shardwise.pictures.labels import aligned, bytes_text, placement_text
 from shardwise.pictures.page import page_html, table_html
 
@@ -79,6 +79,7 @@ def placed(name: str, layout: Layout, itemsize: int, ranks: Sequence[int]) -> Pl
     return Placed(name, layout.shape, words, tuple(layout.local_numel(rank) * itemsize for rank in ranks))
 
 
+@checked
 def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None) -> Table:
     """Where the parameters of `module` are or, with a plan, would be. Sends and allocates nothing.
 

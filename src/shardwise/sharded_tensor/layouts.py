@@ -5,12 +5,13 @@ from itertools import pairwise
 from itertools import product as cartesian
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard, check_cover
+from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard, check_cover, checked
 from shardwise.sharded_tensor.metadata import RemoteDevice, ShardMetadata, listed
 
 Ranks = tuple[int, ...]
 
 
+@checked
 def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ranks: Ranks) -> Layout:
     """The layout in which every rank of `ranks` holds the shards that are placed on it.
 

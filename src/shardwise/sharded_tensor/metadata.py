@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Box
+from shardwise.layout import Box, checked_init
 
 
+@checked_init
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoteDevice:
     """A device of a global rank, written `rank:1/cuda:0`; `rank:1` alone means its CPU."""
@@ -49,6 +50,7 @@ class RemoteDevice:
         return f"rank:{self.of_rank}/{self.of_device}"
 
 
+@checked_init
 @dataclass(frozen=True, slots=True, init=False)
 class ShardMetadata:
     """One shard of a tensor.
@@ -101,6 +103,7 @@ def listed(shards: Sequence[ShardMetadata]) -> str:
     return ", ".join(map(str, shards))
 
 
+@checked_init
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
     """Properties that all shards of a tensor share."""
@@ -117,6 +120,7 @@ class TensorProperties:
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
 
+@checked_init
 @dataclass(frozen=True, slots=True, init=False)
 class ShardedTensorMetadata:
     """All shards of a tensor, its global shape, and its properties."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Layout, split_by_boxes
+from shardwise.layout import Layout, checked, checked_init, split_by_boxes
 from shardwise.sharded_tensor.layouts import layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
@@ -19,6 +19,7 @@ from shardwise.tensor.dtensor import DTensor, plain, register_method, tag, to_la
 ShardedTensor = DTensor
 
 
+@checked_init
 @dataclass(frozen=True, eq=False)
 class LocalShard:
     """A shard that this rank holds.
@@ -151,6 +152,7 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
 # ---- construction ---------------------------------------------------------------------------------------------------
 
 
+@checked
 def init_from_local_shards(
     local_shards: Sequence[LocalShard],
     *global_size: object,
@@ -244,6 +246,7 @@ def _joined(shards: Sequence[LocalShard], layout: Layout, dtype: torch.dtype) ->
 
 
 def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    @checked
     def factory(sharding_spec: ShardingSpec, *size: Any, process_group: Any = None, **kwargs: Any) -> DTensor:
         size = (kwargs.pop("size"),) if "size" in kwargs else size
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # full(spec, (4, 8), 3.0)

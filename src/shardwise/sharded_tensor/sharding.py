@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import PlanError
-from shardwise.layout import Shard
+from shardwise.layout import Shard, checked, checked_init
 from shardwise.sharded_tensor.sharded_tensor import local_tensor
 from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
 from shardwise.tensor import module_sharding
@@ -28,6 +28,7 @@ class Sharder(ABC):
         """The module that replaces `module` in its parent."""
 
 
+@checked_init
 @dataclass(frozen=True)
 class ShardingPlan:
     """How to shard a module.
@@ -52,6 +53,7 @@ class ShardingPlanner(ABC):
         """A plan for `module`, the same on every rank."""
 
 
+@checked
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: object = None
 ) -> None:
@@ -106,6 +108,7 @@ def _unfit(module: nn.Module, name: str, tensor: object) -> Exception | None:
     return None
 
 
+@checked
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: object = None) -> nn.Module:
     """Shard `module` by a `ShardingPlan`, in place; parameters that the plan does not name stay plain.
 
@@ -206,6 +209,7 @@ def _output_problems(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> It
             yield f"the plan for the output: {module_sharding.unknown_name(name, modules, 'module')}"
 
 
+@checked
 def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """Reshard the outputs of `module` that are DTensors; plain ones are unchanged.
 
@@ -215,6 +219,7 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
     return _map_outputs(module, lambda x: reshard(x, resharding_spec))
 
 
+@checked
 def collect_local_shard(module: nn.Module) -> nn.Module:
     """Return local tensors instead of the outputs of `module` that are DTensors, for data-parallel code.
 

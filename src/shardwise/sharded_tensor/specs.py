@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Replicate, Shard, check_cover, chunk
+from shardwise.layout import Layout, Replicate, Shard, check_cover, checked, checked_init, chunk
 from shardwise.sharded_tensor.layouts import Ranks, layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
@@ -104,6 +104,7 @@ class ShardingSpec(ABC):
             raise LayoutError(f"shard: {problem}")
 
 
+@checked
 def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = None) -> DTensor:
     """`x` redistributed to `resharding_spec`; no element is sent twice to the same rank.
 
@@ -127,6 +128,7 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = N
     return result
 
 
+@checked_init
 @dataclass(frozen=True, init=False)
 class ChunkShardingSpec(ShardingSpec):
     """One dim sharded as by `torch.chunk`, into as many shards as there are placements.
@@ -169,6 +171,7 @@ class ChunkShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(shards, shape, tensor_properties)
 
 
+@checked_init
 @dataclass(frozen=True, init=False)
 class EnumerableShardingSpec(ShardingSpec):
     """A list of shards: any boxes, any number of them on a rank.
@@ -225,6 +228,7 @@ def describe_spec(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str
         return f"{type(spec).__qualname__}: {error}"
 
 
+@checked
 def spec_of(layout: Layout) -> ShardingSpec:
     """The spec that is equivalent to `layout`: a `ChunkShardingSpec` where possible, else a list of shards.
 

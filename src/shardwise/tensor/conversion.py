@@ -19,11 +19,14 @@ from shardwise.layout import (
     Placement,
     Placements,
     Shard,
+    as_integer,
     as_placements,
+    checked,
     contiguous_strides,
     placements_text,
 )
 from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.dtensor import DTensor, Tiling, default_mesh, plain, tag
@@ -34,11 +37,12 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
     layout = x._layout
     with DisableTorchFunctionSubclass():
         local = plain(x)
+        grad_layout = None if grad_placements is None else layout.replace(grad_placements)
         if not local.requires_grad:
             return local
         if not torch.is_grad_enabled():
             return local.detach()
-        grad_layout = layout.reduced() if grad_placements is None else layout.replace(grad_placements)
+        grad_layout = grad_layout or layout.reduced()
         return ToPlain.apply(local, layout, grad_layout)
 
 
@@ -51,11 +55,20 @@ def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = Non
         return track(tag(FromPlain.apply(local, layout, grad_layout), layout))
 
 
+def mesh_for(x: Tensor, device_mesh: Mesh | DeviceMesh | None) -> Mesh:
+    """`device_mesh` as a `Mesh`; None is one axis of all ranks, on the device of `x`."""
+    if device_mesh is not None:
+        return collectives.as_mesh(device_mesh)
+    return default_mesh("cpu" if x.is_meta else x.device.type)
+
+
 class _Passed(TypedDict):
     """What one rank passes to `from_local`."""
 
     shape: list[int]
     dtype: str
+    on_meta: bool
+    requires_grad: bool
     mesh: str
     placements: list[str]
     global_shape: list[int] | None
@@ -73,10 +86,11 @@ def from_local(
 ) -> DTensor:
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
+    check_dense(local, "from_local")
     tiling: Tiling | None = getattr(local, "tiling", None)
     if tiling is not None:
         local = plain(local)
-    mesh = default_mesh(local.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
+    mesh = mesh_for(local, device_mesh)
     local = _on_mesh_device(local, mesh)
     wanted, rank = as_placements(mesh, placements), collectives.rank()
     if shape is None and stride is not None:
@@ -90,6 +104,8 @@ def from_local(
     passed: _Passed = {
         "shape": list(local.shape),
         "dtype": str(local.dtype),
+        "on_meta": local.is_meta,
+        "requires_grad": local.requires_grad and torch.is_grad_enabled(),
         "mesh": str(mesh),
         "placements": [str(p) for p in wanted],
         "global_shape": None if shape is None else list(shape),
@@ -100,8 +116,11 @@ def from_local(
         ranks = tuple(sorted(mesh.ranks))
         all_passed = dict(zip(ranks, collectives.gather_json(passed, ranks), strict=True))
         layout, dtype = _layout_from_all_ranks(mesh, wanted, shape, all_passed)
+        needs_grad = any(other["requires_grad"] for other in all_passed.values())
         _check_fit(layout, wanted, all_passed, MismatchError, "pass local tensors of the expected shapes")
-        local = local.to(mesh.device_type, dtype)  # only what has no element may differ
+        local = local.to("meta" if local.is_meta else mesh.device_type, dtype)  # only what has no element may differ
+        if needs_grad and not local.requires_grad:  # a rank without shards takes part in backward, too
+            local.requires_grad_()
     else:
         layout = Layout(mesh, wanted, _even_shape(local, mesh, wanted) if shape is None else shape)
         _check_fit(layout, wanted, {rank: passed}, LayoutError, "give the sizes, Shard(dim, sizes=...)")
@@ -144,6 +163,10 @@ def _layout_from_all_ranks(
     empty = [rank for rank, passed in all_passed.items() if passed.get("bounds", ()) is None]
     others = {rank: passed for rank, passed in all_passed.items() if rank not in empty}
     _check_equal("dtype", {rank: passed["dtype"] for rank, passed in others.items()})
+    _check_equal("kind of device", {rank: ["", "meta"][passed["on_meta"]] for rank, passed in others.items()})
+    _check_equal(
+        "requires_grad of the local tensors", {rank: passed["requires_grad"] for rank, passed in others.items()}
+    )
     _check_equal("mesh", {rank: passed["mesh"] for rank, passed in all_passed.items()})
     _check_equal("placements", {rank: passed["placements"] for rank, passed in all_passed.items()})
     _check_equal("global shape", {rank: passed["global_shape"] for rank, passed in all_passed.items()})
@@ -259,6 +282,7 @@ def _is_first_replica(mesh: Mesh, axes: Sequence[int], rank: int) -> bool:
     return here is not None and not any(position for axis, position in enumerate(here) if axis not in axes)
 
 
+@checked
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: Mesh | DeviceMesh | None = None,
@@ -285,17 +309,26 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         return tensor.redistribute(device_mesh, placements, shard_order=shard_order)
-    mesh = default_mesh(tensor.device.type) if device_mesh is None else collectives.as_mesh(device_mesh)
+    check_dense(tensor, "distribute_tensor")
+    mesh = mesh_for(tensor, device_mesh)
     layout = Layout(mesh, as_placements(mesh, placements), tensor.shape, shard_order)
     ranks, rank = tuple(sorted(mesh.ranks)), collectives.rank()
     if rank not in ranks:
         return tag(_on_mesh_device(tensor.new_empty(layout.local_shape(rank)), mesh), layout)
-    facts = {"layout": repr(layout), "dtype": str(tensor.dtype), "src_data_rank": src_data_rank}
-    collectives.agree(
-        "the tensor to distribute", facts, ranks, "pass the same shape, dtype, mesh and placements on every rank."
-    )
+    facts = {
+        "layout": repr(layout),
+        "dtype": str(tensor.dtype),
+        "on the meta device": tensor.is_meta,
+        "requires_grad": tensor.requires_grad,
+        "src_data_rank": src_data_rank,
+    }
+    fix = "pass the same shape, dtype, kind of device, requires_grad, mesh and placements on every rank."
+    collectives.agree("the tensor to distribute", facts, ranks, fix)
     with torch.no_grad():
-        local = local_shard_of(tensor.detach(), layout, src_data_rank)
+        if tensor.is_meta:  # it has no values to send
+            local = tensor.new_empty(layout.local_shape(rank))
+        else:
+            local = local_shard_of(tensor.detach(), layout, src_data_rank)
     result = tag(local, layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
@@ -308,6 +341,7 @@ def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) ->
     if src_data_rank is None or mesh.size() == 1:
         local = _on_mesh_device(redistribute_local(tensor, layout.replicated(), layout), mesh)
         return local.clone() if local is tensor else local
+    src_data_rank = as_integer(src_data_rank, "src_data_rank", LayoutError, "a position in the mesh, such as 0")
     if not 0 <= src_data_rank < mesh.size():
         raise LayoutError(f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}.")
     return receive_local_shard(mesh.ranks[src_data_rank], tensor, layout)

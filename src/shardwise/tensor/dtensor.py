@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import RuleError
-from shardwise.layout import Box, Layout, Mesh, Placement, Placements, contiguous_strides, placements_text
+from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, contiguous_strides, placements_text
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.trace.comm_trace import EXPLICIT, Cause
@@ -92,6 +92,7 @@ class DTensor(torch.Tensor):
     # ---- made from and returned to local tensors ---------------------------------------------------------
 
     @staticmethod
+    @checked
     def from_local(
         local_tensor: Tensor,
         device_mesh: Mesh | DeviceMesh | None = None,
@@ -137,6 +138,7 @@ class DTensor(torch.Tensor):
         """The full tensor, on every rank of the mesh."""
         return DTensor._to_local(to_layout(self, self._layout.replicated()), grad_placements)
 
+    @checked
     def redistribute(
         self,
         device_mesh: Mesh | DeviceMesh | None = None,

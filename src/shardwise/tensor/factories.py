@@ -9,7 +9,17 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Layout, Mesh, Placements, as_placements, placements_text
+from shardwise.layout import (
+    REPLICATE,
+    Layout,
+    Mesh,
+    Placements,
+    as_integers,
+    as_placements,
+    checked,
+    is_integer,
+    placements_text,
+)
 from shardwise.rules.row import Kwargs
 from shardwise.tensor.conversion import local_shard_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
@@ -30,6 +40,7 @@ def _made(
     return tag(torch.empty(where.local_shape(collectives.rank()), dtype=dtype, device=mesh.device_type), where)
 
 
+@checked
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -43,9 +54,10 @@ def empty(
     return made.requires_grad_(requires_grad)
 
 
+@checked
 def full(
     size: Sequence[int],
-    fill_value: Any,
+    fill_value: complex | torch.Tensor,
     *,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -54,10 +66,11 @@ def full(
     placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` with one value everywhere; its dtype is that of `torch.full`."""
-    dtype = torch.full((), fill_value).dtype if dtype is None else dtype
+    number = _number(fill_value, "full")
+    dtype = torch.full((), number).dtype if dtype is None else dtype
     made = _not_partial("full", _made((size,), device_mesh, placements, dtype, layout))
     with DisableTorchFunctionSubclass():
-        made.fill_(fill_value)
+        made.fill_(number)
     return made.requires_grad_(requires_grad)
 
 
@@ -71,20 +84,36 @@ def ones(*size: object, **kwargs: object) -> DTensor:
     return full(shape_of(size), 1.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
 
 
-def linspace(start: Any, end: Any, steps: int, **kwargs: Any) -> DTensor:
+@checked
+def linspace(start: complex | torch.Tensor, end: complex | torch.Tensor, steps: int, **kwargs: Any) -> DTensor:
     """`steps` evenly spaced values from `start` to `end`, numbers or 0-d tensors; keyword arguments as for `full`."""
     return _spaced(torch.linspace, start, end, steps, **kwargs)
 
 
-def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **kwargs: Any) -> DTensor:
+@checked
+def logspace(
+    start: complex | torch.Tensor, end: complex | torch.Tensor, steps: int, base: float = 10.0, **kwargs: Any
+) -> DTensor:
     """`base` to the power of evenly spaced exponents from `start` to `end`; otherwise as `linspace`."""
     return _spaced(torch.logspace, start, end, steps, base, **kwargs)
 
 
+def _number(value: complex | torch.Tensor, factory: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim or value.is_meta:
+        raise LayoutError(
+            f"{factory}() takes numbers or 0-d tensors, got a tensor of shape {tuple(value.shape)} on "
+            f"{value.device.type}. Fix: x.item() of one element."
+        )
+    return value.item()
+
+
+@checked
 def _spaced(
     make: Callable[..., torch.Tensor],
-    start: Any,
-    end: Any,
+    start: complex | torch.Tensor,
+    end: complex | torch.Tensor,
     *args: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -92,7 +121,10 @@ def _spaced(
     device_mesh: Mesh | DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    start, end = (x.item() if isinstance(x, torch.Tensor) else x for x in (start, end))
+    if args[0] < 0:
+        raise LayoutError(f"{make.__name__}() takes 0 steps or more, got steps={args[0]}.")
+    start, end = _number(start, make.__name__), _number(end, make.__name__)
+    Layout(Mesh((1,)), [REPLICATE], (args[0],))  # refuses too many
     values = make(start, end, *args, dtype=dtype)
     made = _not_partial(make.__name__, _made((values.shape,), device_mesh, placements, values.dtype, layout))
     if collectives.rank() in made._layout.mesh.ranks:
@@ -100,11 +132,13 @@ def _spaced(
     return made.requires_grad_(requires_grad)
 
 
+@checked
 def rand(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Uniform in [0, 1); the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
     return _unsummed(empty(*size, **kwargs)).uniform_().requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
+@checked
 def randn(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Standard normal; the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
     return _unsummed(empty(*size, **kwargs)).normal_().requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -127,7 +161,8 @@ def _unsummed(x: DTensor) -> DTensor:
 
 def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
     """The shape that a caller gave as one sequence or as integers."""
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    given = size[0] if len(size) == 1 and not is_integer(size[0]) else size
+    return as_integers(given, "The size of a tensor", LayoutError, "such as zeros(4, 3) or zeros((4, 3))")
 
 
 def _given(kwargs: Kwargs) -> dict[str, Any]:

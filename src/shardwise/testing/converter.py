@@ -11,13 +11,14 @@ from torch.utils import _pytree as pytree
 
 from shardwise.collectives import DeviceMesh, as_mesh, rank
 from shardwise.errors import LayoutError
-from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked_init
 from shardwise.tensor import distribute_tensor
 from shardwise.testing.local_shards import dtensor_from_full
 
 Placements = tuple[Placement, ...]
 
 
+@checked_init
 class DTensorConverter:
     """Goes through the arguments of a call as DTensors, once for every combination of placements of its tensors.
 

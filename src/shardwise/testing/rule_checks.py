@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard, checked
 from shardwise.rules import Meta, Row
 from shardwise.rules.registry import rule_of
 from shardwise.rules.row import Kwargs
@@ -235,6 +235,7 @@ def _refuses(sample: Sample, layouts: Sequence[Layout]) -> bool:
     return False
 
 
+@checked
 def check_rows(
     op: Callable[..., Any],
     args: Sequence[Any],

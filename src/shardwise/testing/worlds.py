@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from shardwise.errors import MeshError
+from shardwise.layout import checked, checked_init
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@checked_init
 @dataclass(frozen=True)
 class World:
     """Ranks 0 to `size - 1`, ready to run functions; see `world`."""
@@ -52,6 +54,7 @@ class World:
         return run_on_each_rank
 
 
+@checked
 def world(size: int, *, real: bool = False, timeout: float = 60.0) -> World:
     """A world of `size` ranks, for `world(4).run(fn)` or as a decorator of a test, `@world(4)`.
 

@@ -23,7 +23,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Mesh, Partial
+from shardwise.layout import Layout, Mesh, Partial, checked
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise.redistribute.transfers import all_to_all_no_grad
@@ -86,6 +86,7 @@ def _this_rank() -> _Rank:
     return found
 
 
+@checked
 def gradient_buckets(max_bytes: int = BucketOptions.max_bytes, *, overlap: bool | None = None) -> None:
     """Set how gradients of replicated parameters are reduced from now on; the same on all ranks.
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.layout import REPLICATE, Layout, Mesh
+from shardwise.layout import REPLICATE, Layout, Mesh, checked
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch.names import name_of
@@ -21,6 +21,7 @@ from shardwise.trace.comm_trace import Cause
 _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
 
 
+@checked
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
     """Inside, a plain tensor beside DTensors is an error, not a replicated operand; `strict(False)` allows it again."""

@@ -1,0 +1,46 @@
+"""How tensors, modules and placements read in the errors of `checked` functions."""
+
+import os
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Kind, Layout, describe
+from shardwise.tensor.dtensor import DTensor
+
+
+def is_torch_dtensor(x: object) -> bool:
+    """Whether `x` is a DTensor of `torch.distributed.tensor`, which knows nothing of ours."""
+    return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.") for cls in type(x).__mro__)
+
+
+TORCH_DTENSOR = (
+    "DTensor.from_local(x.to_local(), x.device_mesh, x.placements) makes a DTensor of shardwise from torch's"
+)
+
+
+def check_dense(x: Tensor, what: str) -> None:
+    """Raise unless `x` is strided: a sparse or quantized tensor has no shards along its dims."""
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        fix = "x.dequantize()" if x.is_quantized else "x.to_dense()" if not x.is_nested else "x.to_padded_tensor(0.0)"
+        raise LayoutError(f"{what} takes a dense tensor, got a {kind} one. Fix: pass {fix}.")
+
+
+def _misuse(x: object) -> str:
+    return TORCH_DTENSOR if is_torch_dtensor(x) else ""
+
+
+def _one_of(cls: type, expected: str, fix: str = "") -> Kind:
+    return Kind(expected, lambda value: isinstance(value, cls), fix, misuse=_misuse)
+
+
+describe(
+    Tensor, Kind("a tensor", lambda x: isinstance(x, Tensor) and not is_torch_dtensor(x), "", LayoutError, _misuse)
+)
+describe(DTensor, _one_of(DTensor, "a DTensor", "distribute_tensor() makes one"))
+describe(nn.Module, _one_of(nn.Module, "an nn.Module"))
+describe(torch.dtype, _one_of(torch.dtype, "a dtype", "such as torch.float32"))
+describe(Layout, _one_of(Layout, "a Layout", "such as Layout(Mesh((2,)), [Shard(0)], (4, 3))"))
+describe(os.PathLike[str], _one_of(os.PathLike, "a path"))
