@@ -100,4 +100,4 @@ def test_a_truncated_checkpoint_and_one_of_another_world(tmp_path: Path) -> None
 
 def test_what_is_no_mesh() -> None:
     text = same_error(MeshError, lambda: distribute_tensor(torch.ones(4), "tp", [Shard(0)]))  # type: ignore[arg-type]
-    assert "A Mesh is wanted, or torch's DeviceMesh; got 'tp'" in text
+    assert "device_mesh must be a Mesh or torch's DeviceMesh or None, got 'tp'. Fix: such as Mesh((4,))." in text

@@ -60,6 +60,10 @@ class PlanError(ShardwiseError, ValueError):
     """A sharding plan that does not fit the module."""
 
 
+class MissingError(PlanError, AttributeError):
+    """A plan for an attribute that the module does not have."""
+
+
 class MismatchError(ShardwiseError, ValueError):
     """Ranks disagree on something that must be the same everywhere."""
 

@@ -14,7 +14,19 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Mesh, Placement, Placements, Shard, as_placements, checked, placements_text
+from shardwise.layout import (
+    REPLICATE,
+    Mesh,
+    Placement,
+    Placements,
+    Shard,
+    as_placements,
+    checked,
+    is_listing,
+    placement_of,
+    placements_text,
+    shown,
+)
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.registry import override
 from shardwise.rules.row import Args, Kwargs, Op
@@ -187,8 +199,13 @@ class _LocalOf:
 
 
 def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
-    one = out_placements is None or isinstance(out_placements, Mapping)
-    one = one or all(isinstance(p, Placement) for p in out_placements)
+    one = out_placements is None or isinstance(out_placements, Mapping) or placement_of(out_placements) is not None
+    if not one and not is_listing(out_placements):
+        raise LayoutError(
+            f"local_map: out_placements must be placements, or a tuple of those of several results, got "
+            f"{shown(out_placements)}. Fix: such as [Shard(0)]."
+        )
+    one = one or all(placement_of(p) is not None for p in out_placements)
     wanted = [out_placements] if one else list(out_placements)
     if len(wanted) != count:
         raise LayoutError(f"local_map: the function gave {count} results, out_placements speak of {len(wanted)}.")

@@ -225,7 +225,7 @@ WRONG_PLANS: dict[str, tuple[dict[str, Any], str]] = {
         "the argument 'y' has layouts by position and by name",
     ),
     "by key": ({"input_layouts": {"x": R}}, "input_layouts are one entry per argument"),
-    "no layout": ({"input_layouts": (7,)}, "7 is no layout"),
+    "no layout": ({"input_layouts": (7,)}, "must be placements of each argument"),
 }
 
 

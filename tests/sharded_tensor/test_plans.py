@@ -130,7 +130,7 @@ def test_a_sharder_that_returns_no_module_raises() -> None:
     with pytest.raises(PlanError, match=r"Forgetful\.shard must return the module that replaces 'head', got NoneT"):
         shard_module(model, ShardingPlan({"head": Forgetful()}))
     assert isinstance(model.head, nn.Linear)
-    with pytest.raises(PlanError, match="needs a ShardingPlan, got dict"):
+    with pytest.raises(PlanError, match="plan must be a ShardingPlan, got"):
         shard_module(model, {"head": Forgetful()})  # type: ignore[arg-type]
 
 

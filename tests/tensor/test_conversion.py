@@ -172,7 +172,7 @@ def test_ranks_that_distribute_different_things_get_one_error() -> None:
         "Ranks disagree on the tensor to distribute:\n"
         '  rank 0, 2: {"layout": "Layout((7, 5) as [Shard(0)] on Mesh(0=3))"}\n'
         '  rank 1: {"layout": "Layout((7, 5) as [Shard(1)] on Mesh(0=3))"}\n'
-        "  Fix: pass the same shape, dtype, mesh and placements on every rank."
+        "  Fix: pass the same shape, dtype, kind of device, requires_grad, mesh and placements on every rank."
     )
     for text in texts.values():
         assert text.startswith("Ranks disagree on the tensor to distribute:\n  rank 0")

@@ -1,6 +1,6 @@
 """Process groups, converted to and from tuples of ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -13,7 +13,7 @@ from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.meshes import as_mesh
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import GroupError
-from shardwise.layout import Mesh
+from shardwise.layout import Mesh, is_integer, is_listing, shown
 
 G = TypeVar("G")
 
@@ -42,10 +42,10 @@ def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks
         ranks = ()
     elif isinstance(group, Mesh | DeviceMesh):
         ranks = as_mesh(group).ranks
-    elif isinstance(group, Iterable):
-        ranks = tuple(group)
+    elif is_listing(group) and all(map(is_integer, group)) and len(group):
+        ranks = tuple(map(int, group))
     else:
-        raise GroupError(f"A process group is one of torch's, a mesh, or ranks such as (0, 2), got {group!r}.")
+        raise GroupError(f"A process group is one of torch's, a mesh, or ranks such as (0, 2), got {shown(group)}.")
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world_size())):
         raise GroupError(f"A process group names some of the {world_size()} ranks, each once, got {ranks}.")
     if rank() not in ranks and not (leaving and ranks):

@@ -77,7 +77,7 @@ def no_implicit_comm(max_bytes: int = 0, *, gradients: bool = False) -> Iterator
     Raises:
         RuleError: before anything is sent, the same text on every rank.
     """
-    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
+    if max_bytes < 0:
         raise RuleError(f"no_implicit_comm: max_bytes is an int of 0 or more, got {max_bytes!r}.")
     budget = Budget(max_bytes, gradients)
     with listening_with(budget):

@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import collectives
-from shardwise.layout import Layout
+from shardwise.errors import ArgumentError
+from shardwise.layout import Layout, shown
 from shardwise.trace.comm_trace import CommEvent, Kind, Listener, listening_with
 
 P = ParamSpec("P")
@@ -134,6 +135,8 @@ def explain(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) 
         The report; of a call, with what `fn` returned as `result`.
     """
     report: Explanation[Any] = Explanation()
+    if fn is not None and not callable(fn):
+        raise ArgumentError(f"explain(): fn must be a function or None, got {shown(fn)}. Fix: explain(fn, *args).")
     if fn is not None:
         with report:
             report.result = fn(*args, **kwargs)

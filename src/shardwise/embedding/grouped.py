@@ -1,6 +1,7 @@
 """Lookups in several tables with the exchanges of one: latency is paid once, not once a table."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +17,7 @@ def embedding_bags(
     weights: Sequence[Tensor],
     offsets: Sequence[Tensor | None] | None = None,
     *,
-    mode: str = "mean",
+    mode: Literal["sum", "mean", "max"] = "mean",
     sparse: bool = False,
 ) -> list[Tensor]:
     """`F.embedding_bag` of every input in its table; lookups that exchange ids share their exchanges.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.embedding import bad_ids, lookup, options
 from shardwise.embedding.requests import exchange_axes
-from shardwise.errors import IdTypeError
+from shardwise.errors import IdTypeError, LayoutError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.local_context import LocalContext, specialized
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
@@ -123,7 +123,7 @@ def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
     if mode not in ("sum", "mean", "max") or weighted_wrong or (mode == "max" and (named["sparse"] or by_frequency)):
         raise NotImplementedError("torch says what is wrong with the options")
     if (ids.ndim == 1) == (offsets is None):
-        raise ValueError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
+        raise LayoutError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
     # With the last offset there is one offset more than bags, so they cannot be sharded alike; and ids are
     # not sharded where offsets are not, since shards would seldom end between bags.
     replicated = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())

@@ -11,13 +11,13 @@ annotation reads in an error; a subpackage adds its own types with `describe`.
 
 import inspect
 import types
-from collections import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce, wraps
 from numbers import Number, Real
 from operator import index, or_
 from typing import (
+    Annotated,
     Any,
     Literal,
     ParamSpec,
@@ -74,6 +74,9 @@ def shown(value: object) -> str:
     elif kind in (tuple, list) and isinstance(value, tuple | list):
         text = ", ".join([shown(item) for item in value[:8]] + ["…"] * (len(value) > 8))
         text = f"({text}{',' * (len(value) == 1)})" if kind is tuple else f"[{text}]"
+    elif kind is dict and isinstance(value, dict):
+        text = ", ".join(f"{shown(k)}: {shown(v)}" for k, v in value.items())
+        text = f"{{{text}}}"
     elif isinstance(value, type):
         text = f"the class {value.__qualname__}"
     else:
@@ -150,6 +153,19 @@ describe(None, KINDS[type(None)])
 describe(slice, Kind("a slice", lambda value: isinstance(value, slice)))
 
 
+MOST = 2**31 - 1
+Count = Annotated[
+    int, Kind(f"an integer from 1 to {MOST}", lambda value: is_integer(value) and 1 <= index(value) <= MOST)
+]
+"""A number of things, of which there is at least one."""
+Probability = Annotated[float, Kind("a number from 0 to 1", lambda value: _is_real(value) and 0 <= value <= 1)]
+
+
+NAMED = Kind("a dict by name", lambda value: isinstance(value, Mapping) and all(isinstance(k, str) for k in value))
+SEQUENCE = Kind("a sequence", is_listing)
+"""What the function that takes it checks the items of, because ranks may pass different ones."""
+
+
 def kind_of(annotation: Any) -> Kind | None:
     """What `annotation` asks for; None if it asks for nothing that can be checked."""
     try:
@@ -158,6 +174,8 @@ def kind_of(annotation: Any) -> Kind | None:
     except TypeError:  # not hashable
         return None
     origin, parameters = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return parameters[1] if isinstance(parameters[1], Kind) else kind_of(parameters[0])
     if isinstance(annotation, TypeVar):
         return kind_of(annotation.__bound__) if annotation.__bound__ is not None else None
     if origin in (Union, types.UnionType):
@@ -194,12 +212,12 @@ def _generic(origin: type, parameters: tuple[Any, ...]) -> Kind | None:
     if issubclass(origin, Mapping):
         keys, values = (kind_of(p) for p in parameters) if parameters else (None, None)
         return Kind(
-            f"a dict{_of(keys)}",
+            f"a dict from {keys.expected if keys else 'keys'} to {values.expected if values else 'values'}",
             lambda value: isinstance(value, Mapping) and _all_fit(keys, value) and _all_fit(values, value.values()),
         )
     if origin is type:
         return Kind("a class", lambda value: isinstance(value, type))
-    if origin is abc.Callable:
+    if origin.__name__ == "Callable":
         return Kind("a function", callable)
     if origin is tuple and parameters[1:] not in ((), (...,)):
         kinds = [kind_of(p) for p in parameters]
@@ -271,11 +289,11 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 
 def _hints(fn: Callable[..., object]) -> dict[str, object]:
     try:
-        return get_type_hints(fn)
+        return get_type_hints(fn, include_extras=True)
     except NameError:  # a name of torch in quotes, in a module that does not import it
         from torch import Tensor, nn
 
-        return get_type_hints(fn, localns={"nn": nn, "Tensor": Tensor})
+        return get_type_hints(fn, localns={"nn": nn, "Tensor": Tensor}, include_extras=True)
 
 
 def checked_init(cls: type[R]) -> type[R]:

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout import checked_init
+from shardwise.layout import Count, checked_init
 
 
 @checked_init
@@ -18,7 +18,7 @@ class Experts(nn.Module):
         num_experts: first dim of both weights, so that experts can be sharded.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
+    def __init__(self, dim: Count, hidden_dim: Count, num_experts: Count) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
@@ -42,7 +42,7 @@ class Experts(nn.Module):
 class ExpertLayer(nn.Module):
     """The mean of `num_experts` experts, in place of a feed-forward layer."""
 
-    def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
+    def __init__(self, num_experts: Count, dim: Count, hidden_dim: Count) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.experts = Experts(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts)

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout import checked_init
+from shardwise.layout import Count, checked_init
 
 
 @checked_init
@@ -17,7 +17,7 @@ class RMSNormPython(nn.Module):
         eps: keeps a row of zeros finite.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+    def __init__(self, dim: Count, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
@@ -55,7 +55,7 @@ class MLPModule(nn.Module):
 class MLPStacked(nn.Module):
     """`n_layers` times `MLPModule`, one after the other."""
 
-    def __init__(self, device: torch.device | str | None, n_layers: int = 2) -> None:
+    def __init__(self, device: torch.device | str | None, n_layers: Count = 2) -> None:
         super().__init__()
         self.layers = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.layout import checked, checked_init
+from shardwise.errors import ConfigError
+from shardwise.layout import Count, checked, checked_init
 from shardwise.parallel.experts import mix_experts
 
 
@@ -38,10 +39,10 @@ class MixtureOfExperts(nn.Module):
         top_k: number of experts per token.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int, top_k: int = 2) -> None:
+    def __init__(self, dim: Count, hidden_dim: Count, num_experts: Count, top_k: Count = 2) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k must be from 1 to {num_experts}, the number of experts, got {top_k}.")
+            raise ConfigError(f"top_k must be from 1 to {num_experts}, the number of experts, got {top_k}.")
         self.num_experts = num_experts
         self.top_k = top_k
         self.router = nn.Linear(dim, num_experts, bias=False)

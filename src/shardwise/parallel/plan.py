@@ -9,7 +9,7 @@ from torch import nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, checked, describe
+from shardwise.layout import REPLICATE, Layout, Mesh, checked, describe, shown
 from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle
 from shardwise.rules.row import Args, Kwargs
@@ -17,7 +17,7 @@ from shardwise.tensor import module_sharding
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Mapping[str, "ParallelPlan"]
-describe(ParallelPlan, None)  # `flattened` refuses what is no plan, and says which entry
+describe(ParallelStyle, None)  # `flattened` refuses what is no plan, and says which entry
 APPLIED = "_parallel_styles"  # attribute of a module: the styles that were applied to it
 
 
@@ -136,7 +136,7 @@ def flattened(plan: ParallelPlan, prefix: str = "") -> Iterator[tuple[str, Paral
     else:
         key = f" for {prefix!r}" if prefix else ""
         raise PlanError(
-            f"A plan is a ParallelStyle, or a dict of paths to styles or plans; got {plan!r}{key}. "
+            f"A plan is a ParallelStyle, or a dict of paths to styles or plans; got {shown(plan)}{key}. "
             f"Fix: a style such as ColwiseParallel() — with its parentheses."
         )
 

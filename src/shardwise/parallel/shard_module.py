@@ -61,6 +61,7 @@ def shard_module(module: M, plan: LayoutPlan, *, mesh: Mesh | DeviceMesh | None 
     return module
 
 
+@checked
 def layouts_of(module: nn.Module, plan: LayoutPlan, mesh: Mesh) -> dict[str, Layout]:
     """The layout of every parameter under `plan`, by name; allocates and sends nothing.
 

@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import PlanError
-from shardwise.layout import checked
 from shardwise.rules import OpRule, registry
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.sharded_tensor.specs import ShardingSpec
@@ -25,7 +24,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 Implementation = Callable[[tuple[type, ...], Args, Kwargs, Any], Any]
 
 
-@checked
 def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) -> Callable[[F], F]:
     """Decorate what runs when `func` is called with a `DTensor` that was made by a spec of this class.
 

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Box, check_cover
+from shardwise.layout import Box, check_cover, checked
 from shardwise.rules import pointwise
 from shardwise.rules.registry import RowsFunction, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
@@ -123,6 +123,7 @@ class LocalShardsWrapper(torch.Tensor):
     _given: list[Tensor] | None = None  # the tensors it was made of; None: its shards are views
 
     @staticmethod
+    @checked
     def __new__(
         cls,
         local_shards: Sequence[Tensor],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Layout, checked, checked_init, split_by_boxes
+from shardwise.layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
 from shardwise.sharded_tensor.layouts import layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
@@ -46,6 +46,9 @@ class LocalShard:
     def from_tensor_and_offsets(tensor: Tensor, shard_offsets: Sequence[int], rank: int) -> "LocalShard":
         """The shard of `rank` that begins at `shard_offsets` and has the values and the shape of `tensor`."""
         return LocalShard(tensor, ShardMetadata(shard_offsets, tensor.shape, f"rank:{rank}/{tensor.device}"))
+
+
+describe(Sequence[LocalShard], SEQUENCE)
 
 
 # ---- methods of DTensor ---------------------------------------------------------------------------------------------
@@ -121,6 +124,7 @@ def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
     return gather_to(x, *args, **kwargs)
 
 
+@checked
 def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor | None:
     """The full tensor on one rank; other ranks receive nothing.
 

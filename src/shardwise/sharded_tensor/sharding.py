@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
-from shardwise.errors import PlanError
-from shardwise.layout import Shard, checked, checked_init
+from shardwise.errors import MissingError, PlanError
+from shardwise.layout import NAMED, Kind, Shard, checked, checked_init, describe
 from shardwise.sharded_tensor.sharded_tensor import local_tensor
 from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
 from shardwise.tensor import module_sharding
@@ -43,6 +43,12 @@ class ShardingPlan:
     plan: Mapping[str, ShardingSpec | Sharder]
     output_plan: Mapping[str, ShardingSpec] | None = None
     return_local_tensor: Sequence[str] | None = None
+
+
+_SHARDING_PLAN = "ShardingPlan(plan={...}), names of parameters to specs"
+describe(ShardingPlan, Kind("a ShardingPlan", lambda x: isinstance(x, ShardingPlan), _SHARDING_PLAN, PlanError))
+describe(Mapping[str, ShardingSpec | Sharder], NAMED)  # `shard_module` reports all wrong entries at once
+describe(Mapping[str, ShardingSpec], NAMED)
 
 
 class ShardingPlanner(ABC):
@@ -100,7 +106,7 @@ def _unfit(module: nn.Module, name: str, tensor: object) -> Exception | None:
     """Why an attribute of `module` cannot be sharded."""
     what = f"{type(module).__name__}.{name}"
     if not hasattr(module, name):
-        return AttributeError(f"{type(module).__name__} has no attribute {name!r}.")
+        return MissingError(f"{type(module).__name__} has no attribute {name!r}.")
     if not isinstance(tensor, Tensor):
         return PlanError(f"{what} is to be sharded, so it must be a Tensor, got {type(tensor).__name__}.")
     if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
@@ -128,10 +134,6 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         MismatchError: the plan, `src_rank`, or the problems of the plan, differ between ranks.
     """
     ranks = collectives.group_ranks(process_group)
-    if not isinstance(plan, ShardingPlan):
-        raise PlanError(
-            f"shard_module needs a ShardingPlan, got {type(plan).__name__}. Fix: ShardingPlan(plan={{...}})."
-        )
     modules = dict(module.named_modules(remove_duplicate=False))
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))

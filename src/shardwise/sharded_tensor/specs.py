@@ -13,8 +13,20 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Replicate, Shard, check_cover, checked, checked_init, chunk
+from shardwise.errors import LayoutError, RuleError
+from shardwise.layout import (
+    SEQUENCE,
+    Layout,
+    Replicate,
+    Shard,
+    check_cover,
+    checked,
+    checked_init,
+    chunk,
+    describe,
+    is_integer,
+    shown,
+)
 from shardwise.sharded_tensor.layouts import Ranks, layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
@@ -23,6 +35,7 @@ from shardwise.sharded_tensor.metadata import (
     TensorProperties,
     listed,
 )
+from shardwise.tensor.arguments import is_torch_dtensor, not_dense
 from shardwise.tensor.conversion import receive_local_shard
 from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
 
@@ -77,8 +90,8 @@ class ShardingSpec(ABC):
         """Check that all ranks pass the same, and that the source has values."""
         facts: dict[str, object] = {"spec": repr(self), "src_rank": src_rank}
         problem = None
-        if not isinstance(tensor, Tensor):
-            problem = f"only a Tensor can be sharded, got {type(tensor).__name__}."
+        if not isinstance(tensor, Tensor) or is_torch_dtensor(tensor):
+            problem = f"only a plain tensor can be sharded, got {shown(tensor)}."
         else:
             facts |= {
                 "spec": describe_spec(self, tensor.shape),
@@ -86,10 +99,10 @@ class ShardingSpec(ABC):
                 "dtype": str(tensor.dtype),
                 "requires_grad": tensor.requires_grad,
             }
-            if not 0 <= src_rank < len(ranks):
-                problem = f"src_rank is an index in the process group, 0 to {len(ranks) - 1}, got {src_rank}."
-            elif tensor.layout is not torch.strided:
-                problem = f"only a dense tensor can be sharded, got one of layout {tensor.layout}."
+            if not is_integer(src_rank) or not 0 <= src_rank < len(ranks):
+                problem = f"src_rank is an index in the process group, 0 to {len(ranks) - 1}, got {shown(src_rank)}."
+            elif (kind := not_dense(tensor)) is not None:
+                problem = f"only a dense tensor can be sharded, got a {kind} one."
             elif tensor.is_meta and collectives.rank() == ranks[src_rank]:
                 problem = (
                     f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device and has no values."
@@ -146,9 +159,9 @@ class ChunkShardingSpec(ShardingSpec):
     dim: int
     placements: tuple[RemoteDevice, ...]
 
-    def __init__(self, dim: int, placements: Sequence[Any]) -> None:
+    def __init__(self, dim: int | str, placements: Sequence[Any]) -> None:
         if isinstance(dim, str):
-            raise NotImplementedError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}.")
+            raise RuleError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}.")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise LayoutError(f"The dim of a ChunkShardingSpec is an integer, got {dim!r}.")
         if not placements:
@@ -169,6 +182,9 @@ class ChunkShardingSpec(ShardingSpec):
             shards.append(ShardMetadata(offsets, sizes, placement))
             start += size
         return ShardedTensorMetadata(shards, shape, tensor_properties)
+
+
+describe(Sequence[ShardMetadata], SEQUENCE)
 
 
 @checked_init

@@ -19,6 +19,7 @@ from shardwise.layout import (
     checked,
     is_integer,
     placements_text,
+    shown,
 )
 from shardwise.rules.row import Kwargs
 from shardwise.tensor.conversion import local_shard_of
@@ -100,6 +101,8 @@ def logspace(
 
 def _number(value: complex | torch.Tensor, factory: str) -> Any:
     if not isinstance(value, torch.Tensor):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise LayoutError(f"{factory}() takes integers of 64 bits, got {shown(value)}. Fix: float({shown(value)}).")
         return value
     if value.ndim or value.is_meta:
         raise LayoutError(

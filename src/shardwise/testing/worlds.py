@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from shardwise.errors import MeshError
-from shardwise.layout import checked, checked_init
+from shardwise.layout import Count, checked, checked_init
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+MOST_RANKS = 4096
 
 
 @checked_init
@@ -17,13 +20,13 @@ R = TypeVar("R")
 class World:
     """Ranks 0 to `size - 1`, ready to run functions; see `world`."""
 
-    size: int
+    size: Count
     real: bool = False
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise MeshError(f"A world needs at least one rank, got {self.size}.")
+        if self.size > MOST_RANKS:
+            raise MeshError(f"A world has at most {MOST_RANKS:,} ranks, got {self.size}.")
 
     def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `fn(*args, **kwargs)` once on each rank; return the results in rank order.
@@ -55,7 +58,7 @@ class World:
 
 
 @checked
-def world(size: int, *, real: bool = False, timeout: float = 60.0) -> World:
+def world(size: Count, *, real: bool = False, timeout: float = 60.0) -> World:
     """A world of `size` ranks, for `world(4).run(fn)` or as a decorator of a test, `@world(4)`.
 
     Simulated ranks (the default) are threads that take turns: one runs until it waits in a collective or

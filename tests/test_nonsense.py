@@ -1,0 +1,569 @@
+"""Nonsense for any argument of any public function: an error of ours, the same on every rank, or it works."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+import shardwise as sw
+from shardwise import (
+    Boxes,
+    DTensor,
+    Layout,
+    Mesh,
+    OnRanks,
+    Partial,
+    Replicate,
+    Shard,
+    checkpoint,
+    collectives,
+    debug,
+    distribute_tensor,
+    experimental,
+    models,
+    parallel,
+    pictures,
+    testing,
+)
+from shardwise import sharded_tensor as st
+from shardwise.errors import ShardwiseError
+from shardwise.testing import world
+
+RANKS = 2
+MESH = Mesh((RANKS,))
+NAMESPACES = (sw, parallel, st, testing, checkpoint, debug, experimental, pictures, models)
+COLLECTIVES = ("as_mesh", "check_ranks", "init_device_mesh")  # what users call there
+
+# ---- nonsense -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def torch_mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(RANKS), _init_backend=False, _rank=0)
+
+
+@cache
+def torch_dtensor() -> theirs.DTensor:
+    meta = TensorMeta(torch.Size((4, 3)), (3, 1), torch.float32)
+    return theirs.DTensor(torch.zeros(2, 3), DTensorSpec(torch_mesh(), (theirs.Shard(0),), meta), requires_grad=False)  # type: ignore[call-arg, no-any-return, abstract]
+
+
+@cache
+def foreign_dtensor() -> DTensor:
+    return world(3).run(lambda: distribute_tensor(torch.arange(12.0).view(4, 3), Mesh((3,)), [Shard(0)]))[2]
+
+
+NONSENSE: dict[str, Callable[[], object]] = {
+    "None": lambda: None,
+    "text": lambda: "nonsense",
+    "float": lambda: 2.5,
+    "nan": lambda: float("nan"),
+    "bool": lambda: True,
+    "negative": lambda: -1,
+    "huge": lambda: 2**70,
+    "empty list": list,
+    "empty dict": dict,
+    "nested": lambda: [[1.5], [[2]]],
+    "wrong names": lambda: {"nonsense": 1},
+    "numbered": lambda: {0: "nonsense"},
+    "object": object,
+    "class": lambda: Shard,
+    "placement": lambda: Shard(0),
+    "distant dim": lambda: [Shard(7)],
+    "two placements": lambda: [Replicate(), Replicate()],
+    "torch's Shard": lambda: theirs.Shard(0),
+    "torch's Replicate": lambda: theirs.Replicate(),
+    "torch's Partial": lambda: [theirs.Partial("sum")],
+    "torch's _StridedShard": lambda: theirs.placement_types._StridedShard(0, split_factor=2),
+    "torch's DeviceMesh": torch_mesh,
+    "torch's DTensor": torch_dtensor,
+    "a mesh of other ranks": lambda: Mesh((3,)),
+    "meta tensor": lambda: torch.zeros(4, 3, device="meta"),
+    "sparse tensor": lambda: torch.eye(4, 3).to_sparse(),
+    "CSR tensor": lambda: torch.eye(4, 3).to_sparse_csr(),
+    "quantized tensor": lambda: torch.quantize_per_tensor(torch.zeros(4, 3), 0.1, 0, torch.qint8),
+    "a DTensor of another world": foreign_dtensor,
+}
+
+# ---- public functions, each with arguments that it takes ------------------------------------------------------
+
+
+def table() -> DTensor:
+    return distribute_tensor(torch.arange(12.0).view(4, 3), MESH, [Shard(0)])
+
+
+def applied(
+    style: Callable[..., parallel.ParallelStyle], module: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)
+) -> Callable[..., object]:
+    """`style(**kwargs)`, applied to a module that then runs."""
+
+    def run(**kwargs: Any) -> object:
+        model = nn.Sequential(module())
+        parallel.parallelize_module(model, MESH, {"0": style(**kwargs)})
+        return model(torch.ones(2, 4))
+
+    return run
+
+
+def spec() -> st.ChunkShardingSpec:
+    return st.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+
+
+def shard_metadata() -> st.ShardMetadata:
+    return st.ShardMetadata([2 * collectives.rank(), 0], [2, 3], f"rank:{collectives.rank()}/cpu")
+
+
+Arguments = dict[str, object]  # by name; a name with a star is passed by position
+CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
+    "shardwise.Boxes": lambda: (Boxes, {"boxes": [[((0, 0), (2, 3))], [((2, 0), (2, 3))]]}),
+    "shardwise.Layout": lambda: (
+        Layout,
+        {"*mesh": MESH, "*placements": [Shard(0)], "*shape": (4, 3), "shard_order": [0]},
+    ),
+    "shardwise.LocalShardsWrapper": lambda: (
+        sw.LocalShardsWrapper,
+        {"local_shards": [torch.ones(2, 3)], "local_offsets": [(2 * collectives.rank(), 0)]},
+    ),
+    "shardwise.Mesh": lambda: (Mesh, {"shape": (2,), "ranks": (1, 0), "names": ("tp",), "device_type": "cpu"}),
+    "shardwise.OnRanks": lambda: (OnRanks, {"position": 0}),
+    "shardwise.Partial": lambda: (Partial, {"reduce_op": "sum"}),
+    "shardwise.Replicate": lambda: (Replicate, {}),
+    "shardwise.Shard": lambda: (Shard, {"dim": 0, "sizes": [3, 1]}),
+    "shardwise.capture": lambda: (sw.capture, {"function": torch.exp, "backend": None, "limit": 3}),
+    "shardwise.count_comms": lambda: (sw.count_comms, {}),
+    "shardwise.distribute_module": lambda: (
+        sw.distribute_module,
+        {"module": nn.Linear(3, 3), "device_mesh": MESH, "partition_fn": None, "input_fn": None, "output_fn": None},
+    ),
+    "shardwise.distribute_tensor": lambda: (
+        distribute_tensor,
+        {
+            "tensor": torch.ones(4, 3),
+            "device_mesh": MESH,
+            "placements": [Shard(0)],
+            "src_data_rank": 0,
+            "shard_order": [0],
+        },
+    ),
+    "shardwise.embedding_bags": lambda: (
+        sw.embedding_bags,
+        {
+            "inputs": [torch.tensor([0, 1, 2])],
+            "weights": [table()],
+            "offsets": [torch.tensor([0, 2])],
+            "mode": "sum",
+            "sparse": False,
+        },
+    ),
+    **{
+        f"shardwise.{f.__name__}": lambda f=f: (f, {"*size": (4, 3), **FACTORY})
+        for f in (sw.empty, sw.ones, sw.zeros, sw.rand, sw.randn)
+    },  # type: ignore[misc]
+    "shardwise.full": lambda: (sw.full, {"size": (4, 3), "fill_value": 1.5, **FACTORY}),
+    "shardwise.linspace": lambda: (sw.linspace, {"start": 0.0, "end": 1.0, "steps": 5, **FACTORY}),
+    "shardwise.logspace": lambda: (sw.logspace, {"start": 0.0, "end": 1.0, "steps": 5, "base": 2.0, **FACTORY}),
+    "shardwise.gradient_buckets": lambda: (restoring_buckets, {"max_bytes": 100, "overlap": None}),
+    "shardwise.init_device_mesh": lambda: (
+        sw.init_device_mesh,
+        {"device_type": "cpu", "mesh_shape": (2,), "mesh_dim_names": ("tp",)},
+    ),
+    "shardwise.launch": lambda: (  # a lambda cannot be sent, so nothing is started
+        sw.launch,
+        {"*fn": lambda: None, "nproc": 1, "timeout_seconds": 1.0, "grace_seconds": 1.0},
+    ),
+    "shardwise.no_implicit_comm": lambda: (sw.no_implicit_comm, {"max_bytes": 0, "gradients": False}),
+    "shardwise.parallelize_module": lambda: (
+        sw.parallelize_module,
+        {
+            "module": nn.Sequential(nn.Linear(4, 4)),
+            "device_mesh": MESH,
+            "parallelize_plan": {"0": parallel.ColwiseParallel()},
+            "src_data_rank": 0,
+        },
+    ),
+    "shardwise.picture": lambda: (sw.picture, {"x": table(), "header": "table", "itemsize": 4}),
+    "shardwise.rank": lambda: (sw.rank, {}),
+    "shardwise.shard_module": lambda: (
+        sw.shard_module,
+        {"module": nn.Linear(4, 4), "plan": {"weight": Shard(0)}, "mesh": MESH, "src_rank": 0},
+    ),
+    "an entry of shardwise.shard_module": lambda: (
+        lambda entry: sw.shard_module(nn.Linear(4, 4), {"weight": entry}, mesh=MESH),
+        {"entry": [Shard(0)]},
+    ),
+    "shardwise.sharding_table": lambda: (
+        sw.sharding_table,
+        {"module": nn.Linear(4, 4), "plan": {"weight": Shard(0)}, "mesh": MESH},
+    ),
+    "shardwise.strict": lambda: (sw.strict, {"enabled": True}),
+    "shardwise.world_size": lambda: (sw.world_size, {}),
+    "shardwise.DTensor.from_local": lambda: (
+        DTensor.from_local,
+        {
+            "local_tensor": torch.ones(2, 3),
+            "device_mesh": MESH,
+            "placements": [Shard(0)],
+            "run_check": True,
+            "shape": (4, 3),
+            "stride": (3, 1),
+            "grad_placements": None,
+        },
+    ),
+    "shardwise.DTensor.to_local": lambda: (table().to_local, {"grad_placements": [Shard(0)]}),
+    "shardwise.DTensor.full_tensor": lambda: (table().full_tensor, {"grad_placements": [Replicate()]}),
+    "shardwise.DTensor.redistribute": lambda: (
+        table().redistribute,
+        {
+            "device_mesh": MESH,
+            "placements": [Replicate()],
+            "async_op": False,
+            "forward_dtype": torch.float64,
+            "backward_dtype": torch.float32,
+            "shard_order": [0],
+        },
+    ),
+    "shardwise.DTensor.reshard": lambda: (table().reshard, {"resharding_spec": spec(), "process_group": None}),
+    "shardwise.DTensor.gather": lambda: (table().gather, {"dst": 0, "out": torch.empty(4, 3), "dtype": torch.float32}),
+    "shardwise.DTensor.set_": lambda: (table().set_, {"*source": table()}),
+    "beside a DTensor": lambda: (lambda other: table() + other, {"other": table()}),
+    "indexed by": lambda: (lambda index: table()[index], {"index": 1}),
+    "shardwise.parallel.BoundaryRedistribution": lambda: (
+        lambda x: parallel.BoundaryRedistribution(MESH, 0, (Shard(0),), (Replicate(),), True, "x")(x),
+        {"x": torch.ones(2, 4)},
+    ),
+    "shardwise.parallel.ColwiseParallel": lambda: (
+        applied(parallel.ColwiseParallel),
+        {"input_layouts": Shard(0), "output_layouts": Shard(-1), "use_local_output": True, "unit": 1, "sizes": (3, 1)},
+    ),
+    "shardwise.parallel.RowwiseParallel": lambda: (
+        applied(parallel.RowwiseParallel),
+        {"input_layouts": Shard(0), "output_layouts": Shard(0), "use_local_output": True, "unit": 1, "sizes": (3, 1)},
+    ),
+    "shardwise.parallel.SequenceParallel": lambda: (
+        applied(parallel.SequenceParallel, lambda: nn.LayerNorm(4)),
+        {"sequence_dim": 0, "use_local_output": True},
+    ),
+    "shardwise.parallel.PrepareModuleInput": lambda: (
+        applied(parallel.PrepareModuleInput),
+        {
+            "input_layouts": (Shard(0),),
+            "desired_input_layouts": (Shard(0),),
+            "input_kwarg_layouts": None,
+            "desired_input_kwarg_layouts": None,
+            "use_local_output": True,
+        },
+    ),
+    "shardwise.parallel.PrepareModuleOutput": lambda: (
+        applied(parallel.PrepareModuleOutput),
+        {"output_layouts": Shard(0), "desired_output_layouts": Shard(0), "use_local_output": True},
+    ),
+    "shardwise.parallel.PrepareModuleInputOutput": lambda: (
+        applied(parallel.PrepareModuleInputOutput),
+        {
+            "input_layouts": (Shard(0),),
+            "desired_input_layouts": (Shard(0),),
+            "output_layouts": Shard(0),
+            "desired_output_layouts": Shard(0),
+            "use_local_input": True,
+            "use_local_output": True,
+        },
+    ),
+    "shardwise.parallel.ExpertParallel": lambda: (
+        parallel.ExpertParallel,
+        {"input_layouts": Shard(0), "output_layouts": Shard(0), "use_local_output": True},
+    ),
+    "shardwise.parallel.FirstInput": lambda: (parallel.FirstInput, {"transform": torch.exp, "name": "x"}),
+    "shardwise.parallel.ModuleContext": lambda: (parallel.ModuleContext, {"path": "a", "mesh": MESH, "axis": 0}),
+    "shardwise.parallel.first_input": lambda: (
+        parallel.first_input,
+        {"module": nn.Linear(4, 4), "transform": torch.exp},
+    ),
+    "shardwise.parallel.local_parameters": lambda: (parallel.local_parameters, {"module": nn.Linear(4, 4)}),
+    "shardwise.parallel.loss_parallel": lambda: (parallel.loss_parallel, {}),
+    "shardwise.parallel.mix_experts": lambda: (
+        parallel.mix_experts,
+        {
+            "chosen": torch.tensor([[0], [1]]),
+            "w1": torch.ones(2, 3, 4),
+            "w2": torch.ones(2, 4, 3),
+            "tokens": torch.ones(2, 3),
+            "weights": torch.ones(2, 1),
+        },
+    ),
+    "shardwise.sharded_tensor.ChunkShardingSpec": lambda: (
+        st.ChunkShardingSpec,
+        {"dim": 0, "placements": ["rank:0/cpu", "rank:1/cpu"]},
+    ),
+    "shardwise.sharded_tensor.EnumerableShardingSpec": lambda: (
+        st.EnumerableShardingSpec,
+        {"shards": [st.ShardMetadata([0], [4], "rank:0/cpu")]},
+    ),
+    "shardwise.sharded_tensor.LocalShard": lambda: (
+        st.LocalShard,
+        {"tensor": torch.ones(2, 3), "metadata": shard_metadata()},
+    ),
+    "shardwise.sharded_tensor.RemoteDevice": lambda: (st.RemoteDevice, {"of_rank": 0, "of_device": "cpu"}),
+    "shardwise.sharded_tensor.ShardMetadata": lambda: (
+        st.ShardMetadata,
+        {"shard_offsets": [0, 0], "shard_sizes": [2, 3], "placement": "rank:0/cpu"},
+    ),
+    "shardwise.sharded_tensor.ShardedTensorMetadata": lambda: (
+        st.ShardedTensorMetadata,
+        {"shards_metadata": [shard_metadata()], "size": (4, 3), "tensor_properties": st.TensorProperties()},
+    ),
+    "shardwise.sharded_tensor.ShardingPlan": lambda: (
+        lambda **plans: st.shard_module(nn.Sequential(nn.Linear(4, 4)), st.ShardingPlan(**plans)),
+        {"plan": {"0.weight": spec()}, "output_plan": None, "return_local_tensor": None},
+    ),
+    "shardwise.sharded_tensor.TensorProperties": lambda: (
+        st.TensorProperties,
+        {
+            "dtype": torch.float32,
+            "layout": torch.strided,
+            "requires_grad": False,
+            "memory_format": torch.contiguous_format,
+            "pin_memory": False,
+        },
+    ),
+    "shardwise.sharded_tensor.collect_local_shard": lambda: (st.collect_local_shard, {"module": nn.Linear(4, 4)}),
+    "shardwise.sharded_tensor.custom_sharding_spec_op": lambda: (
+        st.custom_sharding_spec_op,
+        {"sharding_spec_class": st.ChunkShardingSpec, "func": torch.exp},
+    ),
+    **{
+        f"shardwise.sharded_tensor.{f.__name__}": lambda f=f: (
+            f,
+            {
+                "*sharding_spec": spec(),
+                "*size": (4, 3),
+                "process_group": None,
+                "dtype": torch.float64,
+                "requires_grad": True,
+            },
+        )  # type: ignore[misc]
+        for f in (st.empty, st.ones, st.zeros, st.rand, st.randn)
+    },
+    "shardwise.sharded_tensor.full": lambda: (st.full, {"*sharding_spec": spec(), "*size": (4, 3), "fill_value": 1.5}),
+    "shardwise.sharded_tensor.init_from_local_shards": lambda: (
+        st.init_from_local_shards,
+        {
+            "*local_shards": [st.LocalShard(torch.ones(2, 3), shard_metadata())],
+            "*global_size": (4, 3),
+            "process_group": None,
+        },
+    ),
+    "shardwise.sharded_tensor.layout_of_shards": lambda: (
+        st.layout_of_shards,
+        {"shards": [st.ShardMetadata([0, 0], [4, 3], "rank:0/cpu")], "shape": (4, 3), "ranks": (0, 1)},
+    ),
+    "shardwise.sharded_tensor.load_with_process_group": lambda: (st.load_with_process_group, {"process_group": (0, 1)}),
+    "shardwise.sharded_tensor.reshard_output": lambda: (
+        st.reshard_output,
+        {"module": nn.Linear(4, 4), "resharding_spec": spec()},
+    ),
+    "shardwise.sharded_tensor.shard_module": lambda: (
+        st.shard_module,
+        {"module": nn.Linear(4, 4), "plan": st.ShardingPlan({"weight": spec()}), "src_rank": 0, "process_group": None},
+    ),
+    "shardwise.sharded_tensor.shard_parameter": lambda: (
+        st.shard_parameter,
+        {
+            "module": nn.Linear(4, 4),
+            "param_name": "weight",
+            "sharding_spec": spec(),
+            "src_rank": 0,
+            "process_group": None,
+        },
+    ),
+    "shardwise.sharded_tensor.spec_of": lambda: (st.spec_of, {"layout": table().layout_}),
+    "shardwise.sharded_tensor.ChunkShardingSpec.shard": lambda: (
+        spec().shard,
+        {"tensor": torch.ones(4, 3), "src_rank": 0, "process_group": None},
+    ),
+    "shardwise.testing.DTensorConverter": lambda: (
+        testing.DTensorConverter,
+        {"mesh": MESH, "args": (torch.ones(2),), "kwargs": {}},
+    ),
+    "shardwise.testing.World": lambda: (testing.World, {"size": 2, "real": False, "timeout": 1.0}),
+    "shardwise.testing.world": lambda: (testing.world, {"size": 2, "real": False, "timeout": 1.0}),
+    "shardwise.testing.check_rows": lambda: (
+        testing.check_rows,
+        {"op": torch.neg, "args": (torch.ones(2),), "kwargs": {}, "gradients": False, "meshes": [Mesh((2,))]},
+    ),
+    "shardwise.checkpoint.latest": lambda: (checkpoint.latest, {"folder": "saved"}),
+    "shardwise.checkpoint.load": lambda: (
+        checkpoint.load,
+        {"folder": "saved", "state": {"x": table()}, "subset": False},
+    ),
+    "shardwise.checkpoint.read_manifest": lambda: (checkpoint.read_manifest, {"path": "saved/step-00000001"}),
+    "shardwise.checkpoint.restore": lambda: (
+        checkpoint.restore,
+        {"folder": "module", "module": nn.Linear(3, 4), "optimizer": None, "extra": None, "subset": True},
+    ),
+    "shardwise.checkpoint.save": lambda: (
+        checkpoint.save,
+        {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True},
+    ),
+    "shardwise.checkpoint.state_of": lambda: (checkpoint.state_of, {"module": nn.Linear(3, 4), "optimizer": None}),
+    "shardwise.debug.CommDebugMode": lambda: (debug.CommDebugMode, {}),
+    "shardwise.debug.Explanation": lambda: (debug.Explanation, {}),
+    "shardwise.debug.explain": lambda: (debug.explain, {"*fn": lambda: None}),
+    "shardwise.debug.shadow": lambda: (debug.shadow, {"every": 1, "ops": None, "rtol": 1e-3, "atol": 1e-3}),
+    "shardwise.debug.visualize_sharding": lambda: (
+        debug.visualize_sharding,
+        {"dtensor": table(), "header": "", "use_rich": False},
+    ),
+    "shardwise.experimental.implicit_replication": lambda: (experimental.implicit_replication, {}),
+    "shardwise.experimental.local_map": lambda: (
+        lambda device_mesh, **kw: experimental.local_map(torch.exp, device_mesh=device_mesh, **kw)(table()),
+        {
+            "out_placements": [Shard(0)],
+            "in_placements": ([Shard(0)],),
+            "in_grad_placements": ([Shard(0)],),
+            "device_mesh": MESH,
+            "redistribute_inputs": True,
+        },
+    ),
+    "shardwise.experimental.register_sharding": lambda: (
+        experimental.register_sharding,
+        {"op": an_op, "in_place": False, "shape": None, "data_dependent_shape": False},
+    ),
+    "shardwise.pictures.Picture": lambda: (
+        pictures.Picture,
+        {"layout": table().layout_, "header": "", "itemsize": 4},
+    ),
+    "shardwise.models.ModelArgs": lambda: (models.ModelArgs, {"dim": 8, "dropout_p": 0.1, "weight_tying": True}),
+    **{
+        f"shardwise.models.{f.__name__}": lambda f=f: (f, {"args": models.ModelArgs()})  # type: ignore[misc]
+        for f in (models.Attention, models.Transformer, models.TransformerBlock)
+    },
+    "shardwise.models.FeedForward": lambda: (models.FeedForward, {"dim": 4, "hidden_dim": 4, "dropout_p": 0.0}),
+    **{
+        f"shardwise.models.{f.__name__}": lambda f=f: (f, {"num_experts": 2, "dim": 4, "hidden_dim": 4})  # type: ignore[misc]
+        for f in (models.ExpertLayer, models.Experts, models.MixtureOfExperts)
+    },
+    "shardwise.models.MLPModule": lambda: (models.MLPModule, {"device": None, "bias": True}),
+    "shardwise.models.MLPStacked": lambda: (models.MLPStacked, {"device": None, "n_layers": 2}),
+    "shardwise.models.RMSNormPython": lambda: (models.RMSNormPython, {"dim": 4, "eps": 1e-6}),
+    "shardwise.models.balance_loss": lambda: (
+        models.balance_loss,
+        {"routing": models.Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), torch.ones(2, 2) / 2)},
+    ),
+    "shardwise.collectives.as_mesh": lambda: (collectives.as_mesh, {"mesh": MESH}),
+    "shardwise.collectives.check_ranks": lambda: (restoring_checks, {"on": True}),
+    "shardwise.collectives.init_device_mesh": lambda: (
+        collectives.init_device_mesh,
+        {"device_type": "cpu", "mesh_shape": (2,), "mesh_dim_names": ("tp",)},
+    ),
+}
+FACTORY: Arguments = {"dtype": torch.float64, "requires_grad": True, "device_mesh": MESH, "placements": [Shard(0)]}
+
+# Results of other functions, base classes, parts of test suites, and hooks that torch calls: users make none of them.
+NOT_CALLED = {
+    *("CommCounts", "DTensor", "DeviceMesh", "Placement", "Placements", "ShardwiseError", "InputFn", "OutputFn"),
+    *("ParallelStyle", "ParallelPlan", "ShardedTensor", "Sharder", "ShardingPlanner", "ShardingSpec", "Chunk"),
+    *("Manifest", "StoredTensor", "Budget", "Cause", "CommEvent", "Shadow", "Meta", "Row", "Placed", "Table"),
+    *("Routing", "DTensorOpTestBase", "DTensorTestBase", "TensorAssertions", "DeadlockError", "SendError"),
+    *("skip_unless_torch_gpu", "with_comms", "pre_load_state_dict_hook", "state_dict_hook"),
+}
+
+
+def an_op(x: object) -> object:
+    return x
+
+
+def restoring_buckets(**kwargs: Any) -> None:
+    try:
+        sw.gradient_buckets(**kwargs)
+    finally:
+        sw.gradient_buckets()
+
+
+def restoring_checks(**kwargs: Any) -> None:
+    try:
+        collectives.check_ranks(**kwargs)
+    finally:
+        collectives.check_ranks(False)
+
+
+# ---- the tests ------------------------------------------------------------------------------------------------
+
+
+def public_callables() -> Iterator[str]:
+    for namespace in NAMESPACES:
+        for name in namespace.__all__:
+            value = getattr(namespace, name)
+            if callable(value) and name not in NOT_CALLED:
+                yield f"{value.__module__ if inspect.ismodule(value) else namespace.__name__}.{name}"
+    yield from (f"shardwise.collectives.{name}" for name in COLLECTIVES)
+
+
+def test_every_public_callable_is_tried() -> None:
+    tried = {name: CALLS[name]()[0] for name in CALLS} if False else set(CALLS)
+    elsewhere = {name.rpartition(".")[2] for name in tried}  # exported by several packages
+    missing = [name for name in public_callables() if name not in tried and name.rpartition(".")[2] not in elsewhere]
+    assert missing == []
+
+
+def called(name: str, change: dict[str, object]) -> object:
+    fn, arguments = CALLS[name]()
+    arguments = arguments | change
+    result = fn(
+        *(value for key, value in arguments.items() if key.startswith("*")),
+        **{key: value for key, value in arguments.items() if not key.startswith("*")},
+    )
+    if isinstance(result, AbstractContextManager) and not isinstance(result, debug.Shadow):
+        with result:
+            pass
+    return result
+
+
+def outcome(name: str, change: dict[str, object]) -> str:
+    """What a call gives on this rank: "" if it works."""
+    try:
+        called(name, change)
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def save() -> None:
+        checkpoint.save("saved", {"x": table()}, step=1)
+        checkpoint.save("module", checkpoint.state_of(nn.Linear(3, 4)), step=1)
+
+    world(RANKS).run(save)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.usefixtures("saved")
+def test_nonsense_works_or_is_refused_alike_on_all_ranks(name: str) -> None:
+    problems = []
+    (_, arguments), *_ = world(RANKS).run(lambda: CALLS[name]())
+    assert world(RANKS).run(outcome, name, {}) == [""] * RANKS
+    for argument in arguments:
+        for kind, make in NONSENSE.items():
+            value = make()
+            try:
+                texts = set(world(RANKS, timeout=20).run(outcome, name, {argument: value}))
+            except Exception as error:
+                problems.append(f"{argument} = {kind}: {type(error).__name__}: {str(error)[:300]}")
+                continue
+            if len(texts) > 1:
+                problems.append(f"{argument} = {kind}: {texts}")
+            elif (text := texts.pop()) and "got" not in text and "Fix: " not in text:
+                problems.append(f"{argument} = {kind}: says neither what it got nor a fix: {text[:300]}")
+    assert not problems, "\n".join(problems)
