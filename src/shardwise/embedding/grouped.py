@@ -1,14 +1,17 @@
 """Lookups in several tables with the exchanges of one: latency is paid once, not once a table."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.errors import LayoutError
-from shardwise.layout import checked
+from shardwise.layout import Kind, checked
+
+Mode = Annotated[str, Kind("'sum', 'mean' or 'max'", lambda value: isinstance(value, str) and value in MODES)]
+MODES = ("sum", "mean", "max")
 
 
 @checked
@@ -17,7 +20,7 @@ def embedding_bags(
     weights: Sequence[Tensor],
     offsets: Sequence[Tensor | None] | None = None,
     *,
-    mode: Literal["sum", "mean", "max"] = "mean",
+    mode: Mode = "mean",
     sparse: bool = False,
 ) -> list[Tensor]:
     """`F.embedding_bag` of every input in its table; lookups that exchange ids share their exchanges.

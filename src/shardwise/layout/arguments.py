@@ -184,7 +184,10 @@ def kind_of(annotation: Any) -> Kind | None:
             return _any_of([kind_of(others), KINDS[None]])
         return _any_of([kind_of(p) for p in parameters])
     if origin is Literal:
-        return Kind(" or ".join(map(repr, parameters)), lambda value: value in parameters)
+        return Kind(
+            " or ".join(map(repr, parameters)),
+            lambda value: isinstance(value, type(parameters[0])) and value in parameters,
+        )
     if isinstance(origin, type):
         return _generic(origin, parameters)
     if not isinstance(annotation, type) or getattr(annotation, "_is_protocol", False):

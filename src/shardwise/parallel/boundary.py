@@ -17,6 +17,7 @@ from shardwise.layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
 from shardwise.redistribute.plan import same_local_shards
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, plain, tag, to_layout
+from shardwise.tensor.arguments import TORCH_DTENSOR, check_dense, is_torch_dtensor
 from shardwise.tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
 from shardwise.tensor.conversion import layout_of_local_shapes
 from shardwise.trace.autograd_function import TensorFunction
@@ -194,9 +195,19 @@ class BoundaryRedistribution:
             if same_shards:
                 return x if target is layout else tag(plain(x), target)
             return self._once(x, target, lambda: to_layout(x, target, self.cause))
+        if type(x) is not Tensor:
+            self._check_tensor(x)
         plan = self._plain_plans.get(x.shape) or self._plan_from_plain(x)
         out = self._once(x, plan, lambda: _from_plain(x, plan, self.cause))
         return self._to_local(out) if self.use_local_output else out
+
+    def _check_tensor(self, x: object) -> None:
+        if not isinstance(x, Tensor):
+            raise PlanError(
+                f"{self.what} must be a tensor, got {type(x).__name__}. Fix: None in the layouts of the plan."
+            )
+        if is_torch_dtensor(x):
+            raise LayoutError(f"{self.what} must be a tensor, got torch's DTensor. Fix: {TORCH_DTENSOR}.")
 
     def _to_local(self, x: DTensor) -> Tensor:
         return _to_plain(x, self._dtensor_plans.get(x._layout) or self._plan_to_plain(x._layout), self.cause)
@@ -248,12 +259,9 @@ class BoundaryRedistribution:
             except LayoutError:
                 raise LayoutError(f"{self.what}: {error}") from None
 
-    def _plan_from_plain(self, x: object) -> BoundaryPlan:
+    def _plan_from_plain(self, x: Tensor) -> BoundaryPlan:
         """Cached, unless the shapes had to be exchanged between ranks."""
-        if not isinstance(x, Tensor):
-            raise PlanError(
-                f"{self.what} must be a tensor, got {type(x).__name__}. Fix: None in the layouts of the plan."
-            )
+        check_dense(x, self.what)
         if self.plain_layout is None:
             raise LayoutError(
                 f"{self.what} is a plain tensor, and the plan does not say how it is laid out. "

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import PlanError
+from shardwise.layout import shown
 from shardwise.rules import OpRule, registry
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.sharded_tensor.specs import ShardingSpec
@@ -41,9 +42,9 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
             method that `DTensor` itself defines.
     """
     if not (isinstance(sharding_spec_class, type) and issubclass(sharding_spec_class, ShardingSpec)):
-        raise PlanError(f"custom_sharding_spec_op needs a class of sharding specs, got {sharding_spec_class!r}.")
+        raise PlanError(f"custom_sharding_spec_op needs a class of sharding specs, got {shown(sharding_spec_class)}.")
     if not callable(func):
-        raise PlanError(f"custom_sharding_spec_op needs a function of torch, got {func!r}.")
+        raise PlanError(f"custom_sharding_spec_op needs a function of torch, got {shown(func)}.")
     name = getattr(func, "__name__", "")
     if name != "detach" and name in vars(DTensor) and getattr(Tensor, name, None) is func:
         raise PlanError(f"Tensor.{name} is defined by DTensor itself and cannot be implemented for a spec.")

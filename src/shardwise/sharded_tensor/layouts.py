@@ -5,7 +5,7 @@ from itertools import pairwise
 from itertools import product as cartesian
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard, check_cover, checked
+from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard, check_cover, checked, shown
 from shardwise.sharded_tensor.metadata import RemoteDevice, ShardMetadata, listed
 
 Ranks = tuple[int, ...]
@@ -21,6 +21,8 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
     Raises:
         LayoutError: shards that do not cover the shape exactly once, or are on a rank that is not in `ranks`.
     """
+    if not all(isinstance(shard, ShardMetadata) for shard in shards):
+        raise LayoutError(f"layout_of_shards: shards must be ShardMetadata, got {shown(shards)}.")
     check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], shape)
     ranks = tuple(sorted(ranks))  # the placements decide who holds what, not the order of the group
     for shard in shards:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, checked_init
+from shardwise.layout import Box, checked_init, shown
 
 
 @checked_init
@@ -32,7 +32,7 @@ class RemoteDevice:
         who, _, device = str(text).partition("/")
         kind, _, number = who.partition(":")
         if kind != "rank" or not (number.isascii() and number.isdigit()):
-            raise LayoutError(f"A placement is written 'rank:R/device', such as 'rank:1/cpu', got {str(text)!r}.")
+            raise LayoutError(f"A placement is written 'rank:R/device', such as 'rank:1/cpu', got {shown(text)}.")
         try:
             return RemoteDevice(int(number), str(torch.device(device or "cpu")))
         except RuntimeError:

@@ -14,6 +14,7 @@ from shardwise.sharded_tensor.layouts import layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
 from shardwise.tensor import factories
+from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.dtensor import DTensor, plain, register_method, tag, to_layout
 
 ShardedTensor = DTensor
@@ -142,6 +143,10 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
     layout, rank = x._layout, collectives.rank()
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
+    if out is not None:
+        check_dense(out, "gather(out=)")
+    if isinstance(out, DTensor):
+        raise LayoutError("gather: out is a plain tensor to fill, got a DTensor. Fix: torch.empty(x.shape).")
     with torch.no_grad():
         full_tensor = to_layout(x.detach(), layout.gathered_on(dst)).to_local()
         if rank != dst:

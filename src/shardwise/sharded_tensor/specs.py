@@ -88,7 +88,7 @@ class ShardingSpec(ABC):
 
     def _agree_on_source(self, tensor: object, src_rank: int, ranks: Ranks) -> None:
         """Check that all ranks pass the same, and that the source has values."""
-        facts: dict[str, object] = {"spec": repr(self), "src_rank": src_rank}
+        facts: dict[str, object] = {"spec": repr(self), "src_rank": shown(src_rank)}
         problem = None
         if not isinstance(tensor, Tensor) or is_torch_dtensor(tensor):
             problem = f"only a plain tensor can be sharded, got {shown(tensor)}."

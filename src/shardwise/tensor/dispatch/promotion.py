@@ -13,6 +13,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, checked
 from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.tensor.arguments import TORCH_DTENSOR, is_torch_dtensor, not_dense
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, tag, to_layout
@@ -84,9 +85,11 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
             f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
             f"Fix: DTensor.from_local(x, mesh, [Replicate()]) if every rank has the same, or the placements it has."
         )
-    if x.layout not in (torch.strided, torch.sparse_coo):
+    if is_torch_dtensor(x):
+        raise RuleError(f"{name}: a DTensor of torch beside one of shardwise is refused. Fix: {TORCH_DTENSOR}.")
+    if not_dense(x) not in (None, "sparse_coo"):
         raise RuleError(
-            f"{name}: a plain tensor of layout {x.layout} beside DTensors is not supported. "
+            f"{name}: a {not_dense(x)} tensor beside DTensors is not supported. "
             f"Fix: to_dense() it, or work on local tensors inside shardwise.experimental.local_map."
         )
     return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
