@@ -471,6 +471,7 @@ FACTORY: Arguments = {"dtype": torch.float64, "requires_grad": True, "device_mes
 # What is passed on to torch or to a function of the user fails there as it does in one process.
 AS_TORCH = {
     ("shardwise.distribute_module", "partition_fn", "class"),
+    *(("indexed by", "index", kind) for kind in ("text", "float", "nan")),  # torch raises IndexError, this TypeError
     ("shardwise.debug.explain", "*fn", "class"),
     ("shardwise.parallel.SequenceParallel", "sequence_dim", "negative"),  # the normalised dim
     *(("shardwise.testing.check_rows", "args", kind) for kind in NONSENSE),

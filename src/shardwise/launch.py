@@ -21,7 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
-from shardwise.layout import Count, checked
+from shardwise.layout import NumRanks, checked
 
 if TYPE_CHECKING:
     from shardwise.collectives.spawn import Death
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-MOST_PROCESSES = 4096
 SETTLE_SECONDS = 0.2  # after the first failure, for the ranks to report its cause and its consequences
 
 
@@ -37,7 +36,7 @@ SETTLE_SECONDS = 0.2  # after the first failure, for the ranks to report its cau
 def launch(
     fn: Callable[[*Args], T],
     *args: *Args,
-    nproc: Count,
+    nproc: NumRanks,
     timeout_seconds: float = 60.0,
     grace_seconds: float = 1.5,
 ) -> T:
@@ -71,8 +70,6 @@ def launch(
             "launch was called while a new rank was importing this script, so every rank would start ranks. "
             'Fix: put the call under `if __name__ == "__main__":`.'
         )
-    if nproc > MOST_PROCESSES:
-        raise LaunchError(f"launch starts at most {MOST_PROCESSES:,} ranks on one machine, got nproc={nproc}.")
     if under_torchrun():
         return _run_in_place(fn, args, timeout_seconds)
     job = _pickled(fn, args)

@@ -107,7 +107,7 @@ def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_cha
     ("plan", "text"),
     [
         (None, "needs a plan"),
-        (ColwiseParallel, "A plan is a ParallelStyle, or a dict of paths to styles or plans; got <class"),
+        (ColwiseParallel, "A plan is a ParallelStyle, or a dict of paths to styles or plans; got the class"),
         ({"net1": "colwise"}, "got 'colwise' for 'net1'. Fix: a style such as ColwiseParallel()"),
         ({"net1": None}, "got None for 'net1'"),
         ({1: COL}, "A plan has paths of modules as keys, got 1"),

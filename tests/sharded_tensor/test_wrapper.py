@@ -383,7 +383,7 @@ WRONG: dict[str, tuple[list[Any], list[Any], str]] = {
     "devices": ([A, B.to("meta")], [(0, 0), (2, 0)], "one device"),
     "dims": ([A, B[0]], [(0, 0), (2,)], "one ndim, got 2, 1"),
     "twice": ([A, A], [(0, 0), (2, 0)], "passed before"),
-    "a list": ([A, [1.0]], [(0, 0), (2, 0)], "shard 1 must be a plain dense tensor, got list"),
+    "a list": ([A, [1.0]], [(0, 0), (2, 0)], "local_shards must be a sequence, each a tensor"),
     "a wrapper": ([LocalShardsWrapper([A], [(0, 0)])], [(0, 0)], "got LocalShardsWrapper"),
     "sparse": ([A.to_sparse()], [(0, 0)], "dense"),
 }

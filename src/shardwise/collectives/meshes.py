@@ -99,7 +99,7 @@ def init_device_mesh(
         MeshError: the shape needs more ranks than the world has.
     """
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    mesh = _checked(Mesh(mesh_shape, (), names, device_type))  # type: ignore[arg-type]
+    mesh = _checked(Mesh(tuple(mesh_shape), (), names, device_type))
     if is_simulated() or not dist.is_initialized():
         return mesh
     if mesh.size() == world_size():

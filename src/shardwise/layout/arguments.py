@@ -139,6 +139,10 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_within(value: object, most: int) -> bool:
+    return is_integer(value) and 1 <= index(value) <= most
+
+
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ == "bool"
 
@@ -154,10 +158,9 @@ describe(slice, Kind("a slice", lambda value: isinstance(value, slice)))
 
 
 MOST = 2**31 - 1
-Count = Annotated[
-    int, Kind(f"an integer from 1 to {MOST}", lambda value: is_integer(value) and 1 <= index(value) <= MOST)
-]
+Count = Annotated[int, Kind(f"an integer from 1 to {MOST}", lambda value: _is_within(value, MOST))]
 """A number of things, of which there is at least one."""
+NumRanks = Annotated[int, Kind("a number of ranks, an integer from 1 to 4096", lambda value: _is_within(value, 4096))]
 Probability = Annotated[float, Kind("a number from 0 to 1", lambda value: _is_real(value) and 0 <= value <= 1)]
 
 
@@ -234,10 +237,17 @@ def _generic(origin: type, parameters: tuple[Any, ...]) -> Kind | None:
         )
     if issubclass(origin, Collection):
         item = kind_of(parameters[0]) if parameters else None
-        return Kind(f"a sequence{_of(item)}", lambda value: is_listing(value) and _all_fit(item, value))
+        if origin is Collection:  # in any order, so a set or one string will do
+            return Kind(f"a collection{_of(item)}", lambda value: _is_collection(value) and _all_fit(item, value))
+        error = ArgumentError if item is None else item.error
+        return Kind(f"a sequence{_of(item)}", lambda value: is_listing(value) and _all_fit(item, value), error=error)
     if issubclass(origin, Iterable):
         return Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
     return Kind(f"a {origin.__name__}", lambda value: isinstance(value, origin))
+
+
+def _is_collection(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, Mapping) and not hasattr(value, "ndim")
 
 
 def _of(kind: Kind | None) -> str:
@@ -306,6 +316,6 @@ def checked_init(cls: type[R]) -> type[R]:
 
 
 def _refuse(fn: Callable[..., object], name: str, kind: Kind, value: object) -> None:
-    what = fn.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    what = fn.__qualname__.removesuffix(".__init__").removesuffix(".__new__").rpartition("<locals>.")[2]
     fix = kind.misuse(value) or kind.fix or f"pass {kind.expected}"
     raise kind.error(f"{what}(): {name} must be {kind.expected}, got {shown(value)}. Fix: {fix}.")

@@ -45,18 +45,18 @@ class ModelArgs:
         ConfigError: a size that is not positive, or heads that do not divide `dim`.
     """
 
-    n_layers: Count = 2
-    vocab_size: Count = 8
-    max_seq_len: Count = 16
-    dim: Count = 16
-    n_heads: Count = 4
-    dropout_p: Probability = 0.1
+    n_layers: int = 2
+    vocab_size: int = 8
+    max_seq_len: int = 16
+    dim: int = 16
+    n_heads: int = 4
+    dropout_p: float = 0.1
     use_attn_mask: bool = True
     weight_tying: bool = True
     checkpoint_activations: bool = False
     num_experts: int = 0
     n_kv_heads: int | None = None
-    hidden_dim: Count | None = None
+    hidden_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_seq_len", "dim", "n_heads", "kv_heads", "ffn_dim"):

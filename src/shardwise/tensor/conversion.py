@@ -67,11 +67,11 @@ class _Passed(TypedDict):
 
     shape: list[int]
     dtype: str
-    on_meta: bool
-    requires_grad: bool
     mesh: str
     placements: list[str]
     global_shape: list[int] | None
+    on_meta: NotRequired[bool]
+    requires_grad: NotRequired[bool]
     bounds: NotRequired[list[list[int]] | None]  # of a LocalShardsWrapper: of its shards; None if it has none
 
 
@@ -101,22 +101,12 @@ def from_local(
         layout = Layout(mesh, wanted, shape)
         nothing = local.reshape(-1)[:0].view(layout.local_shape(rank))  # connected: backward meets peers
         return wrap(nothing, layout, grad_placements)
-    passed: _Passed = {
-        "shape": list(local.shape),
-        "dtype": str(local.dtype),
-        "on_meta": local.is_meta,
-        "requires_grad": local.requires_grad and torch.is_grad_enabled(),
-        "mesh": str(mesh),
-        "placements": [str(p) for p in wanted],
-        "global_shape": None if shape is None else list(shape),
-    }
-    if tiling is not None:
-        passed["bounds"] = [list(x) for x in tiling.bounds] if tiling.boxes else None
+    passed = _passed(local, mesh, wanted, shape, tiling)
     if run_check:
         ranks = tuple(sorted(mesh.ranks))
         all_passed = dict(zip(ranks, collectives.gather_json(passed, ranks), strict=True))
         layout, dtype = _layout_from_all_ranks(mesh, wanted, shape, all_passed)
-        needs_grad = any(other["requires_grad"] for other in all_passed.values())
+        needs_grad = any(other.get("requires_grad") for other in all_passed.values())
         _check_fit(layout, wanted, all_passed, MismatchError, "pass local tensors of the expected shapes")
         local = local.to("meta" if local.is_meta else mesh.device_type, dtype)  # only what has no element may differ
         if needs_grad and not local.requires_grad:  # a rank without shards takes part in backward, too
@@ -135,6 +125,26 @@ def from_local(
     if tiling is not None and tiling.boxes:
         result._tiling = tiling
     return result
+
+
+def _passed(
+    local: Tensor, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None, tiling: Tiling | None
+) -> _Passed:
+    """What this rank passes; what is usual is left out."""
+    passed: _Passed = {
+        "shape": list(local.shape),
+        "dtype": str(local.dtype),
+        "mesh": str(mesh),
+        "placements": [str(p) for p in placements],
+        "global_shape": None if shape is None else list(shape),
+    }
+    if local.is_meta:
+        passed["on_meta"] = True
+    if local.requires_grad and torch.is_grad_enabled():
+        passed["requires_grad"] = True
+    if tiling is not None:
+        passed["bounds"] = [list(x) for x in tiling.bounds] if tiling.boxes else None
+    return passed
 
 
 def _on_mesh_device(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -163,9 +173,12 @@ def _layout_from_all_ranks(
     empty = [rank for rank, passed in all_passed.items() if passed.get("bounds", ()) is None]
     others = {rank: passed for rank, passed in all_passed.items() if rank not in empty}
     _check_equal("dtype", {rank: passed["dtype"] for rank, passed in others.items()})
-    _check_equal("kind of device", {rank: ["", "meta"][passed["on_meta"]] for rank, passed in others.items()})
     _check_equal(
-        "requires_grad of the local tensors", {rank: passed["requires_grad"] for rank, passed in others.items()}
+        "kind of device", {rank: ["", "meta"][passed.get("on_meta", False)] for rank, passed in others.items()}
+    )
+    _check_equal(
+        "requires_grad of the local tensors",
+        {rank: passed.get("requires_grad", False) for rank, passed in others.items()},
     )
     _check_equal("mesh", {rank: passed["mesh"] for rank, passed in all_passed.items()})
     _check_equal("placements", {rank: passed["placements"] for rank, passed in all_passed.items()})

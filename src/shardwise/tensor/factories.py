@@ -99,7 +99,7 @@ def logspace(
     return _spaced(torch.logspace, start, end, steps, base, **kwargs)
 
 
-def _number(value: complex | torch.Tensor, factory: str) -> Any:
+def _number(value: complex | torch.Tensor, factory: str) -> complex:
     if not isinstance(value, torch.Tensor):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise LayoutError(f"{factory}() takes integers of 64 bits, got {shown(value)}. Fix: float({shown(value)}).")

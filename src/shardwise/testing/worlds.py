@@ -5,14 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from shardwise.errors import MeshError
-from shardwise.layout import Count, checked, checked_init
+from shardwise.layout import NumRanks, checked, checked_init
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-MOST_RANKS = 4096
 
 
 @checked_init
@@ -20,13 +16,9 @@ MOST_RANKS = 4096
 class World:
     """Ranks 0 to `size - 1`, ready to run functions; see `world`."""
 
-    size: Count
+    size: NumRanks
     real: bool = False
     timeout: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.size > MOST_RANKS:
-            raise MeshError(f"A world has at most {MOST_RANKS:,} ranks, got {self.size}.")
 
     def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `fn(*args, **kwargs)` once on each rank; return the results in rank order.
@@ -58,7 +50,7 @@ class World:
 
 
 @checked
-def world(size: Count, *, real: bool = False, timeout: float = 60.0) -> World:
+def world(size: NumRanks, *, real: bool = False, timeout: float = 60.0) -> World:
     """A world of `size` ranks, for `world(4).run(fn)` or as a decorator of a test, `@world(4)`.
 
     Simulated ranks (the default) are threads that take turns: one runs until it waits in a collective or

@@ -87,7 +87,7 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
         )
     if is_torch_dtensor(x):
         raise RuleError(f"{name}: a DTensor of torch beside one of shardwise is refused. Fix: {TORCH_DTENSOR}.")
-    if not_dense(x) not in (None, "sparse_coo"):
+    if not_dense(x) is not None:
         raise RuleError(
             f"{name}: a {not_dense(x)} tensor beside DTensors is not supported. "
             f"Fix: to_dense() it, or work on local tensors inside shardwise.experimental.local_map."
