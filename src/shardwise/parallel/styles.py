@@ -235,8 +235,6 @@ class _FeatureParallel(ParallelStyle):
 
     def __post_init__(self) -> None:
         if self.sizes is not None:
-            if not isinstance(self.sizes, Sequence) or not all(type(n) is int for n in self.sizes):
-                raise PlanError(f"sizes are integers, one per rank, got {self.sizes!r}. Fix: such as sizes=(3, 3, 2).")
             object.__setattr__(self, "sizes", tuple(self.sizes))
 
     def weight_shard(self, module: nn.Module, context: ModuleContext, features: int) -> Shard:
