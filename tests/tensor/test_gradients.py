@@ -469,3 +469,34 @@ def test_a_replicated_leaf_for_which_a_function_has_no_gradient_has_none() -> No
     _OfFirst.apply(x, y).sum().backward()  # type: ignore[no-untyped-call]
     assert y.grad is None
     assert_close(grad_of(x), torch.full((3,), 2.0, dtype=torch.float64))
+
+
+TWICE: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda x: x[torch.tensor([0, 3, 3, 6])] ** 2 * x[1],
+    "flip": lambda x: x.exp().flip(0).sin().cos(),
+    "unfold": lambda x: x.unfold(0, 2, 1).exp().sum(-1),
+    "reshape": lambda x: x.reshape(3, 7) ** 3 * x.reshape(-1)[3:10],
+    "cat": lambda x: torch.cat([x[:, 0].exp(), x[:, 0].sin()]) ** 2 * x[:, 0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_second_derivatives_communicate_alike_on_ranks_without_elements(name: str) -> None:
+    values = torch.sin(torch.arange(21.0, dtype=torch.float64)).reshape(7, 3)
+
+    def second(x: Any) -> Tensor:
+        (gradient,) = torch.autograd.grad(TWICE[name](x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return x.grad  # type: ignore[no-any-return]
+
+    def body(mesh: Mesh, placements: list[Placement]) -> Tensor:
+        return as_dtensor(second(distribute_tensor(values, mesh, placements).requires_grad_())).full_tensor()
+
+    expected = second(values.clone().requires_grad_())
+    for mesh, placements in (
+        (Mesh((3,)), [Shard(0, [4, 0, 3])]),
+        (Mesh((3,)), [OnRanks(1)]),
+        (Mesh((2, 2)), [Shard(0), Shard(1)]),
+    ):
+        for gradient in world(mesh.size()).run(body, mesh, placements):
+            assert_close(gradient, expected)

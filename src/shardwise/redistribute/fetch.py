@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardwise.layout import Box
 from shardwise.redistribute.transfers import Ranks, Region, Schedule, all_to_all, pack, schedule, unpack
+from shardwise.rules.empty import flat_cat
 from shardwise.trace.comm_trace import Cause
 
 Boxes = tuple[Box, ...]
@@ -41,7 +42,7 @@ def fetch(
         return [_own_box(xs[i], own[i], goal) for i, goal in goals]
     # A rank that sends nothing of a tensor still depends on it, so that its backward has the same collectives.
     unsent = set(range(len(xs))) - {region.index for region in plan.sends}
-    send = torch.cat([*pack(xs, plan), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
+    send = flat_cat([*pack(xs, plan), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
     received = all_to_all(send, plan.send_counts, plan.recv_counts, ranks, cause)
     by_goal: list[list[tuple[Region, Tensor]]] = [[] for _ in goals]
     for region, x in zip(plan.recvs, unpack(received, plan), strict=True):

@@ -136,8 +136,8 @@ def _plan_for(dtype: torch.dtype, src: Layout, dst: Layout) -> RedistributePlan:
 
 
 def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
-    if prod(shape) == 0:
-        return local.reshape(shape)  # an empty shard stays in the graph, so that backward has the same collectives
+    if prod(shape) == 0:  # reduced too: it stays in the graph, and as much of it is saved for backward as elsewhere
+        local = local.reshape(*shape[:dim], 1, *shape[dim:])
     match reduce_op:
         case "max":
             return local.amax(dim)

@@ -1,8 +1,9 @@
-"""Empty shards for kernels that refuse empty dims: they run on zeros, and the result is emptied."""
+"""Empty shards, where torch treats them otherwise: kernels that refuse empty dims, gradients that are constant."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,3 +47,12 @@ def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
     for dim, n in enumerate(shape):
         out = out if n else out.narrow(dim, 0, 0)
     return out
+
+
+def flat_cat(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate 1-D tensors, some of them empty.
+
+    The gradient that `torch.cat` gives an empty 1-D tensor is a constant. In double backward the graph of this rank
+    would lack collectives that the graphs of other ranks have. An empty tensor of two dims gets a slice.
+    """
+    return torch.cat([x.unsqueeze(1) for x in parts]).squeeze(1)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
+from shardwise.rules.empty import flat_cat
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
 from shardwise.rules.registry import OpRule, register
@@ -89,10 +90,11 @@ def assembled(
         # Every operand is in the autograd graph of every rank, also where the rank's shard has none of its elements.
         unused = [x for i, x in enumerate(xs) if all(run.operand != i for run in runs_of[ctx.rank])]
         if ctx.output.boxes(ctx.rank):
-            xs = [torch.cat([*(blocks or found), *(x.narrow(dim, 0, 0) for x in unused)], dim)]
+            parts = [*(blocks or found), *(x.narrow(dim, 0, 0) for x in unused)]
+            xs = [flat_cat(parts) if parts[0].ndim == 1 else torch.cat(parts, dim)]
         else:
             shape = ctx.output.local_shape(ctx.rank)
-            xs = [torch.cat([x.reshape(-1)[:0] for x in (*found, *xs)]).view(shape)]
+            xs = [flat_cat([x.reshape(-1)[:0] for x in (*found, *xs)]).view(shape)]
         held = [{r: box.along(dim, result[r].offsets[dim], result[r].sizes[dim]) for r, box in held[0].items()}]
     return xs[0]
 
@@ -156,7 +158,7 @@ def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[
     )
     rows += [Row(inputs(p), p, "Partial operands are joined rank by rank") for p in PARTIALS]
     owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
-    return rows + [Row(inputs(p), p, OWNER) for p in owners[:1]]
+    return rows + [Row(inputs(p), p, OWNER, _on_owner) for p in owners[:1]]
 
 
 def _local_cat(
@@ -190,12 +192,14 @@ def stack(tensors: Sequence[Meta], dim: int = 0) -> list[Row]:
     rows = [Row((Shard(d),) * count, Shard(d + (d >= at)), "the new dim is not sharded") for d in range(ndim)]
     rows += [Row((p,) * count, p, "Partial operands are joined rank by rank") for p in PARTIALS]
     owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
-    return rows + [Row((p,) * count, p, OWNER, _stack_on_owner) for p in owners[:1]]
+    return rows + [Row((p,) * count, p, OWNER, _on_owner) for p in owners[:1]]
 
 
-def _stack_on_owner(ctx: LocalContext, tensors: Sequence[Tensor], /, *args: object, **kwargs: object) -> Tensor:
+def _on_owner(ctx: LocalContext, tensors: Sequence[Tensor], /, *args: object, **kwargs: object) -> Tensor:
     return (
-        ctx.call(tensors, *args, **kwargs) if ctx.output.boxes(ctx.rank) else empty_result(ctx, torch.cat([*tensors]))
+        ctx.call(tensors, *args, **kwargs)
+        if ctx.output.boxes(ctx.rank)
+        else empty_result(ctx, flat_cat([x.reshape(-1) for x in tensors]))
     )
 
 

@@ -151,7 +151,8 @@ def _regrouped(
         found = _flat_boxes(low, low + span, tuple(shape[d] for d in old)) or [Box((0,) * len(old), (0,) * len(old))]
         wanted[rank] = [(0, _with_dims(box, old, dims)) for dims in found]
     blocks = ctx.fetch_boxes([x], [list(held.values())], wanted.__getitem__)
-    return torch.cat([block.flatten(old.start, old.stop - 1) for block in blocks], old.start), goals
+    flat = [block.flatten(old.start, old.stop - 1) for block in blocks]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, old.start), goals
 
 
 def _with_dims(box: Box, dims: range, other: Box) -> Box:
