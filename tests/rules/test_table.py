@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardwise import Partial, Replicate, Shard
 from shardwise.parallel.experts import mix_experts
 from shardwise.rules import RULES, Meta, OpRule, Row
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.registry import ops_with_rules
 from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing.judge import Sample
+from shardwise.trace.autograd_function import TensorFunction
 from tools import table_survey
 from tools.rows import exceptions, main, survey, table_of
 from tools.table_survey import Checked, Survey, run
@@ -42,6 +45,27 @@ def rows_with_a_shadow(x: Meta) -> list[Row]:
 
 def rows_with_a_wrong_output(x: Meta) -> list[Row]:
     return [Row((Shard(0),), Replicate(), "every rank has everything, it says")]
+
+
+class Kept(TensorFunction):
+    """The square; keeps its operand instead of saving it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * ctx.x * grads[0]
+
+
+def squared_on_one(ctx: LocalContext, x: Tensor) -> Tensor:
+    return x.square() if ctx.rank == 0 else Kept.apply(x)
+
+
+def rows_that_save_on_one_rank(x: Meta) -> list[Row]:
+    return [Row((Shard(0),), Shard(0), "each element by itself", squared_on_one)]
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +108,11 @@ def test_a_wrong_row_is_named_with_its_world_and_what_was_expected() -> None:
 
 def test_a_result_with_another_layout_than_its_row_is_an_error() -> None:
     assert "every rank has everything, it says" in " ".join(complaints(rows_with_a_wrong_output))
+
+
+def test_a_row_of_which_only_some_ranks_save_for_backward_is_named() -> None:
+    found = complaints(rows_that_save_on_one_rank)
+    assert "ranks save the last tensor for backward after other collectives: [0, None" in " ".join(found)
 
 
 def test_a_row_that_is_never_taken_is_named() -> None:

@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Mesh, Placement, Replicate, Shard, distribute_tensor
 from shardwise.testing import world
 
+aten = torch.ops.aten
 VALUES = torch.sin(torch.arange(21.0, dtype=torch.float64) * 3).reshape(7, 3)
 Block = Callable[[Tensor], Tensor]
 
@@ -79,6 +81,15 @@ def _halved() -> saved_tensors_hooks:
     )
 
 
+def _flat() -> saved_tensors_hooks:
+    """Hooks that store tensors in one dim, as offloading in one buffer does."""
+    return saved_tensors_hooks(lambda x: (x.reshape(-1), x.shape), lambda stored: stored[0].view(stored[1]))
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts([aten.exp.default, aten.mm.default, aten.sum.dim_IntList])
+
+
 RUNS: dict[str, Callable[[Block], Block]] = {
     "once": _again,
     "twice": lambda block: _again(lambda x: _again(block)(x.exp()).sin()),
@@ -87,6 +98,14 @@ RUNS: dict[str, Callable[[Block], Block]] = {
     "in other hooks": lambda block: _under(save_on_cpu, lambda x: _again(block)(x.exp())),
     "around other hooks": lambda block: _again(_under(_halved, lambda x: block(x.exp()).sin())),
     "hooks in hooks": lambda block: _under(_halved, _under(save_on_cpu, lambda x: block(x.exp()).sin())),
+    "in hooks that reshape": lambda block: _under(_flat, lambda x: _again(block)(x.exp()).sin()),
+    "selective": lambda block: (
+        lambda x: checkpoint(lambda y: _again(block)(y.exp()).sin(), x, use_reentrant=False, context_fn=_selective)
+    ),
+    "selective inside": lambda block: _again(
+        lambda x: checkpoint(lambda y: block(y.exp()).sin(), x.cos(), use_reentrant=False, context_fn=_selective)
+    ),
+    "reentrant": lambda block: lambda x: checkpoint(lambda y: block(y.exp()).sin(), x, use_reentrant=True),
     "reentrant inside": lambda block: _again(lambda x: checkpoint(block, x.exp(), use_reentrant=True).sin()),
 }
 LAYOUTS: dict[str, tuple[Mesh, list[Placement]]] = {
@@ -137,3 +156,86 @@ def test_nested_checkpoints_draw_the_same_random_numbers_again(layout: str, dept
         assert bool(expected.any())
         assert not bool(expected.all())
         assert_close(gradient, expected)
+
+
+class _Experts(Function):
+    """Saves inputs, an intermediate tensor, an output and indices; says which outputs have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = x.exp()
+        out = hidden @ w
+        top, experts = out.max(1)
+        ctx.save_for_backward(x, hidden, out, w, experts)
+        ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
+        ctx.scale = scale
+        return out, top, experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_out: Tensor | None, of_top: Tensor | None, of_experts: None) -> tuple[Any, Any, None]:
+        x, hidden, out, w, experts = ctx.saved_tensors
+        assert ctx.needs_input_grad == (True, w.requires_grad, False)
+        assert x.shape == hidden.shape
+        assert out.shape == (x.shape[0], w.shape[1])
+        grad = torch.zeros_like(out) if of_out is None else of_out
+        if of_top is not None:
+            grad = grad + torch.zeros_like(out).scatter(1, experts[:, None], of_top[:, None])
+        needs_w = ctx.needs_input_grad[1]
+        return (grad @ w.T) * hidden * (x.shape[0] / 7), hidden.T @ grad if needs_w else None, None
+
+
+def _all_outputs(x: Tensor, w: Tensor) -> Tensor:
+    out, top, experts = _Experts.apply(x.sin(), w, 1.0)  # type: ignore[no-untyped-call]
+    assert not experts.requires_grad
+    return out * (experts[:, None] + 1) + top[:, None]  # type: ignore[no-any-return]
+
+
+def _one_output(x: Tensor, w: Tensor) -> Tensor:
+    return _Experts.apply(x.sin(), w.detach(), 1.0)[1] * w.sum()  # type: ignore[no-untyped-call, no-any-return]
+
+
+FUNCTIONS = {"all outputs": _all_outputs, "one output": _one_output}
+
+
+@pytest.mark.parametrize("run", ["once", "twice", "in hooks that reshape", "in other hooks", "reentrant"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_custom_functions_get_what_they_saved_through_checkpoints_and_hooks(name: str, run: str) -> None:
+    weight = torch.cos(torch.arange(6.0, dtype=torch.float64)).reshape(3, 2)
+
+    def gradients(x: Any, w: Any) -> list[Tensor]:
+        RUNS[run](lambda y: FUNCTIONS[name](y, w))(x).sum().backward()
+        return [as_full(x.grad), as_full(w.grad)]
+
+    expected = gradients(VALUES.clone().requires_grad_(), weight.clone().requires_grad_())
+    for mesh, placements in LAYOUTS.values():
+
+        def body(mesh: Mesh = mesh, placements: list[Placement] = placements) -> list[Tensor]:
+            x = distribute_tensor(VALUES, mesh, placements).requires_grad_()
+            return gradients(x, distribute_tensor(weight, mesh).requires_grad_())
+
+        for found in world(mesh.size()).run(body):
+            assert_close(found, expected)
+
+
+def as_full(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_derivatives_through_nested_checkpoints_equal_one_process(layout: str) -> None:
+    mesh, placements = LAYOUTS[layout]
+
+    def second(x: Any) -> Tensor:
+        out = _again(lambda y: _again(lambda z: (z * z[0]).sin() * z.shape[0])(y.exp()).cumsum(0))(x)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return as_full(x.grad)
+
+    def body() -> Tensor:
+        return second(distribute_tensor(VALUES, mesh, placements).requires_grad_())
+
+    expected = second(VALUES.clone().requires_grad_())
+    for found in world(mesh.size()).run(body):
+        assert_close(found, expected)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.rules.empty import emptied, filled
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.reductions.normalisation import INF, wide
@@ -245,15 +246,20 @@ def ctc(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     return [Row(inputs, output, "batch-sharded", local_with(_ctc, tensors[0].shape[1]))]
 
 
+# An empty shard runs on one example of zeros, so that it saves for backward what others save.
+FILLED_FOR_CTC = {"log_probs": (1, 1), "targets": (1, 1), "input_lengths": (1,), "target_lengths": (1,)}
+
+
 def _ctc(batch_size: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
     named = arguments(F.ctc_loss, args, kwargs)
     box = ctx.layouts[0].boxes(ctx.rank)[0]
     own = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
     for name in ("input_lengths", "target_lengths"):
         if not isinstance(named[name], Tensor):
-            named[name] = torch.tensor(named[name][own])
+            named[name] = torch.tensor(named[name][own], dtype=torch.int64)
     reduction = named["reduction"]
-    losses = F.ctc_loss(**{**named, "reduction": "none"}) if box.sizes[1] else named["log_probs"].sum((0, 2))
+    operands = {name: filled(named[name], lengths) for name, lengths in FILLED_FOR_CTC.items()}
+    losses = emptied(F.ctc_loss(**{**named, **operands, "reduction": "none"}), (box.sizes[1],))
     if reduction == "mean":
         losses = losses / named["target_lengths"].clamp(min=1) / batch_size
     return losses if reduction == "none" else losses.sum()

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -208,13 +209,36 @@ def plain_run(sample: Sample) -> Observed:
 
 def observe_rank(sample: Sample, layouts: Layouts, backward: bool = True) -> Observed:
     """What this rank sees of a call with its tensors laid out as `layouts`."""
-    torch.default_generator.manual_seed(SEED)
-    pairs = zip(sample.tensors(), layouts, strict=True)
-    leaves = [sample.leaf(dtensor_from_full(x.detach(), layout), i) for i, (x, layout) in enumerate(pairs)]
+    leaves = _leaves_on(sample, layouts)
     with collectives.count_comms() as comms:
         seen = observe(sample, leaves, backward)
     seen.implicit = len(comms.implicit)
     return seen
+
+
+def _leaves_on(sample: Sample, layouts: Layouts) -> list[Tensor]:
+    torch.default_generator.manual_seed(SEED)
+    pairs = zip(sample.tensors(), layouts, strict=True)
+    return [sample.leaf(dtensor_from_full(x.detach(), layout), i) for i, (x, layout) in enumerate(pairs)]
+
+
+def last_saved(sample: Sample, layouts: Layouts) -> int | None:
+    """After how many collectives of a call this rank saves the last tensor for backward; None if it saves none.
+
+    The call must raise no error.
+    """
+    leaves, calls = _leaves_on(sample, layouts), collectives.transport().calls
+    found: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        found.append(sum(calls.values()))
+        return x
+
+    inputs = [leaves[0].clone(), *leaves[1:]] if sample.in_place else leaves
+    before = sum(calls.values())
+    with saved_tensors_hooks(pack, lambda x: x):
+        sample.call(inputs)
+    return found[-1] - before if found else None
 
 
 def draws_random(sample: Sample) -> bool:

@@ -22,7 +22,7 @@ from shardwise.rules import Meta, Row
 from shardwise.rules.registry import rule_of
 from shardwise.rules.row import Kwargs
 from shardwise.tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
-from shardwise.testing.judge import Judge, Observed, Sample, assert_close_bounds, observe_rank
+from shardwise.testing.judge import Judge, Observed, Sample, assert_close_bounds, last_saved, observe_rank
 from shardwise.testing.worlds import world
 
 MESHES = (Mesh((1,)), Mesh((2,)), Mesh((3,)), Mesh((5,)), Mesh((2, 2)))
@@ -188,7 +188,24 @@ def assert_equals_one_process(samples: Sequence[Sample], meshes: Sequence[Mesh] 
             for rank, by_rank in enumerate(results):
                 if (seen := by_rank[index]) is not None:
                     _check(judge, seen, layouts, rank)
+        if mesh.ndim == 1 and judge.sample.gradients:
+            ran = [layouts for index, layouts in enumerate(cases) if results[0][index] is not None]
+            _check_saved(judge.sample, mesh, ran)
     return tally
+
+
+def _check_saved(sample: Sample, mesh: Mesh, cases: Sequence[Sequence[Layout]]) -> None:
+    """All ranks save the last tensor for backward after the same collective of the call, or none saves any.
+
+    There a checkpoint stops to recompute. A rank that went on would call collectives that others do not call.
+    """
+    by_rank = world(mesh.size()).run(lambda: [last_saved(sample, layouts) for layouts in cases])
+    for index, layouts in enumerate(cases):
+        found = [of_rank[index] for of_rank in by_rank]
+        if len(set(found)) > 1:
+            error = AssertionError(f"ranks save the last tensor for backward after other collectives: {found}")
+            error.add_note(_described(sample, layouts))
+            raise error
 
 
 def _judge(sample: Sample) -> Judge:

@@ -10,7 +10,7 @@ from torch import Tensor, _linalg_utils
 
 from shardwise.layout import Shard
 from shardwise.rules.empty import never_empty
-from shardwise.rules.local_context import local_with
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import SUMS, broadcast, shard_at, tensors_of
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import LocalFunction, Meta, Row
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 # How many last dims of each operand an op works on; of further operands, all.
 LINALG = {
     "det slogdet inv inv_ex cholesky cholesky_ex eig eigvals eigh eigvalsh svd svdvals qr lu lu_factor": (2,),
-    "lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power matrix_rank pinv": (2,),
+    "lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power pinv": (2,),
     "matrix_sqrth polar": (2,),  # since torch 2.14
     "solve_triangular": (2, 2), "lu_solve ldl_solve": (2, 1, 2), "vander": (1,),
 }  # fmt: skip
@@ -53,6 +53,19 @@ def batched(last_dims: Sequence[int], *args: object, **kwargs: object) -> list[R
     operands = tensors_of(args, kwargs)
     further = [x.ndim for x in operands[len(last_dims) :]]
     return slice_rows(list(zip(operands, [*last_dims, *further], strict=True)))
+
+
+def rank_of_matrix(*args: object, **kwargs: object) -> list[Row]:
+    """out[batch] = the number of singular values of a[batch] that are not zero."""
+    operands = tensors_of(args, kwargs)
+    return slice_rows([(x, 2 if i == 0 else 0) for i, x in enumerate(operands)], (), _without_graph)
+
+
+def _without_graph(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    """The op, which torch decomposes into others that would save tensors on ranks with elements only."""
+    with torch.no_grad():
+        out: Tensor = ctx.call(*args, **kwargs)
+    return out
 
 
 def solve(A: Meta, B: Meta, **_: object) -> list[Row]:
@@ -106,6 +119,7 @@ for _homes, _table, _removed in (((torch.linalg,), LINALG, {}), ((torch, Tensor)
         register(OpRule(partial(batched, _last_dims)), *_ops)
 _decompositions = [getattr(aten, f"_linalg_{name}").default for name in ("det", "slogdet", "svd", "eigh")]
 register(OpRule(partial(batched, (2,))), *_decompositions)
+register(OpRule(rank_of_matrix), torch.linalg.matrix_rank)
 register(OpRule(solve), torch.linalg.solve, torch.linalg.solve_ex)
 register(OpRule(cross), torch.linalg.cross, aten.linalg_cross.default)
 register(OpRule(lambda input, other, dim=None: cross(input, other, dim)), torch.cross, Tensor.cross)

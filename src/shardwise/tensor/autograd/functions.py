@@ -5,13 +5,16 @@ A custom `autograd.Function` sees DTensors in forward and backward; its gradient
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.autograd.function import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import _functions as of_modules
 
 from shardwise.errors import RuleError
@@ -124,10 +127,20 @@ def _local_gradient(grad: Any, of: Layout | None) -> Any:
     return as_cotangent(grad, of.replicated(), of)
 
 
+def _hooks_on_locals() -> AbstractContextManager[object]:
+    """Saved-tensor hooks get local tensors inside, as in ops: a tensor that they unpack has no layout of its own."""
+    hooks = top_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+    return saved_tensors_hooks(lambda x: pack(plain(x) if type(x) is DTensor else x), unpack)
+
+
 def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> Any:
     if issubclass(cls, of_modules.BackwardHookFunction):
         return track(BackwardHookFunction.apply(*args))  # type: ignore[no-untyped-call]
-    out = original.__get__(None, _on_dtensors(cls))(*args, **kwargs)
+    with _hooks_on_locals():
+        out = original.__get__(None, _on_dtensors(cls))(*args, **kwargs)
     if isinstance(out, Tensor) and type(out) is not DTensor:  # an input that was returned: torch made a view of it
         layout = next((x._layout for x in args if type(x) is DTensor and x.shape == out.shape), None)
         return out if layout is None else track(tag(out, layout))
@@ -214,7 +227,8 @@ def saving_layouts(original: Callable[..., None]) -> Callable[..., None]:
     """`save_inputs` of a checkpoint, which also saves layouts: inside other hooks torch unpacks plain tensors."""
 
     def save_inputs(frame: _Frame, *args: object) -> None:
-        original(frame, *args)
+        with _hooks_on_locals():
+            original(frame, *args)
         frame._shardwise_inputs = _layouts(args)
 
     return save_inputs
