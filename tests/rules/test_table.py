@@ -57,7 +57,8 @@ class Kept(TensorFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * ctx.x * grads[0]
+        gradient: Tensor = 2 * ctx.x * grads[0]
+        return gradient
 
 
 def squared_on_one(ctx: LocalContext, x: Tensor) -> Tensor:

@@ -493,10 +493,11 @@ def test_second_derivatives_communicate_alike_on_ranks_without_elements(name: st
         return as_dtensor(second(distribute_tensor(values, mesh, placements).requires_grad_())).full_tensor()
 
     expected = second(values.clone().requires_grad_())
-    for mesh, placements in (
+    layouts: list[tuple[Mesh, list[Placement]]] = [
         (Mesh((3,)), [Shard(0, [4, 0, 3])]),
         (Mesh((3,)), [OnRanks(1)]),
-        (Mesh((2, 2)), [Shard(0), Shard(1)]),
-    ):
+        (Mesh((2, 2)), [S0, S1]),
+    ]
+    for mesh, placements in layouts:
         for gradient in world(mesh.size()).run(body, mesh, placements):
             assert_close(gradient, expected)
