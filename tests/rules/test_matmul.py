@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.tensor.dispatch.dispatcher import forget
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
@@ -175,7 +174,6 @@ def test_partial_inputs_are_reduced_before_a_sharded_weight_which_is_not_redistr
         assert [move.split(":")[0] for move in comms.implicit] == ["linear, operand 0"]
         torch.testing.assert_close(out.full_tensor(), F.linear(x, weight))
 
-    forget()  # one choice serves all sizes
     world(ranks).run(body)
 
 

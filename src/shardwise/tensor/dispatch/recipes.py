@@ -31,7 +31,8 @@ class RunnableRecipe(NamedTuple):
 
 
 _recipe_cache: dict[Any, RunnableRecipe] = {}
-_row_cache: dict[Any, tuple[Row, ...]] = {}
+# The rows that fit, and which are the cheapest, by the size classes of the operands: () if one row fits each axis.
+_row_cache: dict[Any, tuple[resolve.Candidates, dict[tuple[object, ...], tuple[Row, ...]]]] = {}
 
 
 def forget() -> None:
@@ -109,14 +110,23 @@ def _in_place_rule(rule: OpRule, name: str) -> OpRule:
 def _choice(
     func: Op, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
 ) -> tuple[Row, ...]:
-    """Rows for these operands; a choice of a shape-independent rule is cached without sizes."""
+    """Rows for these operands, whatever ran before: ranks with other histories choose the same.
+
+    The rows of a shape-independent rule that fit are cached without sizes, the cheapest of several by size class.
+    """
     if not rule.shape_independent:
         return resolve.choose(name, rule, operands, slotted, named)
-    kinds = tuple((o.layout.kind, o.dtype, tuple([n == 1 for n in o.layout.shape])) for o in operands)
+    layouts = [o.layout for o in operands]
+    kinds = tuple([(x.kind, o.dtype, tuple([n == 1 for n in x.shape])) for o, x in zip(operands, layouts, strict=True)])
     key = kinds, call_key(func, rule, slotted, named)
-    chosen = _row_cache.get(key)
-    if chosen is None:
-        chosen = resolve.choose(name, rule, operands, slotted, named)
+    known = _row_cache.get(key)
+    if known is None:
+        known = resolve.candidates(name, rule, operands, slotted, named), {}
         if NO_KEY not in key[1]:
-            remember(_row_cache, key, chosen)
-    return chosen
+            remember(_row_cache, key, known)
+    fitting, chosen = known
+    settled = max(map(len, fitting), default=1) == 1
+    sizes = () if settled else tuple([resolve.size_class(x.shape) for x in layouts])
+    if sizes not in chosen:
+        chosen[sizes] = resolve.cheapest(rule, fitting, layouts)
+    return chosen[sizes]

@@ -52,6 +52,9 @@ class NoRowError(RuleError):
 ALL_REPLICATED = "every rank has everything"
 
 
+Candidates = tuple[tuple[Row, ...], ...]  # for each mesh axis the rows that fit: one, or several at different costs
+
+
 def choose(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwargs: Kwargs) -> tuple[Row, ...]:
     """A row for every mesh axis.
 
@@ -61,17 +64,45 @@ def choose(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwa
     Raises:
         RuleError: operands on different meshes, or no row that fits.
     """
+    return cheapest(rule, candidates(name, rule, operands, args, kwargs), [o.layout for o in operands])
+
+
+def candidates(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwargs: Kwargs) -> Candidates:
+    """The rows that fit; arguments and errors are those of `choose`."""
     layouts = [operand.layout for operand in operands]
     mesh = layouts[0].mesh
     for other in layouts:
         if other.mesh != mesh:
             raise SeveralMeshesError(f"{name}: operands live on different meshes, {mesh} and {other.mesh}.")
-    replicated = _replicated(len(layouts), rule.replicated_impl)
-    chosen = [_choose(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim)]
-    local = _local_of(chosen, rule)
+    return tuple(_candidates(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim))
+
+
+def cheapest(rule: OpRule, fitting: Candidates, layouts: Sequence[Layout]) -> tuple[Row, ...]:
+    """For every mesh axis the row with the lowest cost; equal for all layouts of one kind and size class."""
+    if any(len(rows) > 1 for rows in fitting):
+        layouts = [_of_size_class(layout) for layout in layouts]
+    chosen = [
+        rows[0] if len(rows) == 1 else min(rows, key=lambda row: _cost(row, layouts, axis))
+        for axis, rows in enumerate(fitting)
+    ]
+    local, replicated = _local_of(chosen, rule), _replicated(len(layouts), rule.replicated_impl)
     return tuple(  # one local implementation per call: an axis that chose another one is replicated instead
         row if row.local_impl in (None, local, rule.replicated_impl) else replicated for row in chosen
     )
+
+
+def size_class(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape with the three leading bits of each size: (7, 9, 1000) -> (7, 8, 896).
+
+    The cheapest row is cached by it. By sizes, every new shape would be planned for all rows that fit.
+    """
+    return tuple([n if n < 8 else n >> (cut := n.bit_length() - 3) << cut for n in shape])
+
+
+def _of_size_class(layout: Layout) -> Layout:
+    if any(isinstance(p, Boxes) for p in layout.placements):  # boxes, which are part of the kind, fit one shape
+        return layout
+    return Layout(layout.mesh, [kind(p) for p in layout.placements], size_class(layout.shape), layout.shard_order)
 
 
 def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
@@ -154,7 +185,7 @@ def _replicated(count: int, replicated_impl: Callable[..., Any] | None = None) -
     return Row((REPLICATE,) * count, REPLICATE, ALL_REPLICATED, replicated_impl)
 
 
-def _choose(
+def _candidates(
     name: str,
     rule: OpRule,
     operands: Sequence[Operand],
@@ -162,7 +193,8 @@ def _choose(
     args: Args,
     kwargs: Kwargs,
     axis: int,
-) -> Row:
+) -> tuple[Row, ...]:
+    """The rows that fit along one axis: that of the present placements, if there is one."""
     current = tuple(layout.placements[axis] for layout in layouts)
     metas = [Meta(o.layout.shape, o.dtype, p) for o, p in zip(operands, current, strict=True)]
     try:
@@ -174,18 +206,14 @@ def _choose(
     kinds = tuple(kind(p) for p in current)
     every = (*rows, _replicated(len(current), rule.replicated_impl))
     rows = [row for row in every if _possible(row, kinds, rule.in_place)]
-    for row in rows:
-        if row.inputs == kinds:
-            return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
-    rows = [row for row in rows if _keeps_some_sharding(row, kinds)]
-    if not rows:
+    found = [row for row in rows if row.inputs == kinds][:1] or [r for r in rows if _keeps_some_sharding(r, kinds)]
+    if not found:
         raise NoRowError(
             f"{name} has no row for mesh axis {axis} with inputs ({', '.join(map(str, current))})"
             f"{' that keeps its first operand where it is' if rule.in_place else ''}. "
             f"Fix: redistribute the operands, for example to Replicate()."
         )
-    row = min(rows, key=lambda row: _cost(row, layouts, axis))
-    return _alone(row, every) if layouts[0].mesh.shape[axis] == 1 else row
+    return tuple([_alone(row, every) for row in found] if layouts[0].mesh.shape[axis] == 1 else found)
 
 
 def _alone(row: Row, every: Sequence[Row]) -> Row:
