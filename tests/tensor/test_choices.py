@@ -17,6 +17,7 @@ from shardwise.tensor import tag
 from shardwise.tensor.dispatch import dispatcher, resolve
 from shardwise.tensor.dispatch.run_op import recipe_of
 from shardwise.testing import world
+from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
 from tools import samples
 from tools.rows import written
@@ -118,12 +119,12 @@ def sent_by(*sizes: tuple[int, int, int]) -> list[tuple[object, int]]:
     """The placements and the bytes of a product for each of these sizes, in this order in a new process."""
 
     def run() -> list[tuple[object, int]]:
-        found = []
+        found: list[tuple[object, int]] = []
         for rows, inner, columns in sizes:
             x, weight = (distribute_tensor(torch.ones(n, m), LINE, [S0]) for n, m in ((rows, inner), (inner, columns)))
             with count_comms() as comms:
                 out = torch.mm(x, weight)
-            found.append((out.placements, comms.total_bytes))
+            found.append((as_dtensor(out).placements, comms.total_bytes))
         return found
 
     dispatcher.forget()
@@ -153,7 +154,7 @@ def _after_another_history() -> Tensor:
         product = torch.mm(x, weight)
         if collectives.rank() == 0:
             dispatcher.forget()  # as if other work had filled the cache
-    return product.full_tensor()
+    return as_dtensor(product).full_tensor()
 
 
 @pytest.mark.processes

@@ -57,8 +57,7 @@ class DTensor(torch.Tensor):
     _reduced_grad: "DTensor | None" = None  # of a leaf: the part of its gradient that is all-reduced already
     _pending_gradients: Any = None  # of a leaf: those that wait for a bucketed all-reduce together with its own
     _bucket_plan: Any = None  # of a leaf: the plan of its last bucketed all-reduce
-    _leaf_number: int = 0  # of a leaf with bucketed gradients: creation order on this rank; 0: none
-    _leaf_number_in_mesh: int = 0  # the same among the leaves of its mesh, so equal on all ranks of that
+    _leaf_number: int = 0  # of a leaf with bucketed gradients: creation order on the ranks of its mesh; 0: none
     _name: str | None = None  # of a parameter: what errors call it
     _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards

@@ -1,7 +1,7 @@
 """Bucketed all-reduce of the gradients of replicated parameters.
 
     loss.backward()   # gradients are Partial
-    parameter.grad    # the first read all-reduces the gradients of all parameters
+    parameter.grad    # the first read all-reduces the gradients of all parameters on the same ranks
 
 Several backwards before a read cost one all-reduce. A plan may send buckets during backward (`SendTime`); they are
 waited for when a gradient is read. That guess never changes a value: a gradient that changed after it was sent is
@@ -63,16 +63,29 @@ class SentBucket:
 
 
 @dataclass
+class _Group:
+    """State of one rank for the leaves on some ranks. All of them have the same, whatever else each of them does."""
+
+    ranks: tuple[int, ...]
+    leaf_numbers: "count[int]" = field(default_factory=lambda: count(1))
+    plans: dict[tuple[int, ...], BucketPlan] = field(default_factory=dict)  # by the numbers of all leaves
+    last_leaves: tuple[int, ...] = ()  # the key of the plan that was used last
+    agreed: dict[str, str] = field(default_factory=dict)  # what was reduced last
+    pending: "PendingGradients | None" = None  # of the current or the last backward
+
+
+@dataclass
 class _Rank:
     """State of one rank; each simulated rank has its own."""
 
     options: BucketOptions = field(default_factory=BucketOptions)
-    leaf_numbers: "count[int]" = field(default_factory=lambda: count(1))
-    leaf_numbers_in_mesh: dict[tuple[int, ...], "count[int]"] = field(default_factory=dict)  # by the ranks of the mesh
-    plans: dict[tuple[int, ...], BucketPlan] = field(default_factory=dict)  # by the numbers of all leaves
-    last_leaves: tuple[int, ...] = ()  # the key of the plan that was used last
-    agreed: dict[tuple[int, ...], dict[str, str]] = field(default_factory=dict)  # by ranks: what they reduced last
-    pending: "PendingGradients | None" = None  # of the current or the last backward
+    groups: dict[tuple[int, ...], _Group] = field(default_factory=dict)  # by the ranks of the mesh of a leaf
+
+    def group_of(self, leaf: DTensor) -> _Group:
+        ranks = tuple(sorted(leaf._layout.mesh.ranks))
+        if ranks not in self.groups:
+            self.groups[ranks] = _Group(ranks)
+        return self.groups[ranks]
 
 
 _ranks: "WeakKeyDictionary[Any, _Rank]" = WeakKeyDictionary()
@@ -103,8 +116,9 @@ def gradient_buckets(max_bytes: int = BucketOptions.max_bytes, *, overlap: bool 
         raise RuleError(f"gradient_buckets: max_bytes is a positive number of bytes, got {max_bytes}.")
     state = _this_rank()
     state.options = BucketOptions(int(max_bytes), overlap)
-    state.plans.clear()
-    state.last_leaves = ()
+    for group in state.groups.values():
+        group.plans.clear()
+        group.last_leaves = ()
 
 
 def enable_bucketing(leaf: DTensor) -> None:
@@ -112,9 +126,7 @@ def enable_bucketing(leaf: DTensor) -> None:
     with DisableTorchFunctionSubclass():
         if leaf._leaf_number or not leaf.requires_grad or not leaf.is_leaf or not axes_to_reduce(leaf._layout):
             return
-        state, ranks = _this_rank(), tuple(sorted(leaf._layout.mesh.ranks))
-        leaf._leaf_number = next(state.leaf_numbers)
-        leaf._leaf_number_in_mesh = next(state.leaf_numbers_in_mesh.setdefault(ranks, count(1)))
+        leaf._leaf_number = next(_this_rank().group_of(leaf).leaf_numbers)
         leaf.register_post_accumulate_grad_hook(add_to_pending)  # type: ignore[no-untyped-call]
 
 
@@ -122,9 +134,10 @@ def enable_bucketing(leaf: DTensor) -> None:
 
 
 class PendingGradients:
-    """Leaves whose gradients were not read since their backward."""
+    """Leaves of a group whose gradients were not read since their backward."""
 
-    def __init__(self, plan: BucketPlan | None) -> None:
+    def __init__(self, group: _Group, plan: BucketPlan | None) -> None:
+        self.group = group
         self.plan = plan  # the expected one, by which buckets are sent early
         self.leaves: dict[int, DTensor] = {}  # by number
         self.backwards: dict[int, int] = {}  # by number: how often a gradient was added to that of the leaf
@@ -135,8 +148,7 @@ class PendingGradients:
         self.leaves.pop(leaf._leaf_number, None)
         self.backwards.pop(leaf._leaf_number, None)
         if not self.leaves:
-            state = _this_rank()
-            state.pending = None if state.pending is self else state.pending
+            self.group.pending = None if self.group.pending is self else self.group.pending
             for bucket in self.sent:
                 bucket.finish()
 
@@ -156,11 +168,13 @@ def add_to_pending(leaf: Tensor) -> None:
         with DisableTorchFunctionSubclass():
             if raw_grad.__get__(leaf) is None:  # a custom Function returned no gradient for it
                 return
-        if state.pending is None:
+        group = state.group_of(leaf)
+        if group.pending is None:
             last: BucketPlan | None = leaf._bucket_plan
-            state.pending = PendingGradients(last if last is not None and last.options is state.options else None)
-        state.pending.leaves[number] = leaf
-        leaf._pending_gradients = state.pending
+            expected = last if last is not None and last.options is state.options else None
+            group.pending = PendingGradients(group, expected)
+        group.pending.leaves[number] = leaf
+        leaf._pending_gradients = group.pending
     pending: PendingGradients = leaf._pending_gradients
     pending.backwards[number] = pending.backwards.get(number, 0) + 1
     plan = pending.plan
@@ -179,12 +193,12 @@ def add_to_pending(leaf: Tensor) -> None:
 
 def reduce_pending(pending: PendingGradients) -> None:
     """Reduce the gradients that were not sent yet, and wait for the buckets that were."""
-    state = _this_rank()
-    if state.pending is pending:
-        state.pending = None
+    group, options = pending.group, _this_rank().options
+    if group.pending is pending:
+        group.pending = None
     for leaf in pending.leaves.values():
         leaf._pending_gradients = None
-    plan = _plan_of(pending.leaves, state)
+    plan = _plan_of(pending.leaves, group, options)
     for leaf in pending.leaves.values():
         leaf._bucket_plan = plan
     unchanged = {
@@ -199,7 +213,7 @@ def reduce_pending(pending: PendingGradients) -> None:
     buckets = plan.buckets
     if len(waiting) < len(pending.leaves):
         ordered = [waiting[n] for bucket in plan.buckets for n in bucket if n in waiting]
-        buckets = _buckets_of(ordered, state.options)
+        buckets = _buckets_of(ordered, options)
     _reduce_buckets(pending.sent, [[waiting[n] for n in bucket] for bucket in buckets])
 
 
@@ -208,20 +222,20 @@ def reduce_alone(leaf: DTensor) -> None:
     _reduce_buckets([], [[leaf]])
 
 
-def _plan_of(leaves: dict[int, DTensor], state: _Rank) -> BucketPlan:
+def _plan_of(leaves: dict[int, DTensor], group: _Group, options: BucketOptions) -> BucketPlan:
     """The bucket plan of these leaves. If they are not those of the last plan, the ranks compare them first."""
     # Not in the order of backward: kernels of empty shards may reach leaves in another order.
     numbers = sorted(leaves, reverse=True)
     ordered = [leaves[n] for n in numbers]
     key = tuple(-n if _is_sparse(leaves[n]) else n for n in numbers)
-    if key != state.last_leaves:
-        _agree(ordered, state)
-        state.last_leaves = key
-    if key not in state.plans:
-        if len(state.plans) >= KEPT_PLANS:
-            state.plans.clear()
-        state.plans[key] = BucketPlan(_buckets_of(ordered, state.options), state.options)
-    return state.plans[key]
+    if key != group.last_leaves:
+        _agree(ordered, group, options)
+        group.last_leaves = key
+    if key not in group.plans:
+        if len(group.plans) >= KEPT_PLANS:
+            group.plans.clear()
+        group.plans[key] = BucketPlan(_buckets_of(ordered, options), options)
+    return group.plans[key]
 
 
 def _is_sparse(leaf: DTensor) -> bool:
@@ -229,23 +243,20 @@ def _is_sparse(leaf: DTensor) -> bool:
     return raw is not None and raw.is_sparse
 
 
-def _agree(leaves: Sequence[DTensor], state: _Rank) -> None:
-    """Compare between the ranks of each mesh which leaves they reduce, unless these are the last ones.
+def _agree(leaves: Sequence[DTensor], group: _Group, options: BucketOptions) -> None:
+    """Compare between the ranks of the group which leaves they reduce, unless these are the last ones.
 
     Buckets of different leaves may have equal sizes and would be added silently. The communication trace does not show
     this small exchange.
     """
-    facts_by_ranks: dict[tuple[int, ...], dict[str, str]] = {}
+    facts = {"buckets": str(options)}
     for leaf in leaves:
-        ranks = tuple(sorted(leaf._layout.mesh.ranks))
-        name = f"{leaf._name or 'leaf'} (number {leaf._leaf_number_in_mesh})"
-        what = f"{'sparse ' if _is_sparse(leaf) else ''}{leaf.dtype} {leaf._layout}"
-        facts_by_ranks.setdefault(ranks, {"buckets": str(state.options)})[name] = what
-    for ranks, facts in facts_by_ranks.items():
-        if collectives.rank() in ranks and state.agreed.get(ranks) != facts:
-            with comm_trace.separate_rank():
-                collectives.agree("the gradients that are reduced together", facts, ranks, FIX)
-            state.agreed[ranks] = facts
+        name = f"{leaf._name or 'leaf'} (number {leaf._leaf_number})"
+        facts[name] = f"{'sparse ' if _is_sparse(leaf) else ''}{leaf.dtype} {leaf._layout}"
+    if collectives.rank() in group.ranks and group.agreed != facts:
+        with comm_trace.separate_rank():
+            collectives.agree("the gradients that are reduced together", facts, group.ranks, FIX)
+        group.agreed = facts
 
 
 def _buckets_of(leaves: Iterable[DTensor], options: BucketOptions) -> Buckets:
