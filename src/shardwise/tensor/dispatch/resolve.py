@@ -96,7 +96,7 @@ def size_class(shape: Sequence[int]) -> tuple[int, ...]:
 
     The cheapest row is cached by it. By sizes, every new shape would be planned for all rows that fit.
     """
-    return tuple([n if n < 8 else n >> (cut := n.bit_length() - 3) << cut for n in shape])
+    return tuple([n if n < 8 else n >> (shift := n.bit_length() - 3) << shift for n in shape])
 
 
 def _of_size_class(layout: Layout) -> Layout:
