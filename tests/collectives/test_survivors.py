@@ -139,16 +139,19 @@ def test_the_timeout_of_the_world_holds_in_every_group(size: int, tmp_path: Path
 
 
 def test_a_rank_in_another_collective_makes_all_raise_the_same_table(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.call_another_collective, timeout=SHORT)
+    found = outcomes(tmp_path, jobs.call_another_collective, timeout=LONG)
     assert {o.error for o in found.values()} == {"MismatchError"}
     (text,) = {o.text for o in found.values()}
     barrier = "all_to_all of uint8, send counts (1, 1, 1), receive counts (1, 1, 1)"
-    assert text.splitlines()[:4] == [
+    assert [row for row in text.splitlines() if "called at" not in row] == [
         "Ranks (0, 1, 2) disagree on their collective #2: all ranks must make the same call.",
         f"  rank 0: {barrier}",
         "  rank 1: all_reduce max of float32 (4,)",
         f"  rank 2: {barrier}",
+        "  Fix: make all ranks of a group call the same collectives in the same order.",
     ]
+    assert text.count("in call_another_collective") == 3
+    assert all(o.seconds < LONG for o in found.values())
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_all_listed(tmp_path: Path) -> None:
@@ -161,28 +164,18 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_all_listed(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("counts", "victim"), [([2, 2, 1], 2), ([0, 2, 2], 0)], ids=["an element less", "nothing at all"]
+    ("counts", "victim", "sent"),
+    [([2, 2, 1], 2, 1), ([0, 2, 2], 0, 0), ([2, 2, 3], 2, 3)],
+    ids=["an element less", "nothing at all", "an element more, at which gloo would abort the receiver"],
 )
-def test_too_few_elements_are_never_returned(counts: list[int], victim: int, tmp_path: Path) -> None:
-    """Gloo alone leaves whatever was in memory in place of what did not come."""
+def test_other_counts_than_expected_are_never_received(
+    counts: list[int], victim: int, sent: int, tmp_path: Path
+) -> None:
     found = outcomes(tmp_path, jobs.send_to, counts, timeout=LONG)
-    said = f"Rank 1 sends fewer elements to rank {victim}, which expects 2."
-    other = 2 - victim
-    assert errors(found) == {
-        victim: ("MismatchError", said, None),
-        1: ("RemoteRankError", f"Rank {victim} failed: MismatchError: {said}", victim),
-        other: ("RemoteRankError", f"Rank {victim} failed: MismatchError: {said}", victim),
-    }
-
-
-def test_too_many_elements_end_the_receiver_and_the_others_name_it_and_the_check(tmp_path: Path) -> None:
-    """Gloo aborts it in a thread of its own, before Python can say anything."""
-    found = outcomes(tmp_path, jobs.send_to, [2, 2, 3], timeout=LONG)
-    assert found.keys() == {0, 1}
-    for survivor in (0, 1):
-        assert found[survivor].named == 2
-        assert found[survivor].first_line.startswith("Rank 2 ended without a report")
-        assert "check_ranks()" in found[survivor].text
+    assert {o.error for o in found.values()} == {"MismatchError"}
+    (text,) = {o.text for o in found.values()}
+    said = f"rank 1 sends {sent} elements to rank {victim}, which expects 2."
+    assert text.splitlines()[0] == f"Ranks (0, 1, 2) disagree on their collective #2: {said}"
 
 
 # ---- the root, not its consequences -----------------------------------------------------------------------

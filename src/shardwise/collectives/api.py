@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import fingerprints
+from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_call
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
@@ -103,6 +104,7 @@ def _checked_exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
+    _log_call(here, ranks, "", send.dtype, (), send_counts, recv_counts)
     if comm_trace.listening():
         own = send_counts[ranks.index(here.rank)]
         comm_trace.record_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
@@ -114,10 +116,27 @@ def _checked_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transport
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, reduce_call(local, reduce_op), ranks)
+    _log_call(here, ranks, reduce_op, local.dtype, tuple(local.shape), (), ())
     if comm_trace.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
         comm_trace.record_collective("all_reduce", sent)
     return here
+
+
+def _log_call(
+    here: Transport,
+    ranks: Ranks,
+    reduce_op: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+) -> None:
+    """Record the call that this rank is about to make, and compare it with what is known of the others."""
+    log = here.logs.get(ranks)
+    if log is None:
+        log = here.logs[ranks] = CallLog(ranks, here.rank)
+    here.compare_calls(log, log.add(here.calls[ranks], reduce_op, dtype, shape, send_counts, recv_counts))
 
 
 def barrier(ranks: Ranks) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -63,6 +63,13 @@ class CollectiveCall:
             return
         assert len(self.send_counts) == len(self.recv_counts) == len(ranks), f"{self} among ranks {ranks}"
         assert self.shape == (sum(self.send_counts),), f"{self}: the tensor is {self.shape}"
+
+
+class DescribedCall(TypedDict):
+    """A call and where it was called, for the failure store."""
+
+    call: dict[str, Any]  # of a `CollectiveCall`
+    where: str
 
 
 def call_from(facts: Mapping[str, Any]) -> CollectiveCall:

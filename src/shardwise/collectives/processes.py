@@ -1,7 +1,9 @@
 """Ranks that are processes: joining, using and leaving the worlds of `torch.distributed`."""
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from hashlib import blake2b
 from time import monotonic
@@ -17,29 +19,40 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives.collective_call import PendingCollective, Ranks, exchange_call, reduce_call
+from shardwise.collectives.call_log import CallLog, Difference
+from shardwise.collectives.collective_call import (
+    DescribedCall,
+    PendingCollective,
+    Ranks,
+    exchange_call,
+    reduce_call,
+)
 from shardwise.collectives.failures.hooks import ExitHooks
 from shardwise.collectives.failures.monitor import FailureMonitor
 from shardwise.collectives.failures.reports import (
     WaitAbortedError,
     explain,
+    explain_difference,
     is_invalid_call,
     is_of_transport,
     known_root,
     report_exit,
     store_of_world,
 )
-from shardwise.collectives.failures.store import FailureStore
+from shardwise.collectives.failures.store import DifferentCalls, FailureStore
 from shardwise.collectives.recv_check import RecvCheck
+from shardwise.collectives.shared_records import SharedRecords
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.layout import Mesh
+from shardwise.trace.user_stack import format_call_sites
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
 T = TypeVar("T")
 
 SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
+ABSURD_BYTES = 1 << 44
 SHORT_SLICE_SECONDS = 0.1  # the same, when one has
 
 
@@ -48,10 +61,13 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
     def __init__(self) -> None:
         self.calls: dict[Ranks, int] = {}
+        self.logs: dict[Ranks, CallLog] = {}
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
         self.monitor = FailureMonitor()
+        self.monitor.describe = self._describe_call
+        self._records: SharedRecords | None = None
         self._hooks: ExitHooks | None = None
         self._world: ReferenceType[dist.ProcessGroup] | None = None
         self._rank = -1
@@ -82,8 +98,9 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._hooks = ExitHooks(self.monitor.stop)
         store = store_of_world()
         if store is not None and dist.get_world_size() > 1:
+            self._records = SharedRecords(dist.get_world_size())
             with suppress(Exception):  # without a store that works, errors only have less detail
-                store.register()
+                store.register(self._records.path)
             self.monitor.start(store_of_world)
 
     def register_mesh(self, device_mesh: DeviceMesh, mesh: Mesh) -> None:
@@ -98,8 +115,42 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             self._hooks.uninstall()
         self._hooks = None
         self._world = None
-        for kept in (self.calls, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
+        if self._records is not None:
+            self._records.close()
+        self._records = None
+        for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
+
+    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        self.attach()
+        records = self._records
+        if records is None:
+            return
+        records.write(log, record)
+        for peer in log.ranks:
+            if peer != self._rank and not records.knows(peer):
+                self._find_records(peer, records)
+        difference = records.first_difference(log) or _absurd_length(log)
+        if difference is not None:
+            different = DifferentCalls(log.ranks, difference.number, difference.why)
+            pending = PendingCollective(log.calls[-1].described(), log.latest, log.ranks)
+            raise explain_difference(different, pending, self._describe_call)
+
+    def _find_records(self, peer: int, records: SharedRecords) -> None:
+        """Let `records` know those of a peer that has joined the world."""
+        store = store_of_world()
+        with suppress(Exception):  # of a store that does not work
+            process = None if store is None else store.process(peer)
+            if process is not None:
+                records.add_peer(peer, process.records if process.state() != "elsewhere" else "")
+
+    def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
+        log = self.logs.get(ranks)
+        call = None if log is None else log.call(number)
+        if call is None:
+            return None
+        where = format_call_sites([site.frame for site in call.sites], 1) if call.sites else ""
+        return {"call": asdict(call.described()), "where": where}
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         return self.start_all_to_all(send, send_counts, recv_counts, ranks)()
@@ -241,6 +292,17 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             if incoming.numel():
                 ops.append(dist.P2POp(dist.irecv, incoming, peer, tag=tag))
         return dist.batch_isend_irecv(ops) if ops else []
+
+
+def _absurd_length(log: CallLog) -> Difference | None:
+    """That this rank is about to receive more than any host has memory for, such as a length that is other data."""
+    call = log.calls[-1]
+    for peer, count in zip(log.ranks, call.recv_counts, strict=False):
+        if not 0 <= count * call.dtype.itemsize < ABSURD_BYTES:
+            return Difference(
+                call.number, peer, f"no rank can receive {count} elements of {call.dtype} from rank {peer}"
+            )
+    return None
 
 
 def _wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:

@@ -1,11 +1,13 @@
 """The `Transport` protocol, and helpers for its implementations."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import Ranks
 
 Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
@@ -17,6 +19,7 @@ class Transport(Protocol):
 
     Attributes:
         calls: collectives made so far, by group; the caller of the transport counts them.
+        logs: what was called in the last of them, by group.
 
     Raises:
         RemoteRankError: another rank raised, died or hangs; the text names it and how it failed.
@@ -24,12 +27,17 @@ class Transport(Protocol):
     """
 
     calls: dict[Ranks, int]
+    logs: dict[Ranks, CallLog]
 
     @property
     def rank(self) -> int: ...
 
     @property
     def world_size(self) -> int: ...
+
+    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        """Raise a MismatchError if ranks are known to disagree with the call that this rank is about to make."""
+        ...
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; return those received, in rank order."""
@@ -76,6 +84,10 @@ class SingleRankTransport(SynchronousTransport):
 
     def __init__(self) -> None:
         self.calls: dict[Ranks, int] = {}
+        self.logs: dict[Ranks, CallLog] = {}
+
+    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        raise AssertionError("one rank has nobody to disagree with")
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         raise AssertionError("a group of one rank exchanges nothing")

@@ -29,7 +29,7 @@ from shardwise.redistribute.plan import (
 )
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
-from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent
+from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:
@@ -56,11 +56,15 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     with DisableTorchFunctionSubclass():
         if not plan.steps:  # the sum over one rank is the average
             return local.clone()
-        if not comm_trace.listening():
-            return _run_steps(plan.steps, local, cause)
-        cause = comm_trace.with_call_site(cause)
-        with comm_trace.emitting(event_of(plan, local.element_size(), cause)):
-            return _run_steps(plan.steps, local, cause)
+        before = comm_trace.set_purpose(Purpose(cause, src, dst))
+        try:
+            if not comm_trace.listening():
+                return _run_steps(plan.steps, local, cause)
+            cause = comm_trace.with_call_site(cause)
+            with comm_trace.emitting(event_of(plan, local.element_size(), cause)):
+                return _run_steps(plan.steps, local, cause)
+        finally:
+            comm_trace.set_purpose(before)
 
 
 def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Finish:
@@ -76,12 +80,16 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
         return lambda: _run_steps(plan.steps, local, cause)
     index, last = comm_steps[-1]
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
-    with (
-        torch.no_grad(),
-        DisableTorchFunctionSubclass(),
-        comm_trace.emitting(event_of(plan, local.element_size(), cause)),
-    ):
-        wait = _start(last, _run_steps(plan.steps[:index], local, cause))
+    before = comm_trace.set_purpose(Purpose(cause, src, dst))
+    try:
+        with (
+            torch.no_grad(),
+            DisableTorchFunctionSubclass(),
+            comm_trace.emitting(event_of(plan, local.element_size(), cause)),
+        ):
+            wait = _start(last, _run_steps(plan.steps[:index], local, cause))
+    finally:
+        comm_trace.set_purpose(before)
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():

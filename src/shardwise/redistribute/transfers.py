@@ -10,7 +10,7 @@ from shardwise import collectives
 from shardwise.layout import Box
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
-from shardwise.trace.comm_trace import INTERNAL, Cause, CommEvent
+from shardwise.trace.comm_trace import INTERNAL, Cause, CommEvent, Purpose
 
 Ranks = tuple[int, ...]
 
@@ -114,8 +114,14 @@ def all_to_all_no_grad(
     send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
 ) -> Tensor:
     """`all_to_all` without a gradient."""
-    if not comm_trace.listening() or len(ranks) == 1:
+    if len(ranks) == 1:
         return collectives.all_to_all(send, send_counts, recv_counts, ranks)
-    sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
-    with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
-        return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+    before = comm_trace.set_purpose(Purpose(cause))
+    try:
+        if not comm_trace.listening():
+            return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+        sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
+        with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
+            return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+    finally:
+        comm_trace.set_purpose(before)

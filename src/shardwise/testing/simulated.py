@@ -8,14 +8,17 @@ when no rank is ready.
 import contextvars
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives import Ranks, SynchronousTransport, draw_from_torch, reduce_stack, using
+from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import (
     SAME_CALLS,
     CollectiveCall,
@@ -58,6 +61,7 @@ class _Rank(SynchronousTransport):
         self.turn = threading.Lock()
         self.turn.acquire()
         self.calls: dict[Ranks, int] = {}  # collectives so far, by group
+        self.logs: dict[Ranks, CallLog] = {}  # what was called in the last of them
         self.exchanges: dict[Ranks, int] = {}  # the same, including those of fingerprints
         self.pending: PendingCollective | None = None
         self.root: FailureReport | None = None  # the failure of another rank that this one raises
@@ -72,6 +76,9 @@ class _Rank(SynchronousTransport):
             name=f"rank {rank} of {simulation.size}",
             daemon=True,  # a rank that hangs must not keep the interpreter from ending
         )
+
+    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        """Nothing yet: calls are compared when all ranks have joined."""
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         return self.simulation.exchange(self, exchange_call(send, send_counts, recv_counts), send, ranks)
@@ -94,6 +101,13 @@ class _Rank(SynchronousTransport):
 
     def stack(self) -> list[StackFrame]:
         return list(frames_of(sys._current_frames().get(self.thread.ident or 0)))
+
+    def described(self, call: CollectiveCall, ranks: Ranks) -> str:
+        """A call that this rank waits in, with its purpose and its call site."""
+        log = self.logs.get(ranks)
+        known = log.call(self.calls[ranks]) if log is not None else None
+        call = replace(call, purpose=known.described().purpose) if known is not None and not call.purpose else call
+        return f"{call}{format_call_sites(self.stack(), limit=1)}"
 
     def consequence(self, failed: "_Rank", pending: PendingCollective) -> BaseException:
         """What this rank raises because another failed; where that failed because of a third, it names the third."""
@@ -223,16 +237,25 @@ class _Simulation:
         """Give every rank of an exchange its result, or the same error."""
         joined = self.open_exchanges.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in joined.items()}
-        why = mismatch(ranks, calls)
+        why = mismatch(ranks, calls) or self.difference(ranks)
         if why is None:
             outcomes = results([joined[rank] for rank in ranks])
             for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
-        lines = {rank: f"{calls[rank]}{format_call_sites(self.ranks[rank].stack(), limit=1)}" for rank in ranks}
+        lines = {rank: self.ranks[rank].described(calls[rank], ranks) for rank in ranks}
         text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
         for rank in ranks:
             self.give(self.ranks[rank], MismatchError(f"{text}\n  Fix: {SAME_CALLS}."))
+
+    def difference(self, ranks: Ranks) -> str | None:
+        """Why the ranks disagree on the collective that all of them have joined, judged by their logs."""
+        logs = {rank: log for rank in ranks if (log := self.ranks[rank].logs.get(ranks))}
+        first = logs.pop(ranks[0], None)
+        for rank, log in logs.items():
+            if first and log.latest == first.latest and (found := first.difference(rank, log.record(log.latest))):
+                return found.why
+        return None
 
     def give(self, rank: _Rank, result: Tensor | BaseException) -> None:
         rank.received = result

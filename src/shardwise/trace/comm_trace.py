@@ -100,6 +100,17 @@ class CommEvent:
         return f"{self.cause}" if self.src is None else f"{self.cause}: {self.src} -> {self.dst}"
 
 
+class Purpose(NamedTuple):
+    """What collectives are called for: a redistribution, or an exchange inside an op, which has no layouts."""
+
+    cause: Cause
+    src: Layout | None = None
+    dst: Layout | None = None
+
+    def __str__(self) -> str:
+        return f"{self.cause}" if self.src is None else f"{self.cause}: {self.src} -> {self.dst}"
+
+
 # ---- listening ----------------------------------------------------------------------------------------------
 
 
@@ -119,10 +130,11 @@ class Listener:
 
 
 class _RankState:
-    """The listeners of one rank, and its current event."""
+    """The listeners of one rank, its current event, and the purpose of its next collectives."""
 
     listeners: tuple[Listener, ...] = ()
     event: CommEvent | None = None
+    purpose: Purpose | None = None
 
 
 class _Local(threading.local):
@@ -193,6 +205,18 @@ def emitting(event: CommEvent) -> Iterator[None]:
         yield
     finally:
         rank.event = before
+
+
+def set_purpose(purpose: Purpose | None) -> Purpose | None:
+    """Set what the next collectives of this rank are for; return what was set before, for the caller to restore."""
+    rank = _local.rank
+    before, rank.purpose = rank.purpose, purpose
+    return before
+
+
+def current_purpose() -> Purpose | None:
+    """What the collectives that this rank calls are for, if that is known."""
+    return _local.rank.purpose
 
 
 def current_event() -> CommEvent | None:

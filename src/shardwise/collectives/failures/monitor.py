@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from shardwise.collectives.collective_call import PendingCollective
+from shardwise.collectives.collective_call import DescribedCall, PendingCollective, Ranks
 from shardwise.collectives.failures.store import FailureStore, is_reachable
 from shardwise.trace.user_stack import format_running, frames_of
 
@@ -21,11 +21,13 @@ class FailureMonitor:
     Attributes:
         failed: whether a rank of the world has failed.
         pending: the collective this rank waits in, while it does.
+        describe: what this rank called in a collective, by group and number.
     """
 
     def __init__(self) -> None:
         self.failed = False
         self.pending: Callable[[], PendingCollective] | None = None
+        self.describe: Callable[[Ranks, int], DescribedCall | None] = lambda _ranks, _number: None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -58,6 +60,9 @@ class FailureMonitor:
                     return
 
     def _publish(self, store: FailureStore, main: int) -> None:
+        different = store.difference()
+        if different is not None:
+            store.publish_call(self.describe(different.ranks, different.number))
         pending = self.pending
         if pending is not None:
             store.publish_pending(pending())

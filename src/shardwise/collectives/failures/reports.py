@@ -6,15 +6,24 @@ rank 2 because of rank 1, rank 2 names rank 0.
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic, sleep
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from shardwise.collectives.collective_call import SAME_CALLS, PendingCollective, Ranks, mismatch, mismatch_text
+from shardwise.collectives.collective_call import (
+    SAME_CALLS,
+    DescribedCall,
+    PendingCollective,
+    Ranks,
+    call_from,
+    mismatch,
+    mismatch_text,
+)
 from shardwise.collectives.failures.store import (
+    DifferentCalls,
     FailureReport,
     FailureStore,
     address,
@@ -222,6 +231,50 @@ def _report_on_different_calls(store: FailureStore, pending: PendingCollective) 
     calls = {rank: str(other.call) for rank, other in all_pending.items()}
     text = mismatch_text(pending.ranks, pending.number, why, calls)
     return store.publish_root(FailureReport(None, text, fix=SAME_ORDER, mismatch=True))
+
+
+def explain_difference(
+    different: DifferentCalls, pending: PendingCollective, describe: Callable[[Ranks, int], DescribedCall | None]
+) -> ShardwiseError:
+    """What this rank raises, as all others do, if it has seen that ranks disagree on a collective.
+
+    Args:
+        pending: the collective that this rank is about to make.
+        describe: what this rank called in a collective, by group and number.
+    """
+    report = bounded(lambda: _report_on_difference(different, describe))
+    if report is None:
+        own = {dist.get_rank(): describe(different.ranks, different.number)}
+        report = _report_on_known_calls(different, own)
+    return remote_error(report, dist.get_rank(), pending)
+
+
+def _report_on_difference(
+    different: DifferentCalls, describe: Callable[[Ranks, int], DescribedCall | None]
+) -> FailureReport:
+    store = store_of_world()
+    assert store is not None
+    different = store.publish_difference(different)
+    store.publish_call(describe(different.ranks, different.number))
+    store.request_states()
+    report = poll(lambda: store.root() or (True if store.have_all("call", different.ranks) else None))
+    if not isinstance(report, FailureReport):
+        calls = {rank: store.call(rank) for rank in different.ranks}
+        report = store.publish_root(_report_on_known_calls(different, calls))
+    store.acknowledge()
+    return report
+
+
+def _report_on_known_calls(different: DifferentCalls, calls: Mapping[int, DescribedCall | None]) -> FailureReport:
+    lines = {
+        rank: "has not made it yet" if call is None else f"{call_from(call['call'])}{call['where']}"
+        for rank in different.ranks
+        for call in [calls.get(rank)]
+    }
+    known = {rank: call_from(call["call"]) for rank, call in calls.items() if call is not None}
+    why = (mismatch(different.ranks, known) if known.keys() == set(different.ranks) else None) or different.why
+    text = mismatch_text(different.ranks, different.number, why, lines)
+    return FailureReport(None, text, fix=f"{SAME_CALLS}.", mismatch=True)
 
 
 def _report_on_missing_ranks(store: FailureStore, pending: PendingCollective, waited_seconds: float) -> FailureReport:

@@ -7,13 +7,13 @@ fails. A collective that succeeds writes nothing.
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.collectives.collective_call import PendingCollective, call_from
+from shardwise.collectives.collective_call import DescribedCall, PendingCollective, Ranks, call_from
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
 from shardwise.trace.user_stack import user_call_site
 
@@ -48,6 +48,20 @@ class FailureReport:
         return f"{self.text}\n  at {self.where}" if self.where else self.text
 
 
+@dataclass(frozen=True)
+class DifferentCalls:
+    """The first collective of a group in which ranks disagree."""
+
+    ranks: Ranks
+    number: int
+    why: str
+
+
+def different_calls(facts: Mapping[str, Any]) -> DifferentCalls:
+    """From JSON, which has lists for tuples."""
+    return DifferentCalls(tuple(facts["ranks"]), facts["number"], facts["why"])
+
+
 def report_of(rank: int, error: BaseException) -> FailureReport:
     """The report of `rank` on its own failure."""
     how = (
@@ -70,11 +84,16 @@ def remote_error(
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process; its start time distinguishes it from an earlier one with the same number."""
+    """One process; its start time distinguishes it from an earlier one with the same number.
+
+    Attributes:
+        records: path of the memory in which processes of the same host find its call records.
+    """
 
     host: str
     pid: int
     started: str
+    records: str = ""
 
     def state(self) -> str:
         """ "gone", "stopped" or "alive" as seen from here; "elsewhere" on another host."""
@@ -128,9 +147,9 @@ class FailureStore:
 
     # ---- written by this rank ----
 
-    def register(self) -> None:
-        """Publish which process this rank is."""
-        self._write("process", asdict(this_process()))
+    def register(self, records: str = "") -> None:
+        """Publish which process this rank is, and where its call records are."""
+        self._write("process", asdict(replace(this_process(), records=records)))
 
     def publish_exit(self, how: str) -> None:
         """Publish that this rank exits, or leaves the world, without an error."""
@@ -156,6 +175,15 @@ class FailureStore:
         """Ask all ranks to publish their state; their monitors do."""
         self.store.set(_key("states_requested"), "true")
 
+    def publish_difference(self, difference: DifferentCalls) -> DifferentCalls:
+        """Publish that ranks disagree, unless another rank has; return what is published."""
+        found = self.store.compare_set(_key("difference"), "", json.dumps(asdict(difference)))
+        return different_calls(json.loads(found))
+
+    def publish_call(self, call: DescribedCall | None) -> None:
+        """Publish what this rank called in the collective at which ranks disagree; None if it has not yet."""
+        self._write("call", call)
+
     def publish_root(self, report: FailureReport) -> FailureReport:
         """Publish the root of all failures unless there is one already; return the one that is published."""
         found = self.store.compare_set(_key("root"), "", json.dumps(asdict(report)))
@@ -171,6 +199,15 @@ class FailureStore:
 
     def are_states_requested(self) -> bool:
         return self.store.check([_key("states_requested")])
+
+    def difference(self) -> DifferentCalls | None:
+        found = self._read(_key("difference"))
+        return None if found is None else different_calls(found)
+
+    def call(self, rank: int) -> DescribedCall | None:
+        """What a rank published by `publish_call`."""
+        found: DescribedCall | None = self._read(_key("call", rank))
+        return found
 
     def process(self, rank: int) -> ProcessIdentity | None:
         found = self._read(_key("process", rank))
