@@ -13,6 +13,8 @@ from shardwise.collectives.api import (
     all_to_all,
     barrier,
     check_ranks,
+    check_values,
+    expect_equal,
     fingerprint,
     is_simulated,
     rank,
@@ -34,9 +36,9 @@ from shardwise.trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
     "CommCounts", "DeviceMesh", "Finish", "Ranks", "SynchronousTransport", "Transport", "agree", "agree_if_checked",
-    "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "chunks", "contents", "count_comms", "describing",
-    "device_mesh", "draw_from_torch", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "init_device_mesh",
-    "init_from_environment", "init_processes", "is_simulated", "load_with_process_group", "process_group", "rank",
-    "reduce_stack", "report_failure", "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata",
-    "transport", "using", "world_size", "write_items",
+    "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "check_values", "chunks", "contents",
+    "count_comms", "describing", "device_mesh", "draw_from_torch", "expect_equal", "fingerprint", "gather_bytes",
+    "gather_json", "group_ranks", "init_device_mesh", "init_from_environment", "init_processes", "is_simulated",
+    "load_with_process_group", "process_group", "rank", "reduce_stack", "report_failure", "shutdown",
+    "start_all_reduce", "start_all_to_all", "storage_metadata", "transport", "using", "world_size", "write_items",
 ]  # fmt: skip

@@ -136,7 +136,26 @@ def _log_call(
     log = here.logs.get(ranks)
     if log is None:
         log = here.logs[ranks] = CallLog(ranks, here.rank)
+        for note in here.notes.early(ranks):
+            here.share_note(log, log.add_note(note))
     here.compare_calls(log, log.add(here.calls[ranks], reduce_op, dtype, shape, send_counts, recv_counts))
+
+
+def expect_equal(x: Tensor, ranks: Ranks, what: str) -> None:
+    """Note the values of `x`, which all `ranks` should have; their next collectives raise a MismatchError if not.
+
+    Sends nothing. Only some of the calls of a call site are noted, and of a large tensor only a sample; see
+    `value_notes`.
+    """
+    here = transport()
+    if len(ranks) == 1 or not here.notes.on or here.rank not in ranks:
+        return
+    note = here.notes.note(x, ranks, what)
+    if note is not None:
+        here.notes.keep(note)
+        for group, log in here.logs.items():
+            if set(group) <= set(ranks):
+                here.share_note(log, log.add_note(note))
 
 
 def barrier(ranks: Ranks) -> None:
@@ -154,6 +173,14 @@ def check_ranks(on: bool = True) -> None:
     All ranks have to call this at the same point of the program.
     """
     fingerprints.switch(transport(), on)
+
+
+def check_values(on: bool = True) -> None:
+    """Whether values that should be the same on all ranks are compared, from now on in this process.
+
+    On by default; docs/debugging.md says what is compared, and when. On simulated ranks it is set for this rank.
+    """
+    transport().notes.on = on
 
 
 @contextmanager

@@ -11,16 +11,17 @@ x.full_tensor()`), so call sites alone are no difference. They are if ranks reac
 `x.sum()`, then `y.sum()`; rank 1 `y.sum()`, then `x.sum()`.
 """
 
-import hashlib
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from shardwise.collectives.collective_call import CollectiveCall, Ranks
+from shardwise.collectives.digests import rolling, stable_digest
+from shardwise.collectives.value_notes import AFTER, KEPT_NOTES, Note, are_different
 from shardwise.layout import Layout
 from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import Purpose
@@ -28,8 +29,6 @@ from shardwise.trace.user_stack import CallSite, call_sites
 
 KEPT = 64  # calls of a group, by each rank
 NUMBER, CALLS, PURPOSE, SITE, SEND_COUNTS = range(5)  # positions in a record; the receive counts follow
-MASK = (1 << 62) - 1
-MULTIPLIER = 0x5851F42D4C957F2D
 
 OTHER_CALL = "all ranks must make the same call"
 OTHER_PURPOSE = "all ranks must make it for the same purpose"
@@ -68,6 +67,7 @@ class CallLog:
     Attributes:
         calls: the last ones.
         latest: the number of the last call.
+        notes: of values that the other ranks should have too, the last ones of `num_notes`.
     """
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
@@ -77,6 +77,9 @@ class CallLog:
         self._records = [array("q", (0,) * SEND_COUNTS)] * KEPT
         self.latest = 0
         self._digest = 0
+        self.notes: deque[Note] = deque(maxlen=KEPT_NOTES)
+        self.num_notes = 0
+        self._compared_notes: dict[int, int] = {}  # how many, by peer
         self._orders = {peer: _Orders() for peer in ranks if peer != rank}
 
     def add(
@@ -91,10 +94,8 @@ class CallLog:
         """Record the next call; the record is for the other ranks."""
         purpose, sites = comm_trace.current_purpose(), call_sites()
         self.calls.append(Call(number, reduce_op, dtype, shape, tuple(send_counts), tuple(recv_counts), purpose, sites))
-        self._digest = (self._digest * MULTIPLIER + _call_digest(reduce_op, dtype, shape)) & MASK
-        site = 0
-        for found in sites:
-            site = (site * MULTIPLIER + found.digest) & MASK
+        self._digest = rolling(self._digest, (_call_digest(reduce_op, dtype, shape),))
+        site = rolling(0, (found.digest for found in sites))
         record = array("q", (number, self._digest, _purpose_digest(purpose), site, *send_counts, *recv_counts))
         self._records[number % KEPT] = record
         self.latest = number
@@ -121,6 +122,40 @@ class CallLog:
                 return Difference(number, peer, _unequal_counts(peer, self.ranks[here], sent, expected))
         if mine[SITE] != theirs[SITE] and self._orders[peer].are_different(number, mine[SITE], theirs[SITE]):
             return Difference(number, peer, OTHER_ORDER)
+        return None
+
+    def add_note(self, note: Note) -> Note:
+        """The note, as kept for this group."""
+        words = array("q", note.words)
+        words[AFTER] = self.latest
+        note = note._replace(words=words)
+        self.notes.append(note)
+        self.num_notes += 1
+        return note
+
+    def words_of_note(self, number: int) -> "array[int]":
+        """What is compared of one of the last notes, by its number from 0."""
+        return self.notes[number - self.num_notes].words
+
+    def different_note(
+        self, peer: int, count: int, words_of: Callable[[int], Sequence[int]]
+    ) -> tuple[Note, Sequence[int]] | None:
+        """The first note whose value differs, of those that were not compared yet, and what the peer noted.
+
+        Args:
+            count: notes of the peer.
+            words_of: one of the last, by its number from 0.
+        """
+        for number in range(max(self._compared_notes.get(peer, 0), count - KEPT_NOTES), count):
+            theirs = words_of(number)
+            if theirs[AFTER] >= self.latest:
+                return None  # this rank is not there yet
+            self._compared_notes[peer] = number + 1
+            mine = next(
+                (note for note in self.notes if note.words[: AFTER + 1] == array("q", theirs[: AFTER + 1])), None
+            )
+            if mine is not None and are_different(mine.words, theirs):
+                return mine, theirs
         return None
 
     def record(self, number: int) -> "array[int]":
@@ -173,8 +208,3 @@ def _purpose_digest(purpose: Purpose | None) -> int:
 @lru_cache(maxsize=1 << 14)
 def _digest_of_purpose(src: Layout | None, dst: Layout | None, op: str, operand: str, backward: bool) -> int:
     return stable_digest((str(src), str(dst), op, operand, backward)) | 1
-
-
-def stable_digest(value: object) -> int:
-    """A positive number from the `repr` of a value, the same in all processes."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())

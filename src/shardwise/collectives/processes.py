@@ -33,16 +33,18 @@ from shardwise.collectives.failures.reports import (
     WaitAbortedError,
     explain,
     explain_difference,
+    explain_values,
     is_invalid_call,
     is_of_transport,
     known_root,
     report_exit,
     store_of_world,
 )
-from shardwise.collectives.failures.store import DifferentCalls, FailureStore
+from shardwise.collectives.failures.store import DifferentCalls, FailureReport, FailureStore
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.shared_records import SharedRecords
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
+from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.layout import Mesh
 from shardwise.trace.user_stack import format_call_sites
@@ -62,6 +64,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def __init__(self) -> None:
         self.calls: dict[Ranks, int] = {}
         self.logs: dict[Ranks, CallLog] = {}
+        self.notes = ValueNotes()
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
@@ -120,6 +123,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._records = None
         for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
+        self.notes = ValueNotes(self.notes.on)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         self.attach()
@@ -131,10 +135,20 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             if peer != self._rank and not records.knows(peer):
                 self._find_records(peer, records)
         difference = records.first_difference(log) or _absurd_length(log)
+        values = records.different_values(log) if difference is None else None
+        if difference is None and values is None:
+            return
+        pending = PendingCollective(log.calls[-1].described(), log.latest, log.ranks)
         if difference is not None:
             different = DifferentCalls(log.ranks, difference.number, difference.why)
-            pending = PendingCollective(log.calls[-1].described(), log.latest, log.ranks)
             raise explain_difference(different, pending, self._describe_call)
+        assert values is not None
+        text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
+        raise explain_values(FailureReport(None, text, fix=FIX_VALUES, mismatch=True), pending)
+
+    def share_note(self, log: CallLog, note: Note) -> None:
+        if self._records is not None:
+            self._records.write_note(log, note)
 
     def _find_records(self, peer: int, records: SharedRecords) -> None:
         """Let `records` know those of a peer that has joined the world."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import Ranks
+from shardwise.collectives.value_notes import Note, ValueNotes
 
 Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all
@@ -20,6 +21,7 @@ class Transport(Protocol):
     Attributes:
         calls: collectives made so far, by group; the caller of the transport counts them.
         logs: what was called in the last of them, by group.
+        notes: of values that other ranks should have too.
 
     Raises:
         RemoteRankError: another rank raised, died or hangs; the text names it and how it failed.
@@ -28,6 +30,7 @@ class Transport(Protocol):
 
     calls: dict[Ranks, int]
     logs: dict[Ranks, CallLog]
+    notes: ValueNotes
 
     @property
     def rank(self) -> int: ...
@@ -37,6 +40,10 @@ class Transport(Protocol):
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         """Raise a MismatchError if ranks are known to disagree with the call that this rank is about to make."""
+        ...
+
+    def share_note(self, log: CallLog, note: Note) -> None:
+        """Let the other ranks of a group compare a note with theirs in their next collective."""
         ...
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
@@ -85,8 +92,12 @@ class SingleRankTransport(SynchronousTransport):
     def __init__(self) -> None:
         self.calls: dict[Ranks, int] = {}
         self.logs: dict[Ranks, CallLog] = {}
+        self.notes = ValueNotes()
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        raise AssertionError("one rank has nobody to disagree with")
+
+    def share_note(self, log: CallLog, note: Note) -> None:
         raise AssertionError("one rank has nobody to disagree with")
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:

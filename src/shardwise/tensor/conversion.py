@@ -18,6 +18,7 @@ from shardwise.layout import (
     OnRanks,
     Placement,
     Placements,
+    Replicate,
     Shard,
     as_integer,
     as_placements,
@@ -121,6 +122,10 @@ def from_local(
             f"from_local: only row-major global strides are known, {contiguous_strides(layout.shape)}, "
             f"got {tuple(stride)}."
         )
+    replicated = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicate)]
+    if replicated:
+        ranks = tuple(sorted(mesh.submesh(replicated, rank).ranks))
+        collectives.expect_equal(local, ranks, "from_local: the local tensor of a Replicate axis")
     result = wrap(local, layout, grad_placements)
     if tiling is not None and tiling.boxes:
         result._tiling = tiling
@@ -337,6 +342,8 @@ def distribute_tensor(
     }
     fix = "pass the same shape, dtype, kind of device, requires_grad, mesh and placements on every rank."
     collectives.agree("the tensor to distribute", facts, ranks, fix)
+    if src_data_rank is None:
+        collectives.expect_equal(tensor, ranks, "distribute_tensor(src_data_rank=None): the tensor")
     with torch.no_grad():
         if tensor.is_meta:  # it has no values to send
             local = tensor.new_empty(layout.local_shape(rank))

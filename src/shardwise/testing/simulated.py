@@ -29,6 +29,7 @@ from shardwise.collectives.collective_call import (
     reduce_call,
 )
 from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
+from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
 from shardwise.errors import MismatchError, RemoteRankError, summary
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import DeadlockError, first_error
@@ -62,6 +63,7 @@ class _Rank(SynchronousTransport):
         self.turn.acquire()
         self.calls: dict[Ranks, int] = {}  # collectives so far, by group
         self.logs: dict[Ranks, CallLog] = {}  # what was called in the last of them
+        self.notes = ValueNotes()
         self.exchanges: dict[Ranks, int] = {}  # the same, including those of fingerprints
         self.pending: PendingCollective | None = None
         self.root: FailureReport | None = None  # the failure of another rank that this one raises
@@ -79,6 +81,9 @@ class _Rank(SynchronousTransport):
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         """Nothing yet: calls are compared when all ranks have joined."""
+
+    def share_note(self, log: CallLog, note: Note) -> None:
+        """All ranks see it."""
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         return self.simulation.exchange(self, exchange_call(send, send_counts, recv_counts), send, ranks)
@@ -238,24 +243,44 @@ class _Simulation:
         joined = self.open_exchanges.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in joined.items()}
         why = mismatch(ranks, calls) or self.difference(ranks)
-        if why is None:
+        if why is not None:
+            lines = {rank: self.ranks[rank].described(calls[rank], ranks) for rank in ranks}
+            text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
+            error = f"{text}\n  Fix: {SAME_CALLS}."
+        elif values := self.different_values(ranks):
+            error = f"{values}\n  Fix: {FIX_VALUES}"
+        else:
             outcomes = results([joined[rank] for rank in ranks])
             for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
-        lines = {rank: self.ranks[rank].described(calls[rank], ranks) for rank in ranks}
-        text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
         for rank in ranks:
-            self.give(self.ranks[rank], MismatchError(f"{text}\n  Fix: {SAME_CALLS}."))
+            self.give(self.ranks[rank], MismatchError(error))
 
     def difference(self, ranks: Ranks) -> str | None:
         """Why the ranks disagree on the collective that all of them have joined, judged by their logs."""
-        logs = {rank: log for rank in ranks if (log := self.ranks[rank].logs.get(ranks))}
+        logs = self.logs(ranks)
         first = logs.pop(ranks[0], None)
         for rank, log in logs.items():
             if first and log.latest == first.latest and (found := first.difference(rank, log.record(log.latest))):
                 return found.why
         return None
+
+    def different_values(self, ranks: Ranks) -> str | None:
+        """What is wrong with the values that should be the same on these ranks, if anything."""
+        logs = self.logs(ranks)
+        first = logs.pop(ranks[0], None)
+        words: dict[int, Sequence[int]] = {}
+        note: Note | None = None
+        for rank, log in logs.items():
+            if first and log.num_notes:
+                found = first.different_note(rank, log.num_notes, log.words_of_note)
+                if found and (note is None or found[0] is note):
+                    note, words[rank] = found
+        return None if note is None else different_values_text(note, {ranks[0]: note.words, **words})
+
+    def logs(self, ranks: Ranks) -> dict[int, CallLog]:
+        return {rank: log for rank in ranks if (log := self.ranks[rank].logs.get(ranks)) is not None}
 
     def give(self, rank: _Rank, result: Tensor | BaseException) -> None:
         rank.received = result

@@ -249,6 +249,11 @@ def explain_difference(
     return remote_error(report, dist.get_rank(), pending)
 
 
+def explain_values(report: FailureReport, pending: PendingCollective) -> ShardwiseError:
+    """What this rank raises, as all others do, if it has seen that ranks have different values; see `value_notes`."""
+    return remote_error(with_store(lambda store: store.publish_root(report)) or report, dist.get_rank(), pending)
+
+
 def _report_on_difference(
     different: DifferentCalls, describe: Callable[[Ranks, int], DescribedCall | None]
 ) -> FailureReport:

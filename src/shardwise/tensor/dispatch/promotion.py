@@ -92,4 +92,5 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
             f"{name}: a {not_dense(x)} tensor beside DTensors is not supported. "
             f"Fix: to_dense() it, or work on local tensors inside shardwise.experimental.local_map."
         )
+    collectives.expect_equal(x, tuple(sorted(mesh.ranks)), f"{name}: the plain tensor beside DTensors")
     return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))

@@ -1,0 +1,158 @@
+"""Values that should be the same on all ranks: plain tensors beside DTensors, local tensors of Replicate.
+
+    collectives.expect_equal(x, ranks, "mul: a plain tensor")   # rank 0 notes a digest of x, and communicates nothing
+    y.full_tensor()                                             # with its next collective it reads those of the others
+
+Values are noted at calls 1, 2, 4, … 64 of a call site and at every 64th, and read with call records (`call_log.py`).
+Ranks compare only notes of the same call site (the innermost frames of the user's code), call number and last
+collective, so a call that only some ranks make (`if rank == 0: log(…)`) is compared with nothing. Differences of
+rounding are none.
+"""
+
+import hashlib
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from math import isnan, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise.collectives.collective_call import Ranks
+from shardwise.collectives.digests import rolling, stable_digest
+from shardwise.trace.capture_hooks import is_capturing
+from shardwise.trace.user_stack import CallSite, call_sites
+
+KEPT_NOTES = 32  # of a group, by each rank
+CHECK_EVERY = 64  # calls of a call site
+MAX_ELEMENTS = 1 << 15  # that a digest reads; of a larger tensor it reads a sample
+SAMPLES = 6  # elements that a note has
+FRAMES = 4
+KEY, COUNT, AFTER, DIGEST, TOLERANCE, SUMS, VALUES = 0, 1, 2, 3, 4, 5, 7  # positions in a note
+WORDS = VALUES + SAMPLES
+
+# Relative differences that are taken for rounding; zero for others.
+_ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+_ROUNDING |= {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Note(NamedTuple):
+    """One value of this rank, kept so that it can be described if ranks disagree.
+
+    Attributes:
+        words: what is compared.
+    """
+
+    ranks: Ranks
+    what: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    site: CallSite | None
+    words: "array[int]"
+
+
+class ValueNotes:
+    """The notes of one rank."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+        self._counts: dict[int, int] = {}  # by call site and what it is
+        self._early: deque[Note] = deque(maxlen=KEPT_NOTES)
+
+    def note(self, x: Tensor, ranks: Ranks, what: str) -> Note | None:
+        """Count one more call of this call site; its note if it is due."""
+        if not _has_values(x):
+            return None
+        sites = call_sites(FRAMES)
+        key = rolling(stable_digest((what, ranks)), (site.digest + site.frame.line for site in sites))
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1):
+            return None
+        words = array("q", (key, count, 0, *_contents(x)))
+        return Note(ranks, what, tuple(x.shape), x.dtype, sites[0] if sites else None, words)
+
+    def keep(self, note: Note) -> None:
+        """Keep a note for groups that have called no collective yet."""
+        self._early.append(note)
+
+    def early(self, ranks: Ranks) -> Iterator[Note]:
+        """The notes that concern a group that calls its first collective."""
+        return (note for note in self._early if set(ranks) <= set(note.ranks))
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether the values of `x` can be read; a tensor of one element is a scalar, in which ranks may differ."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.numel() > 1
+        and x.layout == torch.strided
+        and x.device.type != "meta"
+        and not is_capturing()
+        and torch._C._len_torch_dispatch_stack() == 0  # a user's mode would see how the digest is made
+        and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _contents(x: Tensor) -> tuple[int, ...]:
+    """Digest, tolerance, two sums and samples of the elements of `x`, floats as the integers of their bits."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        seen = _sampled(x.detach()).cpu().contiguous()
+        found = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=7)
+        found.update(seen.reshape(-1).view(torch.uint8).numpy().tobytes())
+        values = torch.view_as_real(seen) if seen.is_complex() else seen
+        wide = values.reshape(-1).to(torch.float64)
+        few = wide[:: max(1, wide.numel() // SAMPLES)][:SAMPLES]
+        sums = [wide.sum().item(), wide.abs().sum().item()]
+        padded = [*few.tolist(), *[0.0] * (SAMPLES - few.numel())]
+    return int.from_bytes(found.digest()), *array(
+        "q", array("d", [_ROUNDING.get(x.dtype, 0.0), *sums, *padded]).tobytes()
+    )
+
+
+def _sampled(x: Tensor) -> Tensor:
+    """Every k-th element of the longest dims, so that at most about `MAX_ELEMENTS` are left."""
+    while x.numel() > 2 * MAX_ELEMENTS:
+        dim = max(range(x.ndim), key=lambda d: x.shape[d])
+        step = min(x.shape[dim], -(-x.numel() // MAX_ELEMENTS))
+        x = x[(slice(None),) * dim + (slice(None, None, step),)]
+    return x
+
+
+def are_different(mine: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Whether two notes are of different values."""
+    if mine[DIGEST] == theirs[DIGEST]:
+        return False
+    tolerance, *floats = _floats(mine)
+    other_tolerance, *others = _floats(theirs)
+    if not tolerance or tolerance != other_tolerance:
+        return True
+    scale = max(map(abs, floats[2:]), default=0.0)
+    size = max(floats[1], others[1])
+    return not all(
+        a == b or (isnan(a) and isnan(b)) or abs(a - b) <= tolerance * (size if i < 2 else max(abs(a), abs(b), scale))
+        for i, (a, b) in enumerate(zip(floats, others, strict=True))
+    )
+
+
+def _floats(words: Sequence[int]) -> list[float]:
+    return array("d", array("q", list(words[TOLERANCE:WORDS])).tobytes()).tolist()
+
+
+def different_values_text(note: Note, words: Mapping[int, Sequence[int]]) -> str:
+    """The text of the error about a note that differs between ranks; `words` has those of the known ranks."""
+    count = prod(note.shape)
+    called = f"\n  called at {note.site.frame}" if note.site else ""
+    dtype = str(note.dtype).removeprefix("torch.")
+    lines = ""
+    for rank in sorted(words):
+        sampled = _floats(words[rank])[3 : 3 + count]
+        lines += f"\n  rank {rank}: {', '.join(f'{x:g}' for x in sampled)}{', …' if count > SAMPLES else ''}"
+    return f"{note.what} of shape {note.shape}, {dtype}, must be the same on all ranks, but is not:{lines}{called}"
+
+
+FIX_VALUES = (
+    "if each rank has its own part, DTensor.from_local(x, mesh, [Shard(0)]); if one rank has the values for all, "
+    "distribute_tensor(x, mesh, [Replicate()])"
+)

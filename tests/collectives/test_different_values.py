@@ -1,0 +1,161 @@
+"""Plain tensors beside DTensors, and local tensors of Replicate, that differ between ranks: one error on all ranks."""
+
+from collections.abc import Callable
+from math import nan
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor
+from shardwise.collectives import rank
+from shardwise.collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
+from shardwise.testing import world
+from shardwise.testing.worlds import World
+from tests.collectives.test_different_calls import WORLDS, odd, one_text, sharded
+
+HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
+SIMULATED = world(3)
+
+
+def table() -> DTensor:
+    return distribute_tensor(torch.arange(12.0).view(6, 2), Mesh((3,)), [Shard(0)])
+
+
+def use(x: torch.Tensor) -> float:
+    assert isinstance(x, DTensor)
+    return float(x.detach().full_tensor().sum())
+
+
+def batch() -> None:
+    x = torch.full((4, 6), 1.0 + rank())
+    use(x @ sharded())
+
+
+def ids() -> None:
+    use(F.embedding(torch.tensor([0, 5 if odd() else 1]), table()))
+
+
+def monotone_offsets() -> None:
+    use(F.embedding_bag(torch.arange(6), table(), torch.tensor([0, 1 if odd() else 2, 4]), mode="sum"))
+
+
+def initial_values() -> None:
+    x = distribute_tensor(torch.full((4,), 1.0 + odd()), Mesh((3,)), [Shard(0)], src_data_rank=None)
+    use(x)
+
+
+def replicas() -> None:
+    x = DTensor.from_local(torch.full((4,), 1.0 + odd()), Mesh((3,)), [Replicate()], run_check=False)
+    use(x.redistribute(placements=[Shard(0)]) + 1)
+
+
+def one_row_of_many() -> None:
+    x = torch.zeros(100, 6)
+    x[57, 3] = odd()
+    use(x * sharded(6).sum(0))
+
+
+def another_shape_of_values() -> None:
+    x = torch.zeros(3 * MAX_ELEMENTS)
+    x[:: 3 * MAX_ELEMENTS // 7] = rank()  # in the sample
+    use(distribute_tensor(x, Mesh((3,)), [Shard(0)]) + x)
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (batch, "matmul: the plain tensor beside DTensors of shape (4, 6), float32"),
+        (ids, "embedding: the plain tensor beside DTensors of shape (2,), int64"),
+        (monotone_offsets, "embedding_bag: the plain tensor beside DTensors of shape (3,), int64"),
+        (initial_values, "distribute_tensor(src_data_rank=None): the tensor of shape (4,), float32"),
+        (replicas, "from_local: the local tensor of a Replicate axis of shape (4,), float32"),
+        (one_row_of_many, "mul: the plain tensor beside DTensors of shape (100, 6), float32"),
+        (another_shape_of_values, "add: the plain tensor beside DTensors of shape (98304,), float32"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+@WORLDS
+def test_values_that_differ_are_named_with_line_ranks_and_from_local(
+    ranks: World, act: Callable[[], object], what: str
+) -> None:
+    lines = one_text(ranks, act).splitlines()
+    assert lines[0] == f"{what}, must be the same on all ranks, but is not:"
+    named = [line.split(":")[0] for line in lines if line.startswith("  rank ")]
+    assert "  rank 1" in named
+    assert len(named) > 1
+    assert f"  called at {HERE}:" in lines[-2]
+    assert lines[-2].endswith(f"in {act.__name__}")
+    assert lines[-1].startswith("  Fix: if each rank has its own part, DTensor.from_local(")
+
+
+def late() -> None:
+    """The 64th call of a line differs, of 100."""
+    x = sharded()
+    for i in range(1, 101):
+        use(x * torch.full((6,), 2.0 if odd() and i >= CHECK_EVERY - 10 else 1.0))
+
+
+def test_a_difference_that_appears_later_is_found_at_the_next_comparison() -> None:
+    assert "mul: the plain tensor" in one_text(SIMULATED, late)
+
+
+# ---- correct programs -------------------------------------------------------------------------------------
+
+
+def only_plain() -> None:
+    x = torch.full((4,), float(rank()))
+    use(sharded())
+    torch.save(x + 1, "/dev/null")
+    use(sharded())
+
+
+def scalars() -> None:
+    use(sharded() * torch.tensor(1.0 + rank()) * torch.tensor([1.0 + rank()]))  # such as the seconds of this rank
+
+
+def rounding() -> None:
+    x = torch.tensor([1e-30, 1.0, 3.0, nan, -0.0 if odd() else 0.0, 1 / 3])
+    use(sharded() * (x * (1 + 1e-7 * rank())))
+    half = torch.tensor([1.0, 2.0]).to(torch.bfloat16) * (1 + 0.004 * rank())
+    use(distribute_tensor(torch.ones(2, dtype=torch.bfloat16), Mesh((3,)), [Shard(0)]) * half)
+
+
+def log_on_one_rank() -> None:
+    x = distribute_tensor(torch.ones(6), Mesh((3,)), [Replicate()])
+
+    def scaled(by: torch.Tensor) -> torch.Tensor:
+        return x * by
+
+    for i in range(5):
+        if rank() == 0:
+            scaled(torch.full((6,), 100.0 + i))  # no communication, so one rank may
+        use(scaled(torch.full((6,), 2.0 + i)).redistribute(placements=[Shard(0)]))
+
+
+def outside_the_mesh() -> None:
+    x = distribute_tensor(torch.ones(4), Mesh((2,), (0, 1)), [Shard(0)])
+    y = x * torch.full((4,), 7.0 if rank() == 2 else 1.0)
+    if rank() < 2:
+        use(y)
+
+
+def strided_and_with_gradient() -> None:
+    w = torch.arange(36.0).view(6, 6).t().requires_grad_()
+    use(sharded() @ w)
+    sum_ = (sharded() @ w).sum()
+    sum_.backward()
+
+
+def switched_off() -> None:
+    collectives.check_values(False)
+    use(sharded() * torch.full((6,), float(rank())))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [only_plain, scalars, rounding, log_on_one_rank, outside_the_mesh, strided_and_with_gradient, switched_off],
+)
+def test_ranks_of_correct_programs_raise_nothing(act: Callable[[], object]) -> None:
+    SIMULATED.run(act)
