@@ -125,8 +125,10 @@ def rounding() -> None:
 def log_on_one_rank() -> None:
     x = distribute_tensor(torch.ones(6), Mesh((3,)), [Replicate()])
 
-    def scaled(by: torch.Tensor) -> torch.Tensor:
-        return x * by
+    def scaled(by: torch.Tensor) -> DTensor:
+        y = x * by
+        assert isinstance(y, DTensor)
+        return y
 
     for i in range(5):
         if rank() == 0:

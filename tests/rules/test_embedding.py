@@ -1,6 +1,6 @@
 """Sharded lookups give what one process gives: values, dense and sparse gradients, for every layout."""
 
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import collectives
+from shardwise.collectives import rank
+from shardwise.embedding import from_lengths
 from shardwise.errors import IdError, IdTypeError
 from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.run_plan import redistribute_local
@@ -201,6 +203,40 @@ def test_offsets_that_describe_no_bags_are_the_same_error_on_every_rank(
         return str(caught.value)
 
     assert len(set(world(2).run(body))) == 1
+
+
+BAGS_BY_RANK = [[[1, 2], [3]], [[4], [], [0, 5]]]
+
+
+def of_this_rank(values: list[list[int]]) -> DTensor:
+    return DTensor.from_local(torch.tensor(values[rank()], dtype=torch.int64), Mesh((2,)), [S0])
+
+
+@pytest.mark.parametrize("offsets", [[[0, 2], [0, 1, 1]], [[0, 1], [0]], [[0, 2, 2], [0, 0, 0]]], ids=str)
+def test_offsets_that_start_at_0_on_each_rank_are_an_error_that_names_from_lengths(offsets: list[list[int]]) -> None:
+    def body() -> str:
+        ids = of_this_rank([list(chain(*bags)) for bags in BAGS_BY_RANK])
+        with pytest.raises(ValueError, match="the offsets start at 0 on each rank, but they are global") as caught:
+            F.embedding_bag(ids, weight_of(table(), Mesh((2,)), [S0]), of_this_rank(offsets))
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert "Fix: shardwise.embedding.from_lengths(lengths)" in text
+
+
+def test_bags_of_each_rank_are_looked_up_with_offsets_from_lengths() -> None:
+    bags = [bag for of_rank in BAGS_BY_RANK for bag in of_rank]
+
+    def body() -> Tensor:
+        ids = of_this_rank([list(chain(*of_rank)) for of_rank in BAGS_BY_RANK])
+        offsets = from_lengths(of_this_rank([[len(bag) for bag in of_rank] for of_rank in BAGS_BY_RANK]))
+        out = F.embedding_bag(ids, weight_of(table(), Mesh((2,)), [S0]), offsets, mode="sum")
+        assert isinstance(out, DTensor)
+        return out.detach().full_tensor()
+
+    expected = torch.stack([table()[torch.tensor(bag, dtype=torch.int64)].sum(0) for bag in bags])
+    for found in world(2).run(body):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -90,6 +90,7 @@ def _has_values(x: Tensor) -> bool:
         and x.layout == torch.strided
         and x.device.type != "meta"
         and not is_capturing()
+        and torch._C._current_graph_task_id() == -1  # in backward torch combines tensors, not the user
         and torch._C._len_torch_dispatch_stack() == 0  # a user's mode would see how the digest is made
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )

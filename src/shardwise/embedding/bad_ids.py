@@ -16,7 +16,7 @@ from shardwise.rules.local_context import LocalContext
 from shardwise.trace.capture_hooks import allow_in_graph
 
 Verdict = tuple[int, int]  # position in the global ids of a rank's first bad id, and that id
-VALID, BAD_BAGS = -1, -2  # in place of a position
+VALID, BAD_BAGS, BAGS_OF_EACH_RANK = -1, -2, -3  # in place of a position
 
 
 class StraddlingError(LayoutError):
@@ -79,6 +79,12 @@ def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Sequence[int]], ranks: S
         raise StraddlingError(
             f"{ctx.name_of(1)}: the offsets describe no bags of the ids: they must rise from 0 to at most the "
             f"number of ids."
+        )
+    if position == BAGS_OF_EACH_RANK:
+        raise StraddlingError(
+            f"{ctx.name_of(1)}: the offsets start at 0 on each rank, but they are global: positions among the ids of "
+            f"all ranks.\n  Fix: shardwise.embedding.from_lengths(lengths), where lengths is a DTensor of how many ids "
+            f"each bag has, DTensor.from_local(lengths, mesh, [Shard(0)])."
         )
     index = tuple(map(int, np.unravel_index(position, ctx.layouts[0].shape)))
     where = index[0] if len(index) == 1 else index

@@ -215,3 +215,12 @@ def _summed(grad: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None)
     if not row_of.numel():
         return grad[:0]
     return F.embedding_bag(row_of, grad, distinct.starts, mode="sum")
+
+
+def from_lengths(lengths: Tensor) -> Tensor:
+    """The `offsets` of `F.embedding_bag`, where each bag starts, from how many ids each bag has.
+
+    For ids and bags that each rank has by itself, with `lengths` a DTensor: `DTensor.from_local(lengths, mesh,
+    [Shard(0)])`. Offsets are positions among the ids of all ranks.
+    """
+    return lengths.cumsum(0) - lengths

@@ -173,14 +173,15 @@ def _aligned_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalC
     """A call of `F.embedding_bag` after the ids were sent to the ranks that hold the offsets of their bags."""
     named = arguments(F.embedding_bag, args, kwargs)
     offsets, ranks = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx))
-    own = (*offsets[:1].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, 0)
+    own = (*offsets[[0, -1]].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, -1, 0)
     gathered = ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
     end = ctx.layouts[0].shape[0]
     in_order = sorted((ctx.layouts[2].boxes(rank)[0].offsets, gathered[i], rank) for i, rank in enumerate(ranks))
-    starts, lengths = [first for _, (first, _), _ in in_order if first >= 0], {}
-    if starts[:1] != [0] or starts != sorted(starts) or starts[-1] > end or any(falls for _, falls in gathered):
-        bad_ids.raise_bad_ids(ctx, [(bad_ids.BAD_BAGS, 0)], ranks[:1])
-    for _, (first, _), rank in reversed(in_order):
+    ends, lengths = [position for _, (*both, _), _ in in_order for position in both if position >= 0], {}
+    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > end or any(falls for *_, falls in gathered):
+        per_rank = len(ends) > 2 and not any(ends[::2])
+        bad_ids.raise_bad_ids(ctx, [(bad_ids.BAGS_OF_EACH_RANK if per_rank else bad_ids.BAD_BAGS, 0)], ranks[:1])
+    for _, (first, *_), rank in reversed(in_order):
         lengths[rank], end = (0, end) if first < 0 else (end - first, first)
     resharded = ctx.reshard_like(0, 2, lengths)
     named["input"] = ctx.fetch(named["input"], 0, lambda rank: resharded.layouts[0].boxes(rank)[0])
