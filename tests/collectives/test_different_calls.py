@@ -8,6 +8,7 @@ import torch
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
 from shardwise.collectives import all_reduce, all_to_all, barrier, rank
+from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import MismatchError
 from shardwise.testing import world
 from shardwise.testing.worlds import World
@@ -134,6 +135,48 @@ def test_all_ranks_raise_one_text_with_all_calls_and_their_lines(
     ]  # fmt: skip
     assert text.count(f"called at {HERE}:") == 3
     assert text.endswith("Fix: make all ranks of a group call the same collectives in the same order.")
+
+
+def as_on_other_hosts() -> None:
+    records = TORCH_TRANSPORT._records
+    assert records is not None
+    for peer in {*ALL} - {rank()}:
+        records.add_peer(peer, None)
+
+
+def one_reduction_of_many_differs() -> None:
+    as_on_other_hosts()
+    for i in range(100):
+        all_reduce(torch.ones(4), "max" if odd() and i == 9 else "sum", ALL)
+
+
+def one_value_differs() -> None:
+    as_on_other_hosts()
+    for i in range(100):
+        full(sharded() * torch.full((6,), 2.0 if odd() and i >= 7 else 1.0))
+
+
+@pytest.mark.processes
+def test_ranks_on_several_hosts_find_it_at_one_of_the_next_64_calls() -> None:
+    text = one_text(world(3, real=True), one_reduction_of_many_differs)
+    assert ": all ranks must make the same call.\n" in text
+    assert text.count("all_reduce sum of float32 (4,)") == 2
+    assert text.count("all_reduce max of float32 (4,)") == 1
+    assert "mul: the plain tensor beside DTensors" in one_text(world(3, real=True), one_value_differs)
+
+
+def agree_on_several_hosts() -> None:
+    as_on_other_hosts()
+    same_order()
+
+
+@pytest.mark.processes
+def test_ranks_on_several_hosts_that_agree_raise_nothing() -> None:
+    with pytest.raises(ZeroDivisionError):  # the pool joins a new world before and after
+        world(3, real=True).run(fail)
+    world(3, real=True).run(agree_on_several_hosts)
+    with pytest.raises(ZeroDivisionError):
+        world(3, real=True).run(fail)
 
 
 # ---- correct programs -------------------------------------------------------------------------------------

@@ -75,6 +75,16 @@ def other_purpose() -> str:
         return refusal(lambda: all_reduce(torch.ones(2), "sum", ALL))
 
 
+def other_line() -> str:
+    def act() -> None:
+        if rank() == 1:
+            all_reduce(torch.ones(2), "sum", ALL)
+        else:
+            all_reduce(torch.ones(2), "sum", ALL)
+
+    return refusal(act)
+
+
 def other_layouts() -> list[str]:
     """Rank 1 turns rows into columns where the others turn columns into rows: the same counts, and garbage."""
     mesh, full = Mesh((3,)), torch.arange(9.0).view(3, 3)
@@ -137,6 +147,11 @@ CALL = "all_to_all of float32, send counts {}, receive counts (1, 1, 1)"
                 "all_reduce sum of float32 (2,) (mm of (Shard(0), Replicate()))",
                 "all_reduce sum of float32 (2,) (mm of (Shard(1), Shard(0)))",
             ],
+        ),
+        (
+            other_line,
+            "all ranks must make it in the same line",
+            ["all_reduce sum of float32 (2,)", "all_reduce sum of float32 (2,)"],
         ),
     ],
 )

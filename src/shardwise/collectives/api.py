@@ -187,8 +187,9 @@ def check_values(on: bool = True) -> None:
 def fingerprint() -> Iterator[None]:
     """Before each collective inside, forward and backward, compare the calls of all ranks. For debugging.
 
-    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, and the purpose:
-    the op, the operand and the layouts that it is redistributed between, or the text of `describing`. All ranks
+    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, the line of the
+    user's code, and the purpose: the op, the operand and the layouts that it is redistributed between, or the text of
+    `describing`. All ranks
     have to enter and leave at the same point of the program.
 
     Costs one small all-to-all per collective, 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does

@@ -3,7 +3,7 @@
     log.add("sum", torch.float32, (4,), (), ())   # before rank 0 sends anything
     log.difference(1, record)                     # the record of rank 1 for the same number; None if they agree
 
-A record has a digest of all kinds, dtypes and shapes so far, one of the purpose (op, operand, layouts), and one of the
+A record has a digest of kind, dtype and shape, one of the purpose (op, operand, layouts), and one of the
 call sites. Purposes and call sites are compared only where both ranks know theirs.
 
 Correct programs may call one collective from different lines (`if rank == 0: print(x.full_tensor())`, `else:
@@ -21,14 +21,14 @@ import torch
 
 from shardwise.collectives.collective_call import CollectiveCall, Ranks
 from shardwise.collectives.digests import rolling, stable_digest
-from shardwise.collectives.value_notes import AFTER, KEPT_NOTES, Note, are_different
+from shardwise.collectives.value_notes import AFTER, DIGEST, KEPT_NOTES, Note, are_different
 from shardwise.layout import Layout
 from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import Purpose
 from shardwise.trace.user_stack import CallSite, call_sites
 
 KEPT = 64  # calls of a group, by each rank
-NUMBER, CALLS, PURPOSE, SITE, SEND_COUNTS = range(5)  # positions in a record; the receive counts follow
+NUMBER, CALL, PURPOSE, SITE, SEND_COUNTS = range(5)  # positions in a record; the receive counts follow
 
 OTHER_CALL = "all ranks must make the same call"
 OTHER_PURPOSE = "all ranks must make it for the same purpose"
@@ -65,16 +65,16 @@ class CallLog:
     """The last calls of one rank in one group.
 
     Attributes:
-        calls: the last ones.
+        calls: the last ones; `records`: the same as numbers, that of call `n` at `n % KEPT`.
         latest: the number of the last call.
         notes: of values that the other ranks should have too, the last ones of `num_notes`.
     """
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks = ranks
-        self.position = ranks.index(rank)
+        self.position = ranks.index(rank) if rank in ranks else -1  # which the transport refuses
         self.calls: deque[Call] = deque(maxlen=KEPT)
-        self._records = [array("q", (0,) * SEND_COUNTS)] * KEPT
+        self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
         self.latest = 0
         self._digest = 0
         self.notes: deque[Note] = deque(maxlen=KEPT_NOTES)
@@ -94,10 +94,14 @@ class CallLog:
         """Record the next call; the record is for the other ranks."""
         purpose, sites = comm_trace.current_purpose(), call_sites()
         self.calls.append(Call(number, reduce_op, dtype, shape, tuple(send_counts), tuple(recv_counts), purpose, sites))
-        self._digest = rolling(self._digest, (_call_digest(reduce_op, dtype, shape),))
-        site = rolling(0, (found.digest for found in sites))
-        record = array("q", (number, self._digest, _purpose_digest(purpose), site, *send_counts, *recv_counts))
-        self._records[number % KEPT] = record
+        call, aim, site = (
+            _call_digest(reduce_op, dtype, shape),
+            _purpose_digest(purpose),
+            rolling(0, [s.digest for s in sites]),
+        )
+        self._digest = rolling(self._digest, (call, aim))
+        record = array("q", (number, call, aim, site, *send_counts, *recv_counts))
+        self.records[number % KEPT] = record
         self.latest = number
         return record
 
@@ -107,7 +111,7 @@ class CallLog:
         mine = self.record(number)
         if mine[NUMBER] != number:  # not made yet, or no longer kept
             return None
-        if mine[CALLS] != theirs[CALLS]:
+        if mine[CALL] != theirs[CALL]:
             return Difference(number, peer, OTHER_CALL)
         if mine[PURPOSE] != theirs[PURPOSE] and mine[PURPOSE] and theirs[PURPOSE]:
             return Difference(number, peer, OTHER_PURPOSE)
@@ -132,6 +136,10 @@ class CallLog:
         self.notes.append(note)
         self.num_notes += 1
         return note
+
+    def digest(self) -> int:
+        """Of all calls so far and of the values noted; those who differ in it need not disagree."""
+        return rolling(self._digest, (note.words[DIGEST] for note in self.notes))
 
     def words_of_note(self, number: int) -> "array[int]":
         """What is compared of one of the last notes, by its number from 0."""
@@ -160,7 +168,7 @@ class CallLog:
 
     def record(self, number: int) -> "array[int]":
         """The record of one of the last calls, or of a later one."""
-        return self._records[number % KEPT]
+        return self.records[number % KEPT]
 
     def call(self, number: int) -> Call | None:
         """One of the last calls."""

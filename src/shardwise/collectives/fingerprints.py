@@ -21,7 +21,7 @@ from shardwise.collectives.collective_call import (
 from shardwise.collectives.transport import Transport, gather_with
 from shardwise.errors import MismatchError
 from shardwise.trace import comm_trace
-from shardwise.trace.user_stack import format_call_sites, frames_of
+from shardwise.trace.user_stack import call_sites, format_call_sites, frames_of
 
 _checked: WeakKeyDictionary[Transport, ExitStack] = WeakKeyDictionary()  # simulated ranks have one each
 
@@ -46,7 +46,8 @@ def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
         call = replace(call, purpose=str(move))
     call.check(ranks)
     number, count = here.calls[ranks], len(ranks)
-    common = json.dumps([call.must_match, call.purpose, number])
+    line = next((str(site.frame) for site in call_sites(1)), "")
+    common = json.dumps([call.must_match, call.purpose, number, line])
     digest = int.from_bytes(hashlib.blake2b(common.encode(), digest_size=7).digest())
     zeros = (0,) * count
     row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)])
@@ -59,6 +60,7 @@ def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
         facts = {
             "call": asdict(call),
             "number": number,
+            "line": line,
             "where": format_call_sites(list(frames_of(sys._getframe())), 1),
         }
         all_facts = [json.loads(text) for text in gather_with(here.all_to_all, json.dumps(facts).encode(), ranks)]
@@ -67,6 +69,8 @@ def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
     why = mismatch(ranks, calls, purposes=True)
     if len(set(numbers)) > 1:
         why = f"it is collective {', '.join(f'#{number}' for number in numbers)} to them"
+    if why is None and len({facts["line"] for facts in all_facts}) > 1:
+        why = "all ranks must make it in the same line"
     lines = {rank: f"{calls[rank]}{facts['where']}" for rank, facts in zip(ranks, all_facts, strict=True)}
     assert why is not None
     raise MismatchError(f"{mismatch_text(ranks, numbers[0], why, lines)}\n  Fix: {SAME_CALLS}.")

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from hashlib import blake2b
-from time import monotonic
+from time import monotonic, sleep
 from typing import TypeVar
 from weakref import ReferenceType, ref
 
@@ -24,12 +24,14 @@ from shardwise.collectives.collective_call import (
     DescribedCall,
     PendingCollective,
     Ranks,
+    describing,
     exchange_call,
     reduce_call,
 )
 from shardwise.collectives.failures.hooks import ExitHooks
 from shardwise.collectives.failures.monitor import FailureMonitor
 from shardwise.collectives.failures.reports import (
+    POLL_SECONDS,
     WaitAbortedError,
     explain,
     explain_difference,
@@ -42,6 +44,7 @@ from shardwise.collectives.failures.reports import (
 )
 from shardwise.collectives.failures.store import DifferentCalls, FailureReport, FailureStore
 from shardwise.collectives.recv_check import RecvCheck
+from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
@@ -55,6 +58,7 @@ T = TypeVar("T")
 
 SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
 ABSURD_BYTES = 1 << 44
+JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 SHORT_SLICE_SECONDS = 0.1  # the same, when one has
 
 
@@ -101,7 +105,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._hooks = ExitHooks(self.monitor.stop)
         store = store_of_world()
         if store is not None and dist.get_world_size() > 1:
-            self._records = SharedRecords(dist.get_world_size())
+            self._records = SharedRecords(self._rank, dist.get_world_size())
             with suppress(Exception):  # without a store that works, errors only have less detail
                 store.register(self._records.path)
             self.monitor.start(store_of_world)
@@ -127,13 +131,20 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         self.attach()
-        records = self._records
-        if records is None:
+        if self._records is None:
             return
-        records.write(log, record)
-        for peer in log.ranks:
-            if peer != self._rank and not records.knows(peer):
-                self._find_records(peer, records)
+        self._records.write(log, record)
+        self._find_peers(log, self._records)
+        self._raise_difference(log, self._records)
+        if are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
+            self._raise_difference(log, RemoteRecords(log, self._exchange_records))
+
+    def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
+        call = self.logs[ranks].calls[-1].described()
+        with describing(lambda: f"comparing the ranks before {call}"):
+            return self.all_to_all(send, sent, expected, ranks)
+
+    def _raise_difference(self, log: CallLog, records: SharedRecords | RemoteRecords) -> None:
         difference = records.first_difference(log) or _absurd_length(log)
         values = records.different_values(log) if difference is None else None
         if difference is None and values is None:
@@ -150,13 +161,24 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._records is not None:
             self._records.write_note(log, note)
 
-    def _find_records(self, peer: int, records: SharedRecords) -> None:
-        """Let `records` know those of a peer that has joined the world."""
-        store = store_of_world()
-        with suppress(Exception):  # of a store that does not work
-            process = None if store is None else store.process(peer)
-            if process is not None:
-                records.add_peer(peer, process.records if process.state() != "elsewhere" else "")
+    def _find_peers(self, log: CallLog, records: SharedRecords) -> None:
+        """Let `records` know those of all ranks of a group on this host, and remember whether there are others."""
+        if log.ranks in records.complete or (store := store_of_world()) is None:
+            return
+        # After one call all ranks of a group have joined the world, or soon will.
+        until = monotonic() + (0 if log.latest == 1 else JOIN_SECONDS)
+        for peer in log.ranks:
+            with suppress(Exception):  # of a store that does not work
+                while not records.knows(peer) and not self.monitor.failed:
+                    process = store.process(peer)
+                    if process is not None:
+                        records.add_peer(peer, None if process.state() == "elsewhere" else process.records)
+                    elif monotonic() >= until:
+                        break
+                    else:
+                        sleep(POLL_SECONDS)
+        if all(map(records.knows, log.ranks)):
+            records.complete.add(log.ranks)
 
     def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
         log = self.logs.get(ranks)

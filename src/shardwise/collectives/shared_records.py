@@ -27,18 +27,26 @@ SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any p
 
 
 class SharedRecords:
-    """The records of this rank, and those of the other ranks of its host."""
+    """The records of this rank, and those of the other ranks of its host.
 
-    def __init__(self, world_size: int) -> None:
+    Attributes:
+        path: of the records of this rank, for the other ranks; empty on a system without files in memory.
+        elsewhere: ranks of other hosts.
+        complete: groups all of whose ranks are known.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.path = ""
+        self.elsewhere: set[int] = set()
+        self.complete: set[Ranks] = set()
         self._width = SEND_COUNTS + 2 * world_size
         self._region = RECORDS + KEPT * self._width
         self._regions: dict[Ranks, int] = {}  # where those of this rank begin
-        self._peers: dict[int, memoryview[int]] = {}
+        self._peers: dict[int, memoryview[int]] = {rank: memoryview(array("q"))}
         self._peer_regions: dict[tuple[int, Ranks], int] = {}
         self._compared: dict[tuple[int, Ranks], int] = {}  # the last number
         self._file: MemoryFile | None = None
         self._words = memoryview(array("q"))
-        self.path = ""  # for the other ranks; empty on a system without such files
         if hasattr(os, "memfd_create"):
             self._file = MemoryFile()
             self.path = self._file.path
@@ -54,11 +62,15 @@ class SharedRecords:
             self._file.close()
             self._file = None
 
-    def add_peer(self, rank: int, path: str) -> None:
-        """Read the records of another rank of this host from now on, where this process may."""
+    def add_peer(self, rank: int, path: str | None) -> None:
+        """Read the records of another rank from now on, if this process may; without a path it is on another host."""
         self._peers[rank] = memoryview(array("q"))
-        with suppress(OSError, ValueError), Path(path).open("rb") as file:
-            self._peers[rank] = memoryview(mmap.mmap(file.fileno(), self._bytes(), prot=mmap.PROT_READ)).cast("q")
+        if path is None:
+            self.elsewhere.add(rank)
+        elif path:
+            with suppress(OSError, ValueError), Path(path).open("rb") as file:
+                shared = mmap.mmap(file.fileno(), self._bytes(), prot=mmap.PROT_READ)
+                self._peers[rank] = memoryview(shared).cast("q")
 
     def knows(self, rank: int) -> bool:
         return rank in self._peers
