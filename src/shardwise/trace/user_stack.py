@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -46,7 +46,8 @@ class CallSite:
 
 MAX_DEPTH = 64  # frames between a collective and the user's code
 _is_user_file: dict[str, bool] = {}
-_call_sites: dict[tuple[str, int, int], CallSite] = {}  # by file, line of the function, and instruction
+MAX_CALL_SITES = 1 << 14
+_call_sites: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}  # by id of the code, which is kept, and instruction
 
 
 def call_sites(limit: int = 2) -> tuple[CallSite, ...]:
@@ -62,21 +63,24 @@ def call_sites(limit: int = 2) -> tuple[CallSite, ...]:
         if is_user is None:
             is_user = _is_user_file[file] = StackFrame(file, 0, "").is_user_code
         if is_user:
-            key = file, code.co_firstlineno, frame.f_lasti
-            site = _call_sites.get(key)
+            site = _call_sites.get((id(code), frame.f_lasti))
             if site is None:
-                site = _call_sites[key] = _call_site_of(frame)
-            found.append(site)
+                site = _add_call_site(frame)
+            found.append(site[0])
             if len(found) == limit:
                 break
         frame = frame.f_back
     return tuple(found)
 
 
-def _call_site_of(frame: FrameType) -> CallSite:
+def _add_call_site(frame: FrameType) -> tuple[CallSite, CodeType]:
     code, line = frame.f_code, frame.f_lineno
     digest = hashlib.blake2b(_expression(frame).encode(), digest_size=7).digest()
-    return CallSite(StackFrame(code.co_filename, line, code.co_name), int.from_bytes(digest))
+    if len(_call_sites) >= MAX_CALL_SITES:
+        _call_sites.clear()
+    site = CallSite(StackFrame(code.co_filename, line, code.co_name), int.from_bytes(digest)), code
+    _call_sites[id(code), frame.f_lasti] = site
+    return site
 
 
 def _expression(frame: FrameType) -> str:
