@@ -29,7 +29,7 @@ from shardwise.collectives.collective_call import Ranks, describing
 from shardwise.collectives.consistency import agree, agree_if_checked, contents, gather_bytes, gather_json
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
-from shardwise.collectives.meshes import as_mesh, device_mesh, init_device_mesh
+from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
 from shardwise.collectives.transport import Finish, SynchronousTransport, Transport, draw_from_torch, reduce_stack
 from shardwise.trace.comm_trace import CommCounts, count_comms
@@ -37,8 +37,9 @@ from shardwise.trace.comm_trace import CommCounts, count_comms
 __all__ = [
     "CommCounts", "DeviceMesh", "Finish", "Ranks", "SynchronousTransport", "Transport", "agree", "agree_if_checked",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "check_values", "chunks", "contents",
-    "count_comms", "describing", "device_mesh", "draw_from_torch", "expect_equal", "fingerprint", "gather_bytes",
-    "gather_json", "group_ranks", "init_device_mesh", "init_from_environment", "init_processes", "is_simulated",
-    "load_with_process_group", "process_group", "rank", "reduce_stack", "report_failure", "shutdown",
-    "start_all_reduce", "start_all_to_all", "storage_metadata", "transport", "using", "world_size", "write_items",
+    "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal", "fingerprint",
+    "gather_bytes", "gather_json", "group_ranks", "init_device_mesh", "init_from_environment", "init_processes",
+    "is_simulated", "load_with_process_group", "process_group", "rank", "reduce_stack", "report_failure",
+    "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata", "transport", "using", "world_size",
+    "write_items",
 ]  # fmt: skip

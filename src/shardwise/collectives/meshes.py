@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.collectives.api import is_simulated, rank, world_size
 from shardwise.collectives.processes import TORCH_TRANSPORT, timeout_of
 from shardwise.errors import MeshError
-from shardwise.layout import Kind, Mesh, checked, describe, mesh_of, shown
+from shardwise.layout import Kind, Mesh, checked, describe, entered_mesh, mesh_of, shown
 
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
@@ -75,6 +75,14 @@ def _checked(mesh: Mesh) -> Mesh:
             f"Fix: start at least {max(mesh.ranks) + 1} ranks, or make a smaller mesh."
         )
     return mesh
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of `with mesh:`, ours or torch's DeviceMesh; None outside."""
+    entered = entered_mesh()
+    if entered is not None:
+        return _checked(entered)
+    return as_mesh(_mesh_resources.get_current_mesh()) if _mesh_resources.mesh_stack else None
 
 
 def device_mesh(mesh: Mesh) -> Mesh | DeviceMesh:

@@ -24,9 +24,9 @@ from shardwise.rules.row import LocalFunction, Meta, Row, arguments
 aten = torch.ops.aten
 
 
-def _check_ids(ids: Meta, dims: tuple[int, ...], op: str) -> None:
+def _check_ids(ids: Meta, dims: tuple[int, ...], op: str, what: str = "ids") -> None:
     if ids.dtype not in (torch.int32, torch.int64):
-        raise IdTypeError(f"{op} takes ids of dtype int32 or int64, got {ids.dtype}. Fix: ids.long().")
+        raise IdTypeError(f"{op} takes {what} of dtype int32 or int64, got {ids.dtype}. Fix: {what}.long().")
     if dims and ids.ndim not in dims:
         raise IdTypeError(f"{op} takes ids with {' or '.join(map(str, dims))} dims, got shape {ids.shape}.")
 
@@ -117,6 +117,8 @@ def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
     named = arguments(F.embedding_bag, args, kwargs)
     ids, offsets, mode, factors = (named[name] for name in ("input", "offsets", "mode", "per_sample_weights"))
     _check_ids(ids, (1, 2), "embedding_bag")
+    if offsets is not None:
+        _check_ids(offsets, (), "embedding_bag", "offsets")
     by_frequency = named["scale_grad_by_freq"]
     special = by_frequency or any(named[x] is not None for x in ("max_norm", "per_sample_weights", "padding_idx"))
     weighted_wrong = factors is not None and (mode != "sum" or factors.shape != ids.shape)

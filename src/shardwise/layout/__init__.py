@@ -19,7 +19,7 @@ from shardwise.layout.arguments import (
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import Placements, as_placement, as_placements, axis_names, placements_text
 from shardwise.layout.layout import Layout, ShardSizes, contiguous_strides
-from shardwise.layout.mesh import Mesh, mesh_of, ring_elements
+from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise.layout.parse import (
     ITEMSIZES,
     parse_integers,
@@ -74,7 +74,7 @@ __all__ = [
     "chunk",
     "contiguous_strides",
     "describe",
-    "dual",
+    "dual", "entered_mesh",
     "is_integer", "is_listing",
     "mesh_of",
     "parse_integers",

@@ -1,10 +1,11 @@
 """Ranks in an N-D mesh with named axes. A plain value, without process groups or devices."""
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 from shardwise.errors import MeshError
 from shardwise.layout.arguments import as_integers, is_listing, shown
@@ -129,11 +130,27 @@ class Mesh:
         labels = None if self.names is None else tuple(self.names[axis] for axis in axes)
         return Mesh(tuple(self.shape[axis] for axis in axes), tuple(ranks), labels, self.device_type)
 
+    def __enter__(self) -> Self:
+        """Inside `with mesh:`, it is the mesh of functions that are given none."""
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _entered.set(_entered.get()[:-1])
+
     def __str__(self) -> str:
         labels = self.names or tuple(str(i) for i in range(self.ndim))
         axes = ", ".join(f"{label}={size}" for label, size in zip(labels, self.shape, strict=True))
         in_order = self.ranks == tuple(range(len(self.ranks)))
         return f"Mesh({axes})" if in_order else f"Mesh({axes}, ranks={self.ranks})"
+
+
+_entered: ContextVar[tuple[Mesh, ...]] = ContextVar("meshes", default=())
+
+
+def entered_mesh() -> Mesh | None:
+    """That of the innermost `with mesh:`."""
+    return (_entered.get() or (None,))[-1]
 
 
 def _names(names: object) -> tuple[str, ...]:

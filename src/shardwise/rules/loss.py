@@ -279,7 +279,10 @@ def _shape(loss: Loss, *args: object, **kwargs: object) -> tuple[int, ...]:
         return scores[:-1]
     if loss is F.ctc_loss:
         return scores[1:2]
-    return named["target"].shape if named["target"].ndim < len(scores) else scores[:1] + scores[2:]
+    target: tuple[int, ...] = named["target"].shape
+    if len(target) < len(scores):
+        return target
+    return scores[:1] + scores[2:] if scores[1:] else ()
 
 
 for _rule, _losses in (

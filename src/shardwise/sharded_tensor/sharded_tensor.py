@@ -89,7 +89,7 @@ def metadata(x: DTensor) -> ShardedTensorMetadata:
     properties = TensorProperties(x.dtype, torch.strided, x.requires_grad)
     spec = _own_spec(x)
     if spec is not None:
-        return spec.build_metadata(tuple(x.shape), properties)
+        return spec.build_metadata(x.shape, properties)
     return ShardedTensorMetadata(shards_of(x._layout), x.shape, properties)
 
 

@@ -224,7 +224,7 @@ class EnumerableShardingSpec(ShardingSpec):
 
 def _shards(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadata]:
     """The shards by `build_metadata`, which may be a user's."""
-    metadata = spec.build_metadata(shape)
+    metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
     if not isinstance(metadata, ShardedTensorMetadata):
         raise LayoutError(
             f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(metadata).__name__}."

@@ -440,5 +440,5 @@ def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
 
 
 def default_mesh(device_type: str = "cpu") -> Mesh:
-    """One axis of all ranks."""
-    return Mesh((collectives.world_size(),), (), None, device_type)
+    """The mesh of `with mesh:`; outside, one axis of all ranks."""
+    return collectives.current_mesh() or Mesh((collectives.world_size(),), (), None, device_type)

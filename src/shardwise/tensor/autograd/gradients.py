@@ -212,7 +212,7 @@ class _Conversion(TensorFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout) -> Tensor:
         ctx.layout, ctx.grad_layout, ctx.shape = layout, grad_layout, local.shape
-        return local.view_as(local)
+        return local.detach()  # shares memory and version; autograd refuses in-place ops on `view_as`
 
 
 class ToPlain(_Conversion):

@@ -92,7 +92,15 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     assert mesh is not None or not wrapped
     operands = {id(wrapper): dtensor for dtensor, wrapper in wrapped.values()}
-    return track(pytree.tree_map(lambda x: operands.get(id(x), x.dtensor) if isinstance(x, Wrapper) else x, out))
+
+    def unwrapped(x: object) -> Any:
+        if not isinstance(x, Wrapper):
+            return x
+        if x.requires_grad and id(x) not in operands:  # by `requires_grad=True`, which no aten op takes
+            x.dtensor.requires_grad_()
+        return operands.get(id(x), x.dtensor)
+
+    return track(pytree.tree_map(unwrapped, out))
 
 
 # ---- replicated -----------------------------------------------------------------------------------------------
