@@ -93,7 +93,7 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     assert mesh is not None or not wrapped
     operands = {id(wrapper): dtensor for dtensor, wrapper in wrapped.values()}
 
-    def unwrapped(x: object) -> Any:
+    def unwrapped(x: object) -> object:
         if not isinstance(x, Wrapper):
             return x
         if x.requires_grad and id(x) not in operands:  # by `requires_grad=True`, which no aten op takes
