@@ -138,13 +138,13 @@ class Boxes(Placement):
 _BOXES = "such as Boxes([[((0, 0), (2, 4))], [((2, 0), (2, 4))]]), offsets and sizes of each box"
 
 
-def _listing(value: Any, what: str) -> list[Any]:
+def _listing(value: object, what: str) -> list[Any]:
     if not is_listing(value):
         raise LayoutError(f"{what}, got {shown(value)}. Fix: {_BOXES}.")
     return list(value)
 
 
-def _box(value: Any) -> Box:
+def _box(value: object) -> Box:
     pair = _listing(value, "A box is a pair of offsets and sizes")
     if len(pair) != 2:
         raise LayoutError(f"A box is a pair of offsets and sizes, got {shown(value)}. Fix: {_BOXES}.")
