@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Family:
     Args:
         kind: the rows of the table are sorted by it.
         prompt: the arguments that `generate` gets; empty if the model generates nothing.
+        no_choice: arguments of the config that send every token to all experts. In bfloat16 rounding decides a choice.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Family:
     config: Mapping[str, Any]
     inputs: Callable[[], Inputs]
     prompt: tuple[str, ...] = ()
+    no_choice: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
         """The model with the same weights at every call, and without random numbers in training."""
@@ -87,12 +89,15 @@ def _dense(model: str, config: Mapping[str, Any], **options: Any) -> Family:
     return Family("dense", f"{model}ForCausalLM", {**config, **options}, _text, IDS_ONLY)
 
 
+ALL_EXPERTS = {"num_experts_per_tok": 4, "topk_group": 2}
+
+
 def _experts(model: str, config: Mapping[str, Any], **options: Any) -> Family:
-    return Family("experts", f"{model}ForCausalLM", {**config, **options}, _text, IDS_ONLY)
+    return Family("experts", f"{model}ForCausalLM", {**config, **options}, _text, IDS_ONLY, ALL_EXPERTS)
 
 
 def _recurrent(model: str, config: Mapping[str, Any], **options: Any) -> Family:
-    return Family("state space", f"{model}ForCausalLM", {**config, **options}, _text, IDS_ONLY)
+    return Family("state space", f"{model}ForCausalLM", {**config, **options}, _text, IDS_ONLY, ALL_EXPERTS)
 
 
 def _translator(model: str, config: Mapping[str, Any], **options: Any) -> Family:
@@ -133,7 +138,7 @@ FAMILIES = {
         "experts", "SwitchTransformersForConditionalGeneration",
         {**T5, "num_decoder_layers": 2, "num_experts": 4, "num_sparse_encoder_layers": 1,
          "num_sparse_decoder_layers": 1, "expert_capacity": 64},
-        _pairs, IDS_ONLY,
+        _pairs, IDS_ONLY, {"num_experts": 1},
     ),
     "Mamba": _recurrent("Mamba", TOKENS, hidden_size=DIM, state_size=4, num_hidden_layers=2, conv_kernel=3),
     "Mamba-2": _recurrent(

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -180,6 +180,9 @@ class Trial:
 
     def judge(self, check: str, plan: str, ranks: int) -> str:
         """ "" if the sharded model equals the plain one, else what differs."""
+        if check == "bf16" and self.family.no_choice:
+            config = {**self.family.config, **self.family.no_choice}
+            return Trial(replace(self.family, config=config, no_choice={})).judge(check, plan, ranks)
         want = self.want(check)
         try:
             got = self.got(check, plan, ranks)
