@@ -18,6 +18,7 @@ from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing, s
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise.tensor.handlers.optimisers import step_on_locals
+from shardwise.tensor.handlers.replicas import checking
 
 TESTED = ("2.13", "2.14")
 
@@ -67,6 +68,7 @@ def _with_dtensor(types: list[type]) -> list[type]:
 
 
 _SUBCLASS = "torch offers `__torch_function__` for ops only"
+_BINDING = "A function of C++ that takes a list of tensors, without `__torch_function__`."
 
 PATCHES = (
     Patch(
@@ -133,6 +135,27 @@ PATCHES = (
         f"{_SUBCLASS}.",
         "clipping stacks one 0-d DTensor a parameter, which takes twice the time",
         total_norm_in_one_exchange,
+    ),
+    Patch(
+        "torch.distributed._verify_params_across_processes",
+        "Refuses DTensors of which the ranks of the group hold different shards.",
+        _BINDING,
+        "`DistributedDataParallel` of a sharded module overwrites the shards of all ranks by those of rank 0",
+        checking(tensors=1, process_group=0),
+    ),
+    Patch(
+        "torch.distributed._broadcast_coalesced",
+        "The same, for wrappers that broadcast parameters or buffers without a comparison.",
+        _BINDING,
+        "`_sync_module_states` and `broadcast_buffers` overwrite the shards of all ranks by those of one",
+        checking(tensors=1, process_group=0),
+    ),
+    Patch(
+        "torch.distributed.Reducer",
+        "The same, for `DistributedDataParallel(init_sync=False)`, before its reducer is made.",
+        _BINDING,
+        "gradients of different shards are averaged",
+        checking(tensors=0, process_group=3),
     ),
 )
 

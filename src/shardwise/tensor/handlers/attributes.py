@@ -158,7 +158,10 @@ def _view_as(func: Op, args: Args, kwargs: Kwargs) -> object:
         return tag(func(x, x), x._layout)
 
 
-@handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith("torch.distributed."), is_op=True)
+_COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._ops.c10d")  # modules of functions
+
+
+@handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith(_COMMUNICATES), is_op=True)
 @handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
