@@ -13,6 +13,7 @@ from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor import module_sharding
 from shardwise.tensor.conversion import distribute_tensor, wrap
 from shardwise.tensor.dtensor import DTensor, plain
+from shardwise.tensor.replaced_parameters import note_replaced
 
 M = TypeVar("M", bound=nn.Module)
 ParameterLayout = Placement | Placements | Layout | ShardingSpec
@@ -132,9 +133,13 @@ def distribute_module(
         raise PlanError("distribute_module was called on this module before. Fix: call it once, on the root.")
     mesh = module_sharding.module_mesh(module, None) if device_mesh is None else device_mesh
     for path, child in module.named_modules():
+        before = list(child.named_parameters(path, recurse=False))
         if partition_fn is not None:
             partition_fn(path, child, mesh)
         _replicate_plain_tensors(child, collectives.as_mesh(mesh))
+        for name, parameter in before:
+            if child._parameters.get(name.rpartition(".")[2]) is not parameter:
+                note_replaced(parameter, name)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
     if output_fn is not None:
@@ -179,6 +184,7 @@ def local_parameters(module: M) -> M:
         for name, p in owned.items():
             if id(p) not in local_shards:
                 local_shards[id(p)] = nn.Parameter(plain(p.detach()), p.requires_grad)
+                note_replaced(p, p._name or name)
             child._parameters[name] = local_shards[id(p)]
         if owned:
             child.__class__ = _local_class(type(child), tuple((name, p._layout) for name, p in owned.items()))

@@ -15,6 +15,7 @@ from shardwise.sharded_tensor.sharded_tensor import local_tensor
 from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
 from shardwise.tensor import module_sharding
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.replaced_parameters import note_replaced
 
 
 class Sharder(ABC):
@@ -96,6 +97,7 @@ def shard_parameter(
         parameter: Any = nn.Parameter(sharded.detach(), tensor.requires_grad)
         parameter._name = param_name
         module.register_parameter(param_name, parameter)
+        note_replaced(tensor, param_name)
     elif param_name in module._buffers:
         module._buffers[param_name] = sharded.detach()
     else:

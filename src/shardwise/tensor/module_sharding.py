@@ -18,6 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.layout import Layout, Mesh
 from shardwise.tensor.conversion import local_shard_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag, to_layout
+from shardwise.tensor.replaced_parameters import note_replaced
 
 LISTED = 12  # names in the error for an unknown one
 Owners = list[tuple[nn.Module, str]]
@@ -181,6 +182,7 @@ def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_ran
             replaced.add(id(parameter))
             if not (isinstance(parameter, DTensor) and parameter._layout == layout):
                 assign(owners[name], _sharded(name, parameter, layout, src_rank))
+                note_replaced(parameter, name)
         _materialise(module, {name for name, p in named.items() if p.is_meta and id(p) in replaced})
 
 

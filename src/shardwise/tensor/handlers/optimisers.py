@@ -18,6 +18,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import LIVING, before_changes, invalidate
+from shardwise.tensor.replaced_parameters import warn_of_replaced
 
 # Whose new values of an element depend on nothing but that element's gradient and state.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -103,6 +104,7 @@ def _step(optimizer: Optimizer) -> None:
 
 def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
+    warn_of_replaced(optimizer, _parameters(optimizer))
     if type(optimizer) not in ELEMENTWISE or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None  # a closure is the user's code
     return ((_LocalStep(optimizer), *args[1:]), kwargs) if _has_dtensors(optimizer) else None

@@ -7,7 +7,7 @@ same boxes, such as those along a data axis. Over others it would overwrite thei
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def checking(tensors: int, process_group: int) -> Callable[[Callable[..., T]], C
     def replacement(original: Callable[..., T]) -> Callable[..., T]:
         @wraps(original, updated=())
         def check_first(*args: object, **kwargs: object) -> T:
-            check_replicas(args[tensors], args[process_group])  # type: ignore[arg-type]
+            check_replicas(cast(Iterable[Tensor], args[tensors]), args[process_group])
             return original(*args, **kwargs)
 
         return check_first
