@@ -93,7 +93,7 @@ def test_a_sequence_that_is_too_long_raises() -> None:
         Transformer(ModelArgs())(torch.zeros(1, 17, dtype=torch.int64))
 
 
-COLUMNS = {"layers.**.w[qkv].weight": Shard(0), "layers.**.w[o2].weight": Shard(1), "layers.**.w1.*": Shard(0)}
+COLUMNS = {"layers.**.w[qkv].weight": Shard(0), "layers.**.w[o2].weight": Shard(1), "layers.**.w1.**": Shard(0)}
 PLANS = {
     "tensor parallel": COLUMNS,
     "tables in rows": {"**.*embeddings.weight": Shard(0), "output.weight": Shard(0)},
