@@ -55,7 +55,7 @@ def checking(tensors: int, process_group: int) -> Callable[[Callable[..., T]], C
     """From a function of torch to one that checks first; the arguments are the positions of its own."""
 
     def replacement(original: Callable[..., T]) -> Callable[..., T]:
-        @wraps(original, updated=())
+        @wraps(original, assigned=("__module__", "__name__", "__doc__"), updated=())
         def check_first(*args: object, **kwargs: object) -> T:
             check_replicas(cast(Iterable[Tensor], args[tensors]), args[process_group])
             return original(*args, **kwargs)
