@@ -14,7 +14,7 @@ from shardwise.rules.empty import emptied, filled
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import broadcast, shard_rows
 from shardwise.rules.reductions.normalisation import INF, wide
-from shardwise.rules.registry import OpRule, amend, register
+from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise.trace.capture_hooks import allow_in_graph
 
@@ -292,4 +292,3 @@ for _rule, _losses in (
         register(
             OpRule(partial(_rule, _loss), shape=partial(_shape, _loss), takes_dtensors=_loss in ONLY_COMPARE), _loss
         )
-amend(F.nll_loss, saves_operands=True)

@@ -140,16 +140,16 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def conversion(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = x in another dtype; Partial stays Partial in floating point and complex dtypes only."""
+    """out = x in another dtype, x itself if it has that; Partial stays Partial unless it is converted to integers."""
     like = tensors_of(args, kwargs)  # only their dtype is used, so any placement will do
-    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)] + [y.dtype for y in like]
     rows = same_shape(x, *args, **kwargs)
+    if all(dtype.is_floating_point or dtype.is_complex or (like and dtype == x.dtype) for dtype in dtypes):
+        rows += [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
     if like:
         unused = tuple(without_sizes(y.placement) for y in like)
         rows.append(Row((REPLICATE,), REPLICATE, "copy of the local tensor"))
         return [Row((*row.inputs, *unused), row.output, row.why, aligned=False) for row in rows]
-    if all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
-        rows += [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
     return rows
 
 
@@ -217,6 +217,7 @@ _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)
 _register(COPIES, copies)
 _register(CONVERSIONS, conversion, shape_of_first)
+amend(Tensor.type_as, typed=True)
 _register(LIKE, copies)
 _register(FILLED, filled_like)
 register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)

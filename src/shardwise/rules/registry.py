@@ -62,7 +62,6 @@ class OpRule:
     How a rank with an empty shard raises the errors of the other ranks:
         index_form: how the arguments name indices, as a `shapes.index.IndexForm`, checked on every rank that has them.
         value_errors: the op raises for some values, such as a division by 0: the rank tries the op on one element.
-        saves_operands: the op saves operands, and backward raises if they were changed in place: so does the rank.
 
     For tools:
         is_op: a handler that computes a result itself, so that tools count it as an op, not only the ops it calls.
@@ -86,7 +85,6 @@ class OpRule:
     native: Op | None = None
     index_form: Any = None
     value_errors: bool = False
-    saves_operands: bool = False
     is_op: bool = False
     takes_dtensors: bool = False
 
@@ -144,7 +142,6 @@ def override(rule: OpRule, *ops: Op) -> None:
             native=known.native,
             index_form=known.index_form,
             value_errors=known.value_errors,
-            saves_operands=known.saves_operands,
             takes_dtensors=known.takes_dtensors,
         )
 

@@ -319,10 +319,10 @@ for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
     _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, shape_independent=True)
     register(_rule, *_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default)
 register(OpRule(partial(softmax, "safe"), shape=shape_of_first, shape_independent=True), aten._safe_softmax.default)
-for _name, _local, _saves in (("layer_norm", _layer_norm_of_shards, True), ("rms_norm", _rms_norm_of_shards, False)):
+for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_norm_of_shards)):
     _rows = partial(layer_norm, _local)
-    _rule = OpRule(_rows, shape=_normalized_shape, shape_independent=True, saves_operands=_saves)
+    _rule = OpRule(_rows, shape=_normalized_shape, shape_independent=True)
     register(_rule, getattr(F, _name), getattr(torch, _name), getattr(aten, _name).default)
 for _op in NAMES:
-    register(OpRule(partial(channelwise, _op), shape=shape_of_first, saves_operands=True), _op)
+    register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
 register(OpRule(decomposition=_weight_norm), torch._weight_norm, aten._weight_norm.default)

@@ -2,8 +2,7 @@
 
 Torch raises for a bad index, or an integer division by zero, when it reads elements. A rank with an empty shard reads
 none: it would not raise, and would wait for the other ranks forever. Instead it checks the indices, if these are
-replicated, or runs the op on one element. And if an op saves operands for backward, such a rank saves its own, so that
-in-place changes are an error in its backward too.
+replicated, or runs the op on one element. Changes of tensors that were saved for backward are in `version_checks.py`.
 """
 
 from collections.abc import Callable
@@ -19,17 +18,18 @@ from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import IndexForm
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.resolve import Recipe, has_empty_shards
-from shardwise.tensor.dtensor import DTensor, tag
-from shardwise.trace.autograd_function import TensorFunction
+from shardwise.tensor.dispatch.version_checks import ChecksVersions
+from shardwise.tensor.dtensor import DTensor
 
 
-def with_consistent_errors(rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, which raises on this rank the errors that `func` raises on any rank."""
-    if rule.saves_operands and (recipe.redistributed or has_empty_shards(recipe.layouts[0])):
-        return _SavesOperands(call)
+def with_consistent_errors(
+    rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any], key: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """`call`, which raises on this rank the errors that `func`, or its backward, raises on any rank."""
+    empty = any(map(has_empty_shards, recipe.layouts))
     if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
-        return _ConsistentErrors(func, rule.index_form, recipe, call)
-    return call
+        call = _ConsistentErrors(func, rule.index_form, recipe, call)
+    return ChecksVersions(func, recipe, call, key) if recipe.redistributed or empty else call
 
 
 class _ConsistentErrors(ReadsLayouts):
@@ -60,39 +60,6 @@ class _ConsistentErrors(ReadsLayouts):
             _raise_bad_indices(self.form, args, kwargs)
         else:
             self.func(*map(_stand_in, args), **{k: _stand_in(a) for k, a in kwargs.items()})
-
-
-class _SavesOperands(ReadsLayouts):
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return call_under_hooks(
-            self.call, tuple(map(_saved, args)), {k: _saved(a) for k, a in kwargs.items()}, in_place=False
-        )
-
-
-def _saved(a: object) -> object:
-    """An operand. An empty shard is saved for backward, which raises if it has been changed in place."""
-    if type(a) is not DTensor or a._layout.local_numel(collectives.rank()) or not a.requires_grad:
-        return a
-    return tag(_Saved.apply(a), a._layout) if torch.is_grad_enabled() else a
-
-
-class _Saved(TensorFunction):
-    """The identity; saves its operand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        assert ctx.saved_tensors  # raises if it has been changed in place
-        return grads[0]
 
 
 def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:

@@ -126,7 +126,9 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
         if seeded:
             seeds.draw_seed(mesh, generator)
         invalidate(copies)
-        return args[0] if written else meshes.empty_results(func, None, mesh, args, kwargs, view, copies_view)
+        if written:
+            return meshes.changed_empty(func, args, kwargs)
+        return meshes.empty_results(func, None, mesh, args, kwargs, view, copies_view)
     full = _gathered(func, leaves, written, why)
 
     def operand(x: Any) -> Any:

@@ -15,6 +15,7 @@ from shardwise.redistribute.plan import plan_redistribute
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
+from shardwise.tensor.dispatch.version_checks import check_versions, on_meta, recording_saved, saved_by, watched_of
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import copies_of
 from shardwise.trace.autograd_function import TensorFunction
@@ -89,16 +90,12 @@ def empty_results(
         view: the op returns views of its first operand, or copies of them if `copies`.
     """
 
-    def on_meta(x: object) -> Any:
-        if type(x) is DTensor:
-            return torch.empty(x._layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-        return x.to("meta") if isinstance(x, Tensor) else x
-
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
     with DisableTorchFunctionSubclass():
-        meta_args, meta_kwargs = pytree.tree_map(on_meta, (args, kwargs))
+        meta_args, meta_kwargs, meta_operands = on_meta(args, kwargs)
         try:
-            metas = func(*meta_args, **meta_kwargs)
+            with recording_saved(meta_operands) as saved_by:
+                metas = func(*meta_args, **meta_kwargs)
         except RuntimeError as error:  # among them NotImplementedError
             if not isinstance(error, NotImplementedError) and "on meta tensors" not in str(error):
                 raise
@@ -123,7 +120,27 @@ def empty_results(
             return tag(local, layout)
 
         out = pytree.tree_map(empty, metas)
+        if torch.is_grad_enabled():
+            saved = saved_by(metas)
+            check_versions(func, out, watched_of(saved, operands, out))
         return copies_of(operands[0], out) if view and copies else out
+
+
+def changed_empty(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """The first operand of an op that works in place, on a rank outside the mesh: it has no elements to change.
+
+    Its version and its history change as on the other ranks.
+    """
+    x, recording = args[0], torch.is_grad_enabled()
+    operands = [y for y in pytree.tree_leaves((args, kwargs)) if type(y) is DTensor]
+    with DisableTorchFunctionSubclass():
+        changed = torch.empty_like(plain(x))
+        saved = saved_by(func, args, kwargs) if recording else frozenset()
+        if recording and any(y.requires_grad for y in operands if y is not x):
+            changed = _EmptyResult.apply(changed, *operands[1:])
+        Tensor.copy_(x, changed)
+        check_versions(func, x, watched_of(saved, operands, x))
+    return x
 
 
 class _EmptyResult(TensorFunction):

@@ -101,9 +101,10 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     copies = before_change(name_of(func), args[0]) if rule.in_place else ()
     if not (on_all_ranks or rule.random) and meshes.is_outside(mesh):
         invalidate(copies)
-        views = rule.view, recipe.copied
-        return args[0] if rule.in_place else meshes.empty_results(func, recipe.output, mesh, args, kwargs, *views)
-    call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable))
+        if rule.in_place:
+            return meshes.changed_empty(func, args, kwargs)
+        return meshes.empty_results(func, recipe.output, mesh, args, kwargs, rule.view, recipe.copied)
+    call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), key)
     with DisableTorchFunctionSubclass():
         out = call_under_hooks(call, args, kwargs, recipe.output is None)
         # Simulated ranks share the cache, so a call that some of them do not make is not cached.

@@ -33,6 +33,11 @@ def _rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 
 @replacement(torch.functional.block_diag)
 def _block_diag(*tensors: Tensor) -> Tensor:
+    for i, x in enumerate(tensors):
+        if x.ndim > 2:
+            raise RuntimeError(
+                f"torch.block_diag: Input tensors must have 2 or fewer dimensions. Input {i} has {x.ndim} dimensions"
+            )
     blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in tensors]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:

@@ -1,0 +1,280 @@
+"""Runs a program of `tools.programs` on simulated ranks and on plain torch, and says what came of it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from shardwise import DTensor, Layout, Mesh, Placement, rank, world_size
+from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
+from shardwise.errors import ShardwiseError
+from shardwise.testing import DeadlockError, world
+from shardwise.testing.judge import full_of
+from shardwise.testing.local_shards import dtensor_from_full
+from tools.programs import NAMES, PLAIN, Program, plain_leaf
+
+SECONDS = 20.0  # that the ranks of one program may take
+
+
+class Outcome(StrEnum):
+    """What came of a program, from good to bad."""
+
+    RIGHT = "right"
+    REFUSED = "refused"  # a clear error, the same on every rank
+    UNSTABLE = "unstable"  # it differs, but rounding of its inputs makes as much of a difference in plain torch
+    LENIENT = "lenient"  # it runs where torch raises
+    ERROR = "error"  # of another kind
+    WRONG = "wrong"
+    SOME_RANKS = "ranks"  # an error on some ranks, or texts that differ
+    HANG = "hang"
+
+
+GOOD = (Outcome.RIGHT, Outcome.REFUSED, Outcome.UNSTABLE)
+
+
+@dataclass
+class Seen:
+    """What one process or rank saw of a program."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    error: Exception | None = None
+    at: str = ""  # the line, or what was done after the last one
+
+    @property
+    def failure(self) -> str:
+        return f"{self.at}: {type(self.error).__name__}: {' '.join(str(self.error).split())[:500]}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Outcome
+    message: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.message}"
+
+
+# ---- on ranks ----------------------------------------------------------------------------------------------------
+
+
+def _leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, *at: Any) -> Tensor:
+    value = plain_leaf(seed, shape, dtype, grad)
+    if at == (None,):
+        return value
+    mesh, placements = at
+    return dtensor_from_full(value.detach(), Layout(mesh, placements, tuple(shape)), seed + 1).requires_grad_(grad)
+
+
+def _redistribute(x: Any, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
+    return (x.redistribute(mesh, placements) if isinstance(x, DTensor) else x).clone()
+
+
+def _boundary(x: Any) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x.clone()  # type: ignore[no-any-return]
+    return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape).clone()
+
+
+RANKS: dict[str, Any] = {"leaf": _leaf, "redistribute": _redistribute, "boundary": _boundary}
+
+
+# ---- running -----------------------------------------------------------------------------------------------------
+
+
+def seen_of(lines: Sequence[str], functions: dict[str, Any]) -> Seen:
+    """Run the lines and read everything they made; then go backward from all of it."""
+    seen = Seen()
+    env = {**NAMES, **functions}
+    torch.manual_seed(0)
+    try:
+        for line in lines:
+            seen.at = line
+            exec(line, env)  # noqa: S102 - a line of a program
+        tensors = {name: x for name, x in env.items() if isinstance(x, Tensor)}
+        silent = any(line.startswith("with torch.no_grad(): v") for line in lines)  # torch's views keep the flag there
+        for name, x in tensors.items():
+            seen.at = f"reading {name}"
+            seen.kinds[name] = f"{tuple(x.shape)} {x.dtype} requires_grad={silent or x.requires_grad}"
+            if _is_here(x):
+                seen.values[name] = full_of(x).detach().clone()
+        seen.at = "the last backward"
+        parts = [_total(x, name) for name, x in tensors.items() if x.requires_grad and not x.is_complex()]
+        if parts:
+            torch.autograd.backward(parts)
+        for name, x in tensors.items():
+            if x.is_leaf and x.requires_grad:
+                seen.at = f"reading {name}.grad"
+                grad = x.grad
+                seen.kinds[f"{name}.grad"] = str(None if grad is None else (tuple(grad.shape), grad.dtype))
+                if grad is not None and _is_here(x):
+                    seen.values[f"{name}.grad"] = full_of(grad).detach().clone()
+    except Exception as error:  # noqa: BLE001 - any error is an outcome
+        seen.error = error
+    return seen
+
+
+def _total(x: Tensor, name: str) -> Tensor:
+    """Something to go backward from: sometimes a plain tensor."""
+    total = (x * _weights(x)).sum()
+    everywhere = isinstance(total, DTensor) and total.layout_.mesh.size() == world_size()
+    return full_of(total) if everywhere and int(name[1:]) % 2 else total
+
+
+def _is_here(x: Tensor) -> bool:
+    """A rank outside its mesh holds nothing of a tensor."""
+    return not isinstance(x, DTensor) or x.layout_.mesh.coordinate(rank()) is not None
+
+
+def _weights(x: Tensor) -> Tensor:
+    return torch.arange(1, x.numel() + 1, dtype=torch.float64).sin().to(x.dtype).view(x.shape)
+
+
+def _on_plain(lines: Sequence[str], noise: float = 0.0) -> Seen:
+    def leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, *at: Any) -> Tensor:
+        x = plain_leaf(seed, shape, dtype, False)
+        if noise and x.is_floating_point():
+            x = x * (1 + noise * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed)))
+        return x.requires_grad_(grad)
+
+    return seen_of(lines, {**PLAIN, "leaf": leaf})
+
+
+def _as_saved(lines: Sequence[str]) -> Seen:
+    """On plain tensors, with copies of what is saved for backward, which no later line can change.
+
+    So gradients are true where torch refuses to compute them, and where it computes them from memory that was changed
+    without its notice, such as through `.data`.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        return _on_plain(lines)
+
+
+def verdict(what: Program) -> Verdict:
+    """Run a program on plain tensors and on ranks, and compare."""
+    try:
+        ranks = world(what.world, timeout=SECONDS).run(seen_of, what.lines, RANKS)
+        wanted = world(1, timeout=SECONDS).run(seen_of, _alone(what.lines), RANKS)[0] if what.draws else None
+    except DeadlockError as error:
+        return Verdict(Outcome.HANG, str(error))
+    plain = _on_plain(what.lines)
+    failed = [seen for seen in ranks if seen.error is not None]
+    if failed:
+        return _of_failures(failed, what.world, plain)
+    if plain.error is not None and not _is_version_error(plain):
+        return Verdict(Outcome.LENIENT, f"torch raises {plain.failure}")
+    if wanted is not None and (plain.error is not None or wanted.error is not None):
+        return Verdict(Outcome.RIGHT if plain.error is not None else Outcome.ERROR, f"on one rank: {wanted.failure}")
+    for number, seen in enumerate(ranks):
+        why = f"torch raises {plain.failure}" if plain.error is not None else _difference(seen, wanted or plain)
+        if why and (wanted is not None or _difference(seen, _as_saved(what.lines))):
+            unstable = plain.error is None and _unstable(what, plain, why)
+            return Verdict(Outcome.UNSTABLE if unstable else Outcome.WRONG, f"rank {number}: {why}")
+    return Verdict(Outcome.RIGHT)
+
+
+def _is_version_error(seen: Seen) -> bool:
+    """Whether torch found that a saved tensor was changed in place; copies of it may have the values it had."""
+    return "needed for gradient computation has been modified by an inplace operation" in str(seen.error)
+
+
+def _alone(lines: Sequence[str]) -> list[str]:
+    """The same program on one rank."""
+    return [re.sub(LAYOUT, "Mesh((1,)), [Replicate()]", line) for line in lines]
+
+
+LAYOUT = r"Mesh\(\([\d, ]*\)(?:, \([\d, ]*\))?\), \[(?:[A-Z]\w+\([^()]*\)(?:, )?)+\]"
+
+
+def _of_failures(failed: Sequence[Seen], size: int, plain: Seen) -> Verdict:
+    own = [seen for seen in failed if not isinstance(seen.error, DeadlockError)]
+    first = (own or failed)[0]
+    if not own or "disagree on their collective" in first.failure:
+        return Verdict(Outcome.HANG, first.failure)
+    if "is outside Mesh" in first.failure:
+        return Verdict(Outcome.REFUSED, first.failure)
+    same = plain.error is not None and (plain.at == first.at or plain.at.startswith("the last"))
+    late = first.at == "the last backward"  # a rank that has no error of its own gets that of the others
+    if same and len(failed if late else own) == size:
+        return Verdict(Outcome.RIGHT)
+    if len(own) < size or len({seen.failure for seen in own}) > 1:
+        return Verdict(Outcome.SOME_RANKS, f"{len(own)} of {size}: " + " / ".join({seen.failure for seen in own}))
+    clear = isinstance(first.error, ShardwiseError)
+    return Verdict(Outcome.REFUSED if clear else Outcome.ERROR, first.failure)
+
+
+def _unstable(what: Program, plain: Seen, why: str) -> bool:
+    """Whether rounding makes a difference: such programs prove nothing."""
+    short = any("float32" in line or ".float()" in line for line in what.lines)
+    nudged = _on_plain(what.lines, 1e-6 if short else 1e-11)
+    if nudged.error is not None or _difference(nudged, plain, 0.01):
+        return True
+    less, more = (_rounded(what.lines, scale * (1e-6 if short else 1e-15)) for scale in (1, 64))
+    name = re.split(r"[\[ ]", why, maxsplit=1)[0]
+    if not all(name in seen.values for seen in (plain, less, more)) or not _difference(more, plain, 0.01):
+        return False
+    near, far = (_distance(seen.values[name], plain.values[name]) for seen in (less, more))
+    return far > 8 * near  # a comparison of equal numbers jumps as far for both
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().nan_to_num().max()) if a.shape == b.shape and a.is_floating_point() else 0.0
+
+
+class _Rounding(TorchDispatchMode):
+    """Changes the results of all ops, backward too, by a relative error."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__()
+        self.error = error
+        self.numbers = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable or any(a.alias_info is not None for a in func._schema.arguments):
+            return out
+
+        def rounded(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            return x * (1 + self.error * torch.randn(x.shape, dtype=torch.float64, generator=self.numbers)).to(x.dtype)
+
+        return tree_map(rounded, out)
+
+
+def _rounded(lines: Sequence[str], error: float) -> Seen:
+    with _Rounding(error):
+        return _on_plain(lines)
+
+
+def _difference(seen: Seen, wanted: Seen, scale: float = 1.0) -> str:
+    for name, want in wanted.kinds.items():
+        if seen.kinds.get(name, want) != want:  # a view of a leaf may be the leaf itself, which has a gradient
+            return f"{name} is {seen.kinds.get(name)}, torch gives {want}"
+    for name, value in wanted.values.items():
+        if name not in seen.values:
+            continue
+        got = seen.values[name]
+        if got.shape != value.shape or got.dtype != value.dtype:
+            return f"{name} holds {tuple(got.shape)} {got.dtype}, torch gives {tuple(value.shape)} {value.dtype}"
+        wrong = mismatched(got, value, _bounds(scale))
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            return f"{name}[{at}] is {got[at].item()}, torch gives {value[at].item()}"
+    return ""
+
+
+def _bounds(scale: float) -> Bounds:
+    def bounds(want: Tensor) -> tuple[float, float]:
+        relative = 1e-6 if want.dtype in (torch.float64, torch.complex128) else 2e-3
+        return relative_to_largest(want, relative * scale)
+
+    return bounds
+
+
