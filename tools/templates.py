@@ -91,7 +91,7 @@ torch.linalg.vector_norm({a}, float("inf"))
 {m}.sum({d})
 {a}.count_nonzero({d})
 {a}.median()
-{a}.median({d}).values
+{a}.contiguous().median({d}).values
 {a}.quantile({f}, {d})
 {a}.nansum({d})
 {a}.cumsum({d})

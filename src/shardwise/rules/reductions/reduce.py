@@ -247,9 +247,8 @@ def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dty
         total = x.sum(dim) if name == "cumsum" else x.prod(dim)
     before = _before(ctx, dim, total).movedim(0, dim)
     scanned: Tensor = getattr(torch, name)(torch.cat([before, x], dim), dim)
-    found: Tensor = scanned.narrow(dim, before.shape[dim], x.shape[dim]).to(dtype or scanned.dtype)
-    new: Tensor = torch.ops.aten._unsafe_view(found, x.shape)
-    return new
+    found: Tensor = scanned.narrow(dim, before.shape[dim], x.shape[dim])
+    return found.to(dtype or scanned.dtype)
 
 
 def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:

@@ -182,8 +182,26 @@ def _gathered(func: Op, leaves: Sequence[Any], written: Sequence[DTensor], why: 
         with DisableTorchFunctionSubclass():
             full[id(x)] = plain(replicated)
         if any(x is y for y in written) and not x._layout.is_replicated:
+            if _overlaps(x):
+                raise RuleError(
+                    f"{func} works in place on {x._layout}, some elements of which share one memory location, as those "
+                    f"of an expanded or unfolded tensor do. Fix: clone() it first."
+                )
             full[id(x)] = full[id(x)].clone()  # autograd may have saved the gathered tensor
     return full
+
+
+def _overlaps(x: DTensor) -> bool:
+    """Whether elements of the local tensor share memory; an empty one counts as if it had all elements."""
+    local = plain(x)
+    sizes = local.shape if local.numel() or local.ndim != len(x._layout.shape) else x._layout.shape
+    last = 0  # offset of the last element of the dims so far, which are those of the smallest strides
+    for stride, size in sorted(zip(local.stride(), sizes, strict=True)):
+        if size > 1:
+            if stride <= last:
+                return True
+            last += stride * (size - 1)
+    return False
 
 
 def _reshard_written(func: Op, x: DTensor, full: Tensor) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
@@ -18,7 +19,7 @@ from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
 from shardwise.tensor.dispatch.results import as_dtensors, layouts_of_results
 from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
-from shardwise.tensor.handlers.copies import copies_of
+from shardwise.tensor.handlers.copies import copies_of, storage_of
 from shardwise.trace.capture_hooks import tracing_paused
 
 PreparedCall = tuple[resolve.Recipe, RankContext, list[Any], Kwargs]  # a recipe, its context, local arguments
@@ -32,10 +33,30 @@ def local_call(rule: OpRule, runnable: RunnableRecipe) -> Callable[..., Any]:
     """
     recipe, op, needs_plain = runnable
     if recipe.redistributed or recipe.rows:
-        return _RedistributeCall(runnable)
+        return _RedistributeCall(runnable, _makes_views(rule, recipe))
     local = needs_plain and (not rule.takes_dtensors or recipe.local_impl is not None)
-    call = _LocalCall(recipe, op) if local else op
+    call = _LocalCall(recipe, op, _makes_views(rule, recipe)) if local else op
     return _CopyCall(call) if recipe.copied else call
+
+
+def _makes_views(rule: OpRule, recipe: resolve.Recipe) -> bool:
+    """Whether torch may return an operand or a view of one, or there is no local implementation to do otherwise."""
+    return rule.view or rule.in_place or recipe.local_impl is None
+
+
+def no_views(out: Any, args: Args) -> Any:
+    """The results of a local implementation of an op that returns new tensors: they share memory with nothing.
+
+    A change of a view in place would change an operand, or what was saved for backward, on this rank.
+    """
+    if isinstance(out, tuple | list):
+        return type(out)([no_views(x, args) for x in out])
+    if not isinstance(out, Tensor) or out.is_sparse or not out._is_view():
+        return out
+    storage = storage_of(out)
+    if out.requires_grad or any(isinstance(a, Tensor) and not a.is_sparse and storage_of(a) is storage for a in args):
+        return out.clone()
+    return torch.ops.aten._unsafe_view(out, out.size())
 
 
 class ReadsLayouts:
@@ -47,15 +68,20 @@ class ReadsLayouts:
 class _LocalCall(ReadsLayouts):
     """An op on plain local tensors: Python code, or a local implementation."""
 
-    __slots__ = ("op", "outputs", "recipe", "specialized")
+    __slots__ = ("makes_views", "op", "outputs", "recipe", "specialized")
 
-    def __init__(self, recipe: resolve.Recipe, op: Callable[..., Any]) -> None:
+    def __init__(self, recipe: resolve.Recipe, op: Callable[..., Any], makes_views: bool) -> None:
         self.recipe = recipe
+        self.makes_views = makes_views
         self.op = op
         self.outputs = _known_outputs(recipe)
         self.specialized: dict[int, tuple[LocalFunction | None, bool]] = {}  # by rank: simulated ranks share this call
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
+        out = self._run(args, kwargs)
+        return out if self.makes_views else no_views(out, args)
+
+    def _run(self, args: Args, kwargs: Kwargs) -> Any:
         recipe = self.recipe
         if recipe.local_impl is None:
             locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
@@ -98,16 +124,19 @@ class _CopyCall(ReadsLayouts):
 class _RedistributeCall(ReadsLayouts):
     """An op some of whose operands are redistributed first, or whose result has a data-dependent shape."""
 
-    __slots__ = ("runnable",)
+    __slots__ = ("makes_views", "runnable")
 
-    def __init__(self, runnable: RunnableRecipe) -> None:
+    def __init__(self, runnable: RunnableRecipe, makes_views: bool) -> None:
         self.runnable = runnable
+        self.makes_views = makes_views
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         recipe, ctx, locals_, named = prepare_operands(self.runnable, args, kwargs)
         out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
         if recipe.copied:
             out = copies_of(_first_dtensor(args, kwargs), out)
+        elif not self.makes_views:
+            out = no_views(out, args)
         return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
 
 

@@ -22,7 +22,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 
 T = TypeVar("T")
-_storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
+storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
 
 
 class Copy:
@@ -39,7 +39,7 @@ class Copy:
     def add(self, x: Tensor) -> None:
         """Let `x`, which uses this memory, be invalidated with it, and what a torch function makes from `x`."""
         if not x.is_sparse:
-            _storage_of(x)._copy = self  # type: ignore[attr-defined]
+            storage_of(x)._copy = self  # type: ignore[attr-defined]
             self.tensors[id(x)] = x
             x.__torch_function__ = _dispatch_and_track  # type: ignore[method-assign]
 
@@ -57,7 +57,7 @@ def track(out: T) -> T:
     with DisableTorchFunctionSubclass():
         for x in out if isinstance(out, list | tuple) else [out]:
             if type(x) is DTensor and not x.is_sparse:
-                copy: Copy | None = vars(_storage_of(x)).get("_copy")
+                copy: Copy | None = vars(storage_of(x)).get("_copy")
                 if copy is not None:
                     copy.add(x)
     return out
@@ -95,7 +95,7 @@ def _raise_invalidated() -> NoReturn:
 def mark_copy(local: Tensor) -> Tensor:
     """`local`, a copy where torch gives a view: it cannot be changed in place, but nothing invalidates it."""
     with DisableTorchFunctionSubclass():
-        _storage_of(local)._copy = Copy([])  # type: ignore[attr-defined]
+        storage_of(local)._copy = Copy([])  # type: ignore[attr-defined]
     return local
 
 
@@ -104,12 +104,12 @@ def copies_of(original: Tensor, out: Any) -> Any:
     with DisableTorchFunctionSubclass():
         if original.is_sparse:
             return out
-        storage = _storage_of(original)
+        storage = storage_of(original)
         known = vars(storage)
         outer: list[WeakSet[Copy]] = known["_copy"].registered_in[1:] if "_copy" in known else []
         copy = Copy([LIVING, known.setdefault("_copies", WeakSet()), *outer])
         several = isinstance(out, list | tuple)
-        outs = [x.clone() if _storage_of(x) is storage else x for x in (out if several else [out])]
+        outs = [x.clone() if storage_of(x) is storage else x for x in (out if several else [out])]
         for x in outs:
             copy.add(x)
         return type(out)(outs) if several else outs[0]
@@ -122,7 +122,7 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
         RuleError: `x` is a copy, or a view of one, so the original would not change.
     """
     with DisableTorchFunctionSubclass():
-        known = None if x.is_sparse else vars(_storage_of(x))
+        known = None if x.is_sparse else vars(storage_of(x))
     if not known:
         return ()
     if "_copy" in known:
