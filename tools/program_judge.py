@@ -73,7 +73,8 @@ def _leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, *at: 
 
 
 def _redistribute(x: Any, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
-    return (x.redistribute(mesh, placements) if isinstance(x, DTensor) else x).clone()
+    x = x.redistribute(mesh, placements) if isinstance(x, DTensor) else x
+    return x.clone(memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
 
 
 def _boundary(x: Any) -> Tensor:
@@ -276,5 +277,3 @@ def _bounds(scale: float) -> Bounds:
         return relative_to_largest(want, relative * scale)
 
     return bounds
-
-

@@ -57,7 +57,7 @@ def plain_leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, 
 
 PLAIN: dict[str, Any] = {
     "leaf": plain_leaf,
-    "redistribute": lambda x, *layout: x.clone(),
+    "redistribute": lambda x, *layout: x.clone(memory_format=torch.contiguous_format),
     "boundary": lambda x: x.clone(),
 }
 

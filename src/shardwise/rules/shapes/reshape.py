@@ -115,7 +115,7 @@ def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
 
 
-def row_major(x: Tensor, global_shape: tuple[int, ...]) -> bool:
+def row_major(x: Tensor, layout: Layout) -> bool:
     """Whether the global tensor of which `x` is a shard seems to be contiguous.
 
     A shard of one row is contiguous even if the global tensor was transposed; the strides of its dims of size 1 show
@@ -123,10 +123,13 @@ def row_major(x: Tensor, global_shape: tuple[int, ...]) -> bool:
     """
     base = torch._C.TensorBase  # a DTensor has the sizes of the global tensor
     size, stride = base.size(x), base.stride(x)
-    if len(size) != len(global_shape):  # several boxes, or none
+    if len(size) != len(layout.shape):  # several boxes, or none
         return True
-    strides = zip(stride, contiguous_strides(size), global_shape, strict=True)
-    return all(have == new for have, new, length in strides if length != 1)
+    for dim, (have, new, length) in enumerate(zip(stride, contiguous_strides(size), layout.shape, strict=True)):
+        sharded = length == 1 and any(p.is_shard(dim) for p in layout.placements)  # it may be a row of a longer dim
+        if (sharded and have < new) or (length != 1 and have != new):
+            return False
+    return True
 
 
 def _viewed(
@@ -139,7 +142,7 @@ def _viewed(
 ) -> Tensor:
     """`x` under other dims: a view, or a copy where torch would copy the global tensor of layout `of`."""
     try:
-        if of is not None and not row_major(x, of.shape):
+        if of is not None and not row_major(x, of):
             return x.clone(memory_format=torch.contiguous_format).view(shape)
         return x.view(shape)
     except RuntimeError:  # the strides of the local tensor allow no view

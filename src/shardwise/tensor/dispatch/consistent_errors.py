@@ -26,10 +26,10 @@ def with_consistent_errors(
     rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any], key: tuple[Any, ...]
 ) -> Callable[..., Any]:
     """`call`, which raises on this rank the errors that `func`, or its backward, raises on any rank."""
-    empty = any(map(has_empty_shards, recipe.layouts))
+    others = recipe.redistributed or any(map(has_empty_shards, recipe.layouts)) or recipe.local_impl is not None
     if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
         call = _ConsistentErrors(func, rule.index_form, recipe, call)
-    return ChecksVersions(func, recipe, call, key) if recipe.redistributed or empty else call
+    return ChecksVersions(func, recipe, call, key) if others and not rule.view else call
 
 
 class _ConsistentErrors(ReadsLayouts):

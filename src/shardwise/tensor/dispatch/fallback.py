@@ -192,11 +192,10 @@ def _gathered(func: Op, leaves: Sequence[Any], written: Sequence[DTensor], why: 
 
 
 def _overlaps(x: DTensor) -> bool:
-    """Whether elements of the local tensor share memory; an empty one counts as if it had all elements."""
+    """Whether elements of the local tensor share memory; also of an empty one that is expanded as the others are."""
     local = plain(x)
-    sizes = local.shape if local.numel() or local.ndim != len(x._layout.shape) else x._layout.shape
     last = 0  # offset of the last element of the dims so far, which are those of the smallest strides
-    for stride, size in sorted(zip(local.stride(), sizes, strict=True)):
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1:
             if stride <= last:
                 return True

@@ -33,7 +33,7 @@ def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contigu
     if type(x) is DTensor and lies_on_some(x._layout.placements):
         return copies_of(x, x.clone(memory_format=memory_format))  # type: ignore[no-any-return]
     sharded = type(x) is DTensor and not x._layout.is_replicated
-    if sharded and memory_format is torch.contiguous_format and not row_major(x, x._layout.shape):  # type: ignore[attr-defined]
+    if sharded and memory_format is torch.contiguous_format and not row_major(x, x._layout):  # type: ignore[attr-defined]
         return x.clone(memory_format=memory_format)
     return x.contiguous(memory_format=memory_format)
 

@@ -28,7 +28,7 @@ from shardwise.tensor.dispatch.resolve import Recipe
 from shardwise.tensor.dtensor import DTensor
 
 _saved_cache: dict[Any, frozenset[int]] = {}
-RESULT = -1  # among the indices of what an op saves: its results
+# Indices of what an op saves: of its DTensor operands from 0 up, of its results from -1 down.
 
 
 def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
@@ -51,7 +51,7 @@ def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
 def recording_saved(metas: Sequence[Tensor]) -> Iterator[Callable[[object], frozenset[int]]]:
     """Record what ops inside save for backward.
 
-    Yields a function from the results of the op to the indices among `metas` of what it saved, or `RESULT`.
+    Yields a function from the results of the op to the indices among `metas` of what it saved, and ~i for result i.
     """
     saved: list[Tensor] = []
 
@@ -63,7 +63,7 @@ def recording_saved(metas: Sequence[Tensor]) -> Iterator[Callable[[object], froz
         results = tensors_in(out)
         return frozenset(
             index
-            for index, x in [*enumerate(metas), *((RESULT, x) for x in results)]
+            for index, x in [*enumerate(metas), *((~i, x) for i, x in enumerate(results))]
             if any(_share_version(x, y) for y in saved)
         )
 
@@ -78,7 +78,7 @@ def _share_version(x: Tensor, y: Tensor) -> bool:
 
 
 def saved_by(func: Op, args: Args, kwargs: Kwargs) -> frozenset[int]:
-    """Which DTensors among the arguments torch saves for backward, by their number; `RESULT` if its results.
+    """Which DTensors among the arguments torch saves for backward, by their number; ~i for result i.
 
     Found by running the op on torch's meta device; nothing for an op that cannot.
     """
@@ -92,8 +92,7 @@ def saved_by(func: Op, args: Args, kwargs: Kwargs) -> frozenset[int]:
 
 def watched_of(saved: frozenset[int], operands: Sequence[Tensor], out: object) -> list[Tensor]:
     """The tensors among operands and results that an op saved."""
-    found = [x for i, x in enumerate(operands) if i in saved]
-    return [*found, *tensors_in(out)] if RESULT in saved else found
+    return [x for i, x in enumerate(operands) if i in saved] + [x for i, x in enumerate(tensors_in(out)) if ~i in saved]
 
 
 def tensors_in(values: object) -> list[Tensor]:
@@ -104,7 +103,7 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 class ChecksVersions(ReadsLayouts):
-    """A call of an op some of whose operands are redistributed, or are empty on some ranks."""
+    """A call on ranks some of which may save other tensors than torch does."""
 
     __slots__ = ("call", "func", "key", "recipe")
 

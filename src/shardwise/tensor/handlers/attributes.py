@@ -9,8 +9,6 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._guards import TracingContext
 
 from shardwise.errors import CaptureError, RuleError
-from shardwise.layout import Partial, placements_text
-from shardwise.rules.pointwise import SUMS
 from shardwise.rules.registry import handler, handler_of_family
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.autograd import gradients
@@ -59,13 +57,6 @@ def _type(func: Op, args: Args, kwargs: Kwargs) -> object:
 
 @handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> object:
-    x = args[0]
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    if wanted and type(x) is DTensor and any(isinstance(p, Partial) and p not in SUMS for p in x._layout.placements):
-        raise RuleError(
-            f"A tensor as {placements_text(x._layout.mesh, x._layout.placements)} cannot be a leaf that requires grad: "
-            f"the gradient of its partial values depends on which of them counts. Fix: redistribute it first."
-        )
     out = same(func, args, kwargs)
     if type(args[0]) is DTensor:
         enable_bucketing(args[0])

@@ -68,7 +68,8 @@ def _rrelu(
 ) -> Tensor:
     if not training and lower <= upper:  # otherwise torch.rrelu raises
         return F.leaky_relu(input, (lower + upper) / 2, inplace)
-    out = torch.rrelu(input, lower, upper, True, generator)
+    # it saves what it reads, which must not change
+    out = torch.rrelu(input.clone() if inplace else input, lower, upper, True, generator)
     return input.copy_(out) if inplace else out
 
 

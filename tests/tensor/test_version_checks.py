@@ -1,0 +1,74 @@
+"""In-place changes of views, results and saved tensors, as on one process: the same values, or the same error."""
+
+import pytest
+import torch
+
+from shardwise import Mesh, Shard, distribute_tensor
+from shardwise.testing import world
+from tools.program_judge import Outcome, verdict
+from tools.programs import Program
+
+X = "x1 = leaf(4, {shape}, torch.float64, {grad}, Mesh(({n},)), [{placement}])"
+
+
+def leaf(shape: tuple[int, ...], placement: str, grad: bool = True, n: int = 4) -> str:
+    return X.format(shape=shape, placement=placement, grad=grad, n=n)
+
+
+RIGHT = {
+    "the result of a scan that was saved": (leaf((7,), "Shard(0)"), "v2 = x1.logcumsumexp(0)", "v2 -= v2.mean()"),
+    "an operand that one rank holds none of": (
+        leaf((2, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = v2.max()", "v2.fill_diagonal_(2)"
+    ),
+    "an operand that was redistributed": (
+        leaf((6, 4), "Shard(0)"), "v2 = x1 * 1", "v3 = v2 @ v2.mT", "v2[0] = 1"
+    ),
+    "on ranks outside the mesh": (
+        "x1 = leaf(4, (2, 3), torch.float64, True, Mesh((1,), (1,)), [Replicate()])", "v2 = x1.exp()", "v2.mul_(2)"
+    ),
+    "what a conversion to the same dtype returns": (
+        leaf((4, 2), "Partial('max')", False), "v2 = x1.type_as(x1)", "v2.masked_fill_(v2 > 0, True)"
+    ),
+    "a flattened conversion": (
+        leaf((5,), "Shard(0)", False), "v2 = x1.prod(0)", "v3 = v2.type_as(v2)", "v3.flatten().add_(1)"
+    ),
+    "a view of a row": (leaf((6, 7), "Shard(0)", False), "v2 = x1.topk(1, -1).values", "v2.t().reshape(-1).add_(1)"),
+    "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),
+    "a scan that is no view": (leaf((3, 3), "Shard(1)", False), "v2 = x1.cummax(1).values", "v2.detach_()"),
+}  # fmt: skip
+
+REFUSED = {
+    "a copy that ranks without elements cannot know of": (
+        leaf((3, 6), "OnRanks(2)"), "v2 = x1.t()", "v2.flatten().add_(1)"
+    ),
+    "expanded partial sums": (leaf((5,), "Partial('sum')", False), "v2 = x1.expand(2, 5)", "v2.add_(1)"),
+    "overlapping windows of partial sums": (
+        leaf((4, 4), "Partial('sum')", False), "v2 = x1 * 1", "v2.unfold(0, 2, 1).add_(1)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_change_in_place_does_what_it_does_in_one_process(lines: tuple[str, ...], n: int) -> None:
+    lines = tuple(line.replace("Mesh((4,))", f"Mesh(({n},))") for line in lines)
+    assert verdict(Program(n, lines)).outcome is Outcome.RIGHT, verdict(Program(n, lines))
+
+
+@pytest.mark.parametrize("lines", REFUSED.values(), ids=REFUSED)
+def test_what_no_rank_can_do_alone_is_one_error_on_all(lines: tuple[str, ...]) -> None:
+    found = verdict(Program(4, lines))
+    assert found.outcome in (Outcome.REFUSED, Outcome.RIGHT), found
+
+
+def test_the_error_names_the_op_and_holds_no_memory() -> None:
+    def body() -> str:
+        x = distribute_tensor(torch.ones(2, 3), Mesh((4,)), [Shard(0)]).requires_grad_()
+        y = x * 1
+        z = y.amax()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            z.backward()
+        return str(error.value)
+
+    assert any("amax saved is at version 1; expected version 0" in text for text in world(4).run(body))
