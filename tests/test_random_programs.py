@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 
-from tools.fuzz import GOOD, Outcome, main, shrunk, verdict
+from tools.fuzz import main, shrunk
+from tools.program_judge import GOOD, Outcome, verdict
 from tools.programs import Program, program
 
 pytestmark = pytest.mark.slow
@@ -54,5 +55,10 @@ def test_a_failure_is_shrunk_to_the_lines_that_make_it() -> None:
 
 def test_the_command_line_tells_how_many_were_right(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
-        assert main(["--seed", "1000", "--count", "3"]) == 0
+        assert main(["--seeds", "1000:1003"]) == 0
     assert "3 programs" in capsys.readouterr().out
+
+
+def test_jobs_judge_parts_of_the_range(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "1000:1006", "--jobs", "2", "--part", "3", "--ranks", "2"]) == 0
+    assert "6 of 6 programs: 6 right" in capfd.readouterr().out

@@ -147,21 +147,22 @@ def _on_plain(lines: Sequence[str], noise: float = 0.0) -> Seen:
     return seen_of(lines, {**PLAIN, "leaf": leaf})
 
 
-def _as_saved(lines: Sequence[str]) -> Seen:
-    """On plain tensors, with copies of what is saved for backward, which no later line can change.
+def _as_saved(lines: Sequence[str], functions: dict[str, Any] | None = None) -> Seen:
+    """On plain tensors, or with other `functions`; what is saved for backward are copies, which no line can change.
 
     So gradients are true where torch refuses to compute them, and where it computes them from memory that was changed
     without its notice, such as through `.data`.
     """
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
-        return _on_plain(lines)
+        return _on_plain(lines) if functions is None else seen_of(lines, functions)
 
 
 def verdict(what: Program) -> Verdict:
     """Run a program on plain tensors and on ranks, and compare."""
     try:
         ranks = world(what.world, timeout=SECONDS).run(seen_of, what.lines, RANKS)
-        wanted = world(1, timeout=SECONDS).run(seen_of, _alone(what.lines), RANKS)[0] if what.draws else None
+        alone, one = _alone(what.lines), world(1, timeout=SECONDS)
+        wanted = one.run(seen_of, alone, RANKS)[0] if what.draws else None  # the same numbers as on any ranks
     except DeadlockError as error:
         return Verdict(Outcome.HANG, str(error))
     plain = _on_plain(what.lines)
@@ -172,9 +173,14 @@ def verdict(what: Program) -> Verdict:
         return Verdict(Outcome.LENIENT, f"torch raises {plain.failure}")
     if wanted is not None and (plain.error is not None or wanted.error is not None):
         return Verdict(Outcome.RIGHT if plain.error is not None else Outcome.ERROR, f"on one rank: {wanted.failure}")
+    saved: Seen | None = None
     for number, seen in enumerate(ranks):
         why = f"torch raises {plain.failure}" if plain.error is not None else _difference(seen, wanted or plain)
-        if why and (wanted is not None or _difference(seen, _as_saved(what.lines))):
+        if not why:
+            continue
+        if saved is None:
+            saved = _as_saved(what.lines) if wanted is None else one.run(_as_saved, alone, RANKS)[0]
+        if _difference(seen, saved):
             unstable = plain.error is None and _unstable(what, plain, why)
             return Verdict(Outcome.UNSTABLE if unstable else Outcome.WRONG, f"rank {number}: {why}")
     return Verdict(Outcome.RIGHT)
@@ -182,7 +188,11 @@ def verdict(what: Program) -> Verdict:
 
 def _is_version_error(seen: Seen) -> bool:
     """Whether torch found that a saved tensor was changed in place; copies of it may have the values it had."""
-    return "needed for gradient computation has been modified by an inplace operation" in str(seen.error)
+    texts = (
+        "needed for gradient computation has been modified by an inplace",
+        "saved tensor that has been detached in-place",
+    )
+    return any(text in str(seen.error) for text in texts)
 
 
 def _alone(lines: Sequence[str]) -> list[str]:
@@ -232,7 +242,7 @@ class _Rounding(TorchDispatchMode):
     """Changes the results of all ops, backward too, by a relative error."""
 
     def __init__(self, error: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.error = error
         self.numbers = torch.Generator().manual_seed(0)
 

@@ -42,7 +42,7 @@ class Program:
 
     def __str__(self) -> str:
         body = "".join(f"    {line!r},\n" for line in self.lines)
-        return f"from tools.fuzz import Program, verdict\n\nprint(verdict(Program({self.world}, (\n{body}))))"
+        return f"from tools.program_judge import Program, verdict\n\nprint(verdict(Program({self.world}, (\n{body}))))"
 
 
 def plain_leaf(seed: int, shape: Sequence[int], dtype: torch.dtype, grad: bool, *layout: Any) -> Tensor:

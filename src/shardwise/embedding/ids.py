@@ -154,7 +154,7 @@ def expand(rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) 
     """
     if rows.shape[0] == 0:
         shape = ids.shape if bags is None else bags.lengths(ids).shape
-        return rows.new_zeros(*shape, rows.shape[1]) + rows.sum()
+        return rows.new_zeros(*shape, rows.shape[1]) + rows.sum(dtype=rows.dtype)
     return _Expand.apply(rows, distinct, ids, bags)
 
 

@@ -35,7 +35,7 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
         shape = ids.shape if bags is None else bags.lengths(ids).shape
         nothing = F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
-        return weight.new_zeros(*shape, width) + nothing.sum()
+        return weight.new_zeros(*shape, width) + nothing.sum(dtype=weight.dtype)
     left = box.offsets[1] - wanted.offsets[-1]
     pad = (left, width - left - box.sizes[1])
     if box.sizes[0] == num_rows:

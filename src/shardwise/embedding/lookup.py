@@ -235,7 +235,8 @@ def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
         width = request.ctx.layouts[0].shape[1]
         ids_of_bags = torch.cat(list(received)).view(-1, width)
         if width == 0:
-            return request.weight.new_zeros(ids_of_bags.shape[0], request.weight.shape[1]) + _no_rows(request).sum()
+            weight, nothing = request.weight, _no_rows(request)
+            return weight.new_zeros(ids_of_bags.shape[0], weight.shape[1]) + nothing.sum(dtype=weight.dtype)
         return coalesced_lookup(request.weight, ids_of_bags, Bags(bags.mode, None), request.sparse)
     ids: list[Tensor] = []
     offsets: list[Tensor] = []
@@ -283,7 +284,7 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     if bands and complete and sum(blocks[band[0]].shape[0] for band in bands) == count:
         rows = torch.cat([_joined_columns(blocks, band) for band in bands])
     else:  # rows and columns that no owner holds are zero
-        rows = nothing.new_zeros(count, right - left) + nothing.sum()
+        rows = nothing.new_zeros(count, right - left) + nothing.sum(dtype=nothing.dtype)
         for o in owners:
             first, last = request.shared_columns(me, o)
             start, stop = request.spans[o] if request.spans else (0, count)

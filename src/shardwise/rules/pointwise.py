@@ -32,7 +32,7 @@ ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 DIVISIONS = (*NUMERATOR, "floor_divide", "fmod", "remainder")  # an integer divided by 0 is an error
-COPIES = "clone detach contiguous alias".split()  # the value itself
+COPIES = "clone detach alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
 # Dunder methods that return no tensor.
 NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__)
@@ -139,6 +139,16 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return rows + [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
 
 
+def is_on_some(placement: Placement) -> bool:
+    """Whether some ranks hold nothing: these do not know the strides of the tensor, nor what torch would copy."""
+    return isinstance(placement, OnRanks | Boxes)
+
+
+def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out = x, or a copy if the elements of x are in another order."""
+    return [replace(row, copies=is_on_some(x.placement)) for row in copies(x, *args, **kwargs)]
+
+
 def conversion(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x in another dtype, x itself if it has that; Partial stays Partial unless it is converted to integers."""
     like = tensors_of(args, kwargs)  # only their dtype is used, so any placement will do
@@ -216,6 +226,8 @@ _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)
 _register(COPIES, copies)
+_register(["contiguous"], contiguous)
+amend(*dict.fromkeys(op for op, _ in callables_of("contiguous")), view=True)
 _register(CONVERSIONS, conversion, shape_of_first)
 amend(Tensor.type_as, typed=True)
 _register(LIKE, copies)

@@ -1,6 +1,6 @@
 """reshape, view, flatten, unflatten: the same elements in row-major order under other dims."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout import Box, Boxes, Layout, OnRanks, Placement, Shard, contiguous_strides
+from shardwise.layout import Box, Boxes, Layout, Shard, contiguous_strides
 from shardwise.rules.local_context import LocalContext, local_with, specialized
+from shardwise.rules.pointwise import is_on_some
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
@@ -46,14 +47,9 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
     unsharded = unsharded_rows(x, local)
-    if op not in ALWAYS_VIEWS and lies_on_some([x.placement]):
+    if op not in ALWAYS_VIEWS and is_on_some(x.placement):
         unsharded = [replace(row, copies=True) for row in unsharded]
     return rows + unsharded
-
-
-def lies_on_some(placements: Sequence[Placement]) -> bool:
-    """Whether a tensor is held by some ranks; the others do not know its strides, and so not what torch would copy."""
-    return any(isinstance(p, OnRanks | Boxes) for p in placements)
 
 
 def reshaped_to(op: Op, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardwise.rules.registry import amend
 from shardwise.rules.row import Op
-from shardwise.rules.shapes.reshape import lies_on_some, row_major
+from shardwise.rules.shapes.reshape import row_major
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.handlers.copies import copies_of, mark_copy
+from shardwise.tensor.handlers.copies import mark_copy
 
 
 def _view_or_copy(x: Tensor, size: Any) -> Tensor:
@@ -26,12 +26,7 @@ def _view_or_copy(x: Tensor, size: Any) -> Tensor:
 
 
 def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """A local tensor that is contiguous only because it is small is copied, as the global one would be.
-
-    Ranks that hold nothing do not know: such a tensor is copied on all ranks, where torch may return it.
-    """
-    if type(x) is DTensor and lies_on_some(x._layout.placements):
-        return copies_of(x, x.clone(memory_format=memory_format))  # type: ignore[no-any-return]
+    """A local tensor that is contiguous only because it is small is copied, as the global one would be."""
     sharded = type(x) is DTensor and not x._layout.is_replicated
     if sharded and memory_format is torch.contiguous_format and not row_major(x, x._layout):  # type: ignore[attr-defined]
         return x.clone(memory_format=memory_format)

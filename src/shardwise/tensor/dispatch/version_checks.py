@@ -145,7 +145,7 @@ class ChecksVersions(ReadsLayouts):
 def check_versions(name: Op, out: object, watched: Sequence[Tensor]) -> None:
     """Let the backward of an op, whose results are `out`, raise if one of `watched` was changed after the op."""
     counters = [(_counter(x), tuple(x.shape)) for x in watched if not (x.is_sparse or x.is_inference())]
-    nodes = {x.grad_fn for x in tensors_in(out) if x.requires_grad}
+    nodes = {x.grad_fn for x in tensors_in(out) if x.grad_fn is not None}
     if not counters:
         return
     versions = [(counter, counter._version, shape) for counter, shape in counters]
@@ -159,7 +159,7 @@ def check_versions(name: Op, out: object, watched: Sequence[Tensor]) -> None:
                     f"expected version {version} instead. Fix: change a clone() of it."
                 )
 
-    for node in nodes - {None}:
+    for node in nodes:
         node.register_prehook(check)
 
 
