@@ -99,7 +99,7 @@ def seen_of(lines: Sequence[str], functions: dict[str, Any]) -> Seen:
             seen.at = line
             exec(line, env)  # noqa: S102 - a line of a program
         tensors = {name: x for name, x in env.items() if isinstance(x, Tensor)}
-        silent = any(line.startswith("with torch.no_grad(): v") for line in lines)  # torch's views keep the flag there
+        silent = _has_silent_views(lines)
         for name, x in tensors.items():
             seen.at = f"reading {name}"
             seen.kinds[name] = f"{tuple(x.shape)} {x.dtype} requires_grad={silent or x.requires_grad}"
@@ -119,6 +119,11 @@ def seen_of(lines: Sequence[str], functions: dict[str, Any]) -> Seen:
     except Exception as error:  # noqa: BLE001 - any error is an outcome
         seen.error = error
     return seen
+
+
+def _has_silent_views(lines: Sequence[str]) -> bool:
+    """Whether there may be views made without gradients: of these torch says that they require grad."""
+    return any(line.startswith("with torch.no_grad(): v") for line in lines)
 
 
 def _total(x: Tensor, name: str) -> Tensor:
@@ -168,7 +173,7 @@ def verdict(what: Program) -> Verdict:
     plain = _on_plain(what.lines)
     failed = [seen for seen in ranks if seen.error is not None]
     if failed:
-        return _of_failures(failed, what.world, plain)
+        return _of_failures(failed, what, plain)
     if plain.error is not None and not _is_version_error(plain):
         return Verdict(Outcome.LENIENT, f"torch raises {plain.failure}")
     if wanted is not None and (plain.error is not None or wanted.error is not None):
@@ -203,12 +208,15 @@ def _alone(lines: Sequence[str]) -> list[str]:
 LAYOUT = r"Mesh\(\([\d, ]*\)(?:, \([\d, ]*\))?\), \[(?:[A-Z]\w+\([^()]*\)(?:, )?)+\]"
 
 
-def _of_failures(failed: Sequence[Seen], size: int, plain: Seen) -> Verdict:
+def _of_failures(failed: Sequence[Seen], what: Program, plain: Seen) -> Verdict:
+    size = what.world
     own = [seen for seen in failed if not isinstance(seen.error, DeadlockError)]
     first = (own or failed)[0]
     if not own or "disagree on their collective" in first.failure:
         return Verdict(Outcome.HANG, first.failure)
     if "is outside Mesh" in first.failure:
+        return Verdict(Outcome.REFUSED, first.failure)
+    if _has_silent_views(what.lines) and "does not require grad and does not have a grad_fn" in first.failure:
         return Verdict(Outcome.REFUSED, first.failure)
     same = plain.error is not None and (plain.at == first.at or plain.at.startswith("the last"))
     late = first.at == "the last backward"  # a rank that has no error of its own gets that of the others

@@ -81,6 +81,7 @@ class Author:
         self.env: dict[str, Any] = {**NAMES, **PLAIN}
         self.lines: list[str] = []
         self.count = 0
+        self.has_plain_leaf = self.has_small_mesh = False  # not both: ranks outside a mesh get no gradient from it
 
     def program(self, length: int) -> Program:
         for _ in range(self.random.randint(1, 4)):
@@ -208,14 +209,14 @@ class Author:
         grad = "float" in dtype and self.random.random() < 0.75
         averages = "float" in dtype and not grad
         layout = f"{self.mesh_text()}, {self.placements(shape, dtype != 'torch.bool', averages, not grad)}"
-        if self.random.random() < 0.08:
-            layout = "None"
+        if self.random.random() < 0.08 and not self.has_small_mesh:
+            layout, self.has_plain_leaf = "None", True
         return f"leaf({self.random.randrange(100)}, {tuple(shape)}, {dtype}, {grad}, {layout})"
 
     def mesh_text(self) -> str:
         self.used = self.mesh
-        if self.world > 1 and self.random.random() < 0.02:
-            self.used = self.random.choice(SMALLER)
+        if self.world > 1 and self.random.random() < 0.02 and not self.has_plain_leaf:
+            self.used, self.has_small_mesh = self.random.choice(SMALLER), True
         return self.used
 
     def placements(self, shape: Sequence[int], sums: bool = True, averages: bool = True, maxima: bool = True) -> str:

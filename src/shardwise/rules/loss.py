@@ -199,10 +199,11 @@ def _class_sharded(
     start, length = box.offsets[classes], box.sizes[classes]
     scores, target, weight = wide(named["input"]), named["target"], named["weight"]
     smoothing = named.get("label_smoothing", 0.0)
+    share = smoothing / max(total, 1)  # of each class
     by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)
     column = by_class.view([-1 if d == classes else 1 for d in range(scores.ndim)])
     if counts is None:
-        q = (target * (1 - smoothing) + smoothing / total) * column
+        q = (target * (1 - smoothing) + share) * column
         sent = {"score": (q * scores).sum(classes), "weight": q.sum(classes)}
     else:
         local = counts & (target >= start) & (target < start + length)
@@ -213,7 +214,7 @@ def _class_sharded(
         if weight is not None:
             sent["weight"] = own
         if smoothing:
-            sent["score"] = sent["score"] * (1 - smoothing) + (column * scores).sum(classes) * (smoothing / total)
+            sent["score"] = sent["score"] * (1 - smoothing) + (column * scores).sum(classes) * share
             sent["all"] = by_class.sum().expand(own.shape)
     if "label_smoothing" in named:
         sent["lse"] = _log_sum_exp(scores, classes)
@@ -223,7 +224,7 @@ def _class_sharded(
     if counts is None:
         return summed["weight"] * lse - summed["score"], None
     weights = summed.get("weight", counts.to(scores.dtype))
-    q_sum = weights * (1 - smoothing) + summed["all"] * (smoothing / total) if smoothing else weights
+    q_sum = weights * (1 - smoothing) + summed["all"] * share if smoothing else weights
     return torch.where(counts, q_sum * lse - summed["score"], 0), weights
 
 

@@ -253,6 +253,9 @@ def _rolled(n: int, shift: int) -> Runs:
 def flip(x: Meta, *dims: object, **kwargs: object) -> list[Row]:
     """out[i] = x[n - 1 - i]."""
     wanted = [_dim(x.ndim, d) for d in _numbers(dims or (kwargs["dims"],))]
+    for d in wanted:
+        if wanted.count(d) > 1:
+            raise RuntimeError(f"dim {d} appears multiple times in the list of dims")
     found = {d: x.shape[d] for d in wanted if x.ndim}  # torch accepts a dim for a 0-d tensor
     return _rows(x, {d: ((Run(0, n - 1, n, -1),), None) for d, n in found.items()})
 

@@ -44,7 +44,7 @@ def _makes_views(rule: OpRule, recipe: resolve.Recipe) -> bool:
     return rule.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
 
 
-def no_views(out: Any, args: Args) -> Any:
+def no_views(out: object, args: Args) -> object:
     """The results of a local implementation of an op that returns new tensors: they share memory with nothing.
 
     A change of a view in place would change an operand, or what was saved for backward, on this rank.
@@ -81,7 +81,7 @@ class _LocalCall(ReadsLayouts):
         out = self._run(args, kwargs)
         return out if self.makes_views else no_views(out, args)
 
-    def _run(self, args: Args, kwargs: Kwargs) -> Any:
+    def _run(self, args: Args, kwargs: Kwargs) -> object:
         recipe = self.recipe
         if recipe.local_impl is None:
             locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]

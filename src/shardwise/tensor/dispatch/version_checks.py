@@ -35,7 +35,7 @@ def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
     """The arguments with global tensors of torch's meta device for DTensors, and these tensors."""
     metas: list[Tensor] = []
 
-    def meta(x: object) -> Any:
+    def meta(x: object) -> object:
         if type(x) is not DTensor:
             return x.to("meta") if isinstance(x, Tensor) else x
         with torch.enable_grad():
@@ -113,7 +113,7 @@ class ChecksVersions(ReadsLayouts):
         self.call = call
         self.key = key
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         out = call_under_hooks(self.call, args, kwargs, self.recipe.output is None)
         if torch.is_grad_enabled() and top_hooks(True) is None:  # torch checks no versions of what hooks keep
             self._check(args[0] if self.recipe.output is None and not self.recipe.rows else out, args, kwargs)

@@ -38,7 +38,7 @@ def _block_diag(*tensors: Tensor) -> Tensor:
             raise RuntimeError(
                 f"torch.block_diag: Input tensors must have 2 or fewer dimensions. Input {i} has {x.ndim} dimensions"
             )
-    blocks = [x.reshape(-1, x.shape[-1]) if x.ndim == 2 else x.reshape(1, -1) for x in tensors]
+    blocks = [x if x.ndim == 2 else x.reshape(1, x.numel()) for x in tensors]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:
         rows.append(F.pad(x, (before, width - before - x.shape[1])))
