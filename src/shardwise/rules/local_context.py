@@ -123,3 +123,8 @@ def specialization(local: LocalFunction | None, ctx: LocalContext) -> tuple[Loca
     if not isinstance(function, SpecializedLocal):
         return None, False
     return function.specialize(*fixed, ctx), function.python
+
+
+def has_specialized_version(local: LocalFunction | None) -> bool:
+    """Whether a local implementation may be run by torch's own op."""
+    return isinstance(local.func if isinstance(local, partial) else local, SpecializedLocal)

@@ -13,6 +13,7 @@ import torch
 
 from shardwise import collectives
 from shardwise.rules import OpRule
+from shardwise.rules.local_context import has_specialized_version
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import IndexForm
@@ -26,7 +27,8 @@ def with_consistent_errors(
     rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any], key: tuple[Any, ...]
 ) -> Callable[..., Any]:
     """`call`, which raises on this rank the errors that `func`, or its backward, raises on any rank."""
-    others = recipe.redistributed or any(map(has_empty_shards, recipe.layouts)) or recipe.local_impl is not None
+    own = recipe.local_impl is not None and not has_specialized_version(recipe.local_impl)
+    others = own or recipe.redistributed or any(map(has_empty_shards, recipe.layouts))
     if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
         call = _ConsistentErrors(func, rule.index_form, recipe, call)
     return ChecksVersions(func, recipe, call, key) if others and not rule.view else call

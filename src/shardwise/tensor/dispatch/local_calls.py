@@ -78,10 +78,6 @@ class _LocalCall(ReadsLayouts):
         self.specialized: dict[int, tuple[LocalFunction | None, bool]] = {}  # by rank: simulated ranks share this call
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        out = self._run(args, kwargs)
-        return out if self.makes_views else no_views(out, args)
-
-    def _run(self, args: Args, kwargs: Kwargs) -> object:
         recipe = self.recipe
         if recipe.local_impl is None:
             locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
@@ -102,7 +98,8 @@ class _LocalCall(ReadsLayouts):
             out = specialized(*locals_, **named)
             if out is not NotImplemented:
                 return out
-        return recipe.local_impl(self._context(operands), *locals_, **named)
+        out = recipe.local_impl(self._context(operands), *locals_, **named)
+        return out if self.makes_views else no_views(out, args)
 
     def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
