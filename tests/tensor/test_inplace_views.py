@@ -105,7 +105,17 @@ def test_values_in_order_are_no_views_of_several_results() -> None:
     assert x.kthvalue(2, 0).values.mul_(2).item() == 2
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(0, [0, 1, 1, 2]), OnRanks(1)], ids=str)
+@world(4)
+def test_what_only_the_owner_knows_to_be_a_view_is_a_copy_on_all_ranks() -> None:
+    for make in (lambda x: x.contiguous(), lambda x: x.t().contiguous(), lambda x: x.reshape(-1)):
+        x = distribute_tensor(torch.zeros(4, 3), Mesh((4,)), [OnRanks(1)])
+        with pytest.raises(RuleError, match="it is a copy"):
+            make(x).add_(1)
+        make(x).clone().add_(1)
+        assert not bool(x.any())
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(0, [0, 1, 1, 2])], ids=str)
 @world(4)
 def test_what_torch_copies_is_no_alias_of_a_part_that_happens_to_be_contiguous(placement: Placement) -> None:
     """A part of one row is contiguous after a transpose; adding to the copy changed the original on some ranks."""
