@@ -214,7 +214,7 @@ def _of_failures(failed: Sequence[Seen], what: Program, plain: Seen) -> Verdict:
     first = (own or failed)[0]
     if not own or "disagree on their collective" in first.failure:
         return Verdict(Outcome.HANG, first.failure)
-    if "is outside Mesh" in first.failure:
+    if any("is outside Mesh" in seen.failure for seen in own):
         return Verdict(Outcome.REFUSED, first.failure)
     if _has_silent_views(what.lines) and "does not require grad and does not have a grad_fn" in first.failure:
         return Verdict(Outcome.REFUSED, first.failure)

@@ -107,7 +107,12 @@ def test_values_in_order_are_no_views_of_several_results() -> None:
 
 @world(4)
 def test_what_only_the_owner_knows_to_be_a_view_is_a_copy_on_all_ranks() -> None:
-    for make in (lambda x: x.contiguous(), lambda x: x.t().contiguous(), lambda x: x.reshape(-1)):
+    makers: list[Callable[[Any], Any]] = [
+        lambda x: x.contiguous(),
+        lambda x: x.t().contiguous(),
+        lambda x: x.reshape(-1),
+    ]
+    for make in makers:
         x = distribute_tensor(torch.zeros(4, 3), Mesh((4,)), [OnRanks(1)])
         with pytest.raises(RuleError, match="it is a copy"):
             make(x).add_(1)

@@ -72,3 +72,11 @@ def test_the_error_names_the_op_and_holds_no_memory() -> None:
         return str(error.value)
 
     assert any("amax saved is at version 1; expected version 0" in text for text in world(4).run(body))
+
+
+@world(3)
+def test_the_gradient_of_a_leaf_of_partial_maxima_is_that_of_the_maximum() -> None:
+    x = distribute_tensor(torch.arange(6.0).view(3, 2), Mesh((3,)), [Shard(0)]).amax(0).requires_grad_()
+    (x * torch.tensor([2.0, 3.0])).sum().backward()
+    assert x.grad is not None
+    assert x.grad.full_tensor().tolist() == [2, 3]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.layout import Layout, Mesh
+from shardwise.layout import Layout, Mesh, Partial
 
 Buckets = tuple[tuple[int, ...], ...]  # numbers of leaves, in the order in which all ranks send the buckets
 
@@ -85,8 +85,13 @@ def split_into_buckets(gradients: Iterable[Gradient], max_bytes: int) -> Buckets
 
 @lru_cache(maxsize=4096)
 def axes_to_reduce(layout: Layout) -> tuple[int, ...]:
-    """The axes on which the gradient of a tensor with this layout is Partial."""
-    return tuple(axis for axis in layout.dual().partial_axes if layout.mesh.shape[axis] > 1)
+    """The axes on which the gradient of a tensor with this layout is Partial.
+
+    Also those of partial maxima and the like: only the ranks whose values count have a gradient.
+    """
+    chosen = [isinstance(p, Partial) and p.reduce_op not in ("sum", "avg") for p in layout.placements]
+    duals = layout.dual().partial_axes
+    return tuple(axis for axis, n in enumerate(layout.mesh.shape) if n > 1 and (axis in duals or chosen[axis]))
 
 
 @lru_cache(maxsize=4096)

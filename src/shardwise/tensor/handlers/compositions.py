@@ -23,11 +23,11 @@ def _rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     a, b = dims
     match k % 4:
         case 1:
-            return input.flip(b).transpose_(a, b)
+            return input.flip(b).transpose(a, b).clone()
         case 2:
             return input.flip(a, b)
         case 3:
-            return input.flip(a).transpose_(a, b)
+            return input.flip(a).transpose(a, b).clone()
     return input.clone()
 
 
