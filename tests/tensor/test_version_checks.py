@@ -1,5 +1,7 @@
 """In-place changes of views, results and saved tensors, as on one process: the same values, or the same error."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -76,7 +78,6 @@ def test_the_error_names_the_op_and_holds_no_memory() -> None:
 
 @world(3)
 def test_the_gradient_of_a_leaf_of_partial_maxima_is_that_of_the_maximum() -> None:
-    x = distribute_tensor(torch.arange(6.0).view(3, 2), Mesh((3,)), [Shard(0)]).amax(0).requires_grad_()
+    x: Any = distribute_tensor(torch.arange(6.0).view(3, 2), Mesh((3,)), [Shard(0)]).amax(0).requires_grad_()
     (x * torch.tensor([2.0, 3.0])).sum().backward()
-    assert x.grad is not None
     assert x.grad.full_tensor().tolist() == [2, 3]

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from shardwise.layout import Box, Boxes, Layout, Shard, contiguous_strides
 from shardwise.rules.local_context import LocalContext, local_with, specialized
-from shardwise.rules.pointwise import is_on_some
+from shardwise.rules.pointwise import copies, is_on_some
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
 
 aten = torch.ops.aten
 ALWAYS_VIEWS = (Tensor.view, Tensor.unflatten, torch.unflatten, aten.view.default)
+FLATTENS = (Tensor.flatten, torch.flatten)
 Group = tuple[range, range]  # dims before and after that hold the same elements
 
 
@@ -30,6 +31,8 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     them in the result.
     """
     after = reshaped_to(op, x, *args, **kwargs)
+    if op in FLATTENS and after == x.shape and not is_on_some(x.placement):
+        return copies(x)  # torch returns x itself
     groups = tuple(_groups(x.shape, after))
     local = local_with(_local_reshape, groups, op in (Tensor.view, aten.view.default))
     rows = []
