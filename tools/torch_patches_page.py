@@ -1,5 +1,6 @@
 """The page docs/torch-patches.md, made from the list in the code: `python -m tools.torch_patches_page`."""
 
+from itertools import groupby
 from pathlib import Path
 
 from shardwise.tensor.torch_patches import HOOKS, PATCHES, TESTED
@@ -13,8 +14,9 @@ Made by `python -m tools.torch_patches_page` from `shardwise/tensor/torch_patche
 `import shardwise` changes nothing. Before the first DTensor of a process is made, the attributes below are replaced;
 `shardwise.tensor.torch_patches.uninstall()` undoes it. Tensors that are no DTensors behave as before.
 `tests/tensor/test_torch_patches.py` compares all attributes of torch before and after a training step: nothing else
-changes. All patches apply to torch {" and ".join(TESTED)}, the tested versions. Another version warns once; a version
-without one of the attributes is refused.
+changes. A name that was bound earlier, as by `from torch import tensor`, is not replaced. All patches apply to torch
+{" and ".join(TESTED)}, the tested versions. Another version warns once; a version without one of the attributes is
+refused.
 
 ## Replaced attributes
 """
@@ -23,9 +25,9 @@ without one of the attributes is refused.
 def page() -> str:
     """The text of the page."""
     lines = [HEADER]
-    for patch in PATCHES:
-        lines += [f"### `{patch.target}`", "", patch.what, ""]
-        lines += [f"* Why no official hook: {patch.why}", f"* Without it: {patch.without}.", ""]
+    for (what, why, without), alike in groupby(PATCHES, key=lambda patch: (patch.what, patch.why, patch.without)):
+        lines += ["### " + ", ".join(f"`{patch.target}`" for patch in alike), "", what, ""]
+        lines += [f"* Why no official hook: {why}", f"* Without it: {without}.", ""]
     lines += ["## Official hooks in use", "", "| hook | what it does | installed before |", "|---|---|---|"]
     lines += [f"| `{hook.target}` | {hook.what} | {hook.since} |" for hook in HOOKS]
     return "\n".join(lines) + "\n"

@@ -72,6 +72,10 @@ class GroupError(ShardwiseError, RuntimeError):
     """A process group that this rank is not of, or one inside another where only one may be set."""
 
 
+class ThreadError(ShardwiseError, RuntimeError):
+    """Two threads of one rank communicate in no order, or a process that a rank forked communicates."""
+
+
 class RemoteRankError(ShardwiseError, RuntimeError):
     """Another rank failed; `rank` says which."""
 

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from shardwise import Mesh, Replicate, Shard, collectives, distribute_tensor
 from shardwise.collectives import all_reduce, all_to_all, barrier, rank, start_all_reduce, start_all_to_all
-from shardwise.errors import RemoteRankError
+from shardwise.errors import RemoteRankError, ThreadError
 from shardwise.experimental import local_map
 from tests.timeouts import PATIENCE_SECONDS
 
@@ -242,3 +243,49 @@ def fail_while_another_thread_waits() -> None:
     thread.start()
     thread.join()
     raise errors[0]
+
+
+def prefetch_beside_the_step(folder: str) -> str:
+    """A thread of rank 1 communicates while its main thread computes; then that communicates too."""
+    x = distribute_tensor(torch.arange(6.0), placements=[Shard(0)])
+    if rank() == 1:
+        computing = threading.Event()
+        thread = threading.Thread(target=lambda: (computing.wait(), x.full_tensor()), name="prefetch")
+        thread.start()
+        computing.set()
+        while thread.is_alive():
+            pass
+        x.full_tensor()
+    x.full_tensor()
+    return ""
+
+
+def hand_over(times: int) -> list[float]:
+    """Backward, and a task, in other threads while the main thread waits for them."""
+    x = distribute_tensor(torch.arange(6.0), placements=[Shard(0)]).requires_grad_()
+    found = []
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(times):
+            loss = (x * x).sum()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+            found += [loss.item(), pool.submit(x.sum().item).result(), x.sum().item()]
+    return found
+
+
+def in_a_forked_process() -> str:
+    """What a process that the rank forked gets when it communicates."""
+    x = distribute_tensor(torch.arange(6.0), placements=[Shard(0)])
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            x.full_tensor()
+        except ThreadError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert x.full_tensor().sum().item() == 15
+    return text

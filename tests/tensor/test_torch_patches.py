@@ -37,8 +37,9 @@ def snapshot():
                 found[f"{module.__name__}.{name}"] = value, contents(value)
             if issubclass(type(value), type) and value.__module__.partition(".")[0] == "torch" and value not in classes:
                 classes.add(value)
+                name = value.__qualname__.removeprefix(value.__module__ + ".")
                 for key, member in vars(value).items():
-                    found[f"{value.__module__}.{value.__qualname__}.{key}"] = member, contents(member)
+                    found[f"{value.__module__}.{name}.{key}"] = member, contents(member)
     return found
 def difference(a, b):
     def same(x, y):
@@ -123,6 +124,30 @@ print(json.dumps([difference(before, imported), difference(before, used), differ
 
 def test_the_page_lists_the_patches() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("first", ["torch", "shardwise"])
+def test_compiled_and_scripted_code_and_default_devices_do_not_notice(first: str, tmp_path: Path) -> None:
+    (tmp_path / "scripted.py").write_text(
+        "import torch\ndef run(x: torch.Tensor):\n    return x + torch.full([3], 2.0)\n"
+    )
+    patch = "shardwise.distribute_tensor(torch.ones(2), placements=[shardwise.Replicate()])\n"
+    steps = """
+def step(x):
+    a = torch.tensor([1., 2., 3.]) + torch.full((3,), 2.0) + torch.as_tensor([1., 1., 1.]) + torch.arange(3)
+    return x * (a + x.new_full((3,), 3.0) + x.new_tensor([1., 2., 3.]) + torch.asarray([1., 2., 3.])) + x.data
+def check():
+    x = torch.ones(3)
+    assert torch.compile(step, backend="eager", fullgraph=True)(x).equal(step(x))
+    assert torch.jit.script(scripted.run)(x).tolist() == [3.0] * 3
+    with torch.device("meta"):
+        assert torch.tensor(1.0).is_meta and torch.full((2,), 1.0).is_meta and torch.arange(3).is_meta
+    assert pickle.loads(pickle.dumps(torch.tensor)) is torch.tensor
+"""
+    code = f"import json, pickle, shardwise, torch\nsys.path.append({str(tmp_path)!r})\nimport scripted\n{steps}"
+    code += patch + "check()\n" if first == "shardwise" else "check()\n" + patch + "check()\n"
+    assert run_python(code + "print(json.dumps(torch.tensor.__name__))") == "tensor"
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """The functions that the rest of the library calls: the transport of this thread, and the two collectives."""
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,10 @@ from torch import Tensor
 from shardwise.collectives import fingerprints
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_call
+from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
+from shardwise.errors import ThreadError
 from shardwise.layout import checked, ring_elements
 from shardwise.trace import comm_trace
 from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
@@ -50,6 +54,34 @@ def using(transport: Transport) -> Iterator[None]:
             yield
     finally:
         _thread.transport = before
+
+
+@contextmanager
+def outside_ranks() -> Iterator[None]:
+    """Let this thread be no simulated rank."""
+    before, _thread.transport = _thread.transport, None
+    try:
+        yield
+    finally:
+        _thread.transport = before
+
+
+def rank_of_thread() -> Callable[[], AbstractContextManager[None]] | None:
+    """The simulated rank of this thread, which another thread enters to belong to it; None outside simulated ranks."""
+    here, trace = _thread.transport, comm_trace.rank_of_thread()
+    if here is None:
+        return None
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        before, _thread.transport = _thread.transport, here
+        try:
+            with comm_trace.as_rank(trace):
+                yield
+        finally:
+            _thread.transport = before
+
+    return enter
 
 
 def rank() -> int:
@@ -101,6 +133,8 @@ def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
 def _checked_exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Transport:
     """The transport, after the exchange was counted, compared with other ranks if that is on, and recorded."""
     here = transport()
+    if here.threads.ident != get_ident():
+        _take_over(here)
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
@@ -113,6 +147,8 @@ def _checked_exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
 
 def _checked_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transport:
     here = transport()
+    if here.threads.ident != get_ident():
+        _take_over(here)
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, reduce_call(local, reduce_op), ranks)
@@ -156,6 +192,33 @@ def expect_equal(x: Tensor, ranks: Ranks, what: str) -> None:
         for group, log in here.logs.items():
             if set(group) <= set(ranks):
                 here.share_note(log, log.add_note(note))
+
+
+def _take_over(here: Transport) -> None:
+    """Let this thread communicate for its rank; if it must not, all ranks raise."""
+    if here is not TORCH_TRANSPORT:
+        return here.threads.take_over(here)
+    TORCH_TRANSPORT.attach()  # a new world has a new guard
+    known = here.threads.failed
+    try:
+        here.threads.take_over(here)
+    except ThreadError as error:
+        if not known:
+            report_failure(error.with_traceback(None))  # its text has the call sites
+        raise
+
+
+def _forbid_after_fork() -> None:
+    for here in (TORCH_TRANSPORT, _thread.transport):
+        if here is not None:
+            here.threads.ident = -1
+            here.threads.failed = (
+                "A process that a rank forked, such as a worker of a DataLoader, cannot communicate for the rank. "
+                "Fix: use plain tensors there, and distribute them in the process of the rank."
+            )
+
+
+os.register_at_fork(after_in_child=_forbid_after_fork)
 
 
 def barrier(ranks: Ranks) -> None:

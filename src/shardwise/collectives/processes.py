@@ -46,6 +46,7 @@ from shardwise.collectives.failures.store import DifferentCalls, FailureReport, 
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords
+from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
 from shardwise.errors import MismatchError, RemoteRankError
@@ -69,6 +70,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.calls: dict[Ranks, int] = {}
         self.logs: dict[Ranks, CallLog] = {}
         self.notes = ValueNotes()
+        self.threads = ThreadGuard()
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
@@ -122,6 +124,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             self._hooks.uninstall()
         self._hooks = None
         self._world = None
+        self.threads = ThreadGuard()
         if self._records is not None:
             self._records.close()
         self._records = None

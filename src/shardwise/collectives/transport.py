@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import Ranks
+from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import Note, ValueNotes
 
 Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
@@ -22,6 +23,7 @@ class Transport(Protocol):
         calls: collectives made so far, by group; the caller of the transport counts them.
         logs: what was called in the last of them, by group.
         notes: of values that other ranks should have too.
+        threads: which thread of the rank made the last one.
 
     Raises:
         RemoteRankError: another rank raised, died or hangs; the text names it and how it failed.
@@ -31,6 +33,7 @@ class Transport(Protocol):
     calls: dict[Ranks, int]
     logs: dict[Ranks, CallLog]
     notes: ValueNotes
+    threads: ThreadGuard
 
     @property
     def rank(self) -> int: ...
@@ -93,6 +96,7 @@ class SingleRankTransport(SynchronousTransport):
         self.calls: dict[Ranks, int] = {}
         self.logs: dict[Ranks, CallLog] = {}
         self.notes = ValueNotes()
+        self.threads = ThreadGuard()
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         raise AssertionError("one rank has nobody to disagree with")

@@ -23,6 +23,7 @@ from shardwise.tensor.handlers import (
     optimisers,
     random_functions,
     sparse,
+    unasked,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "tag",
     "to_layout",
     "torch_patches",
+    "unasked",
 ]  # fmt: skip
 
 implement(

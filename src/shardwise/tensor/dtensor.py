@@ -39,6 +39,16 @@ class Registered:
         raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
 
 
+class NotOffered:
+    """An attribute of `torch.Tensor` that `DTensor` does not have."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __get__(self, x: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(self.why)
+
+
 class Tiling(Protocol):
     """The shards that make up one local tensor; see `shardwise.sharded_tensor.LocalShardsWrapper`."""
 
@@ -325,6 +335,12 @@ class DTensor(torch.Tensor):
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuleError(_local_only("DLPack"))
+
+    @property
+    def __cuda_array_interface__(self) -> NoReturn:
+        raise RuleError(_local_only("__cuda_array_interface__")) if self.is_cuda else AttributeError("it is on a CPU")
+
+    __dlpack_c_exchange_api__ = NotOffered("DLPack's exchange of tensors in C would show only the local shard")
 
     def data_ptr(self) -> NoReturn:
         raise RuleError(_local_only("data_ptr()"))

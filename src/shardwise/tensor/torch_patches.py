@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._device import _device_constructors
 
 from shardwise.errors import RuleError
 from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing, saving_layouts, with_layouts
@@ -19,6 +20,16 @@ from shardwise.tensor.dtensor import DTensor, before_first_dtensor
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise.tensor.handlers.optimisers import step_on_locals
 from shardwise.tensor.handlers.replicas import checking
+from shardwise.tensor.handlers.unasked import (
+    asking,
+    asking_method,
+    data_of_alike,
+    full_gradients,
+    new_without_dtensors,
+    refusing_lists,
+    taking_numbers,
+    without_dtensors,
+)
 
 TESTED = ("2.13", "2.14")
 
@@ -65,6 +76,12 @@ class Hook:
 
 def _with_dtensor(types: list[type]) -> list[type]:
     return [*types, DTensor]
+
+
+def _made_of_local_shards(replacement: Callable[[Any], Any], what: str, *targets: str) -> tuple[Patch, ...]:
+    """Patches of functions that make a plain tensor of a DTensor's local shard."""
+    why = "torch asks no subclass here, neither by `__torch_function__` nor by any method."
+    return tuple(Patch(target, what, why, "it silently uses the local shard", replacement) for target in targets)
 
 
 _SUBCLASS = "torch offers `__torch_function__` for ops only"
@@ -157,6 +174,67 @@ PATCHES = (
         "gradients of different shards are averaged",
         checking(tensors=0, process_group=3),
     ),
+    *_made_of_local_shards(
+        asking,
+        "Makes a DTensor of a DTensor.",
+        "torch.tensor",
+        "torch.as_tensor",
+        "torch.asarray",
+        "torch.Tensor.new_tensor",
+    ),
+    *_made_of_local_shards(
+        taking_numbers(0),
+        "Takes the number that a 0-d DTensor holds.",
+        "torch.full",
+        "torch.scalar_tensor",
+        "torch.arange",
+        "torch.range",
+    ),
+    *_made_of_local_shards(
+        taking_numbers(1),
+        "Takes the number that a 0-d DTensor holds.",
+        "torch.full_like",
+        "torch.Tensor.new_full",
+    ),
+    *_made_of_local_shards(
+        asking,
+        "Refuses a DTensor with an error.",
+        "torch.sparse_coo_tensor",
+        "torch.sparse_csr_tensor",
+        "torch.sparse_csc_tensor",
+        "torch.sparse_bsr_tensor",
+        "torch.sparse_bsc_tensor",
+        "torch.sparse_compressed_tensor",
+        "torch.to_dlpack",
+        "torch.utils.dlpack.to_dlpack",
+        "torch._C._to_dlpack",
+        "torch._C._to_dlpack_versioned",
+        "torch.Tensor.new",
+        "torch.Tensor.set_",
+        "torch.Tensor.as_subclass",
+    ),
+    *_made_of_local_shards(new_without_dtensors, "Refuses a DTensor with an error.", "torch.Tensor.__new__"),
+    *_made_of_local_shards(
+        refusing_lists,
+        "Refuses DTensors with an error.",
+        "torch.nested.nested_tensor",
+        "torch.nested.as_nested_tensor",
+    ),
+    *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "torch.Tensor.data"),
+    *_made_of_local_shards(
+        asking_method, "Runs a scripted or traced function on the ops of DTensors.", "torch.jit.ScriptFunction.__call__"
+    ),
+    *_made_of_local_shards(
+        full_gradients,
+        "Takes a DTensor as the gradient of a plain tensor, by gathering it.",
+        "torch.autograd._make_grads",
+    ),
+    *_made_of_local_shards(
+        without_dtensors,
+        "Refuses to trace functions of DTensors.",
+        "torch.jit.trace",
+        "torch.jit.trace_module",
+    ),
 )
 
 HOOKS = (
@@ -193,6 +271,7 @@ def install() -> None:
         warnings.warn(
             f"shardwise is tested with torch {' and '.join(TESTED)}, not with torch {torch.__version__}.", stacklevel=2
         )
+    _device_constructors()  # cached: torch's set of functions that take a default device keeps the originals
     originals = [(patch, *patch.original()) for patch in PATCHES]
     for patch, owner, name, value in originals:
         inherited = name not in vars(owner)

@@ -29,10 +29,12 @@ from shardwise.collectives.collective_call import (
     reduce_call,
 )
 from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
+from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
-from shardwise.errors import MismatchError, RemoteRankError, summary
+from shardwise.errors import MismatchError, RemoteRankError, ThreadError, summary
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import DeadlockError, first_error
+from shardwise.testing.rank_threads import threads_belong_to_ranks
 from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
@@ -61,6 +63,7 @@ class _Rank(SynchronousTransport):
         self.simulation = simulation
         self.turn = threading.Lock()
         self.turn.acquire()
+        self.threads = ThreadGuard()
         self.calls: dict[Ranks, int] = {}  # collectives so far, by group
         self.logs: dict[Ranks, CallLog] = {}  # what was called in the last of them
         self.notes = ValueNotes()
@@ -105,7 +108,9 @@ class _Rank(SynchronousTransport):
         return format_running(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
 
     def stack(self) -> list[StackFrame]:
-        return list(frames_of(sys._current_frames().get(self.thread.ident or 0)))
+        """Of the thread that communicates, if it is another one than the rank's own and that waits for it."""
+        frames = sys._current_frames()
+        return list(frames_of(frames.get(self.threads.ident) or frames.get(self.thread.ident or 0)))
 
     def described(self, call: CollectiveCall, ranks: Ranks) -> str:
         """A call that this rank waits in, with its purpose and its call site."""
@@ -143,14 +148,18 @@ class _Simulation:
     def run(self, timeout: float) -> list[Any]:
         __tracebackhide__ = True
         state = torch.get_rng_state()
+        with threads_belong_to_ranks():
+            for rank in self.ranks:
+                rank.thread.start()
+            try:
+                self.pass_turn()
+                late = None if self.over.wait(timeout) else self.report(f"did not finish within {timeout:g} s")
+            finally:
+                self.stop()
+                torch.set_rng_state(state)
         for rank in self.ranks:
-            rank.thread.start()
-        try:
-            self.pass_turn()
-            late = None if self.over.wait(timeout) else self.report(f"did not finish within {timeout:g} s")
-        finally:
-            self.stop()
-            torch.set_rng_state(state)
+            if rank.error is None and rank.threads.failed:  # in a thread that the rank still waits for
+                rank.error = ThreadError(rank.threads.failed)
         errors = {rank.rank: rank.error for rank in self.ranks if rank.error is not None}
         if errors:
             error = first_error(errors, f"{self.size}, simulated")
@@ -184,6 +193,7 @@ class _Simulation:
             # Backward of CUDA tensors would run on a thread that all ranks share.
             with using(rank), torch.autograd.set_multithreading_enabled(False):
                 rank.result = self.body()
+                rank.threads.check()
         except _Stopped:
             return
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
@@ -216,6 +226,11 @@ class _Simulation:
         """Take part in the next collective of `ranks`; return when all of them have joined it."""
         if self.stopped:
             raise _Stopped
+        if rank.ended:
+            raise ThreadError(
+                f"A thread of rank {rank.rank} communicates after the function of the rank has returned. "
+                f"Fix: let the function wait for it with join() or result()."
+            )
         assert rank.rank in ranks, f"rank {rank.rank} calls a collective of ranks {ranks}"
         assert max(ranks) < self.size, f"a collective of ranks {ranks} in a world of {self.size}"
         call.check(ranks)

@@ -7,7 +7,7 @@ accelerator; a thread that is a simulated rank has listeners of its own.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -144,14 +144,24 @@ class _Local(threading.local):
 _local = _Local()
 
 
+def rank_of_thread() -> _RankState:
+    """The rank that this thread is or belongs to, for `as_rank`."""
+    return _local.rank
+
+
 @contextmanager
-def separate_rank() -> Iterator[None]:
-    """Let this thread be a rank of its own."""
-    before, _local.rank = _local.rank, _RankState()
+def as_rank(rank: _RankState) -> Iterator[None]:
+    """Let this thread belong to a rank."""
+    before, _local.rank = _local.rank, rank
     try:
         yield
     finally:
         _local.rank = before
+
+
+def separate_rank() -> AbstractContextManager[None]:
+    """Let this thread be a rank of its own."""
+    return as_rank(_RankState())
 
 
 def listening() -> bool:

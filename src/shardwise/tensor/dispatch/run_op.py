@@ -80,8 +80,10 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
 
 def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> object:
     """Run a call that is not in the cache, and cache it if no operand has to be redistributed."""
-    if kwargs and kwargs.get("out") is not None:
-        return _run_with_out(func, args, kwargs)
+    if "out" in kwargs:
+        if kwargs["out"] is not None:
+            return _run_with_out(func, args, kwargs)
+        return run(func, rule, args, {name: x for name, x in kwargs.items() if name != "out"})
     if not args:
         args, kwargs = _first_by_position(kwargs)
     if NO_KEY in key and has_plain_tensors((*args, *kwargs.values())):

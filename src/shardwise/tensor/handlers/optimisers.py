@@ -13,6 +13,7 @@ from torch import Tensor, optim
 from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 
+from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import hooks
@@ -105,9 +106,22 @@ def _step(optimizer: Optimizer) -> None:
 def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
     warn_of_replaced(optimizer, _parameters(optimizer))
+    _check_options(optimizer)
     if type(optimizer) not in ELEMENTWISE or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None  # a closure is the user's code
     return ((_LocalStep(optimizer), *args[1:]), kwargs) if _has_dtensors(optimizer) else None
+
+
+def _check_options(optimizer: Optimizer) -> None:
+    """Refuse a DTensor as an option of plain parameters: C++ would take the number in its local tensor.
+
+    Raises:
+        RuleError: an option is one.
+    """
+    for group in optimizer.param_groups:
+        if DTensor in map(type, group.values()) and not all(type(p) is DTensor for p in group["params"]):
+            name = next(name for name, value in group.items() if type(value) is DTensor)
+            raise RuleError(f"{name} of an optimizer of plain parameters is a DTensor. Fix: {name}={name}.item().")
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
