@@ -293,7 +293,7 @@ def test_history_is_kept_where_torch_keeps_it() -> None:
     x, p = distribute_tensor(FULL, placements=[Shard(0)]).requires_grad_(), FULL.clone().requires_grad_()
     for leaf in (x, p):
         torch.as_tensor(leaf, dtype=torch.float64).square().sum().backward()
-        torch.asarray(leaf, copy=True).square().sum().backward()
+        torch.asarray(leaf, copy=True, requires_grad=True).square().sum().backward()
         assert not torch.asarray(leaf, requires_grad=False).requires_grad
         assert not torch.tensor(leaf.detach()).requires_grad
     assert_close(full(x.grad), full(p.grad))
