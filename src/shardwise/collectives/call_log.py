@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.collectives.collective_call import CollectiveCall, Ranks
-from shardwise.collectives.digests import rolling, stable_digest
+from shardwise.collectives.digests import MASK, rolling, stable_digest
 from shardwise.collectives.value_notes import AFTER, DIGEST, KEPT_NOTES, Note, are_different
 from shardwise.layout import Layout
 from shardwise.trace import comm_trace
@@ -28,7 +28,9 @@ from shardwise.trace.comm_trace import Purpose
 from shardwise.trace.user_stack import CallSite, call_sites
 
 KEPT = 64  # calls of a group, by each rank
-NUMBER, CALL, PURPOSE, SITE, SEND_COUNTS = range(5)  # positions in a record; the receive counts follow
+MAX_TEMPLATES = 4096
+# Positions in a record. `ALL` is a digest of the next three. The receive counts follow the others.
+NUMBER, ALL, CALL, PURPOSE, SITE, NUM_COUNTS, SEND_COUNTS = range(7)
 
 OTHER_CALL = "all ranks must make the same call"
 OTHER_PURPOSE = "all ranks must make it for the same purpose"
@@ -38,19 +40,19 @@ OTHER_ORDER = "they reach the same lines in another order"
 class Call(NamedTuple):
     """One call of a rank, kept so that it can be described if ranks disagree."""
 
-    number: int
     reduce_op: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
     purpose: Purpose | None
     sites: tuple[CallSite, ...]
 
     def described(self) -> CollectiveCall:
         dtype = str(self.dtype).removeprefix("torch.")
         purpose = "" if self.purpose is None else str(self.purpose)
-        return CollectiveCall(dtype, self.shape, self.reduce_op, self.send_counts, self.recv_counts, purpose)
+        counts = tuple(self.send_counts), tuple(self.recv_counts)
+        return CollectiveCall(dtype, self.shape, self.reduce_op, *counts, purpose)
 
 
 class Difference(NamedTuple):
@@ -73,7 +75,8 @@ class CallLog:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks = ranks
         self.position = ranks.index(rank) if rank in ranks else -1  # which the transport refuses
-        self.calls: deque[Call] = deque(maxlen=KEPT)
+        self.calls: deque[tuple[int, Call]] = deque(maxlen=KEPT)
+        self._templates: dict[tuple[object, ...], tuple[array[int], Call]] = {}
         self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
         self.latest = 0
         self._digest = 0
@@ -91,19 +94,43 @@ class CallLog:
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
     ) -> "array[int]":
-        """Record the next call; the record is for the other ranks."""
+        """Record the next call; the record is for the other ranks.
+
+        All but number and counts of a record is cached, as this runs before every collective.
+        """
         purpose, sites = comm_trace.current_purpose(), call_sites()
-        self.calls.append(Call(number, reduce_op, dtype, shape, tuple(send_counts), tuple(recv_counts), purpose, sites))
-        call, aim, site = (
-            _call_digest(reduce_op, dtype, shape),
-            _purpose_digest(purpose),
-            rolling(0, [s.digest for s in sites]),
-        )
-        self._digest = rolling(self._digest, (call, aim))
-        record = array("q", (number, call, aim, site, *send_counts, *recv_counts))
+        key = (reduce_op, dtype, shape, *map(id, sites))
+        if purpose is not None:
+            (kind, op, operand, _, _, backward, _, _), src, dst = purpose
+            key = (*key, id(src), id(dst), kind, op, operand, backward)
+        cached = self._templates.get(key)
+        if cached is None:
+            cached = self._add_template(key, Call(reduce_op, dtype, shape, (), (), purpose, sites))
+        template, call = cached
+        record = template[:]
+        record[NUMBER] = self.latest = number
+        if send_counts:
+            call = call._replace(send_counts=send_counts, recv_counts=recv_counts)
+            if purpose is None or purpose.src is None:  # else they follow from the layouts
+                record[NUM_COUNTS] = 2 * len(send_counts)
+                record.extend(send_counts)
+                record.extend(recv_counts)
+        self.calls.append((number, call))
+        self._digest = (self._digest * 31 + record[ALL]) & MASK
         self.records[number % KEPT] = record
-        self.latest = number
         return record
+
+    def _add_template(self, key: tuple[object, ...], call: Call) -> "tuple[array[int], Call]":
+        """Cache the record of such a call. The call keeps the objects whose ids are in the key."""
+        words = (
+            _call_digest(call.reduce_op, call.dtype, call.shape),
+            _purpose_digest(call.purpose),
+            rolling(0, [site.digest for site in call.sites]),
+        )
+        if len(self._templates) >= MAX_TEMPLATES:
+            self._templates.clear()
+        found = self._templates[key] = array("q", (0, rolling(0, words), *words, 0)), call
+        return found
 
     def difference(self, peer: int, theirs: Sequence[int]) -> Difference | None:
         """How the call of a peer differs from that of this rank with the same number."""
@@ -116,7 +143,7 @@ class CallLog:
         if mine[PURPOSE] != theirs[PURPOSE] and mine[PURPOSE] and theirs[PURPOSE]:
             return Difference(number, peer, OTHER_PURPOSE)
         count = len(self.ranks)
-        if len(mine) > SEND_COUNTS:
+        if mine[NUM_COUNTS] and theirs[NUM_COUNTS]:
             here, there = self.position, self.ranks.index(peer)
             sent, expected = mine[SEND_COUNTS + there], theirs[SEND_COUNTS + count + here]
             if sent != expected:
@@ -136,6 +163,10 @@ class CallLog:
         self.notes.append(note)
         self.num_notes += 1
         return note
+
+    def compared_notes(self, peer: int) -> int:
+        """How many notes of a peer were compared."""
+        return self._compared_notes.get(peer, 0)
 
     def digest(self) -> int:
         """Of all calls so far and of the values noted; those who differ in it need not disagree."""
@@ -172,7 +203,7 @@ class CallLog:
 
     def call(self, number: int) -> Call | None:
         """One of the last calls."""
-        return next((call for call in self.calls if call.number == number), None)
+        return next((call for n, call in self.calls if n == number), None)
 
 
 class _Orders:

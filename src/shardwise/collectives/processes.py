@@ -137,13 +137,15 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._records is None:
             return
         self._records.write(log, record)
-        self._find_peers(log, self._records)
-        self._raise_difference(log, self._records)
-        if are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
+        if log.ranks not in self._records.complete:
+            self._find_peers(log, self._records)
+        if not self._records.agree(log):
+            self._raise_difference(log, self._records)
+        if self._records.elsewhere and are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
             self._raise_difference(log, RemoteRecords(log, self._exchange_records))
 
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
-        call = self.logs[ranks].calls[-1].described()
+        call = self.logs[ranks].calls[-1][1].described()
         with describing(lambda: f"comparing the ranks before {call}"):
             return self.all_to_all(send, sent, expected, ranks)
 
@@ -152,7 +154,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         values = records.different_values(log) if difference is None else None
         if difference is None and values is None:
             return
-        pending = PendingCollective(log.calls[-1].described(), log.latest, log.ranks)
+        pending = PendingCollective(log.calls[-1][1].described(), log.latest, log.ranks)
         if difference is not None:
             different = DifferentCalls(log.ranks, difference.number, difference.why)
             raise explain_difference(different, pending, self._describe_call)
@@ -166,7 +168,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
     def _find_peers(self, log: CallLog, records: SharedRecords) -> None:
         """Let `records` know those of all ranks of a group on this host, and remember whether there are others."""
-        if log.ranks in records.complete or (store := store_of_world()) is None:
+        if (store := store_of_world()) is None:
             return
         # After one call all ranks of a group have joined the world, or soon will.
         until = monotonic() + (0 if log.latest == 1 else JOIN_SECONDS)
@@ -335,11 +337,11 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
 def _absurd_length(log: CallLog) -> Difference | None:
     """That this rank is about to receive more than any host has memory for, such as a length that is other data."""
-    call = log.calls[-1]
+    call = log.calls[-1][1]
     for peer, count in zip(log.ranks, call.recv_counts, strict=False):
         if not 0 <= count * call.dtype.itemsize < ABSURD_BYTES:
             return Difference(
-                call.number, peer, f"no rank can receive {count} elements of {call.dtype} from rank {peer}"
+                log.latest, peer, f"no rank can receive {count} elements of {call.dtype} from rank {peer}"
             )
     return None
 

@@ -11,10 +11,11 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shardwise.collectives.call_log import KEPT, NUMBER, SEND_COUNTS, CallLog, Difference
+from shardwise.collectives.call_log import ALL, KEPT, NUM_COUNTS, NUMBER, SEND_COUNTS, CallLog, Difference
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.digests import MASK, stable_digest
 from shardwise.collectives.spawn import MemoryFile
@@ -24,6 +25,21 @@ GROUPS = 256  # of a rank; calls of groups beyond these are not compared
 LATEST, NUM_NOTES, NOTES = range(1, 4)  # positions in a region, after its key
 RECORDS = NOTES + KEPT_NOTES * WORDS
 SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any processor
+
+
+@dataclass(slots=True)
+class _View:
+    """The region of a group in the records of another rank, and what was compared of it.
+
+    Attributes:
+        start: where the region begins; negative if the rank has not made it yet.
+    """
+
+    peer: int
+    words: "memoryview[int]"
+    start: int = -1
+    number: int = 0  # of the last call
+    num_notes: int = 0
 
 
 class SharedRecords:
@@ -43,8 +59,7 @@ class SharedRecords:
         self._region = RECORDS + KEPT * self._width
         self._regions: dict[Ranks, int] = {}  # where those of this rank begin
         self._peers: dict[int, memoryview[int]] = {rank: memoryview(array("q"))}
-        self._peer_regions: dict[tuple[int, Ranks], int] = {}
-        self._compared: dict[tuple[int, Ranks], int] = {}  # the last number
+        self._views: dict[Ranks, list[_View]] = {}
         self._file: MemoryFile | None = None
         self._words = memoryview(array("q"))
         if hasattr(os, "memfd_create"):
@@ -86,7 +101,7 @@ class SharedRecords:
         slot = start + RECORDS + record[NUMBER] % KEPT * self._width
         words[slot] = 0
         words[slot + 1 : slot + len(record)] = record[1:]
-        words[slot] = words[start + LATEST] = record[NUMBER]
+        words[slot] = words[start + LATEST] = log.latest
 
     def write_note(self, log: CallLog, note: Note) -> None:
         """Let the other ranks see the latest note of this one."""
@@ -105,10 +120,32 @@ class SharedRecords:
             self._words[start] = _key(ranks)
         return start
 
+    def agree(self, log: CallLog) -> bool:
+        """Whether all that is new of the other ranks agrees at first sight; cheap, as it usually does."""
+        views = self._views.get(log.ranks)
+        if views is None:
+            return False
+        mine = log.records[log.latest % KEPT]
+        offset = RECORDS + log.latest % KEPT * self._width
+        for view in views:
+            words, start = view.words, view.start
+            if start < 0 or words[start + NUM_NOTES] != view.num_notes:
+                return False
+            if words[start + LATEST] < log.latest:
+                if view.number < words[start + LATEST]:
+                    return False
+                continue
+            slot = start + offset
+            agrees = words[slot] == log.latest and words[slot + ALL] == mine[ALL] and view.number == log.latest - 1
+            if not agrees or words[slot + NUM_COUNTS] or mine[NUM_COUNTS]:
+                return False
+            view.number = log.latest
+        return not mine[NUM_COUNTS]
+
     def first_difference(self, log: CallLog) -> Difference | None:
         """How the calls of the other ranks, those that were not compared yet, differ from those of this rank."""
-        for peer, words, start in self._visible(log.ranks):
-            found = self._difference(log, peer, words, start)
+        for view in self._visible(log.ranks):
+            found = self._difference(log, view)
             if found is not None:
                 return found
         return None
@@ -117,48 +154,47 @@ class SharedRecords:
         """A note of this rank and those of other ranks that differ from it, if there is one."""
         found: dict[int, Sequence[int]] = {}
         first: Note | None = None
-        for peer, words, start in self._visible(log.ranks):
-            count = words[start + NUM_NOTES]
-            if count:
-                different = log.different_note(peer, count, partial(_note, words, start))
+        for view in self._visible(log.ranks):
+            count = view.words[view.start + NUM_NOTES]
+            if count != view.num_notes:
+                different = log.different_note(view.peer, count, partial(_note, view.words, view.start))
                 if different is not None and (first is None or different[0] is first):
-                    first, found[peer] = different
+                    first, found[view.peer] = different
+                view.num_notes = log.compared_notes(view.peer)
         return None if first is None else (first, found)
 
-    def _visible(self, ranks: Ranks) -> Iterator[tuple[int, "memoryview[int]", int]]:
-        """The other ranks of a group whose records this process can read, these, and where those of the group begin."""
-        for peer in ranks:
-            words = self._peers.get(peer)
-            if words:
-                start = self._peer_regions.get((peer, ranks))
-                if start is None:
-                    start = self._find_region(peer, ranks)
-                if start >= 0:
-                    yield peer, words, start
+    def _visible(self, ranks: Ranks) -> Iterator[_View]:
+        """The regions of a group that other ranks have made, of those whose records this process can read."""
+        views = self._views.get(ranks)
+        if views is None:
+            views = [_View(peer, words) for peer in ranks if (words := self._peers.get(peer))]
+            if ranks in self.complete:
+                self._views[ranks] = views
+        for view in views:
+            if view.start < 0:
+                view.start = self._find_region(view.words, ranks)
+            if view.start >= 0:
+                yield view
 
-    def _find_region(self, peer: int, ranks: Ranks) -> int:
-        words, key = self._peers[peer], _key(ranks)
+    def _find_region(self, words: "memoryview[int]", ranks: Ranks) -> int:
+        key = _key(ranks)
         for start in range(0, len(words), self._region):
             if words[start] == key:
-                self._peer_regions[peer, ranks] = start
                 return start
             if not words[start]:
                 break
         return -1
 
-    def _difference(self, log: CallLog, peer: int, words: "memoryview[int]", start: int) -> Difference | None:
-        latest = words[start + LATEST]
-        done = self._compared.get((peer, log.ranks), 0)
-        last = min(latest, log.latest)
-        if last <= done:
-            return None
-        self._compared[peer, log.ranks] = last
-        for number in range(max(done + 1, latest - KEPT + 2), last + 1):
-            slot = start + RECORDS + number % KEPT * self._width
+    def _difference(self, log: CallLog, view: _View) -> Difference | None:
+        words, latest = view.words, view.words[view.start + LATEST]
+        first, last = max(view.number + 1, latest - KEPT + 2), min(latest, log.latest)
+        view.number = max(view.number, last)
+        for number in range(first, last + 1):
+            slot = view.start + RECORDS + number % KEPT * self._width
             theirs = words[slot : slot + self._width]
-            if theirs[NUMBER] == number and log.difference(peer, theirs) is not None:
+            if theirs[NUMBER] == number and log.difference(view.peer, theirs) is not None:
                 time.sleep(SETTLE_SECONDS)
-                found = log.difference(peer, theirs)
+                found = log.difference(view.peer, theirs)
                 if found is not None and theirs[NUMBER] == number:
                     return found
         return None
