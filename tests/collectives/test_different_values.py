@@ -29,7 +29,7 @@ def use(x: torch.Tensor) -> float:
 
 
 def batch() -> None:
-    x = torch.full((4, 6), 1.0 + rank())
+    x = torch.full((4, 6), 1.0 + odd())
     use(x @ sharded())
 
 
@@ -59,7 +59,7 @@ def one_row_of_many() -> None:
 
 def another_shape_of_values() -> None:
     x = torch.zeros(3 * MAX_ELEMENTS)
-    x[:: 3 * MAX_ELEMENTS // 7] = rank()  # in the sample
+    x[:: 3 * MAX_ELEMENTS // 7] = odd()  # in the sample
     use(distribute_tensor(x, Mesh((3,)), [Shard(0)]) + x)
 
 

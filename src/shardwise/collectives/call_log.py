@@ -67,7 +67,7 @@ class CallLog:
     """The last calls of one rank in one group.
 
     Attributes:
-        calls: the last ones; `records`: the same as numbers, that of call `n` at `n % KEPT`.
+        records: of the last calls, that of call `n` at `n % KEPT`.
         latest: the number of the last call.
         notes: of values that the other ranks should have too, the last ones of `num_notes`.
     """
@@ -75,7 +75,7 @@ class CallLog:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks = ranks
         self.position = ranks.index(rank) if rank in ranks else -1  # which the transport refuses
-        self.calls: deque[tuple[int, Call]] = deque(maxlen=KEPT)
+        self._calls: deque[tuple[int, Call, Sequence[int], Sequence[int]]] = deque(maxlen=KEPT)
         self._templates: dict[tuple[object, ...], tuple[array[int], Call]] = {}
         self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
         self.latest = 0
@@ -109,13 +109,11 @@ class CallLog:
         template, call = cached
         record = template[:]
         record[NUMBER] = self.latest = number
-        if send_counts:
-            call = call._replace(send_counts=send_counts, recv_counts=recv_counts)
-            if purpose is None or purpose.src is None:  # else they follow from the layouts
-                record[NUM_COUNTS] = 2 * len(send_counts)
-                record.extend(send_counts)
-                record.extend(recv_counts)
-        self.calls.append((number, call))
+        if send_counts and (purpose is None or src is None):  # else the layouts determine them
+            record[NUM_COUNTS] = 2 * len(send_counts)
+            record.extend(send_counts)
+            record.extend(recv_counts)
+        self._calls.append((number, call, send_counts, recv_counts))
         self._digest = (self._digest * 31 + record[ALL]) & MASK
         self.records[number % KEPT] = record
         return record
@@ -203,7 +201,16 @@ class CallLog:
 
     def call(self, number: int) -> Call | None:
         """One of the last calls."""
-        return next((call for n, call in self.calls if n == number), None)
+        found = next((kept for kept in self._calls if kept[0] == number), None)
+        if found is None:
+            return None
+        _, call, send_counts, recv_counts = found
+        return call._replace(send_counts=send_counts, recv_counts=recv_counts)
+
+    def latest_call(self) -> Call:
+        found = self.call(self.latest)
+        assert found is not None
+        return found
 
 
 class _Orders:

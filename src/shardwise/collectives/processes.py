@@ -145,7 +145,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             self._raise_difference(log, RemoteRecords(log, self._exchange_records))
 
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
-        call = self.logs[ranks].calls[-1][1].described()
+        call = self.logs[ranks].latest_call().described()
         with describing(lambda: f"comparing the ranks before {call}"):
             return self.all_to_all(send, sent, expected, ranks)
 
@@ -154,7 +154,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         values = records.different_values(log) if difference is None else None
         if difference is None and values is None:
             return
-        pending = PendingCollective(log.calls[-1][1].described(), log.latest, log.ranks)
+        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         if difference is not None:
             different = DifferentCalls(log.ranks, difference.number, difference.why)
             raise explain_difference(different, pending, self._describe_call)
@@ -337,7 +337,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
 def _absurd_length(log: CallLog) -> Difference | None:
     """That this rank is about to receive more than any host has memory for, such as a length that is other data."""
-    call = log.calls[-1][1]
+    call = log.latest_call()
     for peer, count in zip(log.ranks, call.recv_counts, strict=False):
         if not 0 <= count * call.dtype.itemsize < ABSURD_BYTES:
             return Difference(

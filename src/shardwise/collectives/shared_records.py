@@ -125,22 +125,19 @@ class SharedRecords:
         views = self._views.get(log.ranks)
         if views is None:
             return False
-        mine = log.records[log.latest % KEPT]
-        offset = RECORDS + log.latest % KEPT * self._width
+        records, width, here = log.records, self._width, log.latest
         for view in views:
             words, start = view.words, view.start
             if start < 0 or words[start + NUM_NOTES] != view.num_notes:
                 return False
-            if words[start + LATEST] < log.latest:
-                if view.number < words[start + LATEST]:
+            latest = words[start + LATEST]
+            for number in range(view.number + 1, (min(here, latest)) + 1):
+                slot, mine = start + RECORDS + number % KEPT * width, records[number % KEPT]
+                same = words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]
+                if not same or words[slot + NUM_COUNTS] or mine[NUM_COUNTS]:
                     return False
-                continue
-            slot = start + offset
-            agrees = words[slot] == log.latest and words[slot + ALL] == mine[ALL] and view.number == log.latest - 1
-            if not agrees or words[slot + NUM_COUNTS] or mine[NUM_COUNTS]:
-                return False
-            view.number = log.latest
-        return not mine[NUM_COUNTS]
+                view.number = number
+        return not records[here % KEPT][NUM_COUNTS]
 
     def first_difference(self, log: CallLog) -> Difference | None:
         """How the calls of the other ranks, those that were not compared yet, differ from those of this rank."""
