@@ -3,6 +3,7 @@
     python tools/sweep.py                                   # all ops: minutes on two cores
     python tools/sweep.py --ops '^(sort|cum.*)$' --layouts one,sizes --samples 2
     python tools/sweep.py --table sweep.md --json sweep.json
+    python tools/sweep.py --accuracy                        # who is farther from float64 than plain torch
     python tools/sweep.py --few --shrink                    # strike from tests/sweep_known.json what now passes
 
 Ops run in worker processes, so that a crash or an endless loop in C++ is one case and not the end. The exit status is
@@ -68,6 +69,7 @@ class Plan:
     families: tuple[str, ...] = ()
     few: bool = False
     peer: bool = False  # torch.distributed.tensor instead of this library
+    accuracy: bool = False  # the distance to float64, on inputs of several scales, beside that of plain torch
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------
@@ -99,10 +101,12 @@ def work(connection: Connection, plan: Plan) -> None:
 
 
 def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Callable[[], tuple[Result, bool]]]]:
-    from tools import opinfo
+    from tools import accuracy, opinfo
 
     every = opinfo.cases_of(name, plan.samples, plan.families or opinfo.FAMILIES)
     cases = opinfo.few_cases_of(name) if plan.few else every
+    if plan.accuracy:
+        cases = accuracy.scaled_cases_of(name, plan.samples, plan.families or accuracy.FAMILIES)
     for number, case, judge in opinfo.judged(cases, start, _judge_of(plan)):
         begun = Result(name, case.variant, case.sample, case.call.arguments, case.label)
 
@@ -115,6 +119,10 @@ def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Ca
 
 
 def _judge_of(plan: Plan) -> Callable[[Sample], OpJudge]:
+    if plan.accuracy:
+        from tools.accuracy import AccuracyJudge
+
+        return AccuracyJudge
     if not plan.peer:
         return OpJudge
     from tools.peer import PeerJudge
@@ -298,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", default="", metavar="FAMILIES", help="such as one,sizes,nested; default all")
     parser.add_argument("--few", action="store_true", help="only what the tests run: one sample in one layout")
     parser.add_argument("--peer", action="store_true", help="sweep torch.distributed.tensor, in layouts that it has")
+    parser.add_argument("--accuracy", action="store_true", help="compare the distance to float64 with plain torch's")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result that is not right")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown table of ops that are not right")
@@ -311,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     if options.peer:
         families = families or ("replicated", "one", "all")  # one axis, sharded as by torch.chunk
-    plan = Plan(options.samples, families, options.few, options.peer)
+    plan = Plan(options.samples, families, options.few, options.peer, options.accuracy)
     results = sweep(plan, options.jobs, options.ops, lambda line: print(line, file=sys.stderr, flush=True))
     if not results:
         parser.error(f"--ops: no op with a tensor operand matches {options.ops!r}")

@@ -223,11 +223,11 @@ def test_a_rank_whose_classes_are_all_masked_has_a_gradient_of_zero(loss: Callab
 
 
 @world(4)
-def test_sharded_classes_exchange_two_numbers_per_example() -> None:
+def test_sharded_classes_exchange_four_numbers_per_example() -> None:
     scores = distribute_tensor(torch.zeros(6, 400, dtype=torch.float64), Mesh((4,)), [S1])
     target = distribute_tensor(torch.arange(6), Mesh((4,)), [R])
     with count_comms() as comms:
         loss = as_dtensor(F.cross_entropy(scores, target))
     assert loss.placements == (R,)
     assert comms.total_calls == 1
-    assert comms.total_bytes == 3 * 2 * 6 * 8
+    assert comms.total_bytes == 3 * 4 * 6 * 8

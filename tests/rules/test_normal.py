@@ -312,12 +312,12 @@ def distribute_parameters(module: nn.Module, mesh: Mesh) -> nn.Module:
     ("op", "sharded", "numbers"),
     [
         (lambda x: F.softmax(x, -1), Shard(2), 2 * 8 * 40),
-        (lambda x: F.layer_norm(x, (60,)), Shard(2), 3 * 8 * 40),
+        (lambda x: F.layer_norm(x, (60,)), Shard(2), 2 * 3 * 8 * 40),  # moments are in float64
         (lambda x: F.rms_norm(x, (60,)), Shard(2), 8 * 40),
-        (lambda x: F.group_norm(x, 4), Shard(2), 3 * 8 * 4),
+        (lambda x: F.group_norm(x, 4), Shard(2), 2 * 3 * 8 * 4),
         (lambda x: F.group_norm(x, 4), S1, 0),
         (F.instance_norm, S1, 0),
-        (lambda x: F.batch_norm(x, None, None, training=True), S0, 3 * 40),
+        (lambda x: F.batch_norm(x, None, None, training=True), S0, 2 * 3 * 40),
         (lambda x: F.batch_norm(x, None, None, training=True), S1, 0),
         (lambda x: F.softmax(x, -1), S0, 0),
         (lambda x: F.layer_norm(x, (60,)), S1, 0),

@@ -193,39 +193,56 @@ def _class_sharded(
     """The loss of every example, and the weight of its target where it has one.
 
     With q[c] the share of class c in an example's (smoothed) target times the weight of the class, the loss is
-    sum q[c] (log-sum-exp of x - x[c]): a sum over classes, so over ranks.
+    sum q[c] (log-sum-exp of x - x[c]): a sum over classes, so over ranks. As in torch, scores count from the largest:
+    the difference would lose the digits of large ones. A rank counts from its own largest score, and sends that too.
     """
     box, total = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[classes]
     start, length = box.offsets[classes], box.sizes[classes]
     scores, target, weight = wide(named["input"]), named["target"], named["weight"]
-    smoothing = named.get("label_smoothing", 0.0)
+    smoothing, normalised = named.get("label_smoothing", 0.0), "label_smoothing" in named
     share = smoothing / max(total, 1)  # of each class
+    top = _largest(scores, classes) if normalised else None
+    scores = scores if top is None else scores - top.nan_to_num(neginf=0.0, posinf=0.0).unsqueeze(classes)
     by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)
     column = by_class.view([-1 if d == classes else 1 for d in range(scores.ndim)])
     if counts is None:
         q = (target * (1 - smoothing) + share) * column
-        sent = {"score": (q * scores).sum(classes), "weight": q.sum(classes)}
+        sent = {"score": (q * scores).sum(classes), "share": q.sum(classes)}
     else:
         local = counts & (target >= start) & (target < start + length)
         index = torch.where(local, target - start, 0)
         picked = scores.gather(classes, index.unsqueeze(classes)).squeeze(classes) if length else scores.sum(classes)
         own = torch.where(local, by_class[index], 0) if length else torch.zeros_like(picked)
-        sent = {"score": torch.where(local, picked, 0) * own}
-        if weight is not None:
-            sent["weight"] = own
+        sent = {"score": torch.where(local, picked, 0) * own, "share": own}
         if smoothing:
             sent["score"] = sent["score"] * (1 - smoothing) + (column * scores).sum(classes) * share
-            sent["all"] = by_class.sum().expand(own.shape)
-    if "label_smoothing" in named:
-        sent["lse"] = _log_sum_exp(scores, classes)
+            sent["share"] = own * (1 - smoothing) + by_class.sum() * share
+            sent |= {} if weight is None else {"weight": own}
+    if top is not None:
+        sent |= {"lse": _log_sum_exp(scores, classes), "top": top}
     gathered = dict(zip(sent, ctx.all_gather(torch.stack(list(sent.values())), ctx.ranks(axes)).unbind(1), strict=True))
-    lse = torch.logsumexp(gathered.pop("lse"), 0) if "lse" in gathered else 0
-    summed = {name: values.sum(0) for name, values in gathered.items()}
+    losses = _combined(gathered)
     if counts is None:
-        return summed["weight"] * lse - summed["score"], None
-    weights = summed.get("weight", counts.to(scores.dtype))
-    q_sum = weights * (1 - smoothing) + summed["all"] * share if smoothing else weights
-    return torch.where(counts, q_sum * lse - summed["score"], 0), weights
+        return losses, None
+    weights = counts.to(scores.dtype) if weight is None else gathered.get("weight", gathered["share"]).sum(0)
+    return torch.where(counts, losses, 0), weights
+
+
+def _combined(gathered: dict[str, Tensor]) -> Tensor:
+    """The losses from what the ranks that share the classes of each example found."""
+    if "top" not in gathered:
+        return -gathered["score"].sum(0)
+    tops = gathered["top"].detach()
+    largest = tops.amax(0).nan_to_num(neginf=0.0, posinf=0.0)
+    above = torch.where(tops.isinf(), 0, tops - largest)
+    lse = torch.logsumexp(gathered["lse"] + above, 0)
+    return gathered["share"].sum(0) * lse - (gathered["score"] + gathered["share"] * above).sum(0)
+
+
+def _largest(scores: Tensor, classes: int) -> Tensor:
+    """The largest score of each example on this rank; -inf if it has none."""
+    values = scores.detach()
+    return values.amax(classes) if values.shape[classes] else values.sum(classes) - INF
 
 
 def _log_sum_exp(x: Tensor, dim: int) -> Tensor:

@@ -77,19 +77,28 @@ def _combined(
     ctx: LocalContext, ranks: tuple[int, ...], count: Tensor, mean: Tensor, squares: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moments over the shards of all `ranks`, in one all-gather of those of each shard."""
-    counts, means, every = ctx.all_gather(torch.stack([count.expand_as(mean), mean, squares]), ranks).unbind(1)
+    sent = torch.stack([count.expand_as(mean), mean, squares]).double()
+    counts, means, every = ctx.all_gather(sent, ranks).unbind(1)
     count = counts.sum(0)
     mean = (means * (counts / count.clamp(min=1))).sum(0)
     return count, mean, (every + counts * (means - mean).square()).sum(0)
 
 
 def _local_moments(x: Tensor, dims: tuple[int, ...]) -> tuple[int, Tensor, Tensor]:
+    """Moments in float64: a mean that is rounded to the digits of large elements would change all deviations."""
     count = prod(x.shape[d] for d in dims)
     if x.numel() == 0:
-        zeros = x.sum(dims, keepdim=True)  # so that all ranks have the same autograd graph
+        zeros = x.sum(dims, keepdim=True).double()  # so that all ranks have the same autograd graph
         return count, zeros, zeros
     variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    return count, mean, variance * count
+    rounding = (x.detach() - mean.detach()).mean(dims, keepdim=True)
+    return count, mean.double() + rounding, variance.double() * count
+
+
+def _without_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """`x - mean` with all digits of a mean in float64, in the dtype of x."""
+    rounded = mean.detach().to(x.dtype)
+    return (x - rounded) - (mean - rounded).to(x.dtype)
 
 
 # ---- layer_norm and rms_norm --------------------------------------------------------------------------------
@@ -128,7 +137,7 @@ def _layer_norm_of_shards(
     full = wide(x)
     count, mean, squares = _local_moments(full, _last(normalized_shape))
     total, mean, squares = _combined(ctx, ctx.ranks(), mean.new_tensor(count), mean, squares)
-    return _scaled(full - mean, squares / total, weight, bias, eps).to(x.dtype)
+    return _scaled(_without_mean(full, mean), (squares / total).to(full.dtype), weight, bias, eps).to(x.dtype)
 
 
 def _rms_norm_of_shards(
@@ -258,7 +267,8 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
         _update(ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
     mean, variance = (m[before : before + examples, group].unsqueeze(2) for m in (mean, variance))
     weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
-    return _scaled(full - mean, variance, weight, bias, named["eps"]).view(x.shape).to(x.dtype)
+    centered = _without_mean(full, mean)
+    return _scaled(centered, variance.to(full.dtype), weight, bias, named["eps"]).view(x.shape).to(x.dtype)
 
 
 def _axes_not_sharding(ctx: LocalContext, dim: int) -> list[int]:

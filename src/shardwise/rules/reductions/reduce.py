@@ -102,7 +102,8 @@ def _variance(
     shard = shard.float() if x.dtype in (torch.float16, torch.bfloat16) else shard
     shard = torch.view_as_real(shard) if x.is_complex() else shard
     pivot = shard.detach().mean(along, keepdim=True)  # deviations from it are small, so their mean has more digits
-    squares, rest = torch.var_mean(shard - pivot, along, correction=0, keepdim=keepdim)
+    deviations = (shard - pivot).double() if root else shard - pivot  # a root may be finite where its square is not
+    squares, rest = torch.var_mean(deviations, along, correction=0, keepdim=keepdim)
     means = rest.double() + (pivot if keepdim else pivot.squeeze(along))
     sizes = shard_counts(ctx, dims)
     every = ctx.all_gather(torch.stack([means, squares.double()]))
@@ -240,6 +241,8 @@ def scan(name: str, input: Meta, dim: int, dtype: torch.dtype | None = None) -> 
 
 def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
+    dtype = x.dtype if x.is_floating_point() or x.is_complex() else dtype
+    x = wide_scan(x)
     if name == "logcumsumexp":
         total = log_of_sum(*nonempty_shard(ctx, x, (dim,), -inf, True), False)
         total = torch.where(total == inf, inf, total)  # finite elements beside it get no gradient instead of nan
@@ -249,6 +252,12 @@ def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dty
     scanned: Tensor = getattr(torch, name)(torch.cat([before, x], dim), dim)
     found: Tensor = scanned.narrow(dim, before.shape[dim], x.shape[dim])
     return found.to(dtype or scanned.dtype)
+
+
+def wide_scan(x: Tensor) -> Tensor:
+    """Floats in double precision, in which torch's kernels accumulate: what is before a shard is rounded once."""
+    wide = torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype
+    return x.to(wide)
 
 
 def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:

@@ -244,9 +244,11 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
     """Bytes of communication, plus bytes by which local tensors grow: what is sharded should stay sharded.
 
     A row that keeps a Partial operand Partial defers its all-reduce. If it redistributes other operands for that, such
-    as a sharded weight for a Partial input, the cost of the deferred all-reduce is included.
+    as a sharded weight for a Partial input, the cost of the deferred all-reduce is included; also if it pads shards to
+    Partial, which sends nothing: in `x - x.mean()` the ranks would add numbers as large as x, and lose its digits.
     """
-    cost = of_others = deferred = 0.0
+    cost = deferred = 0.0
+    others = False
     for layout, placement in zip(layouts, row.inputs, strict=True):
         have, own = layout.placements[axis], 0.0
         if kind(have) != placement:
@@ -258,10 +260,10 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
             own = plan_redistribute(layout, target).cost
             cost += own + 4 * max(growth, 0)
         if not isinstance(have, Partial):
-            of_others += own
+            others |= own > 0 or (isinstance(have, Shard) and isinstance(placement, Partial))
         elif placement != REPLICATE:
             deferred += plan_redistribute(layout, layout.with_axis(axis, REPLICATE)).cost
-    return cost + deferred if of_others and isinstance(row.output, Partial) else cost
+    return cost + deferred if others and isinstance(row.output, Partial) else cost
 
 
 def meta_shape(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> Shapes:
