@@ -105,7 +105,7 @@ def test_no_rank_ever_makes_a_tensor_as_large_as_all_scores(targets: Tensor, siz
     for elements, own, sent in world(ranks).run(body):
         assert elements < EXAMPLES * CLASSES
         # Scores of this rank, or the few numbers an example that every rank sends.
-        assert elements <= max(own, 4 * ranks * EXAMPLES)
+        assert elements <= max(own, 5 * ranks * EXAMPLES)
         assert sent < EXAMPLES * CLASSES * (ranks - 1)
 
 
