@@ -1,6 +1,6 @@
 """Models of Hugging Face, sharded by two generic plans, beside one process.
 
-    python -m tools.models                               # every model, plan and number of ranks
+    python -m tools.models                               # every model, plan and number of ranks: minutes
     python -m tools.models --only 'Llama|GPT-2' --ranks 2 --plan tensor
     python -m tools.models --page docs/hugging-face.md   # writes the table into the page
 
@@ -110,7 +110,7 @@ def in_bfloat16(model: Any, inputs: Inputs) -> Values:
 
 def checkpointed(reentrant: bool) -> Callable[[Any, Inputs], Values]:
     def run(model: Any, inputs: Inputs) -> Values:
-        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train().activation_checkpointing_enable({"use_reentrant": reentrant})
         return forward_and_backward(model, inputs)
 
     return run
