@@ -1,0 +1,99 @@
+"""What results say about themselves is what they say in one process, for all samples written by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
+from shardwise.errors import RuleError
+from shardwise.rules.registry import rule_of
+from shardwise.testing import world
+from shardwise.testing.judge import Sample, contiguous_copy
+from tools.rows import written
+
+MESH = Mesh((2,))
+OTHERWISE = {
+    torch.dropout: "with train=False, an alias instead of the operand itself; F.dropout returns the operand",
+    torch.binomial: "no gradient instead of zeros",
+}
+Facts = dict[str, object]
+
+
+def samples() -> list[Sample]:
+    """Two of each function that has a rule."""
+    by_op: dict[Any, list[Sample]] = {}
+    for sample in written():
+        dense = all(x.layout == torch.strided for x in sample.tensors())
+        if isinstance(sample.op, torch._ops.OpOverload) or sample.op in OTHERWISE:  # users call functions
+            continue
+        if sample.tensors() and dense and rule_of(sample.op) is not None:
+            by_op.setdefault(sample.op, []).append(sample)
+    return [sample for found in by_op.values() for sample in found[:2]]
+
+
+def facts(x: object) -> Facts:
+    if not isinstance(x, Tensor):
+        return {"type": type(x).__name__}
+    return {
+        "shape": tuple(x.shape),
+        "numel": x.numel(),
+        "dtype": x.dtype,
+        "layout": x.layout,
+        "device": x.device.type,
+        "requires_grad": x.requires_grad,
+        "is_leaf": x.is_leaf,
+        "has grad_fn": x.grad_fn is not None,
+        "is_conj": x.is_conj(),
+        "is_neg": x.is_neg(),
+        "is_inference": x.is_inference(),
+        "itemsize": x.element_size(),
+    }
+
+
+def observed(sample: Sample, gradients: bool, make: Callable[[Tensor], Tensor]) -> list[Facts]:
+    """What the results of a call say, and how often each operand was changed."""
+    leaves = [make(contiguous_copy(x)) for x in sample.tensors()]
+    if gradients:
+        leaves = [sample.leaf(x, i) for i, x in enumerate(leaves)]
+    if sample.in_place:
+        leaves[0] = leaves[0].clone()
+    before = [x._version for x in leaves]
+    flat = pytree.tree_leaves(sample.call(leaves))
+    same: list[Facts] = [{"is operand": [x is y for y in leaves]} for x in flat if sample.in_place]
+    return [*map(facts, flat), *same, {"changed": [x._version - n for x, n in zip(leaves, before, strict=True)]}]
+
+
+def differences(sample: Sample, gradients: bool, placement: Placement) -> list[str]:
+    try:
+        want = observed(sample, gradients, lambda x: x)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # torch refuses the sample with these gradients
+        return []
+
+    def on_rank() -> list[Facts]:
+        def make(x: Tensor) -> Tensor:
+            return distribute_tensor(x, MESH, [placement if x.ndim else Replicate()])
+
+        try:
+            return observed(sample, gradients, make)
+        except RuleError:  # such as a write to a view that is a copy
+            return want
+
+    return [
+        f"{sample} as {placement}, gradients {gradients}: {key} is {got.get(key)}, expected {value}"
+        for by_rank in world(2).run(on_rank)
+        for got, expected in zip(by_rank, want, strict=True)
+        for key, value in expected.items()
+        if got.get(key) != value
+    ]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_results_say_what_they_say_in_one_process(placement: Placement, gradients: bool) -> None:
+    found = samples()
+    assert len({sample.op for sample in found}) > 100
+    assert [line for sample in found for line in differences(sample, gradients, placement)] == []
