@@ -4,6 +4,7 @@ A line is made from a template by filling its blanks at random and is kept if to
 appear in calls of `leaf`, `redistribute` and `boundary` only, which do not change values: see `tools.fuzz`.
 """
 
+import copy
 import random
 import re
 from collections.abc import Sequence
@@ -14,17 +15,76 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint  # for the programs
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import Boxes, Mesh, OnRanks, Partial, Replicate, Shard
-from tools.templates import EXPRESSIONS, STATEMENTS
+from tools.templates import CONTEXTS, EXPRESSIONS, STATEMENTS
 
 MESHES = ("Mesh((1,))", "Mesh((2,))", "Mesh((3,))", "Mesh((4,))", "Mesh((5,))", "Mesh((2, 2))", "Mesh((2, 3))")
 SMALLER = ("Mesh((2,), (1, 0))", "Mesh((1,), (1,))")  # meshes of some ranks of a world
 LARGEST = 400  # elements of a tensor
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient: Tensor = grads[0] * 3 * x**2
+        return gradient
+
+
+class Scaled(torch.autograd.Function):
+    """x * sum of y; saves its result too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        out = x * y.sum()
+        ctx.save_for_backward(x, y, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, _ = ctx.saved_tensors
+        return grads[0] * y.sum(), (grads[0] * x).sum().expand(y.shape)
+
+
+def _checkpoint(function: Any, *args: Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+def _autocast(function: Any, *args: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return function(*args)
+
+
+def _hooked(module: nn.Module, x: Tensor, k: float) -> Any:
+    """What a module with forward and backward hooks returns; its parameters are the same everywhere."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.arange(1, parameter.numel() + 1).sin().view(parameter.shape))
+    module.register_forward_hook(lambda module, args, out: out * k)
+
+    def scaled(module: nn.Module, grads_in: Any, grads_out: Any) -> Any:
+        return tuple(None if g is None else g * k for g in grads_in)
+
+    module.register_full_backward_hook(scaled)
+    return module(x)
+
+
+def _twice(function: Any, *args: Tensor) -> Any:
+    function(*args)
+    return function(*args)
+
+
 NAMES: dict[str, Any] = {
     "torch": torch, "F": F, "Mesh": Mesh, "Shard": Shard, "Partial": Partial, "Replicate": Replicate,
-    "OnRanks": OnRanks, "Boxes": Boxes,
+    "OnRanks": OnRanks, "Boxes": Boxes, "copy": copy, "nn": nn, "checkpoint": _checkpoint, "autocast": _autocast,
+    "hooked": _hooked, "Cube": Cube, "Scaled": Scaled,
 }  # fmt: skip
 
 
@@ -39,6 +99,11 @@ class Program:
     def draws(self) -> bool:
         """Whether it draws random numbers, which differ from those that torch draws for plain tensors."""
         return any(re.search(r"dropout|bernoulli|rand|uniform_|normal_\(", line) for line in self.lines)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether it rounds to bfloat16."""
+        return any("bfloat16" in line or "autocast" in line for line in self.lines)
 
     def __str__(self) -> str:
         body = "".join(f"    {line!r},\n" for line in self.lines)
@@ -59,6 +124,7 @@ PLAIN: dict[str, Any] = {
     "leaf": plain_leaf,
     "redistribute": lambda x, *layout: x.clone(memory_format=torch.contiguous_format),
     "boundary": lambda x: x.clone(),
+    "captured": _twice,
 }
 
 # ---- writing ----------------------------------------------------------------------------------------------------
@@ -103,8 +169,8 @@ class Author:
         if expression:
             self.count += 1
             text = f"v{self.count} = {text}"
-            if self.random.random() < 0.05:
-                text = f"with torch.no_grad(): {text}"
+            if self.random.random() < 0.08:
+                text = f"{self.random.choice(CONTEXTS)}: {text}"
         return self.write(text)
 
     def write(self, line: str) -> bool:
@@ -215,6 +281,8 @@ class Author:
 
     def mesh_text(self) -> str:
         self.used = self.mesh
+        if self.random.random() < 0.04:  # another mesh of the same ranks
+            self.used = self.random.choice([m for m in MESHES if _mesh(m).size() == self.world] or [self.mesh])
         if self.world > 1 and self.random.random() < 0.02 and not self.has_plain_leaf:
             self.used, self.has_small_mesh = self.random.choice(SMALLER), True
         return self.used

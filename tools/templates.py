@@ -6,6 +6,14 @@
 {t}: a tensor that is no leaf; {l}: a leaf.
 """
 
+# What a line that makes a tensor may be inside of.
+CONTEXTS = """
+with torch.no_grad()
+with torch.no_grad()
+with torch.autograd.graph.save_on_cpu()
+with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+""".strip().splitlines()
+
 EXPRESSIONS = """
 -{a}
 {a}.abs()
@@ -253,6 +261,31 @@ torch.tensor({a}.sum().item())
 torch.stack(list({a}))
 torch.autograd.grad(({a} ** 2).sum(), [{a}], create_graph=True)[0]
 torch.utils.checkpoint.checkpoint(lambda x: (x * {k}).tanh(), {a}, use_reentrant=False)
+checkpoint(lambda x: checkpoint(lambda y: (y * y.shape[0]).sin() + {k}, x.exp()).sin() * x, {a})
+checkpoint(lambda x: x.max({d}).values * checkpoint(lambda y: y.sum({d}), x), {a})
+checkpoint(lambda x: x.sort({d}, stable=True).values.cumsum({d}), {a})
+checkpoint(lambda x: checkpoint(lambda y: y @ y.mT, x).softmax(-1) @ x, {a})
+checkpoint(lambda x: Cube.apply(x) + x[0], {a})
+checkpoint(lambda x, y: x * y.flip({d}), {a}, {a})
+checkpoint(lambda x: F.dropout(x, 0.3), {a})
+Cube.apply({a})
+Cube.apply({a} * {b})
+Scaled.apply({a}, {b})
+captured(lambda x: (x * {k}).tanh(), {a})
+captured(lambda x: x.sum({d}, keepdim=True) * x, {a})
+captured(lambda x, y: x.softmax(-1) @ y.mT, {a}, {a})
+autocast(lambda x: x @ x.mT, {a}.float())
+autocast(lambda x: F.linear(x, x).softmax(-1), {a}.float())
+{a}.bfloat16()
+{a}.bfloat16() * {k}
+copy.deepcopy({l})
+torch.autograd.grad(torch.autograd.grad(({a} ** 3).sum(), [{a}], create_graph=True)[0].sum(), [{a}])[0]
+torch.func.vmap(lambda x: x * 2)({a})
+torch.func.grad(lambda x: (x ** 2).sum())({a})
+hooked(nn.Linear({a}.shape[-1], 3, dtype={a}.dtype), {a}, {k})
+hooked(nn.LayerNorm({a}.shape[-1], dtype={a}.dtype), {a}, {k})
+hooked(nn.Embedding(5, 3, dtype=torch.float64), {j}, {k})
+nn.Embedding.from_pretrained({a}.transpose(0, {d}), freeze=False)({j})
 """.strip().splitlines()
 
 # Lines that change something; {t} is a tensor that is no leaf.
@@ -336,6 +369,10 @@ with torch.no_grad(): {a}.copy_({b})
 {l}.grad = {l}.detach() * {k}
 {l}.grad.mul_({k})
 {l}.grad.zero_()
+torch.optim.SGD([{l}], 0.1, momentum=0.5).step()
+torch.optim.SGD([{l}], 0.1, foreach=False).step()
+torch.optim.AdamW([{l}], 0.1).step()
+{l}.register_post_accumulate_grad_hook(lambda x: x.grad.mul_({k}))
 {l}.requires_grad_()
 {t}.requires_grad_()
 {t}.detach_()

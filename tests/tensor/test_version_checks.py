@@ -35,6 +35,15 @@ RIGHT = {
         leaf((5,), "Shard(0)", False), "v2 = x1.prod(0)", "v3 = v2.type_as(v2)", "v3.flatten().add_(1)"
     ),
     "a view of a row": (leaf((6, 7), "Shard(0)", False), "v2 = x1.topk(1, -1).values", "v2.t().reshape(-1).add_(1)"),
+    "a sorted shard of one element": (leaf((2,), "Shard(0)", False), "v2 = x1.msort()", "v2.contiguous().add_(1)"),
+    "a copy of every second row": (leaf((4, 7), "Shard(0)"), "v2 = x1[::2]", "v2.flatten().add_(1)"),
+    "a nested checkpoint of an op with indices": (
+        leaf((4, 7), "Shard(0)"),
+        "v2 = x1 * 1",
+        "v3 = checkpoint(lambda x: x.max(0).values * checkpoint(lambda y: y.sum(0), x), v2)",
+        "v2.mul_(2)",
+    ),
+    "a custom Function that saved it": (leaf((4, 7), "Shard(0)"), "v2 = x1 * 1", "v3 = Cube.apply(v2)", "v2.mul_(2)"),
     "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),
     "a scan that is no view": (leaf((3, 3), "Shard(1)", False), "v2 = x1.cummax(1).values", "v2.detach_()"),
 }  # fmt: skip

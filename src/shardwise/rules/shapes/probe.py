@@ -33,7 +33,7 @@ class DimSlice(NamedTuple):
         first, end = own.offsets[self.dim], own.offsets[self.dim] + own.sizes[self.dim]
         low, high = self.offset_of(first), self.offset_of(end)
         start = self.start + low * self.step - first
-        return slice(start, start + (high - low) * self.step, self.step) if low < high else slice(0, 0)
+        return slice(start, start + (high - low) * self.step, self.step) if low < high else slice(0, 0, self.step)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
 from shardwise import collectives
-from shardwise.layout import Layout
+from shardwise.layout import Layout, contiguous_strides
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules import OpRule
 from shardwise.rules.local_context import specialization
@@ -51,12 +51,23 @@ def no_views(out: object, args: Args) -> object:
     """
     if isinstance(out, tuple | list):
         return type(out)([no_views(x, args) for x in out])
-    if not isinstance(out, Tensor) or out.is_sparse or not out._is_view():
+    if not isinstance(out, Tensor) or out.is_sparse:
+        return out
+    if not _has_strides_of_new(out):
+        return out.clone(memory_format=torch.contiguous_format)
+    if not out._is_view():
         return out
     storage = storage_of(out)
     if out.requires_grad or any(isinstance(a, Tensor) and not a.is_sparse and storage_of(a) is storage for a in args):
         return out.clone()
     return torch.ops.aten._unsafe_view(out, out.size())
+
+
+def _has_strides_of_new(x: Tensor) -> bool:
+    """Whether a new tensor may have these strides, by which later ops decide between views and copies."""
+    if x.is_contiguous():
+        return not x.numel() or x.stride() == contiguous_strides(x.shape)
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 == x.numel()
 
 
 class ReadsLayouts:
