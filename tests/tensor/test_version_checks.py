@@ -49,6 +49,9 @@ RIGHT = {
 }  # fmt: skip
 
 REFUSED = {
+    "a copy of a view that was made under saved-tensor hooks": (
+        leaf((4, 2), "Shard(0)", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.unbind(0)[1]", "x1.mul_(2)"
+    ),
     "a copy that ranks without elements cannot know of": (
         leaf((3, 6), "OnRanks(2)"), "v2 = x1.t()", "v2.flatten().add_(1)"
     ),

@@ -19,7 +19,7 @@ from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
 from shardwise.tensor.dispatch.results import as_dtensors, layouts_of_results
 from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
-from shardwise.tensor.handlers.copies import copies_of, storage_of
+from shardwise.tensor.handlers.copies import copies_of, is_copy, storage_of
 from shardwise.trace.capture_hooks import tracing_paused
 
 PreparedCall = tuple[resolve.Recipe, RankContext, list[Any], Kwargs]  # a recipe, its context, local arguments
@@ -200,7 +200,9 @@ def _not_saved(out: object) -> object:
     """Results of which those that do not require grad are other objects than an op may have saved."""
     if isinstance(out, tuple | list):
         return type(out)([_not_saved(x) for x in out])
-    return _as_subclass(out, Tensor) if type(out) is Tensor and not out.requires_grad else out
+    if type(out) is not Tensor or out.requires_grad or is_copy(out):  # a copy of a view is known by its object
+        return out
+    return _as_subclass(out, Tensor)
 
 
 def _first_dtensor(args: Args, kwargs: Kwargs) -> DTensor:

@@ -115,6 +115,11 @@ def copies_of(original: Tensor, out: Any) -> Any:
         return type(out)(outs) if several else outs[0]
 
 
+def is_copy(x: Tensor) -> bool:
+    """Whether `x` is a copy where torch gives a view; called with `__torch_function__` disabled."""
+    return not x.is_sparse and "_copy" in vars(storage_of(x))
+
+
 def before_change(name: str, x: DTensor) -> Iterable[Copy]:
     """Call this before `x` is changed in place. `invalidate` the result afterwards: the op may read those copies.
 
