@@ -239,3 +239,31 @@ def test_second_derivatives_through_nested_checkpoints_equal_one_process(layout:
     expected = second(VALUES.clone().requires_grad_())
     for found in world(mesh.size()).run(body):
         assert_close(found, expected)
+
+
+LINE, PAIR, OTHER_PAIR = Mesh((4,)), Mesh((2,), (0, 1)), Mesh((2,), (3, 2))
+Move = Callable[[Any, Mesh], Any]
+ACROSS_MESHES: dict[str, Callable[[Any, Move], Any]] = {
+    "to all ranks": lambda x, to: to(x.sin(), LINE).exp(),
+    "from all ranks": lambda x, to: to(to(x, LINE), PAIR).exp() * 2,
+    "to other ranks": lambda x, to: to(to(x.exp(), LINE), OTHER_PAIR).sin() * 2,
+    "to others and back": lambda x, to: to(to(x.exp(), OTHER_PAIR).sin(), PAIR) * x,
+}
+
+
+@pytest.mark.parametrize("name", ACROSS_MESHES)
+@pytest.mark.parametrize("run", ["once", "twice", "in hooks that reshape"])
+def test_ranks_outside_a_mesh_recompute_with_the_others(name: str, run: str) -> None:
+    def gradient(x: Any, to: Move) -> Any:
+        RUNS[run](lambda y: ACROSS_MESHES[name](y, to))(x).sum().backward()
+        return x.grad
+
+    def body() -> Tensor:
+        x: Any = distribute_tensor(VALUES, LINE, [Replicate()])
+        x = x.redistribute(PAIR, [Shard(0)]).detach().requires_grad_()
+        found = gradient(x, lambda y, mesh: y.redistribute(mesh, [Shard(0)]))
+        return found.redistribute(LINE, [Replicate()]).to_local()  # type: ignore[no-any-return]
+
+    expected = gradient(VALUES.clone().requires_grad_(), lambda y, mesh: y)
+    for found in world(4).run(body):
+        assert_close(found, expected)

@@ -103,6 +103,7 @@ def empty_results(
                 f"{name_of(func)}: rank {collectives.rank()} is outside {mesh}; the result has a data-dependent shape. "
                 f"Fix: call it on the ranks of the mesh only."
             ) from error
+        saved = saved_by(metas) if torch.is_grad_enabled() else frozenset()
         number = iter(range(len(pytree.tree_leaves(metas))))
 
         def empty(x: Any) -> Any:
@@ -116,12 +117,11 @@ def empty_results(
                 return tag(plain(operands[0]).reshape(-1)[:0].view(shape), layout)
             local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
             if x.requires_grad:
-                local = _EmptyResult.apply(local, *operands)
+                local = _EmptyResult.apply(local, bool(saved), *operands)
             return tag(local, layout)
 
         out = pytree.tree_map(empty, metas)
         if torch.is_grad_enabled():
-            saved = saved_by(metas)
             check_versions(func, out, watched_of(saved, operands, out))
         return copies_of(operands[0], out) if view and copies else out
 
@@ -137,20 +137,27 @@ def changed_empty(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         changed = torch.empty_like(plain(x))
         saved = saved_by(func, args, kwargs) if recording else frozenset()
         if recording and any(y.requires_grad for y in operands if y is not x):
-            changed = _EmptyResult.apply(changed, *operands[1:])
+            changed = _EmptyResult.apply(changed, bool(saved), *operands[1:])
         Tensor.copy_(x, changed)
         check_versions(func, x, watched_of(saved, operands, x))
     return x
 
 
 class _EmptyResult(TensorFunction):
-    """Keeps a rank outside the mesh in the graph, so that backward can be called there too."""
+    """Keeps a rank outside the mesh in the graph, so that backward can be called there too.
+
+    If the op saves tensors, so does this: an activation checkpoint recomputes when the first is read, on all ranks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, *operands: Tensor) -> Tensor:
-        ctx.operands = [(x.new_zeros(()), x.shape) for x in operands]
+    def forward(ctx: Any, local: Tensor, saves: bool, *operands: Tensor) -> Tensor:
+        ctx.operands, ctx.saves = [(x.new_zeros(()), x.shape) for x in operands], saves
+        if saves:
+            ctx.save_for_backward(local)
         return torch.empty_like(local)  # not a view, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(zero.expand(shape) for zero, shape in ctx.operands)
+        if ctx.saves:
+            assert ctx.saved_tensors
+        return None, None, *(zero.expand(shape) for zero, shape in ctx.operands)
