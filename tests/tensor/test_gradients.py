@@ -501,3 +501,65 @@ def test_second_derivatives_communicate_alike_on_ranks_without_elements(name: st
     for mesh, placements in layouts:
         for gradient in world(mesh.size()).run(body, mesh, placements):
             assert_close(gradient, expected)
+
+
+class DoubledWithPlainGradient(torch.autograd.Function):
+    """y = 2 x; its backward multiplies with what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient: Tensor = grads[0] * x
+        return gradient
+
+
+def _scaled(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+    return (of_inputs[0] * of_outputs[0].sum(),)
+
+
+def _module_with_hooks(x: Any) -> Any:
+    module = nn.Identity()
+    module.register_full_backward_hook(_scaled)
+    return module(x)
+
+
+def _hooked(x: Any) -> Any:
+    HOOKED(x, lambda gradient: gradient * gradient.sum())
+    return x
+
+
+def _times_its_gradient(x: Any) -> Any:
+    (gradient,) = torch.autograd.grad((x * x.detach().sin()).sum(), x, create_graph=True)
+    return x * gradient
+
+
+WATCHED: dict[str, Callable[[Any], Any]] = {
+    "a hook": _hooked,
+    "a module hook": _module_with_hooks,
+    "a custom Function": lambda x: DoubledWithPlainGradient.apply(x),  # type: ignore[no-untyped-call]
+    "torch.autograd.grad": _times_its_gradient,
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("op", ["prod", "amax", "amin", "sum", "mean"])
+@pytest.mark.parametrize("placement", [S0, Shard(0, [3, 0, 1]), OnRanks(1), R], ids=str)
+def test_the_gradient_of_a_reduction_is_that_of_its_result(name: str, op: str, placement: Placement) -> None:
+    values = torch.arange(1, 13, dtype=torch.float64).reshape(4, 3).cos()
+
+    def gradient(x: Any) -> Any:
+        result = WATCHED[name](getattr(x, op)(0))
+        (result * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        return x.grad
+
+    def body() -> Tensor:
+        x = distribute_tensor(values, Mesh((3,)), [placement]).requires_grad_()
+        return as_dtensor(gradient(x)).full_tensor()
+
+    for found in world(3).run(body):
+        assert_close(found, gradient(values.clone().requires_grad_()))

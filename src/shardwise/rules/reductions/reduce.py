@@ -39,7 +39,7 @@ from shardwise.trace.autograd_function import TensorFunction
 
 
 def reduced(reduce_op: str, linear: Sequence[Placement], input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
-    """out = the sum, count, product, all or any over some dims; operands with a placement in `linear` may stay."""
+    """out = the sum, count, all or any over some dims; operands with a placement in `linear` may stay."""
     p, dtype = Partial(reduce_op), kwargs.get("dtype")
     rows = rows_over(input, *reduced_dims(input, args, kwargs), p)
     if not args and "dim" not in kwargs and isinstance(input.placement, OnRanks | Boxes):
@@ -48,6 +48,18 @@ def reduced(reduce_op: str, linear: Sequence[Placement], input: Meta, *args: Any
         dtype is None or dtype.is_floating_point or dtype.is_complex
     )  # each rank would round or truncate its partial sums
     return rows + [Row((p,), p, f"a {reduce_op} of {reduce_op}s") for p in linear if exact]
+
+
+def product(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> list[Row]:
+    """out = the product over some dims. It is not Partial: the gradient of a rank's product is not that of the result,
+    and hooks and `torch.autograd.grad` would get it."""
+    return rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, _local_product, dtype)
+
+
+def _local_product(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    shard, (along,) = nonempty_shard(ctx, x, dims, 1)
+    own = shard.prod(along, keepdim=keepdim, dtype=dtype)
+    return ctx.all_gather(own).prod(0, dtype=own.dtype)
 
 
 def mean(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> list[Row]:
@@ -288,10 +300,10 @@ def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> 
 
 
 for _reduce_op, _linear, _names in (
-    ("sum", SUMS, "sum"), ("sum", (), "nansum count_nonzero"), ("product", (Partial("product"),), "prod"),
-    ("min", (), "all"), ("max", (), "any"),
+    ("sum", SUMS, "sum"), ("sum", (), "nansum count_nonzero"), ("min", (), "all"), ("max", (), "any"),
 ):  # fmt: skip
     register_reduction(partial(reduced, _reduce_op, _linear), reduced_shape, _names)
+register_reduction(product, reduced_shape, "prod")
 register_reduction(mean, reduced_shape, "mean")
 register_reduction(trace, lambda input: (), "trace")
 for _root, _name in ((False, "var"), (True, "std")):

@@ -81,7 +81,8 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
 
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._EnableTorchFunction():
-            output = _reduced_outputs(cls.forward(ctx, *args))
+            output = cls.forward(ctx, *args)
+            output = type(output)(map(_reduced, output)) if isinstance(output, tuple | list) else _reduced(output)
         remember(ctx, args, output)
         return output
 
@@ -106,14 +107,12 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
     return type(cls.__name__, (cls,), body)
 
 
-def _reduced_outputs(output: object) -> object:
-    """Outputs without pending maxima, minima or products: backward would get the gradients of one rank's values."""
-    if isinstance(output, tuple | list):
-        return type(output)(map(_reduced_outputs, output))
-    if type(output) is not DTensor:
-        return output
-    pending = {p.reduce_op for p in output.placements if isinstance(p, Partial)} - {"sum", "avg"}
-    return to_layout(output, output._layout.reduced()) if pending else output
+def _reduced(x: object) -> object:
+    """Without a pending maximum, minimum or product: the gradients of one rank's values are not those of the result."""
+    if type(x) is not DTensor:
+        return x
+    pending = {p.reduce_op for p in x.placements if isinstance(p, Partial)} - {"sum", "avg"}
+    return to_layout(x, x._layout.reduced()) if pending else x
 
 
 def _local_gradient(grad: Any, of: Layout | None) -> Any:
@@ -137,6 +136,7 @@ def _hooks_on_locals() -> AbstractContextManager[object]:
 
 
 def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> Any:
+    args = tuple(map(_reduced, args))
     if issubclass(cls, of_modules.BackwardHookFunction):
         return track(BackwardHookFunction.apply(*args))  # type: ignore[no-untyped-call]
     with _hooks_on_locals():
