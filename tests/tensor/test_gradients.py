@@ -518,6 +518,15 @@ class DoubledWithPlainGradient(torch.autograd.Function):
         return gradient
 
 
+APPLY = DoubledWithPlainGradient.apply  # bound before the first DTensor, as many modules do
+
+
+def _of_function(x: Any) -> Any:
+    if "apply" in vars(torch.autograd.Function):
+        return APPLY(x)  # type: ignore[no-untyped-call]
+    return DoubledWithPlainGradient.apply(x)  # type: ignore[no-untyped-call]  # since 2.14 a function of C++: not seen
+
+
 def _scaled(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
     return (of_inputs[0] * of_outputs[0].sum(),)
 
@@ -541,7 +550,7 @@ def _times_its_gradient(x: Any) -> Any:
 WATCHED: dict[str, Callable[[Any], Any]] = {
     "a hook": _hooked,
     "a module hook": _module_with_hooks,
-    "a custom Function": lambda x: DoubledWithPlainGradient.apply(x),  # type: ignore[no-untyped-call]
+    "a custom Function": _of_function,
     "torch.autograd.grad": _times_its_gradient,
 }
 

@@ -89,7 +89,7 @@ _BINDING = "A function of C++ that takes a list of tensors, without `__torch_fun
 
 PATCHES = (
     Patch(
-        "torch.autograd.function.Function.apply",
+        "torch.autograd.function._SingleLevelFunction.apply",
         "Runs a custom Function on DTensors: forward and backward see DTensors, and gradients may be returned in any "
         "placements. Also puts a Function of shardwise in the place of the one that carries full backward hooks of "
         "modules. Calls without a DTensor, and without a tensor that needs a gradient, go to the original.",

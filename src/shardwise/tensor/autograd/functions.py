@@ -197,7 +197,7 @@ def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> C
 
 
 def apply_with_dtensors(original: Any) -> Any:
-    """`Function.apply`, aware of DTensors; `original` is the class method as `Function` or its base has it."""
+    """`apply` of the base of `Function`, aware of DTensors; `original` is the class method that it inherits."""
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if torch._C._is_torch_function_enabled() and any(type(x) is DTensor or _may_get_node(cls, x) for x in args):
