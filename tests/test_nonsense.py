@@ -562,6 +562,7 @@ def outcome(name: str, change: dict[str, object]) -> str:
     """What a call gives on this rank: the text of an error of ours, "" if it works, after "!" any other error."""
     try:
         call(name, change)
+        collectives.barrier(tuple(range(RANKS)))  # where ranks compare what they passed
     except ShardwiseError as error:
         return f"{type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001 (of whatever kind, it is what the test looks for)

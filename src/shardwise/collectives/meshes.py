@@ -47,7 +47,7 @@ def _value_of(mesh: DeviceMesh) -> Mesh:
 
 
 _MESH = "such as Mesh((4,))"
-describe(Mesh, Kind("a Mesh", lambda value: isinstance(value, Mesh), _MESH, MeshError))
+describe(Mesh, Kind("a Mesh", lambda value: isinstance(value, Mesh), _MESH, MeshError, exact=frozenset((Mesh,))))
 describe(DeviceMesh, Kind("torch's DeviceMesh", lambda value: isinstance(value, DeviceMesh), _MESH, MeshError))
 
 

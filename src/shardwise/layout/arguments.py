@@ -47,6 +47,7 @@ class Kind:
         fix: the rest of "Fix: "; "" is to pass what is expected.
         error: what is raised otherwise.
         misuse: a more precise fix for some values, or "".
+        exact: types all values of which fit, or are checked later; this is the fast path.
     """
 
     expected: str
@@ -54,6 +55,7 @@ class Kind:
     fix: str = ""
     error: type[ShardwiseError] = ArgumentError
     misuse: Callable[[Any], str] = lambda value: ""
+    exact: frozenset[type] = frozenset()
 
 
 KINDS: dict[object, Kind | None] = {Any: None, object: None, inspect.Parameter.empty: None}
@@ -147,12 +149,12 @@ def _is_bool(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ == "bool"
 
 
-describe(int, Kind("an integer", is_integer))
+describe(int, Kind("an integer", is_integer, exact=frozenset((int,))))
 describe(float, Kind("a number", _is_real))
 describe(complex, Kind("a number", lambda value: isinstance(value, Number)))
-describe(bool, Kind("True or False", _is_bool))
+describe(bool, Kind("True or False", _is_bool, exact=frozenset((bool,))))
 describe(str, Kind("a string", lambda value: isinstance(value, str)))
-describe(type(None), Kind("None", lambda value: value is None))
+describe(type(None), Kind("None", lambda value: value is None, exact=frozenset((type(None),))))
 describe(None, KINDS[type(None)])
 describe(slice, Kind("a slice", lambda value: isinstance(value, slice)))
 
@@ -211,6 +213,7 @@ def _any_of(kinds: list[Kind | None]) -> Kind | None:
         first.fix,
         first.error,
         lambda value: next((text for each in misuse if (text := each(value))), ""),
+        frozenset().union(*(kind.exact for kind in found)),
     )
 
 
@@ -285,15 +288,15 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
             kinds = found
         for name, value in zip(names, args, strict=False):
             kind = kinds[name]
-            if kind is not None and not kind.fits(value):
+            if kind is not None and type(value) not in kind.exact and not kind.fits(value):
                 _refuse(fn, name, kind, value)
         for name, value in kwargs.items():
             kind = kinds.get(name)
-            if kind is not None and not kind.fits(value):
+            if kind is not None and type(value) not in kind.exact and not kind.fits(value):
                 _refuse(fn, name, kind, value)
         if rest and (kind := kinds[rest]) is not None:
             for value in args[len(names) :]:
-                if not kind.fits(value):
+                if type(value) not in kind.exact and not kind.fits(value):
                     _refuse(fn, rest, kind, value)
         return fn(*args, **kwargs)
 

@@ -76,7 +76,8 @@ def _are_placements(value: object) -> bool:
 
 _EXAMPLES = 'such as [Shard(0)], or {"tp": Shard(0)} by axis name'
 describe(Placement, Kind("a placement", lambda value: placement_of(value) is not None, "such as Shard(0)", LayoutError))
-describe(Placements, Kind("placements, one per mesh axis", _are_placements, _EXAMPLES, LayoutError))
+_SEVERAL: frozenset[type] = frozenset((list, tuple, dict))  # `as_placements` checks their items
+describe(Placements, Kind("placements, one per mesh axis", _are_placements, _EXAMPLES, LayoutError, exact=_SEVERAL))
 
 
 def axis_names(mesh: Mesh, placements: Mapping[str, object]) -> tuple[str, ...]:
