@@ -83,9 +83,16 @@ def wait_for_ever() -> None:
                 pass
 
 
+def sleep_for_ever() -> None:
+    say_who()
+    time.sleep(600)
+
+
+JOBS = {"wait_for_ever": wait_for_ever, "say_who": say_who, "sleep_for_ever": sleep_for_ever}
+
 if __name__ == "__main__":
     try:
-        launch({"wait_for_ever": wait_for_ever, "say_who": say_who}[sys.argv[1]], nproc=int(sys.argv[2]))
+        launch(JOBS[sys.argv[1]], nproc=int(sys.argv[2]))
     except KeyboardInterrupt:
         say("interrupted")
         sys.exit(130)

@@ -124,6 +124,13 @@ def test_an_interactive_function_is_refused() -> None:
     assert "it was defined interactively. Fix:" in done.stderr
 
 
+def test_a_program_from_standard_input_is_told_to_be_a_file() -> None:
+    code = "import sys\nfrom shardwise.launch import launch\nfrom os import getpid\nlaunch(getpid, nproc=1)"
+    done = subprocess.run([sys.executable], input=code, capture_output=True, text=True, check=False)
+    assert "LaunchError: New processes import the program that starts them" in done.stderr
+    assert "Fix: save it in a file" in done.stderr
+
+
 def test_a_function_that_only_the_launcher_has_is_named_with_the_fix(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -221,6 +228,15 @@ def test_under_torchrun_its_processes_are_the_ranks() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"]
+
+
+def test_ranks_end_with_a_killed_agent_of_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with session([*command, "-m", "tests.launch_jobs", "sleep_for_ever", "3"], ROOT, environment) as agent:
+        ranks = pids_of_ranks(agent)
+        agent.kill()
+        wait_until(lambda: not living(ranks))
 
 
 def test_torchrun_is_known_by_its_run_id(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ file of the launcher, so there is no port to collide on and nothing to clean up.
 
 import os
 import pickle
+import select
 import signal
 import sys
 import traceback
@@ -147,8 +148,9 @@ def _pickled(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     inner = fn
     while isinstance(inner, partial):
         inner = inner.func
-    main = sys.modules["__main__"]
-    if getattr(inner, "__module__", None) == "__main__" and not (main.__spec__ or hasattr(main, "__file__")):
+    from shardwise.collectives.spawn import has_main_file  # imports torch, unlike this module
+
+    if getattr(inner, "__module__", None) == "__main__" and not has_main_file():
         raise LaunchError(f"launch cannot send {inner!r} to ranks: it was defined interactively. {advice}")
     try:
         pickle.dumps(fn)
@@ -217,9 +219,19 @@ def _rank_main(connection: Connection, rank: int, world: _World) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise
     except BaseException as error:  # noqa: BLE001 - the launcher raises it
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGPIPE)
         message = _raised(rank, error)
     connection.send(message)
     sys.exit(message.exitcode if isinstance(message, _Failed) else 0)
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads standard output any more, as after `| head`; other programs then end by SIGPIPE."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager

@@ -1,15 +1,19 @@
 """`shardwise train` as a user runs it: real ranks, the bundled data."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwise import cli
-from shardwise.checkpoint import read_manifest
+from shardwise.checkpoint import latest, read_manifest
 from shardwise.demos.data import load_pyident
+from shardwise.demos.loop import STOP_EVERY
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.training import Training
 from tests.cli.shell import COMMAND, PLAIN, shell
@@ -67,21 +71,97 @@ def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "pyident" / "step-00000002" / "manifest.json").is_file()
 
 
-def test_ctrl_c_ends_all_ranks_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    command = [*COMMAND, "--set", "save_every=3", "--set", "log_every=4", "--set", "dim=8"]
-    with session(command, tmp_path, PLAIN) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("step 4/") for line in process.stdout)  # so step 3 was saved
-        press_ctrl_c(process)
+LONG_RUN = ["--set", "log_every=2", "--set", "dim=8", "--epochs", "1000"]
+
+
+def until_it_trains(process: "subprocess.Popen[str]") -> None:
+    assert process.stdout is not None
+    assert any(line.startswith("step 2/") for line in process.stdout)
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
+    spawned = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(process.pid)}
+    return sorted(pid for pid, command in spawned.items() if "spawn_main" in command)
+
+
+def saved_step(folder: Path) -> int:
+    """The step of the checkpoint in a folder, which restores."""
+    found = latest(folder / "runs" / "pyident")
+    assert found is not None
+    resumed = Training(TrainConfig(dim=8, checkpoint=str(found.parent)), load_pyident(), {})
+    resumed.restore()
+    return resumed.step
+
+
+def group(process: "subprocess.Popen[str]") -> None:
+    os.killpg(process.pid, signal.SIGTERM)
+
+
+def one_rank(process: "subprocess.Popen[str]") -> None:
+    os.kill(ranks_of(process)[1], signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("send", "code"),
+    [(press_ctrl_c, 130), (group, 143), (one_rank, 5)],
+    ids=["Ctrl-C", "SIGTERM to the group", "SIGTERM to one rank"],
+)
+def test_the_first_signal_saves_the_step_and_says_how_to_go_on(
+    send: "Callable[[subprocess.Popen[str]], None]", code: int, tmp_path: Path
+) -> None:
+    with session([*COMMAND, *LONG_RUN], tmp_path, PLAIN) as process:
+        until_it_trains(process)
+        send(process)
         _, said = process.communicate(timeout=PATIENCE_SECONDS)
         assert all_have_left(process.pid)
-    assert process.returncode == 130  # ranks that end by a timeout are a RankFailedError
-    assert said.startswith("Last checkpoint: runs/pyident/step-0000")
+    assert process.returncode == code, said
+    assert "Last checkpoint: runs/pyident/step-0000" in said
+    assert "go on with --resume" in said
     assert "Traceback" not in said
-    resumed = Training(TrainConfig(dim=8, checkpoint=str(tmp_path / "runs/pyident")), load_pyident(), {})
-    resumed.restore()
-    assert resumed.step >= 3
-    assert resumed.step % 3 == 0
+    assert saved_step(tmp_path) % STOP_EVERY == 0  # and not a multiple of save_every
+
+
+def test_the_second_signal_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
+    with session([*COMMAND, *LONG_RUN], tmp_path, PLAIN) as process:
+        until_it_trains(process)
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+        press_ctrl_c(process)
+        assert process.stderr is not None
+        assert "Saving after this step" in process.stderr.readline()
+        press_ctrl_c(process)
+        process.communicate(timeout=PATIENCE_SECONDS)
+        assert all_have_left(process.pid)
+    assert process.returncode == 130
+    assert latest(tmp_path / "runs" / "pyident") is None
+
+
+def test_sigterm_saves_under_torchrun_as_well(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise", "train"]
+    with session([*torchrun, *LONG_RUN], tmp_path, PLAIN) as process:
+        until_it_trains(process)
+        process.terminate()
+        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+    assert "Last checkpoint: runs/pyident/step-0000" in said
+    assert saved_step(tmp_path) % STOP_EVERY == 0
+
+
+@pytest.mark.parametrize("job", ["recommender", "lm"])
+def test_a_reader_that_leaves_ends_the_run_without_a_word(job: str, tmp_path: Path) -> None:
+    command = [*COMMAND, job, "--checkpoint", "run", "--set", "save_every=1", "--set", "log_every=2"]
+    with session(command, tmp_path, PLAIN) as process:
+        until_it_trains(process)
+        assert process.stdout is not None
+        process.stdout.close()
+        process.wait(PATIENCE_SECONDS)
+        assert process.stderr is not None
+        assert (process.returncode, process.stderr.read()) == (141, "")
+        process.stdout = None  # `communicate` would read it
+        assert all_have_left(process.pid)
+    assert latest(tmp_path / "run") is not None
 
 
 def all_have_left(group: int) -> bool:

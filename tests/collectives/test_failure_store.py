@@ -22,7 +22,7 @@ from shardwise.collectives.failures.store import (
     this_process,
 )
 from tests.collectives.real_ranks import outcomes
-from tests.timeouts import PATIENCE_SECONDS
+from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
 
@@ -147,32 +147,37 @@ def test_a_process_is_seen_to_live_to_stop_and_to_end() -> None:
 
 # ---- scripts that make their world themselves, whose store is a server in rank 0 ----------------------------
 
-SCRIPT = """
-import atexit, os, sys, threading, time
+JOIN = """
+import atexit, os, signal, sys, threading, time
 from datetime import timedelta
+from pathlib import Path
 import torch, torch.distributed as dist
 sys.excepthook = lambda *args: (print("hook before", file=sys.stderr), sys.__excepthook__(*args))
 from shardwise import Mesh, Shard, collectives, distribute_tensor
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-rank = dist.get_rank()
-assert distribute_tensor(torch.ones(4, 2), Mesh((2,)), [Shard(0)]).full_tensor().sum() == 8
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ["SECONDS_TO_WAIT"])))
+rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
+"""
+SCRIPT = f"""{JOIN}
+x = distribute_tensor(torch.ones(4, 2), Mesh((len(everyone),)), [Shard(0)])
+assert x.full_tensor().sum() == 8
 """
 
 
-def run_script(body: str) -> list[tuple[int, str]]:
-    """Exit code and stderr of two processes that run SCRIPT and then `body`."""
+def run_script(body: str, size: int = 2, timeout: float = 60.0, before: str = SCRIPT) -> list[tuple[int, str]]:
+    """Exit code and stderr of processes that run `before` and then `body`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    world |= {"GLOO_SOCKET_IFNAME": "lo", "SECONDS_TO_WAIT": str(timeout)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT + textwrap.dedent(body)],
+            [sys.executable, "-c", before + textwrap.dedent(body)],
             env={**os.environ, **world, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     try:
         return [(rank.returncode, err) for rank in ranks for _, err in [rank.communicate(timeout=PATIENCE_SECONDS)]]
@@ -182,12 +187,16 @@ def run_script(body: str) -> list[tuple[int, str]]:
             rank.communicate()
 
 
-def test_a_run_without_failures_says_nothing_though_the_server_ends_first() -> None:
-    """Torch prints a stack when it finds the server gone."""
+def test_a_run_without_failures_says_nothing_though_the_server_ends_first(tmp_path: Path) -> None:
+    """Torch prints a stack when it finds the server gone, or connects to one that is about to end."""
     found = run_script(
-        """
+        f"""
+        is_gone = Path({str(tmp_path / "gone")!r})
         collectives.barrier((0, 1))
+        while rank == 1 and not is_gone.exists():
+            time.sleep(0.01)
         dist.destroy_process_group()
+        is_gone.touch()
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the port is free again
         collectives.barrier((0, 1))
         time.sleep(1.5 * rank)
@@ -239,6 +248,79 @@ def test_a_thread_that_keeps_a_failed_process_alive_does_not_keep_the_others_wai
         """
     )
     assert "RemoteRankError: Rank 1 failed: ValueError: no such row\n" in found[0][1]
+
+
+def test_ranks_that_gave_up_a_collective_end_while_the_failed_rank_lives() -> None:
+    """Gloo's threads still wait in it: they must neither keep the process nor abort it while the interpreter ends."""
+    found = run_script(
+        """
+        from shardwise.collectives.failures.store import identity_of
+        pids = collectives.gather_json(os.getpid(), everyone)
+        others = [identity_of(pid) for pid in pids if pid != os.getpid()]
+        if rank == 1:
+            collectives.report_failure(ValueError("no such row"))
+            while any(other.state() != "gone" for other in others):
+                time.sleep(0.01)
+            os._exit(0)
+        collectives.barrier(everyone)
+        """,
+        size=3,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert [code for code, _ in found] == [1, 0, 1]
+    for survivor in (0, 2):
+        assert "RemoteRankError: Rank 1 failed: ValueError: no such row\n" in found[survivor][1]
+        assert "terminate called" not in found[survivor][1]
+
+
+def test_a_stopped_rank_that_keeps_the_store_is_named() -> None:
+    found = run_script(
+        """
+        from shardwise.collectives.processes import TORCH_TRANSPORT
+        if rank == 0:
+            time.sleep(600)
+        while TORCH_TRANSPORT.monitor.keeper is None:
+            time.sleep(0.01)
+        pid = TORCH_TRANSPORT.monitor.keeper.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            collectives.barrier(everyone)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        """,
+        timeout=under_load(2.0),
+    )
+    assert [code for code, _ in found] == [-signal.SIGKILL, 1]
+    assert "RemoteRankError: Rank 0, which keeps the store of this world, is stopped (process " in found[1][1]
+    assert "Fix: let it go on (kill -CONT " in found[1][1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_its_first_collective_says_why(failing: int) -> None:
+    found = run_script(
+        f"""
+        if rank == {failing}:
+            raise ValueError("no such row")
+        collectives.barrier(everyone)
+        """,
+        before=JOIN,
+    )
+    assert [code for code, _ in found] == [1, 1]
+    assert f"RemoteRankError: Rank {failing} failed: ValueError: no such row\n" in found[1 - failing][1]
+
+
+def test_a_tensor_whose_world_was_left_is_refused_and_printed() -> None:
+    found = run_script(
+        """
+        collectives.barrier(everyone)
+        dist.destroy_process_group()
+        assert "outside its world" in repr(x), repr(x)
+        x.full_tensor()
+        """
+    )
+    for code, err in found:
+        assert code == 1
+        assert "MeshError: A collective of ranks (0, 1) was called in no world of several ranks." in err
 
 
 def forked() -> int:

@@ -131,7 +131,7 @@ def test_the_timeout_of_the_world_holds_in_every_group(size: int, tmp_path: Path
     found = outcomes(tmp_path, job, str(tmp_path), size=size, timeout=SHORT)
     assert found[1].returned == "the others have failed"
     survivors = {3: [0, 2], 4: [0]}[size]
-    assert [found[rank].named for rank in survivors] == [1] * len(survivors)
+    assert [found[rank].named for rank in survivors] == [1] * len(survivors), found[0].text
     assert all(found[rank].first_line.startswith("Rank 1 did not join") for rank in survivors)
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -286,3 +287,12 @@ def test_modules_that_came_onto_the_path_later_are_found(tmp_path: Path, monkeyp
     import came_later  # type: ignore[import-not-found]
 
     assert REAL.run(came_later.answer) == [42, 42]
+
+
+@pytest.mark.parametrize("start", [["-c"], []], ids=["a notebook or -c", "standard input"])
+def test_a_function_that_is_in_no_file_is_refused_with_the_fix(start: list[str]) -> None:
+    code = "from shardwise.testing import world\ndef f(): pass\nworld(2, real=True).run(f)"
+    command = [sys.executable, *start, *([code] if start else [])]
+    done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
+    assert "SendError: f cannot run on real ranks: it was defined interactively" in done.stderr
+    assert "%%writefile jobs.py" in done.stderr

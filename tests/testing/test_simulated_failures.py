@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise import Mesh, Replicate, Shard, distribute_tensor
 from shardwise.collectives import all_reduce, all_to_all, barrier, rank
-from shardwise.errors import MismatchError, RemoteRankError
+from shardwise.errors import MeshError, MismatchError, RemoteRankError, ShardwiseError
+from shardwise.tensor import DTensor
 from shardwise.testing import DeadlockError, world
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
@@ -240,13 +242,17 @@ def test_counts_that_do_not_fit_the_tensor_or_the_group_are_refused_at_once(
         world(2).run(all_to_all, send, send_counts, recv_counts, (0, 1))
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (0, 3)], ids=["not a member", "not in this world"])
-def test_a_group_that_the_rank_or_the_world_does_not_belong_to_is_refused(ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "error"), [((1, 2), AssertionError), ((0, 3), MeshError)], ids=["not a member", "not in this world"]
+)
+def test_a_group_that_the_rank_or_the_world_does_not_belong_to_is_refused(
+    ranks: tuple[int, ...], error: type[Exception]
+) -> None:
     def body() -> None:
         if rank() == 0:
             all_reduce(torch.ones(1), "sum", ranks)
 
-    with pytest.raises(AssertionError, match="a collective of ranks"):
+    with pytest.raises(error, match=r"(?i)a collective of ranks"):
         world(3).run(body)
 
 
@@ -387,3 +393,64 @@ def test_a_failure_goes_before_a_rank_that_does_not_return() -> None:
     where, report = caught.value.__notes__
     assert where == "on rank 0 of 2, simulated"
     assert "rank 0: failed: ValueError: boom\n  rank 1: running" in report
+
+
+# ---- tensors and tools that belong to one world -------------------------------------------------------------
+
+
+def sharded() -> DTensor:
+    return distribute_tensor(torch.arange(6.0), Mesh((2,)), [Shard(0)])
+
+
+def gathered(x: DTensor) -> object:
+    return x.full_tensor()
+
+
+def moved(x: DTensor) -> object:
+    return x.redistribute(placements=[Replicate()])
+
+
+def summed(x: DTensor) -> object:
+    return x.sum().item()
+
+
+def differentiated(x: DTensor) -> object:
+    leaf = x.detach().requires_grad_()
+    (leaf.redistribute(placements=[Replicate()]) * leaf).sum().backward()
+    return leaf.grad
+
+
+@pytest.mark.parametrize("use", [gathered, moved, summed, differentiated])
+def test_a_tensor_is_refused_outside_its_world(use: Callable[[DTensor], object]) -> None:
+    _, theirs = world(2).run(sharded)
+    with pytest.raises(MeshError, match=r"A collective of ranks \(0, 1\) was called in no world of several ranks"):
+        use(theirs)
+    with pytest.raises(MeshError, match=r"A collective of ranks \(0, 1\) was called in no world of several ranks"):
+        world(1).run(use, theirs)
+
+
+def test_a_tensor_is_printed_outside_its_world_without_a_claim_about_this_rank() -> None:
+    _, theirs = world(2).run(sharded)
+    assert "outside its world, one rank held: tensor([3., 4., 5.])" in repr(theirs)
+    assert repr(theirs) == str(theirs)
+
+
+def test_a_profiler_that_would_crash_the_process_is_refused() -> None:
+    def profiled() -> None:
+        with torch.profiler.profile():
+            sharded().full_tensor()
+
+    with pytest.raises(ShardwiseError, match=r"communicates while torch\.profiler records"):
+        world(2).run(profiled)
+    with torch.profiler.profile():
+        assert torch.ones(2).sum() == 2
+
+
+def test_a_part_of_a_rank_that_does_not_communicate_can_be_profiled() -> None:
+    def profiled() -> int:
+        x = sharded()
+        with torch.profiler.profile() as profile:
+            x * 2
+        return len(profile.key_averages())
+
+    assert min(world(2).run(profiled)) > 0

@@ -35,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(build_parser(), argv)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader left, as `head` does; the interpreter would flush once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return Exit.BROKEN_PIPE
     return code
 

@@ -16,7 +16,7 @@ from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_c
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
-from shardwise.errors import ThreadError
+from shardwise.errors import MeshError, ThreadError
 from shardwise.layout import checked, ring_elements
 from shardwise.trace import comm_trace
 from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
@@ -132,9 +132,7 @@ def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
 
 def _checked_exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Transport:
     """The transport, after the exchange was counted, compared with other ranks if that is on, and recorded."""
-    here = transport()
-    if here.threads.ident != get_ident():
-        _take_over(here)
+    here = _transport_of(ranks)
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
@@ -146,9 +144,7 @@ def _checked_exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
 
 
 def _checked_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transport:
-    here = transport()
-    if here.threads.ident != get_ident():
-        _take_over(here)
+    here = _transport_of(ranks)
     here.calls[ranks] = here.calls.get(ranks, 0) + 1
     if fingerprints.are_on(here):
         fingerprints.compare(here, reduce_call(local, reduce_op), ranks)
@@ -219,6 +215,26 @@ def _forbid_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forbid_after_fork)
+
+
+def _transport_of(ranks: Ranks) -> Transport:
+    """The transport of this thread, which has these ranks and communicates for its own.
+
+    Raises:
+        MeshError: it has not: a tensor is used after its world ended, or outside it.
+        ThreadError: another thread communicates for this rank.
+    """
+    here = transport()
+    if ranks[-1] < here.world_size:
+        if here.threads.ident != get_ident():
+            _take_over(here)
+        return here
+    world = f"a world of {here.world_size} ranks" if here.world_size > 1 else "no world of several ranks"
+    raise MeshError(
+        f"A collective of ranks {ranks} was called in {world}. The tensor or mesh is of another world: one that has "
+        "ended, with its function or by destroy_process_group, or that this thread is not part of. "
+        "Fix: call it inside that world; use full_tensor() there for values that are needed later."
+    )
 
 
 def barrier(ranks: Ranks) -> None:

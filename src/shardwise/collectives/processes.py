@@ -1,5 +1,6 @@
 """Ranks that are processes: joining, using and leaving the worlds of `torch.distributed`."""
 
+import atexit
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,8 +29,8 @@ from shardwise.collectives.collective_call import (
     exchange_call,
     reduce_call,
 )
-from shardwise.collectives.failures.hooks import ExitHooks
-from shardwise.collectives.failures.monitor import FailureMonitor
+from shardwise.collectives.failures.hooks import ExitHooks, report_end
+from shardwise.collectives.failures.monitor import FailureMonitor, launcher_of_this_process
 from shardwise.collectives.failures.reports import (
     POLL_SECONDS,
     WaitAbortedError,
@@ -38,11 +39,12 @@ from shardwise.collectives.failures.reports import (
     explain_values,
     is_invalid_call,
     is_of_transport,
-    known_root,
+    join_threads,
     report_exit,
     store_of_world,
 )
 from shardwise.collectives.failures.store import DifferentCalls, FailureReport, FailureStore
+from shardwise.collectives.open_works import OpenWorks
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords
@@ -77,6 +79,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.monitor = FailureMonitor()
         self.monitor.describe = self._describe_call
         self._records: SharedRecords | None = None
+        self.open_works = OpenWorks()
         self._hooks: ExitHooks | None = None
         self._world: ReferenceType[dist.ProcessGroup] | None = None
         self._rank = -1
@@ -94,6 +97,11 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.attach()  # every mesh is checked against the size, so a rank that fails soon after can already report it
         return len(self._everyone)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether this process has used its world here."""
+        return self._world is not None and self._world() is dist.group.WORLD
+
     def attach(self) -> None:
         """Register this rank in the world, which others may have made, and monitor failures; cheap if that is done."""
         world = dist.group.WORLD
@@ -104,13 +112,21 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._world = ref(world)
         self._rank = dist.get_rank()
         self._everyone = tuple(range(dist.get_world_size()))
-        self._hooks = ExitHooks(self.monitor.stop)
-        store = store_of_world()
-        if store is not None and dist.get_world_size() > 1:
-            self._records = SharedRecords(self._rank, dist.get_world_size())
+        self._hooks = ExitHooks(self._release_at_exit)
+        store, launcher = store_of_world(), launcher_of_this_process()
+        if store is not None and len(self._everyone) > 1:
+            self._records = SharedRecords(self._rank, len(self._everyone))
             with suppress(Exception):  # without a store that works, errors only have less detail
                 store.register(self._records.path)
-            self.monitor.start(store_of_world)
+        if store is not None and (len(self._everyone) > 1 or launcher is not None):
+            self.monitor.start(store_of_world, launcher)
+
+    def _release_at_exit(self) -> None:
+        """Leave no thread that may need the interpreter while it ends: such a thread aborts the process."""
+        self.monitor.stop()
+        join_threads()
+        if dist.is_initialized():
+            self.open_works.release_world()
 
     def register_mesh(self, device_mesh: DeviceMesh, mesh: Mesh) -> None:
         """Keep torch's mesh and the `Mesh` of it, so that each is found by the other."""
@@ -273,6 +289,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     ) -> Callable[[], None]:
         """Start a collective; the returned function waits for it. Errors of both name the rank that caused them."""
         works = self._explained(pending, start)
+        key = self.open_works.add(works)
 
         def wait() -> None:
             if timeout_seconds is None:
@@ -282,6 +299,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
                 self._wait(works[0], monotonic() + timeout_seconds)
             else:
                 _wait_pairwise(works, monotonic() + timeout_seconds)
+            self.open_works.remove(key)
 
         return lambda: self._explained(pending, wait, started=bool(works))
 
@@ -293,7 +311,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         except RuntimeError as error:
             if is_invalid_call(error) or not (started or is_of_transport(error)):
                 raise
-            raise explain(error, pending(), monotonic() - began) from None
+            raise explain(error, pending(), monotonic() - began, self.monitor) from None
         finally:
             self.monitor.pending = None
 
@@ -313,7 +331,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
                     return
                 if monotonic() >= deadline:
                     raise
-                if self.monitor.failed and known_root() is not None:
+                if self.monitor.root is not None:
                     raise WaitAbortedError from error
 
     def _start_pairwise(
@@ -393,6 +411,12 @@ def _wire(x: Tensor) -> Tensor:
 
 
 TORCH_TRANSPORT = TorchTransport()
+
+
+@atexit.register
+def _report_without_hooks() -> None:
+    if dist.is_initialized() and not TORCH_TRANSPORT.is_attached:
+        report_end()
 
 
 # ---- joining and leaving a world --------------------------------------------------------------------------

@@ -7,6 +7,7 @@ spawn context of `torch.multiprocessing`. Ctrl-C reaches only the parent, and no
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch.multiprocessing as mp
+
+from shardwise.errors import LaunchError
 
 POLL_SECONDS = 0.2  # between checks of exit codes: a rank's own child can hold its pipes open after its death
 EXIT_SECONDS = 1.0  # from the end of a connection to the end of its process
@@ -45,6 +49,12 @@ class Death:
         return f"was killed by signal {-self.exitcode}"
 
 
+def has_main_file() -> bool:
+    """Whether new processes can import this program: that of a notebook or of `python -c` is in no file."""
+    main = sys.modules["__main__"]
+    return main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
+
+
 class RankProcesses:
     """`size` new processes; each runs `main(connection, rank, *args)`, and `connections[rank]` is the other end.
 
@@ -52,6 +62,11 @@ class RankProcesses:
     """
 
     def __init__(self, size: int, main: Callable[..., None], *args: object) -> None:
+        if hasattr(sys.modules["__main__"], "__file__") and not has_main_file():
+            raise LaunchError(
+                "New processes import the program that starts them, and this one was read from standard input. "
+                "Fix: save it in a file and run that."
+            )
         self.processes: list[SpawnProcess] = []
         self.connections: list[Connection] = []
         context = mp.get_context("spawn")

@@ -14,9 +14,12 @@ from shardwise import collectives
 from shardwise.checkpoint import latest, read_manifest, restore, save, state_of
 from shardwise.demos.config import RunConfig, differences
 from shardwise.demos.ledger import Communication, Ledger, Progress
+from shardwise.demos.stopping import postponed_signals
 from shardwise.errors import CheckpointError, ConfigError
 
 B = TypeVar("B")
+
+STOP_EVERY = 5  # steps between two checks of whether a rank was signalled; each is one small collective
 
 
 class Job(ABC, Generic[B]):
@@ -83,6 +86,9 @@ class Job(ABC, Generic[B]):
     def train(self, report: Callable[[Progress], None]) -> "Taken":
         """Take the steps that are left and save; all ranks call it and all get the same.
 
+        SIGTERM or Ctrl-C on any rank ends the run after the step and its checkpoint, as it would have ended the
+        process; a second one ends it at once.
+
         Args:
             report: called on every rank each `log_every` steps and after the last one.
 
@@ -91,16 +97,20 @@ class Job(ABC, Generic[B]):
             DivergedError: the loss is not finite.
         """
         config, ledger, path = self._config, Ledger(), None
-        for batch in self.batches():
-            with collectives.count_comms() as comms:
-                loss = self.take_step(batch)
-            ledger.add(loss, self.num_examples(batch), comms)
-            done = self.step == self.last_step
-            if done or self.step % config.log_every == 0:
-                report(ledger.progress(self.step, self.last_step, self.epoch))
-            if done or self.step % config.save_every == 0:
-                with ledger.stopped():
-                    path = self.save()
+        with postponed_signals() as was_signalled:
+            for batch in self.batches():
+                with collectives.count_comms() as comms:
+                    loss = self.take_step(batch)
+                ledger.add(loss, self.num_examples(batch), comms)
+                stops = self.step % STOP_EVERY == 0 and was_signalled()
+                done = stops or self.step == self.last_step
+                if done or self.step % config.log_every == 0:
+                    report(ledger.progress(self.step, self.last_step, self.epoch))
+                if done or self.step % config.save_every == 0:
+                    with ledger.stopped():
+                        path = self.save()
+                if done:
+                    break
         seconds = ledger.seconds
         return Taken(
             step=self.step,

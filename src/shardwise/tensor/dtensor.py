@@ -269,11 +269,13 @@ class DTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         layout, rank = self._layout, collectives.rank()
-        boxes = " ".join(map(str, layout.boxes(rank))) or "nothing"
+        where = f"rank {rank} holds {' '.join(map(str, layout.boxes(rank))) or 'nothing'}"
+        if max(layout.mesh.ranks) >= collectives.world_size():
+            where = "outside its world, one rank held"
         local = repr(plain(self.detach()))
         return (
             f"DTensor(shape={layout.shape}, placements={placements_text(layout.mesh, layout.placements)}, "
-            f"mesh={layout.mesh}, rank {rank} holds {boxes}: {local})"
+            f"mesh={layout.mesh}, {where}: {local})"
         )
 
     def __deepcopy__(self, memo: dict[int, "DTensor"]) -> "DTensor":

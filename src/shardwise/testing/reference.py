@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwise.collectives.spawn import has_main_file
 from shardwise.errors import summary
 from shardwise.testing.failures import SendError
 
@@ -41,6 +42,12 @@ def refer(fn: Callable[..., Any]) -> Reference:
         SendError: the module of `fn` does not have it under its name: a closure, a lambda, a partial.
     """
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if module == "__main__" and not has_main_file():
+        raise SendError(
+            f"{name} cannot run on real ranks: it was defined interactively, and new processes import from "
+            "files. Fix: define it in a module file and import it (in a notebook: %%writefile jobs.py in its own "
+            "cell, then import jobs); or use simulated ranks, without real=True."
+        )
     loaded = sys.modules.get(module or "")
     if loaded is not None and name is not None and "<" not in name:
         found = _lookup(loaded, name)

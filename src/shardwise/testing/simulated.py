@@ -31,7 +31,7 @@ from shardwise.collectives.collective_call import (
 from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
-from shardwise.errors import MismatchError, RemoteRankError, ThreadError, summary
+from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, ThreadError, summary
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import DeadlockError, first_error
 from shardwise.testing.rank_threads import threads_belong_to_ranks
@@ -231,8 +231,13 @@ class _Simulation:
                 f"A thread of rank {rank.rank} communicates after the function of the rank has returned. "
                 f"Fix: let the function wait for it with join() or result()."
             )
+        if self.size > 1 and torch._C._autograd._profiler_enabled():
+            raise ShardwiseError(
+                f"Rank {rank.rank} of {self.size} simulated ranks communicates while torch.profiler records. A process "
+                "has one profiler, and torch crashes where the next rank starts it too. Fix: profile real ranks, "
+                "world(…, real=True) or torchrun; or a part of the program that does not communicate."
+            )
         assert rank.rank in ranks, f"rank {rank.rank} calls a collective of ranks {ranks}"
-        assert max(ranks) < self.size, f"a collective of ranks {ranks} in a world of {self.size}"
         call.check(ranks)
         number = rank.exchanges[ranks] = rank.exchanges.get(ranks, 0) + 1
         pending = PendingCollective(call, rank.calls[ranks], ranks)

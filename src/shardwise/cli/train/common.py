@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
@@ -15,6 +16,7 @@ C = TypeVar("C", bound="RunConfig")
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
+SAVE_SECONDS = 3600.0  # from the signal that stops a run to its end, unless a second one comes
 SHARED = ("nproc", "steps", "checkpoint")  # options of all jobs that set the value of the same name
 
 
@@ -51,14 +53,20 @@ def speaks() -> bool:
 
 
 def launched(folder: str, fn: Callable[[*Args], T], *args: *Args, nproc: int) -> T:
-    """`launch`; if it is interrupted, say which checkpoint in `folder` there is."""
+    """`launch`; if it is interrupted, say which checkpoint in `folder` there is.
+
+    Raises:
+        BrokenPipeError: nobody reads what a rank prints.
+    """
     from shardwise.cli.train import view
     from shardwise.errors import RankFailedError
     from shardwise.launch import launch
 
     try:
-        return launch(fn, *args, nproc=nproc)
-    except (KeyboardInterrupt, RankFailedError):
+        return launch(fn, *args, nproc=nproc, grace_seconds=SAVE_SECONDS)
+    except (KeyboardInterrupt, SystemExit, RankFailedError) as error:
+        if isinstance(error, RankFailedError) and error.exitcode == -signal.SIGPIPE:
+            raise BrokenPipeError from None
         if speaks():
             view.show_interruption(folder)
         raise

@@ -7,13 +7,14 @@ before still run.
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from types import TracebackType
 
 import torch.distributed as dist
 
+from shardwise.collectives.failures.monitor import has_agent_store
 from shardwise.collectives.failures.reports import (
     bounded,
     poll,
@@ -22,9 +23,11 @@ from shardwise.collectives.failures.reports import (
     store_of_world,
     with_store,
 )
-from shardwise.collectives.failures.store import address
+from shardwise.collectives.failures.store import FailureStore, address
 from shardwise.errors import summary
 from shardwise.trace.user_stack import user_call_site
+
+READERS_SECONDS = 3.0
 
 
 class ExitHooks:
@@ -80,14 +83,30 @@ class ExitHooks:
         self._at_exit()
 
 
+def report_end() -> None:
+    """Report the end of a process that is in a world and has not used it here, so that it has no hooks."""
+    error = getattr(sys, "last_value", None)  # of the exception that ended the program
+    with_store(lambda store: store.register())
+    if error is None:
+        report_exit("reached the end of its program")
+    else:
+        report_failure(error)
+        _wait_for_readers()
+
+
 def _wait_for_readers() -> None:
-    """Where this process has the store's server, leave the world and stay until the others have read the report."""
+    """Where this process has the store's server, stay until the monitors of the others have read the report."""
     store = store_of_world()
-    if store is None or store.rank or not address(store.store):
-        return
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if store is None or store.rank or not address(store.store) or has_agent_store():
         return
     others = range(1, dist.get_world_size())
     with suppress(Exception):
-        bounded(dist.destroy_process_group)  # others that wait for this rank fail now, not when the store is gone
-        bounded(lambda: poll(lambda: store.have_all("acknowledged", others) or None))
+        bounded(lambda: poll(lambda: _have_read(store, others) or None, READERS_SECONDS), READERS_SECONDS)
+
+
+def _have_read(store: FailureStore, ranks: Iterable[int]) -> bool:
+    """Whether each rank that lives has read the report of the first failure; one that failed has made it."""
+    return all(
+        store.have_all("acknowledged", [rank]) or ((process := store.process(rank)) and process.state() == "gone")
+        for rank in ranks
+    )

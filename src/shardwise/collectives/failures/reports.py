@@ -4,7 +4,6 @@ The first failure is the root; it is published once, and all ranks name it. Wher
 rank 2 because of rank 1, rank 2 names rank 0.
 """
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,10 +21,12 @@ from shardwise.collectives.collective_call import (
     mismatch,
     mismatch_text,
 )
+from shardwise.collectives.failures.monitor import END_SECONDS, FailureMonitor, has_agent_store
 from shardwise.collectives.failures.store import (
     DifferentCalls,
     FailureReport,
     FailureStore,
+    ProcessIdentity,
     address,
     is_reachable,
     remote_error,
@@ -38,6 +39,7 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 1.2  # from a failed collective to the error about it, while no report is published
 SPARE_SECONDS = 0.4  # for a store that is slow to answer; together less than the two seconds that are promised
 POLL_SECONDS = 0.02
+_THREAD_NAME = "shardwise failure store"
 MAX_TABLE = 16  # ranks of a group that an error lists
 
 SAME_ORDER = (
@@ -66,27 +68,35 @@ def _with_reachable_store(act: Callable[[FailureStore], T]) -> T | None:
     return act(store) if store is not None and dist.get_world_size() > 1 and is_reachable(store.store) else None
 
 
-def bounded(act: Callable[[], T]) -> T | None:
-    """What `act` returns, or None if it raises or takes two seconds."""
+def bounded(act: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T | None:
+    """What `act` returns, or None if it raises or takes longer than `seconds`, and a little for the store."""
     results: list[T] = []
 
     def run() -> None:
         with suppress(Exception):
             results.append(act())
 
-    thread = threading.Thread(target=run, name="shardwise failure store", daemon=True)
+    thread = threading.Thread(target=run, name=_THREAD_NAME, daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter is ending and starts no more threads
         run()
     else:
-        thread.join(PATIENCE_SECONDS + SPARE_SECONDS)
+        thread.join(seconds + SPARE_SECONDS)
     return results[0] if results else None
 
 
-def poll(find: Callable[[], T | None]) -> T | None:
-    """The first result of `find` that is not None, or None after `PATIENCE_SECONDS`."""
-    until = monotonic() + PATIENCE_SECONDS
+def join_threads() -> None:
+    """Wait at the end of the process for threads of `bounded`: one that is in a store then would abort the process."""
+    until = monotonic() + END_SECONDS
+    for thread in threading.enumerate():
+        if thread.name == _THREAD_NAME and thread is not threading.current_thread():
+            thread.join(max(0.0, until - monotonic()))
+
+
+def poll(find: Callable[[], T | None], seconds: float = PATIENCE_SECONDS) -> T | None:
+    """The first result of `find` that is not None, or None after `seconds`."""
+    until = monotonic() + seconds
     while (found := find()) is None and monotonic() < until:
         sleep(POLL_SECONDS)
     return found
@@ -146,22 +156,30 @@ class WaitAbortedError(RuntimeError):
     """This rank stopped waiting by itself, because the root of a failure is known."""
 
 
-def known_root() -> FailureReport | None:
-    """The root of the failures of this world, if one is published."""
-    return with_store(FailureStore.root)
-
-
-def explain(error: BaseException, pending: PendingCollective, waited_seconds: float) -> ShardwiseError:
+def explain(
+    error: BaseException, pending: PendingCollective, waited_seconds: float, monitor: FailureMonitor
+) -> ShardwiseError:
     """What to raise for a collective of torch that failed with `error`: which rank is the cause, and its report.
 
     Returns within two seconds. Every rank gets the same report.
     """
     transport_error = "" if isinstance(error, WaitAbortedError) else _first_sentence(error)
-    report = bounded(lambda: _investigate(pending, waited_seconds))
-    if report is None:
-        text = f"Collective #{pending.number} of ranks {pending.ranks} failed, and the store of the world is silent."
-        report = FailureReport(None, text, fix="look at the output of the other ranks, and at the network.")
+    report = monitor.root or bounded(lambda: _investigate(pending, waited_seconds))
+    report = monitor.root or report or _report_on_silent_store(pending, monitor.keeper)
     return remote_error(report, dist.get_rank(), pending, transport_error)
+
+
+def _report_on_silent_store(pending: PendingCollective, keeper: ProcessIdentity | None) -> FailureReport:
+    """The report where the store accepts connections and does not answer, as that of a stopped process does."""
+    if keeper is None:
+        text = f"Collective #{pending.number} of ranks {pending.ranks} failed, and the store of the world is silent."
+        return FailureReport(None, text, fix="look at the output of the other ranks, and at the network.")
+    who, rank = ("The launcher", None) if has_agent_store() else ("Rank 0", 0)
+    state, fix = keeper.state(), LOOK_THERE
+    if state == "stopped":
+        fix = f"let it go on (kill -CONT {keeper.pid}), or end it."
+    how = f"is {state}" if state in ("stopped", "gone") else "does not answer"
+    return FailureReport(rank, f"{who}, which keeps the store of this world, {how} (process {keeper.pid}).", fix=fix)
 
 
 def _first_sentence(error: BaseException) -> str:
@@ -196,7 +214,7 @@ def _report_from_store(store: FailureStore, pending: PendingCollective, waited_s
 def _report_on_lost_store(store: FailureStore) -> FailureReport:
     host, port = address(store.store) or ("", 0)
     where = f"the store of this world at {host}:{port}"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if has_agent_store():
         return FailureReport(
             None, f"The launcher has ended, and with it {where}.", fix="look at the launcher's output."
         )
@@ -319,7 +337,8 @@ def _ranks_waited_for(
 
 def _state_of_missing(store: FailureStore, rank: int) -> str:
     running, process, thread_error = store.text("running", rank), store.process(rank), store.text("thread_error", rank)
-    known = [running or "did not respond"]
+    unknown = "did not respond" if process else "ended, or has not used shardwise yet; its own output may say why"
+    known = [running or unknown]
     if running is None and process is not None and (state := process.state()) != "elsewhere":
         known.append(f"its process {process.pid} is {state}")
     return "; ".join(known if thread_error is None else [*known, thread_error])

@@ -109,7 +109,11 @@ class ProcessIdentity:
 
 
 def this_process() -> ProcessIdentity:
-    pid = os.getpid()
+    return identity_of(os.getpid())
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    """The process of this host that has the number `pid`."""
     found = _stat(pid)
     return ProcessIdentity(_host(), pid, found[1] if found else "")
 
