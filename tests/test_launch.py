@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import LaunchError, RankFailedError
+from shardwise.errors import ArgumentError, LaunchError, RankFailedError
 from shardwise.launch import launch, under_torchrun
 from tests.launch_jobs import facts, fail_on, unpicklable
 from tests.sessions import press_ctrl_c, session
@@ -113,7 +113,7 @@ def test_an_argument_that_cannot_be_pickled_is_refused() -> None:
 
 
 def test_no_ranks_are_refused() -> None:
-    with pytest.raises(LaunchError, match="at least one rank, got nproc=0"):
+    with pytest.raises(ArgumentError, match="nproc must be a number of ranks, an integer from 1 to 4096, got 0"):
         launch(facts, "hello", (), nproc=0)
 
 

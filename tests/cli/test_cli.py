@@ -57,6 +57,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("error", "code"),
     [
+        (errors.ArgumentError("x"), 2),
         (errors.ConfigError("x"), 2),
         (errors.LaunchError("x"), 2),
         (errors.PlanError("x"), 3),

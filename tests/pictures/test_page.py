@@ -105,7 +105,7 @@ def test_thousands_of_cells_are_summarised() -> None:
     assert set[int]().union(*(ranks for _, ranks, _ in drawn)) == set(range(4096))
 
 
-@pytest.mark.parametrize("shape", [(1000, 10000), (1000, 64), (10**9, 10**12), (64,)])
+@pytest.mark.parametrize("shape", [(1000, 10000), (1000, 64), (10**9, 10**9), (64,)])
 def test_numbers_on_edges_do_not_overlap(shape: tuple[int, ...]) -> None:
     mesh, placements = (Mesh((64, 64)), [Shard(0), Shard(1)]) if len(shape) > 1 else (Mesh((64,)), [Shard(0)])
     svg = picture(Layout(mesh, placements, shape)).svg()

@@ -5,7 +5,7 @@ from enum import IntEnum
 from typing import TypeAlias
 
 from shardwise import errors
-from shardwise.errors import CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
+from shardwise.errors import ArgumentError, CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
 
 SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -28,7 +28,7 @@ def exit_code(error: errors.ShardwiseError) -> Exit:
     kind = type(error)
     if isinstance(error, RankFailedError):
         kind = getattr(errors, error.error_type, kind)
-    if issubclass(kind, ConfigError | LaunchError):
+    if issubclass(kind, ArgumentError | ConfigError | LaunchError):
         return Exit.USAGE
     if issubclass(kind, CheckpointError):
         return Exit.CHECKPOINT

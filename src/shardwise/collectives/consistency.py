@@ -63,7 +63,8 @@ def agree_if_checked(what: str, value: Callable[[], object], ranks: Ranks, fix: 
 
 def contents(x: Tensor) -> dict[str, object]:
     """Dtype, shape and a digest of the elements of a tensor, for `agree_if_checked`."""
-    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    copy = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # numpy() forbids to resize the storage
+    data = copy.reshape(-1).view(torch.uint8).numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "digest": digest}
 

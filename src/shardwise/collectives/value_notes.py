@@ -99,7 +99,8 @@ def _has_values(x: Tensor) -> bool:
 def _contents(x: Tensor) -> tuple[int, ...]:
     """Digest, tolerance, two sums and samples of the elements of `x`, floats as the integers of their bits."""
     with torch.no_grad(), DisableTorchFunctionSubclass():
-        seen = _sampled(x.detach()).cpu().contiguous()
+        # A copy, because numpy() makes the storage of its tensor one that FSDP cannot resize.
+        seen = _sampled(x.detach()).cpu().clone(memory_format=torch.contiguous_format)
         found = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=7)
         found.update(seen.reshape(-1).view(torch.uint8).numpy().tobytes())
         values = torch.view_as_real(seen) if seen.is_complex() else seen
