@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError, rank
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError, collectives, rank
 from shardwise.layout import Layout, Placement
 from shardwise.testing.judge import Layouts, Outcome, Sample, layout_of
 from shardwise.testing.local_shards import partial_values
@@ -80,6 +80,8 @@ def test_a_right_value_with_another_gradient_is_a_wrong_gradient(wrong: Callable
 
 def test_replicas_that_differ_are_found() -> None:
     def apart(x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):
+            collectives.check_values(False)
         return on_local(x, lambda local: local + 1 if isinstance(x, DTensor) and rank() == 3 else local.clone())
 
     outcome, message = outcome_of(apart, REPLICATED)

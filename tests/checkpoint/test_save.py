@@ -15,7 +15,7 @@ import torch
 
 from shardwise import collectives
 from shardwise.checkpoint import latest, load, read_manifest, save
-from shardwise.errors import CheckpointError, ShardwiseError, MismatchError
+from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise.tensor import tag
 from shardwise.testing import world
