@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any tensor has which an op makes on this rank."""
+    """The most elements that any tensor in memory has which an op makes on this rank."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            sizes = [x.numel() for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+            sizes = [x.numel() for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
         self.elements = max([self.elements, *sizes])
         return out
 

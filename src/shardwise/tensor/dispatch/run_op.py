@@ -84,8 +84,9 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         if kwargs["out"] is not None:
             return _run_with_out(func, args, kwargs)
         return run(func, rule, args, {name: x for name, x in kwargs.items() if name != "out"})
-    if not args:
-        args, kwargs = _first_by_position(kwargs)
+    if not args and (first := next((n for n in FIRST_OPERANDS if n in kwargs), None)) is not None:
+        # Rules expect the first operand, which has many names, by position, and so does a cached call.
+        return run(func, rule, (kwargs[first],), {name: x for name, x in kwargs.items() if name != first})
     if NO_KEY in key and has_plain_tensors((*args, *kwargs.values())):
         if rule.in_place and type(args[0]) is not DTensor:
             return into_plain(func, args, kwargs)
@@ -116,14 +117,6 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         if recipe.rows:
             return out
         return args[0] if recipe.output is None else as_dtensors(out, recipe.output)
-
-
-def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments with the first operand, which has many names, passed by position, as rules expect it."""
-    name = next((n for n in FIRST_OPERANDS if n in kwargs), None)
-    if name is None:
-        return (), kwargs
-    return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
 
 
 def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
