@@ -58,7 +58,7 @@ class ValueNotes:
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
-        self._counts: dict[int, int] = {}  # by call site and what it is
+        self._counts: dict[tuple[object, ...], int] = {}  # by call site and what it is
         self._early: deque[Note] = deque(maxlen=KEPT_NOTES)
 
     def note(self, x: Tensor, ranks: Ranks, what: str) -> Note | None:
@@ -66,10 +66,11 @@ class ValueNotes:
         if not _has_values(x):
             return None
         sites = call_sites(FRAMES)
-        key = rolling(stable_digest((what, ranks)), (site.digest + site.frame.line for site in sites))
-        count = self._counts[key] = self._counts.get(key, 0) + 1
+        local_key = (what, ranks, *map(id, sites))  # the note's own key takes longer to make
+        count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
         if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1):
             return None
+        key = rolling(stable_digest((what, ranks)), (site.digest + site.frame.line for site in sites))
         words = array("q", (key, count, 0, *_contents(x)))
         return Note(ranks, what, tuple(x.shape), x.dtype, sites[0] if sites else None, words)
 
