@@ -10,7 +10,7 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
-from types import GetSetDescriptorType, MethodType
+from types import GetSetDescriptorType
 from typing import NoReturn
 
 import torch
@@ -52,9 +52,9 @@ def asking(original: Op) -> Op:
     return _in_place_of(original, function)
 
 
-def asking_method(original: MethodType) -> object:
-    """The same for a method that pybind11 made, which cannot be looked up in a dict."""
-    return asking(original.__func__)
+def asking_method(original: Op) -> object:
+    """The same for a method that pybind11 made, which cannot be looked up in a dict, or that somebody replaced."""
+    return asking(getattr(original, "__func__", original))
 
 
 def taking_numbers(first: int) -> Callable[[Op], Op]:
