@@ -236,7 +236,8 @@ def _by_statistics(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -
     if x.numel():
         out: Tensor = ctx.call(*args, **kwargs)
         return out
-    return sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
+    connected = sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
+    return connected * x.new_ones(())  # saves a tensor for backward, as torch's op does
 
 
 def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:

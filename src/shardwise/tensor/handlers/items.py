@@ -53,6 +53,8 @@ def _is_index(part: object) -> bool:
 
 
 def _write(local: Tensor, boxes: Sequence[Box], indices: Sequence[Tensor], value: float) -> None:
+    if not boxes:  # saves indices for backward, as other ranks do
+        local[tuple(at.reshape(-1)[:0] for at in indices)] = value
     for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
         own = [at - offset for at, offset in zip(indices, box.offsets, strict=True)]
         here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
