@@ -63,12 +63,12 @@ class ValueNotes:
 
     def note(self, x: Tensor, ranks: Ranks, what: str) -> Note | None:
         """Count one more call of this call site; its note if it is due."""
-        if not _has_values(x):
-            return None
         sites = call_sites(FRAMES)
         local_key = (what, ranks, *map(id, sites))  # the note's own key takes longer to make
         count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
         if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1):
+            return None
+        if not _has_values(x):
             return None
         key = rolling(stable_digest((what, ranks)), (site.digest + site.frame.line for site in sites))
         words = array("q", (key, count, 0, *_contents(x)))
