@@ -63,9 +63,36 @@ def another_shape_of_values() -> None:
     use(distribute_tensor(x, Mesh((3,)), [Shard(0)]) + x)
 
 
+def replicated_parameter() -> DTensor:
+    return distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Replicate()]).requires_grad_()
+
+
+def new_data() -> None:
+    w = replicated_parameter()
+    w.data = torch.full((4, 2), 1.0 + odd())
+    use(w.detach().redistribute(placements=[Shard(0)]))
+
+
+def new_gradient() -> None:
+    w = replicated_parameter()
+    w.grad = torch.full((4, 2), 1.0 + odd())
+    assert isinstance(w.grad, DTensor)
+    use(w.grad.redistribute(placements=[Shard(0)]))
+
+
+def start_of_backward() -> None:
+    w = replicated_parameter()
+    (w * 2).backward(torch.full((4, 2), 1.0 + odd()))
+    assert isinstance(w.grad, DTensor)
+    use(w.grad.redistribute(placements=[Shard(0)]))
+
+
 @pytest.mark.parametrize(
     ("act", "what"),
     [
+        (new_data, ".data =: the plain tensor of shape (4, 2), float32"),
+        (new_gradient, ".grad =: the plain gradient of shape (4, 2), float32"),
+        (start_of_backward, "backward: the plain gradient of shape (4, 2), float32"),
         (batch, "matmul: the plain tensor beside DTensors of shape (4, 6), float32"),
         (ids, "embedding: the plain tensor beside DTensors of shape (2,), int64"),
         (monotone_offsets, "embedding_bag: the plain tensor beside DTensors of shape (3,), int64"),

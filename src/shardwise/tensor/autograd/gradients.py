@@ -77,13 +77,22 @@ def write(x: DTensor, value: Tensor | None) -> None:
         shape = value._layout.shape if type(value) is DTensor else tuple(value.shape)
         if shape != x._layout.shape:
             raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}.")
-        replicated = x._layout.replicated()
         if type(value) is not DTensor:
-            value = tag(value.detach(), replicated)
+            value = tag_full(value, x._layout, ".grad =: the plain gradient")
         if axes_to_reduce(x._layout):
             x._reduced_grad = to_layout(value, readable(x._layout), _SET)
         else:
             raw_grad.__set__(x, to_layout(value, readable(x._layout), _SET))
+
+
+def tag_full(value: Tensor, of: Layout, what: str) -> DTensor:
+    """A plain tensor, which all ranks have in full, as the value or gradient of a DTensor of layout `of`."""
+    _note_full(value, of, what)
+    return tag(value.detach(), of.replicated())
+
+
+def _note_full(value: Tensor, of: Layout, what: str) -> None:
+    collectives.expect_equal(value, tuple(sorted(of.mesh.ranks)), what)
 
 
 # ---- where backward starts --------------------------------------------------------------------------------------
@@ -125,6 +134,7 @@ def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
         return as_cotangent(ones, full, layout, _START)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout, _START)
+    _note_full(gradient, layout, "backward: the plain gradient")
     return as_cotangent(gradient, full, layout, _START)
 
 

@@ -130,7 +130,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
             f"Fix: make a new DTensor instead."
         )
     if type(value) is not DTensor:
-        value = tag(value.detach(), x._layout.replicated())
+        value = gradients.tag_full(value, x._layout, f"{what}: the plain tensor")
     return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
 
 
