@@ -320,8 +320,8 @@ class _OpaqueCall(torch.autograd.Function):
 
 
 def apply_to_locals(function: type[torch.autograd.Function], *args: object) -> Any:
-    """`Function.apply` on the local tensors that DTensors are, without `__torch_function__`."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    """`Function.apply` on the local tensors that DTensors are: that of C++, which no patch replaces."""
+    return super(torch.autograd.function._SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
 
 
 def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
