@@ -90,7 +90,8 @@ def spelled(name: str) -> Callable[..., Any] | None:
     return None
 
 
-KNOWN = [name for name in NAMES if spelled(name) is not None]
+# Looked up before the first DTensor: torch's own functions, some of which shardwise replaces.
+KNOWN = {name: op for name in NAMES if (op := spelled(name)) is not None}
 
 
 def test_hardly_a_name_of_the_tables_means_nothing_to_torch() -> None:
@@ -98,8 +99,7 @@ def test_hardly_a_name_of_the_tables_means_nothing_to_torch() -> None:
 
 
 def sample_of(name: str) -> Sample:
-    op = spelled(name)
-    assert op is not None
+    op = KNOWN[name]
     arguments = ARGUMENTS.get(name, (X,))
     tolerance = {"half": 1e-2, "bfloat16": 1e-1, "float": 1e-5, "to": 1e-5}.get(name)
     return Sample(op, arguments, gradients=name not in {"nextafter", "heaviside", "floor_divide"}, tolerance=tolerance)

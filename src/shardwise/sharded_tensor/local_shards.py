@@ -1,6 +1,6 @@
 """`LocalShardsWrapper`: several shards of one rank as one local tensor that knows their offsets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -146,7 +146,7 @@ class LocalShardsWrapper(torch.Tensor):
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
+        special = _special(func)
         if special is not None:
             return special(*args, **kwargs)
         if getattr(func, "__name__", "") in REFUSED:
@@ -383,9 +383,8 @@ def _write_data(x: LocalShardsWrapper, value: Tensor) -> None:
         _point_to(x._given or (), joined, x._tiling) if x._given else None
 
 
-_SPECIAL: dict[Any, Any] = {
-    torch.equal: _equal,
-    Tensor.equal: _equal,
-    Tensor.data.__get__: _read_data,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _write_data,  # type: ignore[attr-defined]
-}
+def _special(func: Op) -> Callable[..., Any] | None:
+    """What runs in place of `func`, if something does. `Tensor.data`, which may be replaced, is found by its name."""
+    if getattr(getattr(func, "__self__", None), "__name__", "") == "data":
+        return _read_data if func.__name__ == "__get__" else _write_data
+    return _equal if func in (torch.equal, Tensor.equal) else None

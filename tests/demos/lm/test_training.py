@@ -156,7 +156,7 @@ def test_the_tensor_axis_cuts_matrices_and_their_state_and_no_rank_gathers_the_s
         for p in run.model.parameters():
             assert run.optimizer.state[p]["exp_avg"].placements == p.placements  # type: ignore[attr-defined]
         scores = 40 * config.context * 256 * 4
-        assert comms.total_bytes < 0.2 * scores
+        assert comms.total_bytes < 0.25 * scores
 
     world(3).run(body)
 
