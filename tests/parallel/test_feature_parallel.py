@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, distribute_tensor
-from shardwise.errors import ArgumentError, PlanError
+from shardwise.errors import ArgumentError, LayoutError, PlanError
 from shardwise.models import MLPModule
 from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from shardwise.testing import world
@@ -217,3 +217,21 @@ def test_sizes_are_one_number_a_rank() -> None:
     for sizes in (3, ("a",), "33", (3.0, 3)):
         with pytest.raises(ArgumentError, match="sizes must be a sequence, each an integer or None, got"):
             ColwiseParallel(sizes=sizes)  # type: ignore[arg-type]
+
+
+@world(2)
+def test_a_local_output_of_a_column_parallel_layer_is_no_input_of_the_next_and_its_fixes_work() -> None:
+    with pytest.raises(LayoutError) as caught:
+        parallelize_module(Pair(8), None, {"up": ColwiseParallel(), "down": ColwiseParallel()})(X)
+    assert str(caught.value) == (
+        "the input of down must have 8 features in its last dim, got shape (3, 4): a plain tensor is laid out as "
+        "[Replicate()] on Mesh(0=2). If it is the output of a column-parallel layer, it is a local shard. "
+        "Fix: RowwiseParallel() for this layer; or ColwiseParallel(use_local_output=False) for the layer before it, "
+        "which then returns a DTensor."
+    )
+    for up, down in [
+        (ColwiseParallel(), RowwiseParallel()),
+        (ColwiseParallel(use_local_output=False), ColwiseParallel(output_layouts=R)),
+    ]:
+        module = parallelize_module(Pair(8), None, {"up": up, "down": down})
+        assert_close(full(module(X)), Pair(8)(X))

@@ -7,14 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, shard_module
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, init_device_mesh, shard_module
 from shardwise.errors import MismatchError, RuleError
+from shardwise.parallel import local_parameters
 from shardwise.tensor.handlers.replicas import check_replicas
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -33,22 +36,45 @@ def sync_states(module: nn.Module) -> None:
     _sync_module_states(module, dist.group.WORLD, 1 << 20, 0, set())
 
 
+def zero(module: nn.Module) -> object:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of something in it when it is imported
+
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+
+
+def fully_sharded(module: nn.Module) -> object:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], object]] = {
     "DistributedDataParallel": DistributedDataParallel,
     "without a first broadcast": lambda module: DistributedDataParallel(module, init_sync=False),
     "replicate, which wraps at the first call": lambda module: replicate(module)(X),
     "_sync_module_states": sync_states,
+    "fully_shard": fully_sharded,
+    "ZeroRedundancyOptimizer": zero,
 }
 
 
 def wrapped() -> None:
     """Refused on both ranks with the same text, and nothing changes; replicated parameters train as one process."""
+    refused = r"ranks 0, 1 hold different shards of 4 of them: (0.weight|number 0) as .* Fix: do not wrap"
     for wrap in WRAPPERS.values():
         module = shard_module(layers(), {"**": S0})
-        with pytest.raises(RuleError, match=r"ranks 0, 1 hold different shards of 4 of them: .* Fix: do not wrap"):
+        with pytest.raises(RuleError, match=refused):
             wrap(module)
         for mine, theirs in zip(module.parameters(), layers().parameters(), strict=True):
             assert_close(as_dtensor(mine).full_tensor(), theirs.detach())
+        if wrap is sync_states:  # passes detached parameters, of which plain ones no longer say what they were
+            continue
+        local = local_parameters(shard_module(layers(), {"**": S0}))
+        before = [p.detach().clone() for p in local.parameters()]
+        with pytest.raises(RuleError, match=refused):
+            wrap(local)
+        assert_close([p.detach() for p in local.parameters()], before, rtol=0, atol=0)
+    with pytest.raises(RuleError, match="would use the local tensor of a DTensor"):
+        FullyShardedDataParallel(shard_module(layers(), {"**": S0}), device_id=torch.device("cpu"))
+    sent_by_groups()
     plain, module = layers(), layers()
     ours = DistributedDataParallel(shard_module(module, {"**": R}))
     for model in (plain, ours):
@@ -59,6 +85,26 @@ def wrapped() -> None:
             optimizer.step()
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert_close(as_dtensor(mine).full_tensor(), theirs.detach())
+
+
+def sent_by_groups() -> None:
+    """Methods of a process group refuse DTensors wherever these are, and send plain tensors."""
+    group: Any = dist.group.WORLD
+    x, plain = distribute_tensor(torch.arange(4.0), placements=[S0]), torch.ones(2)
+    calls: list[Callable[[], object]] = [
+        lambda: group.allreduce([x]),
+        lambda: group.allreduce(x),
+        lambda: group.broadcast(x, 0),
+        lambda: group.broadcast(tensor=x, root=0),
+        lambda: group.allgather([[plain, x]], [plain]),
+        lambda: group.send([x], 1 - dist.get_rank(), 0),
+    ]
+    for call in calls:
+        with pytest.raises(RuleError, match=r"\(\) would use the local tensor of a DTensor"):
+            call()
+    assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
+    group.allreduce([plain]).wait()
+    assert plain.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.processes
@@ -97,6 +143,57 @@ def test_functional_collectives_refuse_a_dtensor() -> None:
     for op in (torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.all_reduce.default):
         with pytest.raises(RuleError, match=r"all_reduce.* would use the local tensor of a DTensor"):
             op(x, "sum", "group")
+
+
+@world(2)
+def test_averagers_that_communicate_are_refused() -> None:
+    """What PeriodicModelAverager does to parameters with gradients: it all-reduces a concatenation."""
+    module = shard_module(layers(), {"**": S0})
+    module(X).sum().backward()
+    with pytest.raises(RuleError, match=r"all_reduce\(\) would use the local tensor of a DTensor"):
+        dist.all_reduce(torch.cat([p.data.reshape(-1) for p in module.parameters()]))
+
+
+@world(2)
+def test_an_average_made_before_sharding_takes_full_parameters_or_is_refused() -> None:
+    found = []
+    for shard in (False, True):
+        module = layers()
+        average, by_lists = AveragedModel(module), AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        if shard:
+            shard_module(module, {"**": S0})
+        for factor in (2.0, 3.0):
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.mul_(factor)
+            average.update_parameters(module)
+        found.append(list(average.parameters()))
+    assert_close(found[1], found[0])
+    by_lists.update_parameters(module)  # the first update is a copy
+    with pytest.raises(RuleError, match="would change plain tensor 0 in place with a DTensor"):
+        by_lists.update_parameters(module)
+
+
+@world(2)
+def test_a_scaler_refuses_an_optimizer_made_before_sharding() -> None:
+    module = layers()
+    optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), GradScaler("cpu")
+    scaler.scale(shard_module(module, {"**": S0})(X).sum()).backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+
+
+@world(2)
+def test_loading_by_assignment_replaces_parameters_by_what_is_loaded() -> None:
+    plain, module = layers(), shard_module(layers(), {"**": S0})
+    saved = {name: value * 2 for name, value in layers().state_dict().items()}
+    plain.load_state_dict(saved)
+    module.load_state_dict(saved, assign=True)
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert_close(module(X), plain(X))
+    module.load_state_dict(shard_module(plain, {"**": S0}).state_dict(), assign=True)
+    assert all(as_dtensor(p).placements == (S0,) for p in module.parameters())
+    assert_close(as_dtensor(module(X)).full_tensor(), as_dtensor(plain(X)).full_tensor())
 
 
 @world(2)

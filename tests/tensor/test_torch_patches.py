@@ -98,7 +98,8 @@ def test_only_the_listed_attributes_of_torch_change_and_only_with_the_first_dten
     loaded = "import json\nprint(json.dumps([m for m in sys.modules if m[:6] == 'torch.']))"
     modules = run_python(IMPORTS + DISTRIBUTED + loaded)
     names = tmp_path / "modules.json"
-    names.write_text(json.dumps(modules), encoding="utf-8")
+    later = [p.module for p in torch_patches.PATCHES if p.module is not None]
+    names.write_text(json.dumps([*modules, *later]), encoding="utf-8")
     code = f"""
 import importlib, json, pathlib
 for name in json.loads(pathlib.Path(sys.argv[1]).read_text()):
@@ -120,6 +121,29 @@ print(json.dumps([difference(before, imported), difference(before, used), differ
     assert imported == [], imported
     assert used == sorted([*(p.target for p in torch_patches.PATCHES), *hooks])
     assert undone == []
+
+
+@pytest.mark.processes
+def test_modules_that_are_imported_after_the_first_dtensor_are_patched_then() -> None:
+    modules = sorted({p.module for p in torch_patches.PATCHES if p.module is not None})
+    targets = [p.target.rpartition(".")[0::2] for p in torch_patches.PATCHES if p.module is not None]
+    code = f"""
+import importlib, inspect, json, pkgutil, shardwise
+finders = list(sys.meta_path)
+shardwise.distribute_tensor(torch.ones(2), shardwise.Mesh((1,)), [shardwise.Shard(0)])
+for module in {modules}:
+    assert module not in sys.modules
+    assert inspect.getsource(importlib.import_module(module))
+replaced = [getattr(pkgutil.resolve_name(owner), name) for owner, name in {targets}]
+shardwise.tensor.torch_patches.uninstall()
+originals = [getattr(pkgutil.resolve_name(owner), name) for owner, name in {targets}]
+print(json.dumps([[f.__code__.co_name for f in replaced], [f.__name__ for f in originals],
+    [f.__code__.co_name for f in originals], finders == sys.meta_path]))
+"""
+    replaced, names, originals, undone = run_python(code)
+    assert replaced == ["check_first"] * len(targets)
+    assert originals == names == [name for _, name in targets]
+    assert undone
 
 
 def test_the_page_lists_the_patches() -> None:

@@ -161,11 +161,12 @@ class BoundaryRedistribution:
         use_local_output: return the local tensor.
         what: which tensor of which module this is, for errors and communication traces.
         shared: the input that sibling modules share.
+        features: that the last dim of a plain tensor must have in all, if known.
     """
 
     __slots__ = (
-        "_dtensor_plans", "_plain_plans", "_targets", "axis", "cause", "desired_layout", "mesh", "plain_layout",
-        "shared", "use_local_output", "what",
+        "_dtensor_plans", "_plain_plans", "_targets", "axis", "cause", "desired_layout", "features", "mesh",
+        "plain_layout", "shared", "use_local_output", "what",
     )  # fmt: skip
 
     def __init__(
@@ -177,9 +178,10 @@ class BoundaryRedistribution:
         use_local_output: bool,
         what: str,
         shared: SharedInput | None = None,
+        features: int | None = None,
     ) -> None:
         self.mesh, self.axis, self.plain_layout, self.desired_layout = mesh, axis, plain_layout, desired_layout
-        self.use_local_output, self.what = use_local_output, what
+        self.use_local_output, self.what, self.features = use_local_output, what, features
         self.shared = shared if shared is not None else SharedInput()
         self.cause = Cause("explicit", "parallelize_module", what)
         self._plain_plans: dict[torch.Size, BoundaryPlan] = {}
@@ -269,6 +271,13 @@ class BoundaryRedistribution:
             )
         default = Shard(0) if x.ndim else REPLICATE
         src, is_static = self._global_layout(x, [p or default for p in self.plain_layout])
+        if self.features is not None and src.shape[-1:] != (self.features,):
+            raise LayoutError(
+                f"{self.what} must have {self.features} features in its last dim, got shape {src.shape}: a plain "
+                f"tensor is laid out as {list(src.placements)} on {self.mesh}. If it is the output of a "
+                f"column-parallel layer, it is a local shard. Fix: RowwiseParallel() for this layer; or "
+                f"ColwiseParallel(use_local_output=False) for the layer before it, which then returns a DTensor."
+            )
         dst, plain_grad = self._desired(src), src.reduced()
         is_alias = same_local_shards(src, dst) and same_local_shards(dst.dual(), plain_grad)
         plan = BoundaryPlan(src, dst, plain_grad, is_alias)

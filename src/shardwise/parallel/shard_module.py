@@ -13,6 +13,7 @@ from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor import module_sharding
 from shardwise.tensor.conversion import distribute_tensor, wrap
 from shardwise.tensor.dtensor import DTensor, plain
+from shardwise.tensor.handlers.replicas import note_local_shard
 from shardwise.tensor.replaced_parameters import note_replaced
 
 M = TypeVar("M", bound=nn.Module)
@@ -184,6 +185,7 @@ def local_parameters(module: M) -> M:
         for name, p in owned.items():
             if id(p) not in local_shards:
                 local_shards[id(p)] = nn.Parameter(plain(p.detach()), p.requires_grad)
+                note_local_shard(local_shards[id(p)], p._name or name, p._layout)
                 note_replaced(p, p._name or name)
             child._parameters[name] = local_shards[id(p)]
         if owned:

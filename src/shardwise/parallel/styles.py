@@ -124,6 +124,7 @@ class ModuleContext:
         *,
         use_local_output: bool = False,
         what: str = "the input",
+        features: int | None = None,
     ) -> BoundaryRedistribution:
         """Redistributes a tensor at the boundary of the module.
 
@@ -133,11 +134,14 @@ class ModuleContext:
             desired_layout: what to redistribute to; None keeps the layout. Data axes keep theirs.
             use_local_output: return the local tensor.
             what: names the tensor in errors.
+            features: that the last dim of a plain tensor must have in all, if known.
         """
         plain = None if plain_layout is None else self.axes(plain_layout)
         what = f"{what} of {self.path or 'the module'}"
         desired = self.axes(desired_layout)
-        return BoundaryRedistribution(self.mesh, self.axis, plain, desired, use_local_output, what, self.shared)
+        return BoundaryRedistribution(
+            self.mesh, self.axis, plain, desired, use_local_output, what, self.shared, features
+        )
 
 
 @dataclass(frozen=True)
@@ -251,7 +255,8 @@ class _FeatureParallel(ParallelStyle):
         return Shard(dim, _shard_sizes(weight.shape[dim], self.unit, self.sizes, context.axis_size))
 
     def replicated_input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
-        transform = context.redistribution(self.input_layouts or REPLICATE, REPLICATE)
+        features = module.in_features if isinstance(module, nn.Linear) else None
+        transform = context.redistribution(self.input_layouts or REPLICATE, REPLICATE, features=features)
         return _BagInputs(transform, context) if isinstance(module, nn.EmbeddingBag) else first_input(module, transform)
 
 

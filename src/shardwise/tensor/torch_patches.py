@@ -5,9 +5,11 @@
 
 import inspect
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
 from shardwise.errors import RuleError
+from shardwise.tensor.after_import import after_import, forget_imports
 from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing, saving_layouts, with_layouts
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
@@ -26,6 +29,7 @@ from shardwise.tensor.handlers.unasked import (
     data_of_alike,
     full_gradients,
     new_without_dtensors,
+    refusing_anywhere,
     refusing_lists,
     taking_numbers,
     without_dtensors,
@@ -44,6 +48,7 @@ class Patch:
         why: why no official hook does.
         without: what breaks without it.
         replacement: from the original, as it lies in its module or class, to what takes its place.
+        module: that holds the target, if only some programs import it: it is replaced when they do.
     """
 
     target: str
@@ -51,6 +56,7 @@ class Patch:
     why: str
     without: str
     replacement: Callable[[Any], Any]
+    module: str | None = None
 
     def original(self) -> tuple[Any, str, Any]:
         """The module or class, the attribute's name and its present value."""
@@ -158,21 +164,52 @@ PATCHES = (
         "Refuses DTensors of which the ranks of the group hold different shards.",
         _BINDING,
         "`DistributedDataParallel` of a sharded module overwrites the shards of all ranks by those of rank 0",
-        checking(tensors=1, process_group=0),
+        checking(lambda group, tensors, *_: (tensors, group)),
     ),
     Patch(
         "torch.distributed._broadcast_coalesced",
         "The same, for wrappers that broadcast parameters or buffers without a comparison.",
         _BINDING,
         "`_sync_module_states` and `broadcast_buffers` overwrite the shards of all ranks by those of one",
-        checking(tensors=1, process_group=0),
+        checking(lambda group, tensors, *_: (tensors, group)),
     ),
     Patch(
         "torch.distributed.Reducer",
         "The same, for `DistributedDataParallel(init_sync=False)`, before its reducer is made.",
         _BINDING,
         "gradients of different shards are averaged",
-        checking(tensors=0, process_group=3),
+        checking(lambda tensors, buckets, sizes, group, *_, **__: (tensors, group)),
+    ),
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.__init__",
+        "The same, for `fully_shard`; if and when torch's FSDP is imported.",
+        f"{_SUBCLASS}; it chunks parameters and gathers plain buffers.",
+        "`fully_shard` over ranks that hold different shards gathers chunks of different shards, or aborts",
+        checking(lambda group, params, modules, mesh_info, *_, **__: (params, mesh_info.mesh)),
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    ),
+    Patch(
+        "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer._init_local_optimizer",
+        "The same, for `ZeroRedundancyOptimizer`; if and when it is imported.",
+        "It broadcasts plain tensors, such as those of `local_parameters`.",
+        "it overwrites local parameters by those of a rank that holds other shards",
+        checking(lambda optimizer: (optimizer._all_params, optimizer.process_group)),
+        "torch.distributed.optim.zero_redundancy_optimizer",
+    ),
+    *(
+        Patch(
+            f"torch.distributed.distributed_c10d.ProcessGroup.{method}",
+            "Refuses a DTensor with an error, as the functions of `torch.distributed` do.",
+            "A method of C++, without `__torch_function__`.",
+            "it silently sends or overwrites the local shard",
+            refusing_anywhere,
+        )
+        for method in (
+            "broadcast allreduce allreduce_coalesced reduce allgather allgather_coalesced _allgather_base "
+            "all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced gather scatter "
+            "reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced "
+            "_reduce_scatter_base alltoall alltoall_base all_to_all_single send recv recv_anysource"
+        ).split()
     ),
     *_made_of_local_shards(
         asking,
@@ -244,6 +281,12 @@ HOOKS = (
         "the first DTensor",
     ),
     Hook(
+        "sys.meta_path",
+        "Replaces the attributes of FSDP and ZeroRedundancyOptimizer after these are imported, which shardwise does "
+        "not do.",
+        "the first DTensor",
+    ),
+    Hook(
         "sys.excepthook",
         "Reports the uncaught exception of this rank to the other ranks, then calls the hook that was there.",
         "the first world of several processes",
@@ -272,12 +315,25 @@ def install() -> None:
             f"shardwise is tested with torch {' and '.join(TESTED)}, not with torch {torch.__version__}.", stacklevel=2
         )
     _device_constructors()  # cached: torch's set of functions that take a default device keeps the originals
-    originals = [(patch, *patch.original()) for patch in PATCHES]
-    for patch, owner, name, value in originals:
-        inherited = name not in vars(owner)
-        setattr(owner, name, patch.replacement(value))
-        _undo.append(_delete(owner, name) if inherited else _restore(owner, name, value))
+    now = [patch for patch in PATCHES if patch.module is None or patch.module in sys.modules]
+    originals = [(patch, *patch.original()) for patch in now]
+    for found in originals:
+        _apply(*found)
     _undo.append(register_optimizer_step_pre_hook(step_on_locals).remove)
+    _undo.append(forget_imports)
+    for patch in PATCHES:
+        if patch.module is not None and patch not in now:
+            after_import(patch.module, partial(_apply_later, patch))
+
+
+def _apply(patch: Patch, owner: Any, name: str, value: object) -> None:
+    inherited = name not in vars(owner)
+    setattr(owner, name, patch.replacement(value))
+    _undo.append(_delete(owner, name) if inherited else _restore(owner, name, value))
+
+
+def _apply_later(patch: Patch) -> None:
+    _apply(patch, *patch.original())
 
 
 def _delete(owner: object, name: str) -> Callable[[], None]:

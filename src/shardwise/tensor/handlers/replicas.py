@@ -1,26 +1,46 @@
 """Wrappers of data parallelism take the parameters of all ranks for copies of one tensor; shards are none.
 
 `DistributedDataParallel`, which `accelerate` and the Trainer of transformers apply by themselves, verifies and
-broadcasts parameters and averages gradients in C++, which sees local tensors. That is right over ranks that hold the
-same boxes, such as those along a data axis. Over others it would overwrite their shards by those of one rank.
+broadcasts parameters and averages gradients in C++, which sees local tensors. `fully_shard` keeps one chunk of each
+parameter per rank. That is right over ranks that hold the same boxes, such as those along a data axis. Over others it
+would mix their shards. The same holds for the plain parameters of `local_parameters`.
 """
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.errors import RuleError
+from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor
 
 T = TypeVar("T")
 LISTED = 3  # parameters in the error
 _FIX = (
     "do not wrap a sharded module: gradients of DTensors are reduced without a wrapper, see docs/data-parallel.md. "
-    "Over ranks that hold the same shards pass that group, such as process_group=mesh['dp'].get_group()."
+    "Over ranks that hold the same shards pass that group, such as process_group=mesh['dp'].get_group() or "
+    "mesh=mesh['dp']."
 )
+_SHARD_OF = "_shardwise_shard_of"  # of a plain parameter that is a local shard: its name and layout
+
+
+def note_local_shard(parameter: nn.Parameter, name: str, layout: Layout) -> None:
+    """Remember that a plain parameter is a local shard, for `check_replicas`."""
+    vars(parameter)[_SHARD_OF] = name, layout
+
+
+def _sharded(tensors: Iterable[Tensor]) -> list[tuple[str, Layout]]:
+    """Names and layouts of the tensors that are local shards."""
+    found = []
+    for i, x in enumerate(tensors):
+        if type(x) is DTensor:
+            found.append((x._name or f"number {i}", x._layout))
+        elif _SHARD_OF in getattr(x, "__dict__", ()):
+            found.append(vars(x)[_SHARD_OF])
+    return found
 
 
 def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
@@ -30,34 +50,34 @@ def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
         RuleError: ranks of one mesh hold different boxes of a tensor, or partial sums.
         MismatchError: so do ranks of different meshes.
     """
-    named = [(x._name or f"number {i}", x) for i, x in enumerate(tensors) if type(x) is DTensor]
+    named = _sharded(tensors)
     if not named:
         return
     ranks = tuple(sorted(collectives.group_ranks(process_group)))
-    differing = [f"{name} as {x._layout}" for name, x in named if _differs(x, ranks)]
+    differing = [f"{name} as {layout}" for name, layout in named if _differs(layout, ranks)]
     if differing:
         listed = "; ".join(differing[:LISTED]) + ("; …" if len(differing) > LISTED else "")
         raise RuleError(
-            f"A wrapper such as DistributedDataParallel takes parameters for copies of one tensor, but ranks "
-            f"{', '.join(map(str, ranks))} hold different shards of {len(differing)} of them: {listed}. Fix: {_FIX}"
+            f"A wrapper such as DistributedDataParallel or fully_shard takes parameters for copies of one tensor, but "
+            f"ranks {', '.join(map(str, ranks))} hold different shards of {len(differing)} of them: {listed}. "
+            f"Fix: {_FIX}"
         )
-    held = {name: f"{x._layout.boxes(collectives.rank())} of {x._layout.shape}" for name, x in named}
+    held = {name: f"{layout.boxes(collectives.rank())} of {layout.shape}" for name, layout in named}
     collectives.agree("parameters that a wrapper such as DistributedDataParallel takes for copies", held, ranks, _FIX)
 
 
-def _differs(x: DTensor, ranks: tuple[int, ...]) -> bool:
-    layout = x._layout
+def _differs(layout: Layout, ranks: tuple[int, ...]) -> bool:
     members = [rank for rank in ranks if rank in layout.mesh.ranks]
     return len({layout.boxes(rank) for rank in members}) > 1 or bool(layout.partial_axes and len(members) > 1)
 
 
-def checking(tensors: int, process_group: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """From a function of torch to one that checks first; the arguments are the positions of its own."""
+def checking(taken: Callable[..., tuple[Iterable[Tensor], object]]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """From a function of torch to one that checks first; `taken` returns the tensors and the group of a call."""
 
     def replacement(original: Callable[..., T]) -> Callable[..., T]:
         @wraps(original, assigned=("__module__", "__name__", "__doc__"), updated=())
         def check_first(*args: object, **kwargs: object) -> T:
-            check_replicas(cast(Iterable[Tensor], args[tensors]), args[process_group])
+            check_replicas(*taken(*args, **kwargs))
             return original(*args, **kwargs)
 
         return check_first

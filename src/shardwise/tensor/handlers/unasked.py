@@ -11,7 +11,7 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -97,6 +97,28 @@ def refusing_lists(original: Op) -> Op:
             if type(x) is DTensor:
                 refuse(original, (), {})
         return original(tensors, *args, **kwargs)
+
+    return function
+
+
+def refusing_anywhere(original: Op) -> Op:
+    """A method that pybind11 made, refusing DTensors among its arguments, also in lists of lists."""
+    method = getattr(original, "__func__", original)
+
+    def check(values: Iterable[object]) -> None:
+        for x in values:
+            kind = type(x)
+            if kind is DTensor:
+                refuse(method, (), {})
+            if kind is list or kind is tuple:
+                check(cast(Iterable[object], x))
+
+    @wraps(method)
+    def function(*args: object, **kwargs: object) -> object:
+        check(args)
+        if kwargs:
+            check(kwargs.values())
+        return method(*args, **kwargs)
 
     return function
 
