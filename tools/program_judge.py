@@ -159,12 +159,17 @@ def _on_plain(lines: Sequence[str], noise: float = 0.0) -> Seen:
     return seen_of(lines, {**PLAIN, "leaf": leaf})
 
 
+COPYING = "torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)"
+
+
 def _as_saved(lines: Sequence[str], functions: dict[str, Any] | None = None) -> Seen:
     """On plain tensors, or with other `functions`; what is saved for backward are copies, which no line can change.
 
     So gradients are true where torch refuses to compute them, and where it computes them from memory that was changed
-    without its notice, such as through `.data`.
+    without its notice: through `.data`, or where hooks of a line keep the tensor itself, as `save_on_cpu` does of one
+    on a CPU (torch compares no versions under hooks).
     """
+    lines = [line.replace("torch.autograd.graph.save_on_cpu()", COPYING) for line in lines]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
         return _on_plain(lines) if functions is None else seen_of(lines, functions)
 

@@ -12,7 +12,9 @@ from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.tensor.test_conversion import FULL, S0, S1, P, R
 
-LATER: list[tuple[Placement, Placement]] = [(S0, R), (S0, S1), (P, R), (P, S0), (R, S0), (Partial("max"), R), (S0, S0)]
+MAX, AVG = Partial("max"), Partial("avg")
+LATER: list[tuple[Placement, Placement]] = [(S0, R), (S0, S1), (P, R), (P, S0), (R, S0), (MAX, R), (S0, S0)]
+LATER += [(AVG, R), (AVG, S0), (AVG, P), (S0, AVG), (R, AVG), (MAX, S1), (S1, MAX)]
 
 
 def arrives_later() -> None:
@@ -35,9 +37,8 @@ def arrives_later() -> None:
             assert_close(look(other), FULL)
         y = x.redistribute(placements=[dst], async_op=True)
         (y * y).sum().backward()
-        if src != Partial("max"):
-            assert x.grad is not None
-            assert_close(x.grad.full_tensor(), 2 * FULL)
+        assert x.grad is not None
+        assert_close(x.grad.full_tensor(), 2 * FULL)
 
 
 @world(3)

@@ -58,15 +58,22 @@ def test_it_is_the_tensor_itself_that_changes() -> None:
     world(3).run(body)
 
 
-def test_what_must_move_to_be_seen_that_way_moves_unless_others_would_miss_it() -> None:
+def test_what_must_be_redistributed_to_be_seen_that_way_becomes_a_copy_that_cannot_be_changed() -> None:
     layout = Layout(Mesh((2,)), [Shard(0)], (1, 4))
 
     def body() -> str:
         x = sharded_values(layout, torch.arange(4.0).view(1, 4))
         x.squeeze_()
         assert x.full_tensor().tolist() == [0, 1, 2, 3]
-        x.mul_(2)
-        assert x.full_tensor().tolist() == [0, 2, 4, 6]
+        with pytest.raises(RuleError, match="mul_ works in place on a view"):
+            x.mul_(2)
+        for alias in (Tensor.detach, lambda x: x.data, lambda x: x.narrow(1, 1, 2)):
+            shared = sharded_values(layout, torch.arange(4.0).view(1, 4))
+            other = alias(shared)
+            shared.squeeze_()
+            other.mul_(2)
+            with pytest.raises(RuleError, match="has the old values"):
+                shared.full_tensor()
         watched = sharded_values(layout, torch.arange(4.0).view(1, 4)).requires_grad_() * 1
         with pytest.raises(RuleError) as caught:
             watched.squeeze_()

@@ -43,10 +43,12 @@ def never_empty(
 
 
 def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
-    """`out` with dims of size 0 where `shape` has them."""
+    """`out` with dims of size 0 where `shape` has them: a new tensor, as the op's own result, and no view."""
+    if all(shape):
+        return out
     for dim, n in enumerate(shape):
         out = out if n else out.narrow(dim, 0, 0)
-    return out
+    return out.clone()
 
 
 def flat_cat(parts: Sequence[Tensor]) -> Tensor:

@@ -51,7 +51,9 @@ def max_or_min(largest: bool, input: Meta, *args: Any, **kwargs: Any) -> list[Ro
     """torch.max and torch.min are three ops in one: of all elements, along a dim, of two tensors."""
     if any(isinstance(a, Meta) for a in (*args, *kwargs.values())):
         return nonlinear(input, *args, **kwargs)
-    return extreme_with_index(largest, True, input, *args, **kwargs) if args or kwargs else extreme((largest,), input)
+    if args or kwargs:
+        return extreme_with_index(largest, True, input, *args, **kwargs)
+    return extreme((largest,), input, zero_elsewhere=True)
 
 
 def extreme_with_index(
@@ -218,7 +220,7 @@ def _order_statistic(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, na
     if dims and total == 0 < prod(ctx.layouts[0].shape):  # other ranks hold the elements
         return getattr(torch.return_types, name)((flat.view(shape), flat.detach().long().view(shape)))
     if total == 0 or (k and not 0 < k[0] <= total):
-        none = x.new_zeros([min(n, 1) for n in ctx.layouts[0].shape])
+        none = x.new_zeros([min(n, 1) for n in ctx.layouts[0].shape]) + x.sum(dtype=x.dtype)
         return getattr(torch, name)(none, *k, *((*dims, keepdim) if dims else ()))  # torch's result, or its error
     real = total if k else int(ctx.all_gather(flat.isnan().logical_not().sum()).sum())
     middle = total - 1 if real == 0 or (real < total and name == "median") else (real - 1) // 2

@@ -196,50 +196,70 @@ def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return torch.where(none, -inf, torch.where(none, 1, scaled).log() + (top if keepdim else top.squeeze(dims)))
 
 
-def extreme(kinds: tuple[bool, ...], input: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = the maximum (True), the minimum (False) over some dims, or both."""
-    rows = rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, extremes, kinds)
+def extreme(
+    kinds: tuple[bool, ...], input: Meta, *args: object, zero_elsewhere: bool = False, **kwargs: object
+) -> list[Row]:
+    """out = the maximum (True), the minimum (False) over some dims, or both. See `extremes`."""
+    rows = rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, extremes, kinds, zero_elsewhere)
     p = Partial("max" if kinds[0] else "min")  # kept, never made from a Shard: it could not count ties
     same = len(kinds) == 1 and input.placement == p
     return [*rows, Row((p,), p, f"the {p.reduce_op} of {p.reduce_op}s")] if same else rows
 
 
 def extremes(
-    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...]
+    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...], zero_elsewhere: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
     """The maximum (True), the minimum (False) over all ranks. Ties share the gradient, on whatever ranks they are, so
-    ranks all-gather values and numbers of ties; a Partial("max") result could not count them."""
+    ranks all-gather values and numbers of ties; a Partial("max") result could not count them.
+
+    Args:
+        zero_elsewhere: other elements have gradient zero, whatever the gradient of the result, as in `torch.max(x)`;
+            in `torch.amax` they have zero times it, and a maximum that is nan gives only nan.
+    """
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() else torch.int64)
     found, results = [], []
     shape = ctx.layouts[0].shape
     if 0 in (shape if dims is None else [shape[d] for d in dims]):
         raise EmptyError(f"The largest or smallest of dims {dims} of {shape}: expected dims of non-zero size.")
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    equal = _same if zero_elsewhere else torch.eq
     for largest in kinds:
         shard, along = nonempty_shard(ctx, x, dims, extreme_identity(largest, x.dtype))
         own = shard.amax(along, keepdim=True) if largest else shard.amin(along, keepdim=True)
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        ties = ((shard == own) if needs_grad else torch.ones_like(own)).sum(along, keepdim=True)
+        are_own = equal(shard, own) if needs_grad else torch.ones_like(own)
+        ties = are_own.sum(along, keepdim=True)
+        if zero_elsewhere and needs_grad:
+            own = _Select.apply(shard, own.detach(), are_own.to(wide) / ties, True)
         pair = torch.stack([own.to(wide), ties.to(wide) * min(shard_counts(ctx, dims)[group_rank(ctx)], 1)])
         found.append(pair if keepdim else pair.squeeze([d + 1 for d in along]))
     for largest, (values, ties) in zip(kinds, ctx.all_gather(torch.stack(found)).movedim(0, 2), strict=True):
         best = values.detach().amax(0) if largest else values.detach().amin(0)
-        weights = torch.where(values == best, ties.detach(), 0)
-        result: Tensor = _Select.apply(values, best, weights / weights.sum(0))
+        weights = torch.where(equal(values, best), ties.detach(), 0)
+        result: Tensor = _Select.apply(values, best, weights / weights.sum(0), zero_elsewhere)
         results.append(result.to(x.dtype))
     return results[0] if len(kinds) == 1 else torch.return_types.aminmax(results)  # type: ignore[arg-type]
 
 
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Where the values are equal, or both nan."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
 class _Select(TensorFunction):
-    """`value`, which is one of the rows of `every`; the rows get `shares` of its gradient."""
+    """`value`, which is one of the elements of `every`; these get `shares` of its gradient, or zero of an infinite one
+    too where their share is zero if `zero_elsewhere`."""
 
     @staticmethod
-    def forward(ctx: Any, every: Tensor, value: Tensor, shares: Tensor) -> Tensor:
+    def forward(ctx: Any, every: Tensor, value: Tensor, shares: Tensor, zero_elsewhere: bool) -> Tensor:
         ctx.save_for_backward(shares)
+        ctx.zero_elsewhere = zero_elsewhere
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.saved_tensors[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (shares,) = ctx.saved_tensors
+        gradient = (grads[0] * shares).to(grads[0].dtype)
+        return torch.where(shares == 0, 0, gradient) if ctx.zero_elsewhere else gradient, None, None, None
 
 
 def scan(name: str, input: Meta, dim: int, dtype: torch.dtype | None = None) -> list[Row]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.layout import Layout, Mesh, Partial
+from shardwise.layout import PARTIAL, Layout, Mesh, Partial
 
 Buckets = tuple[tuple[int, ...], ...]  # numbers of leaves, in the order in which all ranks send the buckets
 
@@ -89,9 +89,21 @@ def axes_to_reduce(layout: Layout) -> tuple[int, ...]:
 
     Also those of partial maxima and the like: only the ranks whose values count have a gradient.
     """
-    chosen = [isinstance(p, Partial) and p.reduce_op not in ("sum", "avg") for p in layout.placements]
+    chosen = [isinstance(p, Partial) and p.reduce_op != "sum" for p in layout.placements]
     duals = layout.dual().partial_axes
     return tuple(axis for axis, n in enumerate(layout.mesh.shape) if n > 1 and (axis in duals or chosen[axis]))
+
+
+@lru_cache(maxsize=4096)
+def local_gradient(layout: Layout) -> Layout:
+    """The layout of the local gradients of a tensor with this layout: the dual.
+
+    Each of the n terms of an average has 1/n of its gradient, so their gradients are partial sums.
+    """
+    duals = [
+        PARTIAL if p == Partial("avg") else q for p, q in zip(layout.placements, layout.dual().placements, strict=True)
+    ]
+    return layout.dual().replace(duals)
 
 
 @lru_cache(maxsize=4096)

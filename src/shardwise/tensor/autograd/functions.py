@@ -20,6 +20,7 @@ from torch.nn.modules import _functions as of_modules
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Partial
 from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.gradients import as_cotangent
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import track
@@ -94,7 +95,7 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
         if not any((*ctx._shardwise_in, *ctx._shardwise_out, *ctx._shardwise_saved)):
             return cls.backward(ctx, *grads)
         labelled = [
-            _labelled(g, None if layout is None else layout.dual())
+            _labelled(g, None if layout is None else local_gradient(layout))
             for g, layout in zip(grads, ctx._shardwise_out, strict=True)
         ]
         with torch._C._EnableTorchFunction():
@@ -180,7 +181,8 @@ def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> C
     def run(*grads: Sequence[Any]) -> Any:
         labelled = [
             tuple(
-                _labelled(g, None if layout is None else layout.dual()) for g, layout in zip(row, layouts, strict=True)
+                _labelled(g, None if layout is None else local_gradient(layout))
+                for g, layout in zip(row, layouts, strict=True)
             )
             for row in grads
         ]

@@ -19,7 +19,7 @@ from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.autograd.bucket_plan import axes_to_reduce, readable
+from shardwise.tensor.autograd.bucket_plan import axes_to_reduce, local_gradient, readable
 from shardwise.tensor.autograd.buckets import raw_grad, reduce_alone, reduce_pending
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.trace.autograd_function import TensorFunction
@@ -99,19 +99,25 @@ def _note_full(value: Tensor, of: Layout, what: str) -> None:
 
 
 def as_cotangent(gradient: Tensor, layout: Layout, of: Layout, cause: Cause = _CONVERSION) -> Tensor:
-    """Redistribute a local gradient from `layout` to `of.dual()`, where `of` is the layout of the tensor it belongs to.
+    """Redistribute a local gradient from `layout` to that of a tensor with layout `of` (see `local_gradient`).
 
     On an axis where Replicate becomes Partial, every rank keeps 1/n of it: zeros on the other ranks would give nan
-    (0 times an infinite derivative).
+    (0 times an infinite derivative), and the terms of an average have equal gradients.
     """
-    dual, shares = of.dual(), 1
+    wanted, shares = local_gradient(of), 1
+    is_average = [p == Partial("avg") for p in of.placements]
+    if layout.mesh != of.mesh or any(
+        averaged and p != REPLICATE for averaged, p in zip(is_average, layout.placements, strict=True)
+    ):
+        between = wanted.reduced()
+        gradient, layout = redistribute_local(gradient, layout, between, cause), between
     placements = list(layout.placements)
-    for axis, (have, want) in enumerate(zip(layout.placements, dual.placements, strict=True)):
+    for axis, (have, want) in enumerate(zip(layout.placements, wanted.placements, strict=True)):
         if have == REPLICATE and want == Partial():
             placements[axis] = want
             shares *= layout.mesh.shape[axis]
     gradient = gradient * (1 / shares) if shares > 1 else gradient  # short complex dtypes cannot be divided
-    return redistribute_local(gradient, layout.replace(placements), dual, cause)
+    return redistribute_local(gradient, layout.replace(placements), wanted, cause)
 
 
 def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
@@ -208,7 +214,7 @@ def grad(func: object, args: Args, kwargs: Kwargs) -> tuple[Tensor | None, ...]:
     def in_layout_of(x: Tensor, g: Tensor | None) -> Tensor | None:
         if g is None:
             return torch.zeros_like(x, requires_grad=bool(kwargs.get("create_graph"))) if materialize else None
-        return to_layout(tag(g, x._layout.dual()), readable(x._layout), _GRAD) if type(x) is DTensor else g
+        return to_layout(tag(g, local_gradient(x._layout)), readable(x._layout), _GRAD) if type(x) is DTensor else g
 
     return tuple(in_layout_of(x, g) for x, g in zip(inputs, found, strict=True))
 
@@ -231,7 +237,8 @@ class ToPlain(_Conversion):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         gradient = record_from_plain(grads[0], ctx.grad_layout)
-        return as_cotangent(gradient, ctx.grad_layout, ctx.layout), None, None
+        sums = ctx.layout.dual().dual()  # the plain tensor is a term of an average itself: its gradient is the term's
+        return as_cotangent(gradient, ctx.grad_layout, sums), None, None
 
 
 class FromPlain(_Conversion):

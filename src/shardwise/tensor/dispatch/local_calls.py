@@ -186,14 +186,19 @@ def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_pl
     if isinstance(call, ReadsLayouts):
         return _not_saved(call(*args, **kwargs))
     written = args[0] if in_place else None
+    hidden: list[tuple[Tensor, DTensor]] = []
 
     def shown(a: object) -> Any:
         if type(a) is list or type(a) is tuple:
             return type(a)(map(shown, a))
-        hide = type(a) is DTensor and a is not written and not (a.requires_grad or a.is_sparse)
-        return _as_subclass(a, Tensor) if hide else a
+        if type(a) is not DTensor or a is written or a.requires_grad or a.is_sparse:
+            return a
+        hidden.append((_as_subclass(a, Tensor), a))
+        return hidden[-1][0]
 
-    return _not_saved(call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()}))
+    out = call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()})
+    same = next((x for plain_x, x in hidden if plain_x is out), None)  # such as what `contiguous` returns
+    return _not_saved(out) if same is None else same
 
 
 def _not_saved(out: object) -> object:

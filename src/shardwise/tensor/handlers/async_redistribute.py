@@ -9,10 +9,10 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.collectives import Finish
-from shardwise.layout import Layout
+from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise.redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT
 
@@ -69,7 +69,15 @@ class _Redistribute(TensorFunction):
 
 
 def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
-    """`x` in another layout; its gradient is converted to `backward_dtype` before it is redistributed back."""
+    """`x` in another layout; its gradient is converted to `backward_dtype` before it is redistributed back.
+
+    The gradient of an average, maximum, minimum or product is more than the dual redistribution: these are reduced
+    before, or made after.
+    """
+    between = _without_others(target)
+    if x.requires_grad and torch.is_grad_enabled() and (x._layout != _without_others(x._layout) or target != between):
+        reduced = to_layout(x, _without_others(x._layout))
+        return to_layout(async_redistribute(reduced, between, backward_dtype, async_op), target)
     later: list[Finish] | None = [] if async_op else None
     with DisableTorchFunctionSubclass():
         out: Any = _Redistribute.apply(plain(x), x._layout, target, backward_dtype, later)
@@ -78,3 +86,8 @@ def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, 
         out.__class__ = _Pending
         out._target, (out._finish,) = target, later
         return out  # type: ignore[no-any-return]
+
+
+def _without_others(layout: Layout) -> Layout:
+    """`layout` with Replicate for Partial averages, maxima, minima and products."""
+    return layout.replace([REPLICATE if isinstance(p, Partial) and p != PARTIAL else p for p in layout.placements])

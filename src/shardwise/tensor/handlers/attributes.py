@@ -12,6 +12,7 @@ from shardwise.errors import CaptureError, RuleError
 from shardwise.rules.registry import handler, handler_of_family
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.autograd import gradients
+from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.buckets import enable_bucketing
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
@@ -89,7 +90,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
 
     def on_local(grad: Tensor) -> Tensor | None:
         returned = _as_user_code(hook)(
-            tag(grad.detach() if not torch.is_grad_enabled() else grad.view_as(grad), layout.dual())
+            tag(grad.detach() if not torch.is_grad_enabled() else grad.view_as(grad), local_gradient(layout))
         )
         if returned is None:
             return None

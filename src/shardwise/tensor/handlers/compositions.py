@@ -33,12 +33,9 @@ def _rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 
 @replacement(torch.functional.block_diag)
 def _block_diag(*tensors: Tensor) -> Tensor:
-    for i, x in enumerate(tensors):
-        if x.ndim > 2:
-            raise RuntimeError(
-                f"torch.block_diag: Input tensors must have 2 or fewer dimensions. Input {i} has {x.ndim} dimensions"
-            )
-    blocks = [x if x.ndim == 2 else x.reshape(1, x.numel()) for x in tensors]
+    small = [torch.zeros([min(n, 1) for n in x.shape], dtype=x.dtype) for x in tensors]
+    dtype = torch.block_diag(*small).dtype  # not that of the meta device, where a 0-d tensor counts as any other
+    blocks = [(x if x.ndim == 2 else x.reshape(1, x.numel())).to(dtype) for x in tensors]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:
         rows.append(F.pad(x, (before, width - before - x.shape[1])))

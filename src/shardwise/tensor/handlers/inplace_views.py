@@ -11,6 +11,7 @@ from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import plain
+from shardwise.tensor.handlers.copies import track
 
 
 def _root(x: Tensor) -> Tensor | None:
@@ -31,7 +32,8 @@ def _becomes(view: Op) -> Handler:
                     f"neither its views nor its gradients would follow. Fix: use the op that returns a new tensor."
                 )
             else:
-                torch.Tensor.data.__set__(x, new.clone())  # type: ignore[attr-defined]
+                torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+                track(x)  # a copy: `detach()` or `.data` may have made other tensors of the memory that it had
             x._layout = out._layout
             x._spec = x._tiling = None  # of the old shape
         return x

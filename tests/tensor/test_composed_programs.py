@@ -1,0 +1,71 @@
+"""Short programs of ops that are right on their own: the same values as in one process, or the same error."""
+
+import pytest
+
+from tools.program_judge import Outcome, verdict
+from tools.programs import Program
+
+X = "x1 = leaf(4, {shape}, torch.float64, {grad}, Mesh({mesh}), [{placements}])"
+AVERAGE = "v2 = redistribute(x1, Mesh((4,)), [Partial('avg')])"
+INFINITE = "torch.tensor(float('inf'), dtype=torch.float64)"
+
+
+def leaf(
+    shape: tuple[int, ...], placements: str, grad: bool = True, mesh: tuple[int, ...] = (4,), dtype: str = "float64"
+) -> str:
+    return X.format(shape=shape, placements=placements, grad=grad, mesh=mesh).replace("float64", dtype)
+
+
+WHOLE = leaf((4, 3), "Replicate()")
+
+RIGHT = {
+    # Gradients of averages: each of the n terms has 1/n of it.
+    "an average that gets a gradient": (leaf((4, 3), "Partial('avg')", False), "x1.requires_grad_()", "v2 = x1.exp()"),
+    "an average beside a sum": (
+        leaf((4, 3), "Partial('avg'), Partial('sum')", mesh=(2, 2)), "v2 = Cube.apply(x1)", "v3 = x1.exp()"
+    ),
+    "a sharded average": (leaf((4, 3), "Partial('avg'), Shard(1)", mesh=(2, 2)), "v2 = Cube.apply(x1)"),
+    "an average in a custom Function": (WHOLE, AVERAGE, "v3 = Cube.apply(v2)", "v4 = v3.exp()"),
+    "an average in a checkpoint": (WHOLE, AVERAGE, "v3 = checkpoint(lambda x: Cube.apply(x) + x[0], v2)"),
+    "an average in a module with hooks": (WHOLE, AVERAGE, "v3 = hooked(nn.Linear(3, 2).double(), v2, 2)"),
+    "an average with a hook": (WHOLE, AVERAGE, "v2.register_hook(lambda g: g * 2)", "v3 = v2.exp()"),
+    "an average that keeps its gradient": (WHOLE, AVERAGE, "v2.retain_grad()", "v3 = v2.exp()", "v4 = v2 * 2"),
+    "the gradient of an average": (WHOLE, AVERAGE, "v3 = torch.autograd.grad((v2**2).sum(), v2, create_graph=True)[0]"),
+    "an average through plain tensors": (WHOLE, AVERAGE, "v3 = boundary(v2)", "v4 = v3.exp()"),
+    # Infinite gradients of maxima: elements that are not the maximum get zero in torch.max, and nan in torch.amax.
+    "the maximum times infinity": (leaf((6, 2), "Shard(0)"), "v2 = x1.max()", f"v3 = v2 * {INFINITE}"),
+    "the minimum of nan": (leaf((6, 2), "Shard(0)"), "v2 = torch.where(x1 > 1, float('nan'), x1)", "v3 = v2.min()"),
+    "a maximum along a dim times infinity": (leaf((6, 2), "Shard(0)"), "v2 = x1.amax(0)", f"v3 = v2 * {INFINITE}"),
+    "the variance of one maximum": (leaf((6, 2), "Shard(0)"), "v2 = x1.max()", "v3 = v2.var()"),
+    # dtypes and gradients of odd operands
+    "blocks of a 0-d tensor in double precision": (
+        leaf((6,), "Shard(0)", dtype="float32"), "v2 = x1.double().sum()", "v3 = torch.block_diag(x1, v2)"
+    ),
+    "the median of nothing": (leaf((3, 0), "Shard(0)"), "v2 = x1.median()"),
+    "the median of nothing but nan": (leaf((3, 0), "Shard(0)"), "v2 = x1.nanmedian()"),
+    # The same object as in torch
+    "what contiguous returns under saved-tensor hooks": (
+        leaf((4,), "Replicate()", False),
+        "with torch.autograd.graph.save_on_cpu(): v2 = x1.contiguous()",
+        "v2.unsqueeze_(0)",
+    ),
+    "attention of empty shards, which is no view": (
+        leaf((1, 2, 4), "Shard(0)"),
+        "v2 = F.scaled_dot_product_attention(x1, x1, x1)",
+        "with torch.no_grad(): v2.mul_(0.5)",
+        "v2.register_hook(lambda g: g * 1)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", RIGHT.values(), ids=RIGHT)
+def test_programs_give_what_they_give_in_one_process(lines: tuple[str, ...]) -> None:
+    found = verdict(Program(4, lines))
+    assert found.outcome is Outcome.RIGHT, found
+
+
+def test_a_view_in_place_that_needs_a_redistribution_does_not_hide_later_changes() -> None:
+    x = leaf((7, 1, 5), "Replicate(), Shard(1)", False, (2, 2))
+    for change in ("x1.mul_(2)", "v2.mul_(2)"):
+        found = verdict(Program(4, (x, "v2 = x1.detach()", "v2.squeeze_()", change)))
+        assert found.outcome is Outcome.REFUSED, found
