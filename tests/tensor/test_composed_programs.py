@@ -49,7 +49,7 @@ RIGHT = {
         "with torch.autograd.graph.save_on_cpu(): v2 = x1.contiguous()",
         "v2.unsqueeze_(0)",
     ),
-    "attention of empty shards, which is no view": (
+    "a hook of attention that was changed without gradients": (
         leaf((1, 2, 4), "Shard(0)"),
         "v2 = F.scaled_dot_product_attention(x1, x1, x1)",
         "with torch.no_grad(): v2.mul_(0.5)",

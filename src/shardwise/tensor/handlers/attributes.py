@@ -99,6 +99,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
         return gradients.as_cotangent(returned, layout.replicated(), layout)
 
     with DisableTorchFunctionSubclass():
+        _ = x.grad_fn  # torch 2.13 crashes in a view that was changed without gradients if this was not read before
         return x.register_hook(on_local)  # type: ignore[no-untyped-call]
 
 
