@@ -46,6 +46,27 @@ def test_every_outcome_is_told_from_the_others(line: str, outcome: Outcome) -> N
     assert verdict(Program(2, (LEAF, line))).outcome is outcome
 
 
+AVERAGE = "redistribute(x1, Mesh((3,)), [Partial('avg')])"
+ON_THREE = "x1 = leaf(49, (3, 2), torch.float64, False, Mesh((3,)), [Replicate()])"
+
+
+@pytest.mark.parametrize(
+    ("lines", "outcome"),
+    [
+        ((ON_THREE, f"v2 = x1 == {AVERAGE}"), Outcome.UNSTABLE),  # n * x / n is not always x
+        ((ON_THREE, f"v2 = {AVERAGE} > {RANK}"), Outcome.WRONG),
+        # Backward of plain torch meets the changed tensor, because `save_on_cpu` keeps it.
+        ((ON_THREE, "x1.requires_grad_()", "v2 = x1 * 1", "with torch.autograd.graph.save_on_cpu(): v3 = v2.amax(0)",
+          "v2 += 1"), Outcome.RIGHT),
+        ((ON_THREE, "with torch.autograd.graph.save_on_cpu(): v2 = nn.Linear(2, 1).double()(x1)", "v2 * v2.sum()",
+          "x1.unsqueeze_(-1)"), Outcome.RIGHT),
+    ],
+)  # fmt: skip
+def test_what_plain_torch_does_not_define_is_not_wrong(lines: tuple[str, ...], outcome: Outcome) -> None:
+    found = verdict(Program(3, lines))
+    assert found.outcome is outcome, found
+
+
 def test_a_failure_is_shrunk_to_the_lines_that_make_it() -> None:
     what = Program(2, (LEAF, "v2 = x1 * 2", f"v3 = v2 + {RANK}", "v4 = v3.sum()", "x1.grad = None"))
     least = shrunk(what)

@@ -3,7 +3,8 @@
 {a} {c}: tensors, mostly of floating point numbers; {b}: one that fits {a}; {m}: a boolean for each element of
 {a}; {j}: integers that are valid indices of dim {d} of {a}; {d} {e}: dims of {a}; {n}: an index in dim {d};
 {s}: a slice; {w}: a layout of {a}; {k}: a small number; {x}: an index; {f}: a fraction; {z}: a shape;
-{t}: a tensor that is no leaf; {l}: a leaf.
+{t}: a tensor that is no leaf; {l}: a leaf. Lines that register hooks read `grad_fn` first: torch crashes where a view
+was changed without gradients and it was not read since.
 """
 
 # What a line that makes a tensor may be inside of.
@@ -359,8 +360,8 @@ torch.cat([{c}.clone(), {c}.clone()], out={t})
 with torch.no_grad(): {a}.mul_({k})
 with torch.no_grad(): {a}[{x}] = {k}
 with torch.no_grad(): {a}.copy_({b})
-{a}.register_hook(lambda g: g * {k})
-{a}.register_hook(lambda g: g.clamp(-1, 1))
+{a}.grad_fn; {a}.register_hook(lambda g: g * {k})
+{a}.grad_fn; {a}.register_hook(lambda g: g.clamp(-1, 1))
 {a}.retain_grad()
 ({a} * {k}).sum().backward(retain_graph=True)
 ({a} ** 2).mean().backward(retain_graph=True)
