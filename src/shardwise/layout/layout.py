@@ -33,6 +33,7 @@ class Layout:
         shard_order: the order in which mesh axes shard the same dim, as a permutation of the axes; None is from
             the first to the last. Axes that shard different dims have no order: layouts that differ only there
             are equal.
+        strides: of the global tensor in elements, if they are not row-major. They say which reshapes are views.
 
     Raises:
         LayoutError: placements that do not describe a tensor of this shape on this mesh.
@@ -49,12 +50,14 @@ class Layout:
         "placements",
         "shape",
         "shard_order",
+        "strides",
     )
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     shard_order: tuple[int, ...]
+    strides: tuple[int, ...] | None  # of the global tensor; None: row-major
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # along which ranks hold partial values
     _hash: int
@@ -67,6 +70,7 @@ class Layout:
         placements: Placements,
         shape: Sequence[int],
         shard_order: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
     ) -> Self:
         if type(mesh) is not Mesh:
             mesh = _mesh(mesh)
@@ -78,7 +82,9 @@ class Layout:
         per_axis = as_placements(mesh, placements)
         order = _canonical_order(mesh, per_axis, len(shape), shard_order)
         canonical = _canonical_placements(mesh, per_axis, shape, order)
-        key = mesh, canonical, shape, order
+        if strides is not None:
+            strides = None if tuple(strides) == contiguous_strides(shape) else tuple(strides)
+        key = mesh, canonical, shape, order, strides
         known = _known.get(key)
         if known is not None:
             return known  # type: ignore[return-value]
@@ -88,6 +94,7 @@ class Layout:
         put(self, "placements", canonical)
         put(self, "shape", shape)
         put(self, "shard_order", order)
+        put(self, "strides", strides)
         put(self, "kind", (mesh, tuple(map(_without_sizes, canonical)), len(shape), order))
         put(self, "_hash", hash(key))
         put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
@@ -103,7 +110,7 @@ class Layout:
         return self._hash
 
     def __reduce__(self) -> tuple[type["Layout"], tuple[object, ...]]:
-        return Layout, (self.mesh, self.placements, self.shape, self.shard_order)
+        return Layout, (self.mesh, self.placements, self.shape, self.shard_order, self.strides)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -115,12 +122,14 @@ class Layout:
             and self.placements == other.placements
             and self.mesh == other.mesh
             and self.shard_order == other.shard_order
+            and self.strides == other.strides
         )
 
     def __repr__(self) -> str:
         placements = placements_text(self.mesh, self.placements)
         order = "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
-        return f"Layout({self.shape} as {placements} on {self.mesh}{order})"
+        strides = "" if self.strides is None else f", strides={self.strides}"
+        return f"Layout({self.shape} as {placements} on {self.mesh}{order}{strides})"
 
     # ---- local shards ------------------------------------------------------------------------------
 
@@ -189,13 +198,35 @@ class Layout:
     # ---- derived layouts --------------------------------------------------------------------------------
 
     def replace(self, placements: Placements | None = None, shape: Sequence[int] | None = None) -> "Layout":
-        """A layout with other placements, another global shape or both."""
+        """A row-major layout with other placements, another global shape or both."""
         return Layout(
             self.mesh,
             self.placements if placements is None else placements,
             self.shape if shape is None else shape,
             self.shard_order,
         )
+
+    def with_strides(self, strides: Sequence[int]) -> "Layout":
+        """The same boxes of a global tensor with these strides, in elements."""
+        if strides == (self.strides or contiguous_strides(self.shape)):
+            return self
+        return Layout(self.mesh, self.placements, self.shape, self.shard_order, strides)
+
+    @property
+    def row_major(self) -> "Layout":
+        """The same boxes of a row-major global tensor."""
+        return self if self.strides is None else self.replace()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements of the global tensor share memory, as those of an expanded or unfolded tensor do."""
+        last = 0  # offset of the last element of the dims so far, which are those of the smallest strides
+        for stride, size in sorted(zip(self.strides or (), self.shape, strict=False)):
+            if size > 1:
+                if stride <= last:
+                    return True
+                last += stride * (size - 1)
+        return False
 
     def with_axis(self, axis: int, placement: Placement) -> "Layout":
         """A layout with another placement on `axis`."""

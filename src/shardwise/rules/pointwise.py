@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides
+from shardwise.rules.local_context import LocalContext, specialized
 from shardwise.rules.registry import RULES, OpRule, RowsFunction, amend, register
-from shardwise.rules.row import Args, Kwargs, Meta, Op, Row
+from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
@@ -128,7 +129,7 @@ def numerator(*args: object, **kwargs: object) -> list[Row]:
 
 def same_shape(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of a copy. Boxes are stored flat, so they have no channels_last strides."""
-    formats = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
+    formats = memory_formats(args, kwargs)
     ordered = torch.channels_last in formats or torch.channels_last_3d in formats
     return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
 
@@ -139,14 +140,36 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return rows + [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
 
 
-def is_on_some(placement: Placement) -> bool:
-    """Whether some ranks hold nothing: these do not know the strides of the tensor, nor what torch would copy."""
-    return isinstance(placement, OnRanks | Boxes)
-
-
 def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = x, or a copy if the elements of x are in another order."""
-    return [replace(row, copies=is_on_some(x.placement)) for row in copies(x, *args, **kwargs)]
+    """out = x, or a copy if the elements of the global tensor are in another order; local tensors may seem to be in it."""
+    local = _itself if is_contiguous(x, *memory_formats(args, kwargs)) else _copied
+    rows = [replace(row, local_impl=local) for row in copies(x, *args, **kwargs)]
+    return [*rows, Row((REPLICATE,), REPLICATE, "every rank has everything", local)]
+
+
+def is_contiguous(x: Meta, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Whether the elements of the global tensor are in this order."""
+    if x.strides is None and memory_format is torch.contiguous_format:
+        return True
+    strides = x.strides or contiguous_strides(x.shape)
+    return torch.empty_strided(x.shape, strides, device="meta").is_contiguous(memory_format=memory_format)
+
+
+def memory_formats(args: Args, kwargs: Kwargs) -> list[torch.memory_format]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
+
+
+def _unchanged(ctx: LocalContext) -> LocalFunction:
+    return lambda x, *_, **__: x  # the DTensor itself
+
+
+@specialized(_unchanged)
+def _itself(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+    return x
+
+
+def _copied(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+    return x.clone(memory_format=next(iter(memory_formats(args, kwargs)), torch.contiguous_format))
 
 
 def conversion(x: Meta, *args: object, **kwargs: object) -> list[Row]:
@@ -226,8 +249,8 @@ _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)
 _register(COPIES, copies)
-_register(["contiguous"], contiguous)
-amend(*dict.fromkeys(op for op, _ in callables_of("contiguous")), view=True)
+_contiguous = dict.fromkeys(op for op, _ in callables_of("contiguous"))
+register(OpRule(contiguous, shape=broadcast, view=True), *_contiguous)
 _register(CONVERSIONS, conversion, shape_of_first)
 amend(Tensor.type_as, typed=True)
 _register(LIKE, copies)

@@ -26,6 +26,7 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     placement: Placement
+    strides: tuple[int, ...] | None = None  # of the global tensor, in elements; None: row-major
 
     @property
     def ndim(self) -> int:

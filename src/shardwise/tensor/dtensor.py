@@ -228,8 +228,8 @@ class DTensor(torch.Tensor):
     nelement = numel
 
     def stride(self, dim: int | None = None) -> Any:
-        """Row-major strides of the global tensor; local tensors may have others."""
-        strides = contiguous_strides(self._layout.shape)
+        """The strides of the global tensor, in elements; those of local tensors are in the same order."""
+        strides = self._layout.strides or contiguous_strides(self._layout.shape)
         return strides if dim is None else strides[dim]
 
     def __len__(self) -> int:
@@ -451,7 +451,7 @@ def plain(x: Tensor) -> Tensor:
 
 def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
-    if x._layout == layout:
+    if x._layout == layout or x._layout.row_major == layout.row_major:
         return x
     with DisableTorchFunctionSubclass():
         return tag(redistribute_local(_as_subclass(x, torch.Tensor), x._layout, layout, cause), layout)

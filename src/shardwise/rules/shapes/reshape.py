@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout import Box, Boxes, Layout, Shard, contiguous_strides
+from shardwise.layout import REPLICATE, Box, Boxes, Shard
 from shardwise.rules.local_context import LocalContext, local_with, specialized
-from shardwise.rules.pointwise import copies, is_on_some
+from shardwise.rules.pointwise import copies
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
 
 aten = torch.ops.aten
-ALWAYS_VIEWS = (Tensor.view, Tensor.unflatten, torch.unflatten, aten.view.default)
 FLATTENS = (Tensor.flatten, torch.flatten)
 Group = tuple[range, range]  # dims before and after that hold the same elements
 
@@ -31,10 +30,11 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     them in the result.
     """
     after = reshaped_to(op, x, *args, **kwargs)
-    if op in FLATTENS and after == x.shape and not is_on_some(x.placement):
+    if op in FLATTENS and after == x.shape:
         return copies(x)  # torch returns x itself
     groups = tuple(_groups(x.shape, after))
-    local = local_with(_local_reshape, groups, op in (Tensor.view, aten.view.default))
+    is_view = _is_view(x, after)
+    local = local_with(_local_reshape, groups, is_view)
     rows = []
     for old, new in groups:
         longer = [d for d in old if x.shape[d] != 1] or list(old)
@@ -49,14 +49,25 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
         rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
-    unsharded = unsharded_rows(x, local)
-    if op not in ALWAYS_VIEWS and is_on_some(x.placement):
-        unsharded = [replace(row, copies=True) for row in unsharded]
-    return rows + unsharded
+    rows += unsharded_rows(x, local)
+    if not is_view:  # torch copies the global tensor, and would not copy every local one
+        rows = [replace(row, local_impl=local) for row in [*rows, Row((REPLICATE,), REPLICATE, "a copy on every rank")]]
+    return rows
 
 
 def reshaped_to(op: Op, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
+
+
+def _is_view(x: Meta, after: tuple[int, ...]) -> bool:
+    """Whether a reshape of the global tensor is a view."""
+    if x.strides is None:
+        return True
+    try:
+        torch.empty_strided(x.shape, x.strides, device="meta").view(after)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _unchanged(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
@@ -82,24 +93,26 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
     return groups
 
 
-def _specialize_view(groups: tuple[Group, ...], must_view: bool, ctx: LocalContext) -> LocalFunction | None:
+def _specialize_view(groups: tuple[Group, ...], is_view: bool, ctx: LocalContext) -> LocalFunction | None:
     """If no element is sent: the local tensor under its new dims."""
     held = _held(ctx)
     if any(_to_regroup(ctx, held, old) for old, _ in groups):
         return None
-    return partial(_viewed, ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.mark_copy)
+    return partial(_viewed, ctx.output.local_shape(ctx.rank), is_view, ctx.mark_copy)
 
 
 @specialized(_specialize_view)
 def _local_reshape(
-    groups: tuple[Group, ...], must_view: bool, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+    groups: tuple[Group, ...], is_view: bool, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
 ) -> Tensor:
     held = _held(ctx)
+    sent = False
     for old, new in reversed(groups):
         if _to_regroup(ctx, held, old):
             x, held = _regrouped(ctx, x, held, old, new)
-            must_view = True  # it is a copy, so a view of it is not a view of the operand
-    return _viewed(ctx.output.local_shape(ctx.rank), None if must_view else ctx.layouts[0], ctx.mark_copy, x)
+            sent = True
+    shape = ctx.output.local_shape(ctx.rank)
+    return x.reshape(shape) if sent else _viewed(shape, is_view, ctx.mark_copy, x)
 
 
 def _held(ctx: LocalContext) -> dict[int, Box]:
@@ -114,38 +127,21 @@ def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
 
 
-def row_major(x: Tensor, layout: Layout) -> bool:
-    """Whether the global tensor of which `x` is a shard seems to be contiguous.
-
-    A shard of one row is contiguous even if the global tensor was transposed; the strides of its dims of size 1 show
-    that, so that a reshape copies where it would copy the global tensor.
-    """
-    base = torch._C.TensorBase  # a DTensor has the sizes of the global tensor
-    size, stride = base.size(x), base.stride(x)
-    if len(size) != len(layout.shape):  # several boxes, or none
-        return True
-    for dim, (have, new, length) in enumerate(zip(stride, contiguous_strides(size), layout.shape, strict=True)):
-        sharded = length == 1 and any(p.is_shard(dim) for p in layout.placements)  # it may be a row of a longer dim
-        if (sharded and have < new) or (length != 1 and have != new):
-            return False
-    return True
-
-
 def _viewed(
     shape: tuple[int, ...],
-    of: Layout | None,
+    is_view: bool,
     mark_copy: Callable[[Tensor], Tensor],
     x: Tensor,
     *_: object,
     **__: object,
 ) -> Tensor:
-    """`x` under other dims: a view, or a copy where torch would copy the global tensor of layout `of`."""
+    """`x` under other dims: a view, or a copy where torch copies the global tensor."""
+    if not is_view:
+        return x.clone(memory_format=torch.contiguous_format).view(shape)
     try:
-        if of is not None and not row_major(x, of):
-            return x.clone(memory_format=torch.contiguous_format).view(shape)
         return x.view(shape)
-    except RuntimeError:  # the strides of the local tensor allow no view
-        return mark_copy(x.reshape(shape)) if of is None else x.reshape(shape)
+    except RuntimeError:  # the strides of the local tensor are not in the order of those of the global one
+        return mark_copy(x.reshape(shape))
 
 
 def _regrouped(

@@ -36,9 +36,10 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, dtensor: DTensor) -> Self:
-        shape = dtensor._layout.shape
+        layout = dtensor._layout
+        strides = layout.strides or contiguous_strides(layout.shape)
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=contiguous_strides(shape), dtype=dtensor.dtype, device=dtensor.device
+            cls, layout.shape, strides=strides, dtype=dtensor.dtype, device=dtensor.device
         )
         self.dtensor = dtensor
         return self
@@ -147,7 +148,9 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
         if not isinstance(x, Tensor) or type(x) is DTensor:
             return x
         original = originals.get(id(x))
-        return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)) if original is None else original
+        if original is not None:
+            return original
+        return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride()))
 
     return pytree.tree_map(as_dtensor, copies_of(first, out) if copies_view else out)
 
@@ -182,25 +185,8 @@ def _gathered(func: Op, leaves: Sequence[Any], written: Sequence[DTensor], why: 
         with DisableTorchFunctionSubclass():
             full[id(x)] = plain(replicated)
         if any(x is y for y in written) and not x._layout.is_replicated:
-            if _overlaps(x):
-                raise RuleError(
-                    f"{func} works in place on {x._layout}, some elements of which share one memory location, as those "
-                    f"of an expanded or unfolded tensor do. Fix: clone() it first."
-                )
             full[id(x)] = full[id(x)].clone()  # autograd may have saved the gathered tensor
     return full
-
-
-def _overlaps(x: DTensor) -> bool:
-    """Whether elements of the local tensor share memory; also of an empty one that is expanded as the others are."""
-    local = plain(x)
-    last = 0  # offset of the last element of the dims so far, which are those of the smallest strides
-    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
-        if size > 1:
-            if stride <= last:
-                return True
-            last += stride * (size - 1)
-    return False
 
 
 def _reshard_written(func: Op, x: DTensor, full: Tensor) -> None:

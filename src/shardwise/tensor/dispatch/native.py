@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shardwise.rules.registry import amend
 from shardwise.rules.row import Op
-from shardwise.rules.shapes.reshape import row_major
-from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import mark_copy
 
 
@@ -25,16 +23,7 @@ def _view_or_copy(x: Tensor, size: Any) -> Tensor:
         return mark_copy(x.reshape(size))
 
 
-def _contiguous(x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """A local tensor that is contiguous only because it is small is copied, as the global one would be."""
-    sharded = type(x) is DTensor and not x._layout.is_replicated
-    if sharded and memory_format is torch.contiguous_format and not row_major(x, x._layout):  # type: ignore[attr-defined]
-        return x.clone(memory_format=memory_format)
-    return x.contiguous(memory_format=memory_format)
-
-
 NATIVE: dict[Op, Op] = {
-    Tensor.contiguous: _contiguous,
     F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
     F.sigmoid: torch.sigmoid,
     F.tanh: torch.tanh,

@@ -1,6 +1,7 @@
 """The recipe of a call, from a cache or worked out from the layouts of its operands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -81,15 +82,35 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
         rule = _in_place_rule(rule, name)
     chosen = _choice(func, name, rule, operands, slotted, named)
 
+    @cache
+    def results() -> resolve.OnMeta:
+        return resolve.results_on_meta(func, slotted, named, operands)
+
     def shape() -> Shapes:
         if rule.shape is None:
-            return resolve.meta_shape(func, slotted, named, operands)
+            return resolve.shapes_of(func, results().out)
         metas = [Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
         filled = [resolve.with_metas(a, metas) for a in slotted]
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
+    if recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
+        try:
+            recipe = resolve.with_strides(recipe, results())
+        except RuntimeError:  # NoRowError among them
+            if rule.view:
+                raise
     return RunnableRecipe(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
+
+
+def _may_have_strides(rule: OpRule, operands: Sequence[resolve.Operand], args: Args) -> bool:
+    """Whether a result may be other than row-major, or an alias of an operand."""
+    return (
+        rule.view
+        or rule.shape is None
+        or any(o.layout.strides is not None for o in operands)
+        or any(isinstance(a, torch.memory_format) for a in args)
+    )
 
 
 def _is_python(func: Op) -> bool:

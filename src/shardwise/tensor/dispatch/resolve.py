@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,7 +196,7 @@ def _candidates(
 ) -> tuple[Row, ...]:
     """The rows that fit along one axis: that of the present placements, if there is one."""
     current = tuple(layout.placements[axis] for layout in layouts)
-    metas = [Meta(o.layout.shape, o.dtype, p) for o, p in zip(operands, current, strict=True)]
+    metas = [Meta(o.layout.shape, o.dtype, p, o.layout.strides) for o, p in zip(operands, current, strict=True)]
     try:
         rows = rule.rows(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
     except RuleError:  # a rule that refuses, not one without rows
@@ -266,19 +266,62 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
     return cost + deferred if others and isinstance(row.output, Partial) else cost
 
 
-def meta_shape(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> Shapes:
-    """The shape of the result on torch's meta device; a list of shapes for several results.
+# ---- results -------------------------------------------------------------------------------------------------
+
+
+def global_on_meta(layout: Layout, dtype: torch.dtype) -> Tensor:
+    """The global tensor on torch's meta device, which has no memory."""
+    if layout.strides is None:
+        return torch.empty(layout.shape, dtype=dtype, device="meta")
+    return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device="meta")
+
+
+class OnMeta(NamedTuple):
+    """The results of an op on torch's meta device: they have the shapes and strides of those of one process."""
+
+    out: object
+    is_view: bool  # whether one of them shares memory with an operand
+
+
+def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> OnMeta:
+    """Run `op` on the meta device.
 
     Raises:
         NoRowError: the shape is data-dependent.
     """
-    metas = [torch.empty(o.layout.shape, dtype=o.dtype, device="meta") for o in operands]
+    metas = [global_on_meta(o.layout, o.dtype) for o in operands]
     try:
         out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
     except NotImplementedError as error:
         raise NoRowError(f"The shape of the result of {op} is data-dependent.") from error
+    memory = {x.untyped_storage()._cdata for x in metas}
+    found = out if isinstance(out, list | tuple) else [out]
+    return OnMeta(out, any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found))
+
+
+def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
+    """The shape of the result; a list of shapes for several results.
+
+    Raises:
+        RuleError: the op returns no tensors.
+    """
     if isinstance(out, Tensor):
         return tuple(out.shape)
     if isinstance(out, list | tuple):
         return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]  # type: ignore[misc]
     raise RuleError(f"{op} returns {type(out).__name__}, which no rule describes.")
+
+
+def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
+    """The recipe of a call whose results have these strides; what torch returns as a new tensor is no `copied` view."""
+
+    def strided(layout: Layout | None, x: object) -> Any:
+        fits = layout is not None and isinstance(x, Tensor) and tuple(x.shape) == layout.shape
+        return layout.with_strides(x.stride()) if fits else layout  # type: ignore[union-attr]
+
+    output = recipe.output
+    if isinstance(output, tuple):
+        output = tuple(map(strided, output, found.out if isinstance(found.out, list | tuple) else output))
+    else:
+        output = strided(output, found.out)
+    return replace(recipe, output=output, copied=recipe.copied and found.is_view)

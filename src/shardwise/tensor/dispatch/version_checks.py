@@ -24,7 +24,7 @@ from shardwise.tensor.dispatch.keys import NO_KEY
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.recipes import remember
-from shardwise.tensor.dispatch.resolve import Recipe
+from shardwise.tensor.dispatch.resolve import Recipe, global_on_meta
 from shardwise.tensor.dtensor import DTensor
 
 _saved_cache: dict[Any, frozenset[int]] = {}
@@ -39,8 +39,10 @@ def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
         if type(x) is not DTensor:
             return x.to("meta") if isinstance(x, Tensor) else x
         with torch.enable_grad():
+            like = global_on_meta(x._layout, x.dtype)
             leaf = torch.empty(x._layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-            metas.append(leaf.view_as(leaf).clone())  # not a leaf, which no op may change in place
+            copy = leaf.view_as(leaf).clone()  # not a leaf, which no op may change in place
+            metas.append(copy if x._layout.strides is None else copy.as_strided(like.shape, like.stride()))
         return metas[-1]
 
     args, kwargs = pytree.tree_map(meta, (args, kwargs))

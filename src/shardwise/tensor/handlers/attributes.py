@@ -1,6 +1,7 @@
 """Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NoReturn, cast
 
 import torch
@@ -9,8 +10,10 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._guards import TracingContext
 
 from shardwise.errors import CaptureError, RuleError
+from shardwise.layout import REPLICATE
+from shardwise.rules.pointwise import is_contiguous
 from shardwise.rules.registry import handler, handler_of_family
-from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.rules.row import Args, Kwargs, Meta, Op
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.buckets import enable_bucketing
@@ -28,7 +31,7 @@ SAME = frozenset(
     is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia
     is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
     is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
-    _post_accumulate_grad_hooks __hash__ is_contiguous _is_zerotensor
+    _post_accumulate_grad_hooks __hash__ _is_zerotensor
     """.split()
 )
 
@@ -44,6 +47,28 @@ def same(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Call `func` on the local tensor."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+@handler(Tensor.is_contiguous)
+def _is_contiguous(func: Op, args: Args, kwargs: Kwargs) -> object:
+    layout, formats = args[0]._layout, (*args[1:], *kwargs.values())
+    return is_contiguous(Meta(layout.shape, torch.float32, REPLICATE, layout.strides), *formats)
+
+
+@handler(Tensor.storage_offset)
+def _storage_offset(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """Where the global tensor begins in its memory: 0 unless it is a view of some elements of another."""
+    x = args[0]
+    with DisableTorchFunctionSubclass():
+        base = x._base
+        if base is None or (type(base) is DTensor and prod(base._layout.shape) <= prod(x._layout.shape)):
+            return 0
+        if x._layout.is_replicated:
+            return x.storage_offset()
+    raise RuleError(
+        f"storage_offset() of a view as {x._layout}: a sharded tensor has no memory of its own. "
+        f"Fix: call it on to_local(), or on full_tensor()."
+    )
 
 
 @handler(Tensor.type)

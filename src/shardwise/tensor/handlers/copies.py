@@ -24,6 +24,8 @@ from shardwise.tensor.dtensor import DTensor
 T = TypeVar("T")
 storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
 
+OVERWRITES = ("fill_", "zero_")  # give elements that share memory one value
+
 
 class Copy:
     """The memory of one redistributed view. Its storage refers to it; the storage of the original does so weakly."""
@@ -124,8 +126,13 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
     """Call this before `x` is changed in place. `invalidate` the result afterwards: the op may read those copies.
 
     Raises:
-        RuleError: `x` is a copy, or a view of one, so the original would not change.
+        RuleError: `x` is a copy, or a view of one, so the original would not change; or its elements share memory.
     """
+    if x._layout.strides is not None and x._layout.overlaps and name.partition(".")[0] not in OVERWRITES:
+        raise RuleError(
+            f"{name} works in place on a tensor as {x._layout}, some elements of which share one memory location, as "
+            f"those of an expanded or unfolded tensor do. Fix: clone() it first."
+        )
     with DisableTorchFunctionSubclass():
         known = None if x.is_sparse else vars(storage_of(x))
     if not known:
