@@ -21,6 +21,7 @@ from shardwise.layout import (
     Replicate,
     Shard,
     as_integer,
+    as_integers,
     as_placements,
     checked,
     contiguous_strides,
@@ -73,6 +74,7 @@ class _Passed(TypedDict):
     global_shape: list[int] | None
     on_meta: NotRequired[bool]
     requires_grad: NotRequired[bool]
+    order: NotRequired[list[int]]  # of the dims in memory, if it is not row-major
     bounds: NotRequired[list[list[int]] | None]  # of a LocalShardsWrapper: of its shards; None if it has none
 
 
@@ -103,10 +105,12 @@ def from_local(
         nothing = local.reshape(-1)[:0].view(layout.local_shape(rank))  # connected: backward meets peers
         return wrap(nothing, layout, grad_placements)
     passed = _passed(local, mesh, wanted, shape, tiling)
+    order = passed.get("order")
     if run_check:
         ranks = tuple(sorted(mesh.ranks))
         all_passed = dict(zip(ranks, collectives.gather_json(passed, ranks), strict=True))
         layout, dtype = _layout_from_all_ranks(mesh, wanted, shape, all_passed)
+        order = _common_order(all_passed)
         needs_grad = any(other.get("requires_grad") for other in all_passed.values())
         _check_fit(layout, wanted, all_passed, MismatchError, "pass local tensors of the expected shapes")
         local = local.to("meta" if local.is_meta else mesh.device_type, dtype)  # only what has no element may differ
@@ -117,11 +121,7 @@ def from_local(
         _check_fit(layout, wanted, {rank: passed}, LayoutError, "give the sizes, Shard(dim, sizes=...)")
     if not local.numel():
         local = local.reshape(layout.local_shape(rank))
-    if stride is not None and tuple(stride) != contiguous_strides(layout.shape):
-        raise LayoutError(
-            f"from_local: only row-major global strides are known, {contiguous_strides(layout.shape)}, "
-            f"got {tuple(stride)}."
-        )
+    layout = layout.with_strides(_given_strides(stride, layout) if stride is not None else _strides(order, layout))
     replicated = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     if replicated:
         ranks = tuple(sorted(mesh.submesh(replicated, rank).ranks))
@@ -147,9 +147,44 @@ def _passed(
         passed["on_meta"] = True
     if local.requires_grad and torch.is_grad_enabled():
         passed["requires_grad"] = True
+    if not local.is_contiguous() and (order := _order(local)) is not None:
+        passed["order"] = order
     if tiling is not None:
         passed["bounds"] = [list(x) for x in tiling.bounds] if tiling.boxes else None
     return passed
+
+
+def _order(local: Tensor) -> list[int] | None:
+    """The dims from the one with the largest stride to that with the smallest; None if the elements have gaps."""
+    order = sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
+    return order if local.permute(order).is_contiguous() else None
+
+
+def _common_order(all_passed: dict[int, _Passed]) -> list[int] | None:
+    """The order of the dims in memory; None is row-major, or ranks differ."""
+    orders = {tuple(passed.get("order", ())) for passed in all_passed.values() if min(passed["shape"], default=0) > 1}
+    orders = orders or {tuple(passed.get("order", ())) for passed in all_passed.values()}
+    return list(orders.pop()) or None if len(orders) == 1 else None
+
+
+def _strides(order: Sequence[int] | None, layout: Layout) -> tuple[int, ...]:
+    """The strides of a global tensor whose dims have this order in memory."""
+    if order is None or len(order) != len(layout.shape):
+        return contiguous_strides(layout.shape)
+    by_dim = dict(zip(order, contiguous_strides([layout.shape[d] for d in order]), strict=True))
+    return tuple([by_dim[d] for d in range(len(order))])
+
+
+def _given_strides(strides: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    found = as_integers(strides, "from_local: stride", LayoutError, "such as (3, 1)")
+    if len(found) == len(layout.shape):
+        order = sorted(range(len(found)), key=lambda d: (-found[d], d))
+        if found == _strides(order, layout):
+            return found
+    raise LayoutError(
+        f"from_local: stride={found} describes no tensor of shape {layout.shape} without gaps. "
+        f"Fix: leave it out, or pass such as {contiguous_strides(layout.shape)}."
+    )
 
 
 def _on_mesh_device(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -348,7 +383,7 @@ def distribute_tensor(
         if tensor.is_meta:  # it has no values to send
             local = tensor.new_empty(layout.local_shape(rank))
         else:
-            local = local_shard_of(tensor.detach(), layout, src_data_rank)
+            local = local_shard_of(tensor.detach().contiguous(), layout, src_data_rank)
     result = tag(local, layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]

@@ -123,7 +123,8 @@ class DTensor(torch.Tensor):
             run_check: compare shapes, dtypes and placements over the ranks (one small exchange) and find the
                 sizes of uneven shards. False skips it and needs `shape` unless all shards have equal sizes.
             shape: the global shape, if known; checked against the local tensors.
-            stride: accepted for callers that pass a global stride; must be row-major.
+            stride: the global strides, in elements, of a tensor without gaps; needs `shape`. None: dims are in the
+                order that they have in the memory of the local tensors.
             grad_placements: placements of the gradient of `local_tensor`; None is those of the tensor, with Partial
                 read as Replicate.
 

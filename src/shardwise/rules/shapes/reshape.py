@@ -30,6 +30,8 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     them in the result.
     """
     after = reshaped_to(op, x, *args, **kwargs)
+    if after == x.shape and isinstance(x.placement, Boxes):
+        return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
     if op in FLATTENS and after == x.shape:
         return copies(x)  # torch returns x itself
     groups = tuple(_groups(x.shape, after))
@@ -47,8 +49,6 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
         rows.append(Row((Shard(longer[0]),), Shard(into), why, local, map_index=map_index, alignment=scale.denominator))
         why = "elements are sent to the ranks that hold them under the new dims"
         rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
-    if after == x.shape and isinstance(x.placement, Boxes):
-        return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
     rows += unsharded_rows(x, local)
     if not is_view:  # torch copies the global tensor, and would not copy every local one
         rows = [replace(row, local_impl=local) for row in [*rows, Row((REPLICATE,), REPLICATE, "a copy on every rank")]]

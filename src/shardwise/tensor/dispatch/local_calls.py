@@ -41,7 +41,7 @@ def local_call(rule: OpRule, runnable: RunnableRecipe) -> Callable[..., Any]:
 
 def _makes_views(rule: OpRule, recipe: resolve.Recipe) -> bool:
     """Whether torch may return an operand or a view of one, or there is no local implementation to do otherwise."""
-    return rule.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
+    return recipe.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
 
 
 def no_views(out: object, args: Args) -> object:

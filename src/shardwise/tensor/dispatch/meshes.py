@@ -111,7 +111,7 @@ def empty_results(
             if not isinstance(x, Tensor):
                 return x
             given = layouts if isinstance(layouts, Layout | None) else layouts[index]
-            layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)
+            layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride())
             shape = layout.local_shape(collectives.rank())
             if view and x.dtype == operands[0].dtype and not copies:
                 return tag(plain(operands[0]).reshape(-1)[:0].view(shape), layout)

@@ -93,4 +93,4 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
             f"Fix: to_dense() it, or work on local tensors inside shardwise.experimental.local_map."
         )
     collectives.expect_equal(x, tuple(sorted(mesh.ranks)), f"{name}: the plain tensor beside DTensors")
-    return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape))
+    return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride()))

@@ -38,6 +38,7 @@ class Recipe:
     output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
     rows: tuple[Row, ...] = ()  # those that give results of data-dependent shape their layouts
     cause: Cause = INTERNAL  # of the op's communication
+    view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
 
 
@@ -141,7 +142,7 @@ def recipe(
     cause = Cause("internal", name, "", _why(chosen))
     copied = rule.view and (bool(redistributed) or any(row.copies for row in chosen))
     rows = tuple(chosen) if rule.data_dependent_shape else ()
-    return Recipe(redistributed, tuple(wanted), local, axes, output, rows, cause, copied)
+    return Recipe(redistributed, tuple(wanted), local, axes, output, rows, cause, rule.view, copied)
 
 
 def has_empty_shards(x: Layout) -> bool:
@@ -313,7 +314,7 @@ def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
 
 
 def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
-    """The recipe of a call whose results have these strides; what torch returns as a new tensor is no `copied` view."""
+    """The recipe of a call whose results have these strides, and are views only if torch's are."""
 
     def strided(layout: Layout | None, x: object) -> Any:
         fits = layout is not None and isinstance(x, Tensor) and tuple(x.shape) == layout.shape
@@ -324,4 +325,5 @@ def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
         output = tuple(map(strided, output, found.out if isinstance(found.out, list | tuple) else output))
     else:
         output = strided(output, found.out)
-    return replace(recipe, output=output, copied=recipe.copied and found.is_view)
+    view = recipe.view and found.is_view
+    return replace(recipe, output=output, view=view, copied=recipe.copied and view)

@@ -106,7 +106,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         invalidate(copies)
         if rule.in_place:
             return meshes.changed_empty(func, args, kwargs)
-        return meshes.empty_results(func, recipe.output, mesh, args, kwargs, rule.view, recipe.copied)
+        return meshes.empty_results(func, recipe.output, mesh, args, kwargs, recipe.view, recipe.copied)
     call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), key)
     with DisableTorchFunctionSubclass():
         out = call_under_hooks(call, args, kwargs, recipe.output is None)

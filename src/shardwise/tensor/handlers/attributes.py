@@ -60,8 +60,7 @@ def _storage_offset(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Where the global tensor begins in its memory: 0 unless it is a view of some elements of another."""
     x = args[0]
     with DisableTorchFunctionSubclass():
-        base = x._base
-        if base is None or (type(base) is DTensor and prod(base._layout.shape) <= prod(x._layout.shape)):
+        if not _is_part(x):
             return 0
         if x._layout.is_replicated:
             return x.storage_offset()
@@ -69,6 +68,25 @@ def _storage_offset(func: Op, args: Args, kwargs: Kwargs) -> object:
         f"storage_offset() of a view as {x._layout}: a sharded tensor has no memory of its own. "
         f"Fix: call it on to_local(), or on full_tensor()."
     )
+
+
+@handler(torch.as_strided, Tensor.as_strided)
+def _as_strided(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """Elements by their places in memory, which are known if the global tensor is row-major and no part of another."""
+    x = next(a for a in (*args, *kwargs.values()) if type(a) is DTensor)
+    if x._layout.strides is not None or _is_part(x):
+        raise RuleError(
+            f"{name_of(func)}() reads memory by position, which is not known for a view as {x._layout}. "
+            f"Fix: clone(memory_format=torch.contiguous_format) first, or index it."
+        )
+    return run_decomposed(func, args, kwargs)
+
+
+def _is_part(x: DTensor) -> bool:
+    """Whether `x` may be a view of some elements of another tensor."""
+    with DisableTorchFunctionSubclass():
+        base = x._base
+    return base is not None and not (type(base) is DTensor and prod(base._layout.shape) <= prod(x._layout.shape))
 
 
 @handler(Tensor.type)
@@ -133,11 +151,12 @@ def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Read or set an attribute that may differ between the local and the global tensor; most are refused."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
-        value = None if func.__name__ == "__get__" else plain(_in_layout_of(x, args[1], ".data ="))
+        value = None if func.__name__ == "__get__" else _in_layout_of(x, args[1], ".data =")
         with DisableTorchFunctionSubclass():
             if value is None:
                 return remembering(x, tag(func(*args), x._layout))
-            func(x, value)
+            func(x, plain(value))
+            x._layout = value._layout
             return track(x)  # the value may be a copy where torch gives a view
     if attribute == "_base" and same(func, args, kwargs) is None:
         return None
@@ -167,6 +186,7 @@ def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         refuse(Tensor.set_, (x, *args), kwargs)
     value = _in_layout_of(x, args[0], "set_()")
     with DisableTorchFunctionSubclass():
+        x._layout = value._layout
         return track(Tensor.set_(x, value))  # type: ignore[call-overload, no-any-return]
 
 

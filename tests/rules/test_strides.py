@@ -1,0 +1,166 @@
+"""Strides of the global tensor: which reshapes are views is the same as in one process, on every rank."""
+
+from collections.abc import Callable
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise.errors import LayoutError, RuleError
+from shardwise.testing import world
+
+Step = Callable[[Any], Any]
+VALUES = torch.arange(1.0, 25).view(4, 3, 2)
+CHANGES: dict[str, Step] = {  # of a 3-D tensor, into one
+    "transpose(0, 1)": lambda x: x.transpose(0, 1),
+    "transpose(1, 2)": lambda x: x.transpose(1, 2),
+    "permute(2, 0, 1)": lambda x: x.permute(2, 0, 1),
+    "[:, 1:]": lambda x: x[:, 1:],
+    "[:1]": lambda x: x[:1],
+    "[::2]": lambda x: x[::2],
+    "narrow(2, 0, 1)": lambda x: x.narrow(2, 0, 1),
+    "[None, 0]": lambda x: x[None, 0],
+    "flatten, unflatten": lambda x: x.reshape(-1, 1, 1),
+    "* 2": lambda x: x * 2,
+    "clone": lambda x: x.clone(),
+    "contiguous": lambda x: x.contiguous(),
+    "detach": lambda x: x.detach(),
+    "sum(0)": lambda x: x.sum(0, keepdim=True),
+    "expand": lambda x: x[:1].expand(2, *x.shape[1:]),
+    "cat": lambda x: torch.cat([x, x], 1),
+    "empty_like": lambda x: torch.zeros_like(x) + x,
+    "conversion": lambda x: x.double(),
+}
+LAST: dict[str, Step] = {
+    "nothing": lambda x: x,
+    "view(-1)": lambda x: x.view(-1),
+    "reshape(-1)": lambda x: x.reshape(-1),
+    "flatten(1)": lambda x: x.flatten(1),
+    "ravel": lambda x: x.ravel(),
+    "contiguous": lambda x: x.contiguous(),
+    "view of last dims": lambda x: x.view(x.shape[0], -1),
+    "channels_last": lambda x: x[None].contiguous(memory_format=torch.channels_last),
+}
+LAYOUTS: list[tuple[tuple[int, ...], list[Placement]]] = [
+    ((3,), [Shard(0)]),
+    ((2,), [Shard(1)]),
+    ((4,), [Shard(0, [0, 3, 1, 0])]),
+    ((2,), [Shard(2)]),
+    ((2,), [Replicate()]),
+    ((3,), [OnRanks(1)]),
+    ((2,), [Partial()]),
+    ((2, 2), [Shard(0), Shard(1)]),
+]
+
+
+def outcome(x: Any, chain: list[Step], last: Step) -> tuple[object, ...]:
+    """Strides of the result, and what an in-place change of it changes in the original; or the error."""
+    x = x.clone()
+    out = x
+    for step in chain:
+        out = step(out)
+    try:
+        out = last(out)
+    except RuntimeError as error:
+        return (str(error).splitlines()[0],)
+    seen = [n for n, size in zip(out.stride(), out.shape, strict=True) if size > 1]
+    try:
+        out.add_(1)
+        changed: object = (x.full_tensor() if isinstance(x, DTensor) else x).tolist() or "on other ranks"
+    except RuntimeError as error:  # RuleError among them
+        changed = "refused" if isinstance(error, RuleError) else str(error)
+    return tuple(out.shape), seen, out.is_contiguous(), changed
+
+
+def chains(count: int) -> list[list[str]]:
+    random = Random(0)
+    return [random.choices(list(CHANGES), k=random.randint(1, 4)) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("mesh", "placements"), LAYOUTS, ids=str)
+def test_views_copies_and_strides_are_those_of_one_process(mesh: tuple[int, ...], placements: list[Placement]) -> None:
+    """Also on a rank outside the mesh."""
+    cases = list(product(chains(40), LAST))
+
+    def body() -> list[tuple[object, ...]]:
+        x = distribute_tensor(VALUES, Mesh(mesh), placements)
+        return [outcome(x, [CHANGES[name] for name in names], LAST[last]) for names, last in cases]
+
+    by_rank = world(Mesh(mesh).size() + 1).run(body)
+    for (names, last), *gots in zip(cases, *by_rank, strict=True):
+        want = outcome(VALUES, [CHANGES[name] for name in names], LAST[last])
+        if gots[0][-1] == "refused":  # a view that needed a redistribution, or torch's error
+            want = (*want[:-1], "refused")
+        assert gots[:-1] == [want] * Mesh(mesh).size(), (names, last)
+        if gots[-1][-1] == "on other ranks":  # which hold the original
+            gots[-1] = (*gots[-1][:-1], want[-1])
+        assert gots[-1] == want, (names, last, "outside the mesh")
+
+
+@world(3)
+def test_local_tensors_that_are_not_row_major() -> None:
+    local = torch.arange(6.0).view(3, 2).t()  # (2, 3), as one of three shards
+    x = DTensor.from_local(local, Mesh((3,)), [Shard(1)])
+    assert x.stride() == (1, 2)
+    assert not x.is_contiguous()
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        x.view(-1)
+    x.t().view(-1).add_(1)
+    assert local[0, 0] == 1
+    assert DTensor.from_local(local, Mesh((3,)), [Shard(0)], run_check=False).stride() == (1, 6)
+    given = DTensor.from_local(local, Mesh((3,)), [Shard(0)], shape=(6, 3), stride=(1, 6))
+    assert given.stride() == (1, 6)
+    for wrong in ((6, 2), (1,), (3, 6)):
+        with pytest.raises(LayoutError, match=r"describes no tensor of shape \(6, 3\) without gaps"):
+            DTensor.from_local(local, Mesh((3,)), [Shard(0)], shape=(6, 3), stride=wrong)
+    y = DTensor.from_local(torch.zeros(0, 3).t(), Mesh((3,)), [Shard(1)])
+    assert y.stride() == torch.zeros(3, 0).stride()
+
+
+@world(2)
+def test_where_a_view_begins() -> None:
+    full = distribute_tensor(torch.arange(12.0).view(4, 3), Mesh((2,)), [Replicate()])
+    assert full[2:].storage_offset() == 6
+    x = distribute_tensor(torch.arange(12.0).view(4, 3), Mesh((2,)), [Shard(0)])
+    assert x.storage_offset() == x.t().storage_offset() == x.view(-1).detach().storage_offset() == 0
+    with pytest.raises(RuleError, match="a sharded tensor has no memory of its own"):
+        x[2:].storage_offset()
+    for view in (x.t(), x[2:], full[2:]):
+        with pytest.raises(RuleError, match="reads memory by position"):
+            view.as_strided((2,), (1,))
+    assert x.as_strided((2,), (3,)).full_tensor().tolist() == [0, 3]
+
+
+@world(2)
+def test_a_tensor_gets_the_strides_of_its_new_value() -> None:
+    x = distribute_tensor(torch.zeros(4, 3), Mesh((2,)), [Shard(0)])
+    value = distribute_tensor(torch.arange(12.0).view(3, 4), Mesh((2,)), [Shard(1)]).t()
+    x.data = value
+    assert x.stride() == (1, 4)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        x.view(-1)
+    assert x.full_tensor().tolist() == value.full_tensor().tolist()
+    assert x.redistribute(placements=[Shard(1)]).is_contiguous()
+
+
+def test_gradients_of_views() -> None:
+    def total(x: Any) -> Any:
+        y = x.transpose(0, 1).reshape(-1).view(6, -1).t()
+        return (y.contiguous() * torch.arange(24.0).view(4, 6)).sum()
+
+    def body(placement: Placement) -> Tensor:
+        x = distribute_tensor(VALUES, Mesh((3,)), [placement]).requires_grad_()
+        total(x).backward()
+        assert x.grad is not None
+        return x.grad.full_tensor()  # type: ignore[no-any-return, attr-defined]
+
+    plain = VALUES.clone().requires_grad_()
+    total(plain).backward()
+    for placement in (Shard(0), Shard(1), Replicate(), OnRanks(0)):
+        for got in world(3).run(body, placement):
+            assert_close(got, plain.grad, msg=str(placement))
