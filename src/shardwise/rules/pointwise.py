@@ -141,7 +141,7 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = x, or a copy if the elements of the global tensor are in another order; local tensors may seem to be in it."""
+    """out = x, or a copy if the elements of the global tensor are in another order, whatever local tensors are in."""
     local = _itself if is_contiguous(x, *memory_formats(args, kwargs)) else _copied
     rows = [replace(row, local_impl=local) for row in copies(x, *args, **kwargs)]
     return [*rows, Row((REPLICATE,), REPLICATE, "every rank has everything", local)]

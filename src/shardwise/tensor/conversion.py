@@ -156,7 +156,8 @@ def _passed(
 
 def _order(local: Tensor) -> list[int] | None:
     """The dims from the one with the largest stride to that with the smallest; None if the elements have gaps."""
-    order = sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
+    strides = local.stride()
+    order = sorted(range(local.ndim), key=strides.__getitem__, reverse=True)
     return order if local.permute(order).is_contiguous() else None
 
 
@@ -178,7 +179,7 @@ def _strides(order: Sequence[int] | None, layout: Layout) -> tuple[int, ...]:
 def _given_strides(strides: Sequence[int], layout: Layout) -> tuple[int, ...]:
     found = as_integers(strides, "from_local: stride", LayoutError, "such as (3, 1)")
     if len(found) == len(layout.shape):
-        order = sorted(range(len(found)), key=lambda d: (-found[d], d))
+        order = sorted(range(len(found)), key=found.__getitem__, reverse=True)
         if found == _strides(order, layout):
             return found
     raise LayoutError(

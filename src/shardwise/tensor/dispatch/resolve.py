@@ -316,9 +316,10 @@ def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
 def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
     """The recipe of a call whose results have these strides, and are views only if torch's are."""
 
-    def strided(layout: Layout | None, x: object) -> Any:
-        fits = layout is not None and isinstance(x, Tensor) and tuple(x.shape) == layout.shape
-        return layout.with_strides(x.stride()) if fits else layout  # type: ignore[union-attr]
+    def strided(layout: Layout | None, x: object) -> Layout | None:
+        if layout is None or not isinstance(x, Tensor) or tuple(x.shape) != layout.shape:
+            return layout
+        return layout.with_strides(x.stride())
 
     output = recipe.output
     if isinstance(output, tuple):
