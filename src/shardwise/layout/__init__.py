@@ -18,7 +18,7 @@ from shardwise.layout.arguments import (
 )
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import Placements, as_placement, as_placements, axis_names, placements_text
-from shardwise.layout.layout import Layout, ShardSizes, contiguous_strides
+from shardwise.layout.layout import Layout, ShardSizes, contiguous_strides, dims_by_stride, strides_in_order
 from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise.layout.parse import (
     ITEMSIZES,
@@ -52,14 +52,17 @@ __all__ = [
     "REPLICATE",
     "SEQUENCE",
     "Box",
-    "Boxes", "Count",
+    "Boxes",
+    "Count",
     "Kind",
     "Layout",
-    "Mesh", "NumRanks",
+    "Mesh",
+    "NumRanks",
     "OnRanks",
     "Partial",
     "Placement",
-    "Placements", "Probability",
+    "Placements",
+    "Probability",
     "Replicate",
     "Shard",
     "ShardSizes",
@@ -74,8 +77,11 @@ __all__ = [
     "chunk",
     "contiguous_strides",
     "describe",
-    "dual", "entered_mesh",
-    "is_integer", "is_listing",
+    "dims_by_stride",
+    "dual",
+    "entered_mesh",
+    "is_integer",
+    "is_listing",
     "mesh_of",
     "parse_integers",
     "parse_itemsize",
@@ -88,4 +94,5 @@ __all__ = [
     "ring_elements",
     "shown",
     "split_by_boxes",
+    "strides_in_order",
 ]  # fmt: skip

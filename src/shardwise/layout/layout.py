@@ -206,6 +206,11 @@ class Layout:
             self.shard_order,
         )
 
+    @property
+    def dim_order(self) -> list[int] | None:
+        """The order of the dims in the memory of the global and of local tensors; None: row-major."""
+        return None if self.strides is None else dims_by_stride(self.strides)
+
     def with_strides(self, strides: Sequence[int]) -> "Layout":
         """The same boxes of a global tensor with these strides, in elements."""
         if strides == (self.strides or contiguous_strides(self.shape)):
@@ -438,6 +443,17 @@ def set_renderer(renderer: Renderer) -> None:
     """What `Layout.show` and notebooks draw with. `shardwise/__init__.py` sets it: pictures are of a higher layer."""
     global _draw  # noqa: PLW0603
     _draw = renderer
+
+
+def dims_by_stride(strides: Sequence[int]) -> list[int]:
+    """The dims from the one with the largest stride to that with the smallest: the order of an element in memory."""
+    return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+
+
+def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of `shape` without gaps whose dims are in this order in memory, such as (1, 0)."""
+    by_dim = dict(zip(order, contiguous_strides([shape[d] for d in order]), strict=True))
+    return tuple([by_dim[d] for d in range(len(order))])
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

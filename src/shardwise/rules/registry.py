@@ -52,6 +52,7 @@ class OpRule:
             None runs the op on torch's meta device.
         data_dependent_shape: the result's size is known only after the op ran; the ranks exchange the sizes of shards.
         view: torch returns a view of the first operand.
+        order_of_first: kernels give the result the memory order of the first operand, and the meta device does not.
 
     How calls are cached:
         shape_independent: the rows depend on numbers of dims and on which dims have size 1, on no other size and on
@@ -78,6 +79,7 @@ class OpRule:
     random: bool = False
     typed: bool = False
     view: bool = False
+    order_of_first: bool = False
     decomposition: Op | None = None
     mesh_operand: int | None = None
     handler: Handler | None = None

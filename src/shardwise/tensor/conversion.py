@@ -25,7 +25,9 @@ from shardwise.layout import (
     as_placements,
     checked,
     contiguous_strides,
+    dims_by_stride,
     placements_text,
+    strides_in_order,
 )
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor.arguments import check_dense
@@ -121,7 +123,7 @@ def from_local(
         _check_fit(layout, wanted, {rank: passed}, LayoutError, "give the sizes, Shard(dim, sizes=...)")
     if not local.numel():
         local = local.reshape(layout.local_shape(rank))
-    layout = layout.with_strides(_given_strides(stride, layout) if stride is not None else _strides(order, layout))
+    layout = layout.with_strides(_strides(stride, order, layout))
     replicated = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     if replicated:
         ranks = tuple(sorted(mesh.submesh(replicated, rank).ranks))
@@ -155,9 +157,8 @@ def _passed(
 
 
 def _order(local: Tensor) -> list[int] | None:
-    """The dims from the one with the largest stride to that with the smallest; None if the elements have gaps."""
-    strides = local.stride()
-    order = sorted(range(local.ndim), key=strides.__getitem__, reverse=True)
+    """The order of the dims in memory; None if the elements have gaps."""
+    order = dims_by_stride(local.stride())
     return order if local.permute(order).is_contiguous() else None
 
 
@@ -168,24 +169,18 @@ def _common_order(all_passed: dict[int, _Passed]) -> list[int] | None:
     return list(orders.pop()) or None if len(orders) == 1 else None
 
 
-def _strides(order: Sequence[int] | None, layout: Layout) -> tuple[int, ...]:
-    """The strides of a global tensor whose dims have this order in memory."""
-    if order is None or len(order) != len(layout.shape):
-        return contiguous_strides(layout.shape)
-    by_dim = dict(zip(order, contiguous_strides([layout.shape[d] for d in order]), strict=True))
-    return tuple([by_dim[d] for d in range(len(order))])
-
-
-def _given_strides(strides: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    found = as_integers(strides, "from_local: stride", LayoutError, "such as (3, 1)")
-    if len(found) == len(layout.shape):
-        order = sorted(range(len(found)), key=found.__getitem__, reverse=True)
-        if found == _strides(order, layout):
-            return found
-    raise LayoutError(
-        f"from_local: stride={found} describes no tensor of shape {layout.shape} without gaps. "
-        f"Fix: leave it out, or pass such as {contiguous_strides(layout.shape)}."
-    )
+def _strides(given: Sequence[int] | None, order: Sequence[int] | None, layout: Layout) -> tuple[int, ...]:
+    """The strides of the global tensor: those that are given, or the dims in this order; row-major for None."""
+    shape = layout.shape
+    if given is None:
+        return strides_in_order(shape, range(len(shape)) if order is None or len(order) != len(shape) else order)
+    found = as_integers(given, "from_local: stride", LayoutError, "such as (3, 1)")
+    if len(found) != len(shape) or found != strides_in_order(shape, dims_by_stride(found)):
+        raise LayoutError(
+            f"from_local: stride={found} describes no tensor of shape {shape} without gaps. "
+            f"Fix: leave it out, or pass such as {contiguous_strides(shape)}."
+        )
+    return found
 
 
 def _on_mesh_device(tensor: Tensor, mesh: Mesh) -> Tensor:

@@ -1,6 +1,6 @@
 """What a recipe runs on the local tensors of its operands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,16 +44,22 @@ def _makes_views(rule: OpRule, recipe: resolve.Recipe) -> bool:
     return recipe.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
 
 
-def no_views(out: object, args: Args) -> object:
+def no_views(out: object, args: Args, layouts: Sequence[Layout | None]) -> object:
     """The results of a local implementation of an op that returns new tensors: they share memory with nothing.
 
-    A change of a view in place would change an operand, or what was saved for backward, on this rank.
+    A change of a view in place would change an operand, or what was saved for backward, on this rank. Their dims are in
+    the order of the layouts in memory, by which later ops decide between views and copies.
     """
     if isinstance(out, tuple | list):
-        return type(out)([no_views(x, args) for x in out])
+        return type(out)([no_views(x, args, [layout]) for x, layout in zip(out, layouts, strict=False)])
     if not isinstance(out, Tensor) or out.is_sparse:
         return out
-    if not _has_strides_of_new(out):
+    order = layouts[0].dim_order if layouts and layouts[0] is not None else None
+    if order is not None and len(order) == out.ndim:
+        if not out.permute(order).is_contiguous():
+            back = sorted(range(out.ndim), key=order.__getitem__)
+            return out.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    elif not (out.is_contiguous() and (not out.numel() or out.stride() == contiguous_strides(out.shape))):
         return out.clone(memory_format=torch.contiguous_format)
     if not out._is_view():
         return out
@@ -61,13 +67,6 @@ def no_views(out: object, args: Args) -> object:
     if out.requires_grad or any(isinstance(a, Tensor) and not a.is_sparse and storage_of(a) is storage for a in args):
         return out.clone()
     return torch.ops.aten._unsafe_view(out, out.size())
-
-
-def _has_strides_of_new(x: Tensor) -> bool:
-    """Whether a new tensor may have these strides, by which later ops decide between views and copies."""
-    if x.is_contiguous():
-        return not x.numel() or x.stride() == contiguous_strides(x.shape)
-    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 == x.numel()
 
 
 class ReadsLayouts:
@@ -110,7 +109,7 @@ class _LocalCall(ReadsLayouts):
             if out is not NotImplemented:
                 return out
         out = recipe.local_impl(self._context(operands), *locals_, **named)
-        return out if self.makes_views else no_views(out, args)
+        return out if self.makes_views else no_views(out, args, self.outputs)
 
     def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
@@ -144,7 +143,7 @@ class _RedistributeCall(ReadsLayouts):
         if recipe.copied:
             out = copies_of(_first_dtensor(args, kwargs), out)
         elif not self.makes_views:
-            out = no_views(out, args)
+            out = no_views(out, args, () if recipe.rows else ctx.outputs)
         return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
 
 

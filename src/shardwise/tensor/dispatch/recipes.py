@@ -1,6 +1,7 @@
 """The recipe of a call, from a cache or worked out from the layouts of its operands."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise.layout import REPLICATE
+from shardwise.layout import REPLICATE, Layout, strides_in_order
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.registry import Shapes, no_rows
 from shardwise.rules.row import Args, Kwargs, Op, arguments
@@ -94,7 +95,11 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    if recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
+    order = operands[0].layout.dim_order if operands else None
+    if rule.order_of_first and isinstance(recipe.output, Layout):
+        if order is not None:
+            recipe = replace(recipe, output=recipe.output.with_strides(strides_in_order(recipe.output.shape, order)))
+    elif recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
         try:
             recipe = resolve.with_strides(recipe, results())
         except RuntimeError:  # NoRowError among them
