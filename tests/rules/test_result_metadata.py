@@ -20,6 +20,12 @@ OTHERWISE = {
     torch.dropout: "with train=False, an alias instead of the operand itself; F.dropout returns the operand",
     torch.binomial: "no gradient instead of zeros",
 }
+OTHER_STRIDES = {
+    torch.nonzero: "row-major instead of column-major",
+    torch.argwhere: "row-major instead of column-major",
+    torch.where: "columns of a row-major result of nonzero",
+    torch.linalg.svd: "row-major on the meta device; column-major on others",
+}
 Facts = dict[str, object]
 
 
@@ -51,6 +57,8 @@ def facts(x: object) -> Facts:
         "is_neg": x.is_neg(),
         "is_inference": x.is_inference(),
         "itemsize": x.element_size(),
+        "strides": [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1] if x.numel() else [],
+        "is_contiguous": x.is_contiguous(),
     }
 
 
@@ -64,7 +72,8 @@ def observed(sample: Sample, gradients: bool, make: Callable[[Tensor], Tensor]) 
     before = [x._version for x in leaves]
     flat = pytree.tree_leaves(sample.call(leaves))
     same: list[Facts] = [{"is operand": [x is y for y in leaves]} for x in flat if sample.in_place]
-    return [*map(facts, flat), *same, {"changed": [x._version - n for x, n in zip(leaves, before, strict=True)]}]
+    said = [facts(x) | ({"strides": "", "is_contiguous": ""} if sample.op in OTHER_STRIDES else {}) for x in flat]
+    return [*said, *same, {"changed": [x._version - n for x, n in zip(leaves, before, strict=True)]}]
 
 
 def differences(sample: Sample, gradients: bool, placement: Placement) -> list[str]:

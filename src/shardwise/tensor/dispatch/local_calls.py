@@ -1,6 +1,6 @@
 """What a recipe runs on the local tensors of its operands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,17 +44,18 @@ def _makes_views(rule: OpRule, recipe: resolve.Recipe) -> bool:
     return recipe.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
 
 
-def no_views(out: object, args: Args, layouts: Sequence[Layout | None]) -> object:
+def no_views(out: object, args: Args, layouts: Layout | tuple[Layout | None, ...] | None) -> object:
     """The results of a local implementation of an op that returns new tensors: they share memory with nothing.
 
     A change of a view in place would change an operand, or what was saved for backward, on this rank. Their dims are in
     the order of the layouts in memory, by which later ops decide between views and copies.
     """
     if isinstance(out, tuple | list):
-        return type(out)([no_views(x, args, [layout]) for x, layout in zip(out, layouts, strict=False)])
+        of_results = layouts if isinstance(layouts, tuple) else (None,) * len(out)
+        return type(out)([no_views(x, args, layout) for x, layout in zip(out, of_results, strict=True)])
     if not isinstance(out, Tensor) or out.is_sparse:
         return out
-    order = layouts[0].dim_order if layouts and layouts[0] is not None else None
+    order = layouts.dim_order if isinstance(layouts, Layout) else None
     if order is not None and len(order) == out.ndim:
         if not out.permute(order).is_contiguous():
             back = sorted(range(out.ndim), key=order.__getitem__)
@@ -109,7 +110,7 @@ class _LocalCall(ReadsLayouts):
             if out is not NotImplemented:
                 return out
         out = recipe.local_impl(self._context(operands), *locals_, **named)
-        return out if self.makes_views else no_views(out, args, self.outputs)
+        return out if self.makes_views else no_views(out, args, recipe.output)
 
     def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
@@ -143,7 +144,7 @@ class _RedistributeCall(ReadsLayouts):
         if recipe.copied:
             out = copies_of(_first_dtensor(args, kwargs), out)
         elif not self.makes_views:
-            out = no_views(out, args, () if recipe.rows else ctx.outputs)
+            out = no_views(out, args, recipe.output)
         return as_dtensors(out, layouts_of_results(recipe, ctx, out)) if recipe.rows else out
 
 
