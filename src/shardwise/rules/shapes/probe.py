@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Box
-from shardwise.rules.registry import Shapes
 from shardwise.rules.row import Args, Kwargs, Meta, Op
 
 
@@ -70,12 +69,6 @@ def probe_views(op: Op, x: Meta, args: Args, kwargs: Kwargs) -> tuple[list[ViewM
     out = op(_probe(x.shape, x.dtype), *args, **kwargs)
     several = isinstance(out, list | tuple)
     return [_view_map(y, x.shape) for y in (out if several else [out])], several
-
-
-def probe_shapes(op: Op, x: Meta, *args: object, **kwargs: object) -> Shapes:
-    """The shape of the result, or a list of shapes."""
-    out = op(_probe(x.shape, x.dtype), *args, **kwargs)
-    return tuple(out.shape) if isinstance(out, Tensor) else [tuple(y.shape) for y in out]
 
 
 @lru_cache(maxsize=1024)

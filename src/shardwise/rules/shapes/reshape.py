@@ -213,6 +213,6 @@ def viewed(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 _reshapes = functions_named("reshape", "flatten", "ravel", "unflatten")
 _reshapes += [aten.view.default, aten._unsafe_view.default]
 for _op in _reshapes:
-    register(OpRule(partial(reshaped, _op), shape=partial(reshaped_to, _op), view=True), _op)
-register(OpRule(viewed, shape=partial(reshaped_to, Tensor.view), view=True), Tensor.view)
-register(OpRule(other_dtype, shape=partial(reshaped_to, Tensor.view), view=True), aten.view.dtype)
+    register(OpRule(partial(reshaped, _op), view=True), _op)
+register(OpRule(viewed, view=True), Tensor.view)
+register(OpRule(other_dtype, view=True), aten.view.dtype)

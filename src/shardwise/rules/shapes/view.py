@@ -13,7 +13,7 @@ from shardwise.rules.pointwise import SUMS, homogeneous, shape_of_first
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Args, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import empty_result, functions_named, run_on_owner, unsharded_rows
-from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_shapes, probe_views
+from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 
 aten = torch.ops.aten
 ViewCall = tuple[Op, tuple[int, ...], torch.dtype, Args, tuple[tuple[str, Any], ...]]
@@ -215,12 +215,11 @@ SLICED: list[Op] = [
 
 for _ops, _local in ((PERMUTED, None), (SQUEEZED, _local_squeeze), (EXPANDED, _local_expand)):
     for _op in _ops:
-        _rows, _shapes = partial(permuted, _op, _local), partial(probe_shapes, _op)
-        register(OpRule(_rows, shape=_shapes, shape_independent=True, view=True), _op)
+        register(OpRule(partial(permuted, _op, _local), shape_independent=True, view=True), _op)
 for _op in SLICED:
-    register(OpRule(partial(sliced, _op), shape=partial(probe_shapes, _op), view=True), _op)
+    register(OpRule(partial(sliced, _op), view=True), _op)
 register(
-    OpRule(partial(sliced, basic_index), shape=partial(probe_shapes, basic_index), view=True, takes_dtensors=True),
+    OpRule(partial(sliced, basic_index), view=True, takes_dtensors=True),
     basic_index,
 )
 register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
