@@ -293,8 +293,8 @@ def test_from_local_refuses_nonsense_alike() -> None:
     )
     assert "One placement per mesh axis" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, None, [S0, S0]))
     assert "needs the global shape too" in same_error(2, LayoutError, lambda: DTensor.from_local(FULL, stride=(5, 1)))
-    assert "only row-major" in same_error(
-        2, LayoutError, lambda: DTensor.from_local(FULL, None, [R], shape=(7, 5), stride=(1, 7))
+    assert "describes no tensor of shape (7, 5) without gaps" in same_error(
+        2, LayoutError, lambda: DTensor.from_local(FULL, None, [R], shape=(7, 5), stride=(1, 6))
     )
     assert "shards dim 2, but the local tensors have 2 dims" in same_error(
         2, LayoutError, lambda: DTensor.from_local(FULL, None, [Shard(2)])
