@@ -48,6 +48,7 @@ def test_every_outcome_is_told_from_the_others(line: str, outcome: Outcome) -> N
 
 AVERAGE = "redistribute(x1, Mesh((3,)), [Partial('avg')])"
 ON_THREE = "x1 = leaf(49, (3, 2), torch.float64, False, Mesh((3,)), [Replicate()])"
+SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,14 @@ ON_THREE = "x1 = leaf(49, (3, 2), torch.float64, False, Mesh((3,)), [Replicate()
     [
         ((ON_THREE, f"v2 = x1 == {AVERAGE}"), Outcome.UNSTABLE),  # n * x / n is not always x
         ((ON_THREE, f"v2 = {AVERAGE} > {RANK}"), Outcome.WRONG),
+        ((ON_THREE, "x1.requires_grad_()", "v2 = torch.autograd.grad((x1 ** 2).sum(), [x1])[0]", "v3 = v2 == x1 * 2"),
+         Outcome.UNSTABLE),  # a sum of three terms
+        ((SHARDED, "with torch.no_grad(): x1[...] = 3", "v2 = x1.kthvalue(2, 0).values"), Outcome.UNSTABLE),  # which 3?
+        ((SHARDED, "with torch.no_grad(): x1[...] = 3", f"v2 = x1.sort(stable=True).values * (1 + {RANK})"),
+         Outcome.WRONG),
+        # Is the row read before it is written?
+        ((ON_THREE.replace("[Replicate()]", "[Shard(1)]"), "v2 = x1 * 1", "v2.t_()",
+          "v2.addcmul_(v2[0], torch.tensor(2.0, dtype=v2.dtype))"), Outcome.UNSTABLE),
         # Backward of plain torch meets the changed tensor, because `save_on_cpu` keeps it.
         ((ON_THREE, "x1.requires_grad_()", "v2 = x1 * 1", "with torch.autograd.graph.save_on_cpu(): v3 = v2.amax(0)",
           "v2 += 1"), Outcome.RIGHT),

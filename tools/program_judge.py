@@ -27,7 +27,7 @@ class Outcome(StrEnum):
 
     RIGHT = "right"
     REFUSED = "refused"  # a clear error, the same on every rank
-    UNSTABLE = "unstable"  # it differs, but rounding of its inputs makes as much of a difference in plain torch
+    UNSTABLE = "unstable"  # it differs, but in plain torch rounding, or what it does not define, makes a difference
     LENIENT = "lenient"  # it runs where torch raises
     ERROR = "error"  # of another kind
     WRONG = "wrong"
@@ -253,8 +253,8 @@ def _of_failures(failed: Sequence[Seen], what: Program, plain: Seen) -> Verdict:
 
 
 def _unstable(what: Program, seen: Seen, plain: Seen, why: str) -> bool:
-    """Whether rounding makes a difference: such programs prove nothing."""
-    if _is_of_averages(what, seen, plain, why):
+    """Whether rounding, or what torch does not define, makes a difference: such programs prove nothing."""
+    if _is_of_equals(what, seen, plain, why) or _is_undefined(what, plain, why):
         return True
     short = any("float32" in line or ".float()" in line for line in what.lines)
     nudged = _on_plain(what.lines, 1e-3 if what.is_coarse else 1e-6 if short else 1e-11)
@@ -268,27 +268,65 @@ def _unstable(what: Program, seen: Seen, plain: Seen, why: str) -> bool:
     return far > 8 * near  # a comparison of equal numbers jumps as far for both
 
 
-def _is_of_averages(what: Program, seen: Seen, plain: Seen, why: str) -> bool:
-    """Whether elements differ only where a comparison would if averages were rounded otherwise.
+def _is_of_equals(what: Program, seen: Seen, plain: Seen, why: str) -> bool:
+    """Whether elements differ only where equal numbers are compared, and plain torch does not say how they are rounded.
 
-    An average of n equal terms is n * x / n, which is not always x, so `x == average` is not defined to the last bit.
+    An average of n equal terms is n * x / n, and the gradient of a replicated tensor a sum of n terms: not always x.
     """
     name = re.split(r"[\[ ]", why, maxsplit=1)[0]
-    if not any("Partial('avg')" in line for line in what.lines) or name not in seen.values:
+    if name not in seen.values or seen.values[name].dtype != torch.bool:
         return False
-    if seen.values[name].dtype != torch.bool or seen.values[name].shape != plain.values[name].shape:
-        return False
-
-    def averaged(factor: float) -> Tensor:
-        def redistributed(x: Tensor, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
-            rounded = Partial("avg") in placements and x.is_floating_point()
-            return _clone(x) * factor if rounded else _clone(x)
-
-        return seen_of(what.lines, {**PLAIN, "redistribute": redistributed}).values[name]
-
     error = 2 * torch.finfo(torch.float64).eps
-    may_differ = (averaged(1 + error) != plain.values[name]) | (averaged(1 - error) != plain.values[name])
-    return bool((may_differ | (seen.values[name] == plain.values[name])).all())
+    found = [_sums_rounded(what.lines, factor).values.get(name) for factor in (1 + error, 1 - error)]
+    got, want = seen.values[name], plain.values[name]
+    may_differ = [x != want for x in found if x is not None and x.shape == want.shape == got.shape]
+    return len(may_differ) == len(found) and bool((may_differ[0] | may_differ[1] | (got == want)).all())
+
+
+def _sums_rounded(lines: Sequence[str], factor: float) -> Seen:
+    """With `factor` times the averages, and times the gradients that lines compute."""
+
+    def redistributed(x: Tensor, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
+        return _clone(x) * factor if Partial("avg") in placements and x.is_floating_point() else _clone(x)
+
+    def grad(*args: Any, **kwargs: Any) -> list[Tensor]:
+        return [g * factor for g in torch.autograd.grad(*args, **kwargs)]
+
+    lines = [line.replace("torch.autograd.grad(", "grad(") for line in lines]
+    return seen_of(lines, {**PLAIN, "redistribute": redistributed, "grad": grad})
+
+
+class _Undefined(TorchDispatchMode):
+    """Does otherwise what torch does not define.
+
+    Ops that may choose any of equal elements choose another one. An op in place reads its operands before it writes,
+    also those that overlap with what it writes.
+    """
+
+    CHOOSING = tuple(
+        getattr(getattr(torch.ops.aten, name), overload)
+        for name, overload in [("kthvalue", "default"), ("median", "dim"), ("nanmedian", "dim"), ("mode", "default"),
+                               ("topk", "default"), ("sort", "default"), ("sort", "stable")]
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.CHOOSING and args[0].is_floating_point() and not (kwargs or {}).get("stable"):
+            signs = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(0), dtype=args[0].dtype).sign()
+            args = (args[0].nextafter(signs * torch.inf), *args[1:])
+        elif func._schema.is_mutable:
+            args = (args[0], *(a.clone() if isinstance(a, Tensor) else a for a in args[1:]))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_undefined(what: Program, plain: Seen, why: str) -> bool:
+    """Whether the value depends on what torch does not define, such as which of equal elements `kthvalue` chooses."""
+    name = re.split(r"[\[ ]", why, maxsplit=1)[0]
+    with _Undefined():
+        other = _on_plain(what.lines)
+    return name in other.values and bool(_difference_of(name, other, plain))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -325,17 +363,22 @@ def _difference(seen: Seen, wanted: Seen, scale: float = 1.0) -> str:
     for name, want in wanted.kinds.items():
         if seen.kinds.get(name, want) != want:  # a view of a leaf may be the leaf itself, which has a gradient
             return f"{name} is {seen.kinds.get(name)}, torch gives {want}"
-    for name, value in wanted.values.items():
-        if name not in seen.values:
-            continue
-        got = seen.values[name]
-        if got.shape != value.shape or got.dtype != value.dtype:
-            return f"{name} holds {tuple(got.shape)} {got.dtype}, torch gives {tuple(value.shape)} {value.dtype}"
-        wrong = mismatched(got, value, _bounds(scale))
-        if wrong.any():
-            at = tuple(wrong.nonzero()[0].tolist())
-            return f"{name}[{at}] is {got[at].item()}, torch gives {value[at].item()}"
+    for name in wanted.values:
+        if name in seen.values and (why := _difference_of(name, seen, wanted, scale)):
+            return why
     return ""
+
+
+def _difference_of(name: str, seen: Seen, wanted: Seen, scale: float = 1.0) -> str:
+    """How a value differs from the wanted one."""
+    got, value = seen.values[name], wanted.values[name]
+    if got.shape != value.shape or got.dtype != value.dtype:
+        return f"{name} holds {tuple(got.shape)} {got.dtype}, torch gives {tuple(value.shape)} {value.dtype}"
+    wrong = mismatched(got, value, _bounds(scale))
+    if not wrong.any():
+        return ""
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"{name}[{at}] is {got[at].item()}, torch gives {value[at].item()}"
 
 
 def _bounds(scale: float) -> Bounds:

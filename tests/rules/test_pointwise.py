@@ -69,6 +69,7 @@ NAMES = sorted(
     {
         *pointwise.NONLINEAR,
         *pointwise.HOMOGENEOUS,
+        *pointwise.CONJUGATES,
         *pointwise.ADDITIVE,
         *pointwise.BILINEAR,
         *pointwise.NUMERATOR,
@@ -95,7 +96,7 @@ KNOWN = {name: op for name in NAMES if (op := spelled(name)) is not None}
 
 
 def test_hardly_a_name_of_the_tables_means_nothing_to_torch() -> None:
-    assert {name for name in NAMES if name not in KNOWN} == {"alias", "real_if_close"}  # those are spelled in aten only
+    assert {name for name in NAMES if name not in KNOWN} == {"alias"}  # it is spelled in aten only
 
 
 def sample_of(name: str) -> Sample:

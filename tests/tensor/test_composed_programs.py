@@ -44,6 +44,9 @@ RIGHT = {
     "the median of nothing": (leaf((3, 0), "Shard(0)"), "v2 = x1.median()"),
     "the median of nothing but nan": (leaf((3, 0), "Shard(0)"), "v2 = x1.nanmedian()"),
     # The same object as in torch
+    "real partial maxima, which are their own conjugates": (
+        leaf((4, 3), "Partial('max')", False), "v2 = x1.conj()", "v3 = torch.positive(x1)", "v2.mul_(2)", "v3.mul_(2)"
+    ),
     "what contiguous returns under saved-tensor hooks": (
         leaf((4,), "Replicate()", False),
         "with torch.autograd.graph.save_on_cpu(): v2 = x1.contiguous()",

@@ -28,7 +28,8 @@ reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu s
 softshrink softsign sqrt square tan tanh tanhshrink threshold trunc xlogy
 """.split()  # fmt: skip
 # Of one operand; f(a + b) = f(a) + f(b).
-HOMOGENEOUS = "neg negative positive conj conj_physical _conj_physical real_if_close".split()
+HOMOGENEOUS = ("neg", "negative")
+CONJUGATES = "positive conj conj_physical _conj_physical".split()  # homogeneous; real numbers themselves
 ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(a, c) + f(b, d)
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
@@ -92,6 +93,13 @@ def homogeneous(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
     rows = list(shard_rows(tensors_of(args, kwargs)))
     return rows + [Row((p,), p, "linear in the Partial values") for p in SUMS]
+
+
+def conjugate(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out = x with conjugated elements, x itself if they are real."""
+    rows = homogeneous(x, *args, **kwargs)
+    others = () if x.dtype.is_complex else PARTIALS[len(SUMS) :]
+    return rows + [Row((p,), p, "real numbers are their own conjugates") for p in others]
 
 
 def additive(*args: object, **kwargs: object) -> list[Row]:
@@ -245,6 +253,7 @@ _register(["addcmul", "addcdiv"], nonlinear)
 _register(["where"], selected)
 _register(["masked_fill"], masked)
 _register(HOMOGENEOUS, homogeneous)
+_register(CONJUGATES, conjugate)
 _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)
