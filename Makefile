@@ -14,6 +14,8 @@ DEV_READY := .venv/.ready-to-test
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 # Without compiled files each process would compile this package and all tests again.
 unexport PYTHONDONTWRITEBYTECODE
+# Only these files are collected: all of them take as long as a survey of some hundred ops.
+SURVEYS = $$(grep -rl --include='*.py' pytest.mark.survey tests)
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: train check quick test test-torch
@@ -35,7 +37,7 @@ ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
 	$(BIN)/pytest -m "not survey" $(PARALLEL)
-	$(BIN)/pytest -m survey
+	$(BIN)/pytest -m survey $(SURVEYS)
 endif
 
 TORCH_ENV := .venv-torch-$(TORCH)
@@ -44,7 +46,7 @@ TORCH_READY := $(TORCH_ENV)/.ready-to-test
 test-torch: $(TORCH_READY)
 	$(TORCH_ENV)/bin/pytest -m "not processes and not survey" $(or $(ARGS),$(PARALLEL))
 ifndef ARGS
-	$(TORCH_ENV)/bin/pytest -m survey
+	$(TORCH_ENV)/bin/pytest -m survey $(SURVEYS)
 endif
 
 $(TORCH_READY): pyproject.toml constraints.txt
