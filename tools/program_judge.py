@@ -242,7 +242,8 @@ def _of_failures(failed: Sequence[Seen], what: Program, plain: Seen) -> Verdict:
         return Verdict(Outcome.REFUSED, first.failure)
     if _has_silent_views(what.lines) and "does not require grad and does not have a grad_fn" in first.failure:
         return Verdict(Outcome.REFUSED, first.failure)
-    same = plain.error is not None and (plain.at == first.at or plain.at.startswith("the last"))
+    together = len({seen.at for seen in own}) == 1
+    same = plain.error is not None and together and (plain.at == first.at or plain.at.startswith("the last"))
     late = first.at == "the last backward"  # a rank that has no error of its own gets that of the others
     if same and len(failed if late else own) == size:
         return Verdict(Outcome.RIGHT)

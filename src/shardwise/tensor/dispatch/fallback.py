@@ -20,8 +20,9 @@ from shardwise.layout import REPLICATE, Layout, contiguous_strides
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import OpRule, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch import meshes, seeds
-from shardwise.tensor.dispatch.promotion import promoted
+from shardwise.tensor.dispatch import meshes, outside, seeds
+from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
+from shardwise.tensor.dispatch.promotion import into_plain, promoted
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, copies_of, invalidate, track
 from shardwise.trace.comm_trace import Cause
@@ -114,6 +115,8 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     numbers are the same on every rank, whatever the layout.
     """
     written = _written_operands(func, args, kwargs)
+    if any(type(x) is not DTensor for x in written):
+        return into_plain(func, args, kwargs)
     args, kwargs = _on_one_mesh(func, args, kwargs, written)
     leaves = pytree.tree_leaves((args, kwargs))
     first = next(x for x in leaves if type(x) is DTensor)
@@ -126,10 +129,11 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     if meshes.is_outside(mesh):
         if seeded:
             seeds.draw_seed(mesh, generator)
+        raise_dtype_error(func, args, kwargs)
         invalidate(copies)
         if written:
-            return meshes.changed_empty(func, args, kwargs)
-        return meshes.empty_results(func, None, mesh, args, kwargs, view, copies_view)
+            return outside.changed_empty(func, args, kwargs)
+        return outside.empty_results(func, None, mesh, args, kwargs, copies_view)
     full = _gathered(func, leaves, written, why)
 
     def operand(x: Any) -> Any:
@@ -155,13 +159,13 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     return pytree.tree_map(as_dtensor, copies_of(first, out) if copies_view else out)
 
 
-def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[DTensor]:
+def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     """The operands that the op writes to, by its schema."""
     if not func._schema.is_mutable:
         return []
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in pytree.tree_leaves([named.get(name) for name in names]) if type(x) is DTensor]
+    return [x for x in pytree.tree_leaves([named.get(name) for name in names]) if isinstance(x, Tensor)]
 
 
 def _on_one_mesh(func: Any, args: Args, kwargs: Kwargs, written: Sequence[DTensor]) -> tuple[Args, Kwargs]:

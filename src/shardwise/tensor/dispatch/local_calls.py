@@ -207,7 +207,7 @@ def _not_saved(out: object) -> object:
         return type(out)([_not_saved(x) for x in out])
     if type(out) is not Tensor or out.requires_grad or is_copy(out):  # a copy of a view is known by its object
         return out
-    return _as_subclass(out, Tensor)
+    return _as_subclass(out, Tensor) if out._is_view() else out.detach()  # not a view of what no one holds
 
 
 def _first_dtensor(args: Args, kwargs: Kwargs) -> DTensor:

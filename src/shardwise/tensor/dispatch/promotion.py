@@ -60,11 +60,21 @@ def has_plain_tensors(args: Sequence[Any]) -> bool:
 
 
 def into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Run an op that writes to a plain tensor, on every rank, with gathered DTensor operands."""
+    """Run an op that writes to a plain tensor, on every rank, with gathered DTensor operands.
+
+    Raises:
+        RuleError: this rank is outside the mesh of an operand.
+    """
 
     def gathered(x: object) -> Any:
         if type(x) is not DTensor:
             return x
+        if x._layout.mesh.coordinate(collectives.rank()) is None:
+            raise RuleError(
+                f"{name_of(func)} works in place on a plain tensor: rank {collectives.rank()} is outside "
+                f"{x._layout.mesh} and holds no value of {x._name or 'the operand'}. Fix: redistribute it to a mesh of "
+                f"all ranks first."
+            )
         target = x._layout.replicated()
         why = "an op in place on a plain tensor needs full tensors"
         return to_layout(x, target, Cause("operand", name_of(func), x._name or "the operand", why, target)).to_local()

@@ -19,8 +19,9 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch import meshes, recipes, resolve
+from shardwise.tensor.dispatch import meshes, outside, recipes, resolve
 from shardwise.tensor.dispatch.consistent_errors import with_consistent_errors
+from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
 from shardwise.tensor.dispatch.fallback import run_without_row
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
 from shardwise.tensor.dispatch.local_calls import PreparedCall, call_under_hooks, local_call, prepare_operands
@@ -103,10 +104,12 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     on_all_ranks = mesh.size() == world_size
     copies = before_change(name_of(func), args[0]) if rule.in_place else ()
     if not (on_all_ranks or rule.random) and meshes.is_outside(mesh):
+        if recipe.local_impl is None:
+            raise_dtype_error(func, args, kwargs)
         invalidate(copies)
         if rule.in_place:
-            return meshes.changed_empty(func, args, kwargs)
-        return meshes.empty_results(func, recipe.output, mesh, args, kwargs, recipe.view, recipe.copied)
+            return outside.changed_empty(func, args, kwargs)
+        return outside.empty_results(func, recipe.output, mesh, args, kwargs, recipe.copied)
     call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), key)
     with DisableTorchFunctionSubclass():
         out = call_under_hooks(call, args, kwargs, recipe.output is None)

@@ -24,11 +24,14 @@ from shardwise.tensor.dispatch.keys import NO_KEY
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.recipes import remember
-from shardwise.tensor.dispatch.resolve import Recipe, global_on_meta
+from shardwise.tensor.dispatch.resolve import Recipe
 from shardwise.tensor.dtensor import DTensor
 
 _saved_cache: dict[Any, frozenset[int]] = {}
 # Indices of what an op saves: of its DTensor operands from 0 up, of its results from -1 down.
+STALE = 1 << 30  # among them: the op itself changed something after it had saved it, so its backward always raises
+
+Version = tuple[Tensor, int, tuple[int, ...]]  # of a tensor: what has its version, the version, the local shape
 
 
 def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
@@ -38,15 +41,24 @@ def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
     def meta(x: object) -> object:
         if type(x) is not DTensor:
             return x.to("meta") if isinstance(x, Tensor) else x
-        with torch.enable_grad():
-            like = global_on_meta(x._layout, x.dtype)
-            leaf = torch.empty(x._layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-            copy = leaf.view_as(leaf).clone()  # not a leaf, which no op may change in place
-            metas.append(copy if x._layout.strides is None else copy.as_strided(like.shape, like.stride()))
+        metas.append(new_meta(x._layout.shape, x._layout.strides, x.dtype, x.requires_grad))
         return metas[-1]
 
     args, kwargs = pytree.tree_map(meta, (args, kwargs))
     return args, kwargs, metas
+
+
+def new_meta(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, requires_grad: bool
+) -> Tensor:
+    """A tensor of torch's meta device; not a leaf, which no op may change in place."""
+    with torch.enable_grad():
+        if strides is None:
+            leaf = torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+            return leaf.view_as(leaf).clone()
+        length = 1 + sum(max(n - 1, 0) * stride for n, stride in zip(shape, strides, strict=True))
+        memory = torch.empty(length, dtype=dtype, device="meta", requires_grad=requires_grad)
+        return memory.clone().as_strided(shape, strides)
 
 
 @contextmanager
@@ -55,19 +67,20 @@ def recording_saved(metas: Sequence[Tensor]) -> Iterator[Callable[[object], froz
 
     Yields a function from the results of the op to the indices among `metas` of what it saved, and ~i for result i.
     """
-    saved: list[Tensor] = []
+    saved: list[tuple[Tensor, int]] = []
+    before = [x._version for x in metas]
 
     def pack(x: Tensor) -> Tensor:
-        saved.append(x)
+        saved.append((x, x._version))
         return x
 
     def found(out: object) -> frozenset[int]:
         results = tensors_in(out)
-        return frozenset(
-            index
-            for index, x in [*enumerate(metas), *((~i, x) for i, x in enumerate(results))]
-            if any(_share_version(x, y) for y in saved)
-        )
+        known = [(i, x, version) for i, (x, version) in enumerate(zip(metas, before, strict=True))]
+        known += [(~i, x, x._version) for i, x in enumerate(results)]
+        stale = [STALE for x, version in saved if x._version != version]
+        named = [i for i, x, now in known if any(now == then and _share_version(x, y) for y, then in saved)]
+        return frozenset(named + stale)
 
     with saved_tensors_hooks(pack, lambda x: x):
         yield found
@@ -92,9 +105,15 @@ def saved_by(func: Op, args: Args, kwargs: Kwargs) -> frozenset[int]:
             return frozenset()
 
 
-def watched_of(saved: frozenset[int], operands: Sequence[Tensor], out: object) -> list[Tensor]:
-    """The tensors among operands and results that an op saved."""
-    return [x for i, x in enumerate(operands) if i in saved] + [x for i, x in enumerate(tensors_in(out)) if ~i in saved]
+def versions_of(saved: frozenset[int], operands: Sequence[Tensor]) -> list[Version]:
+    """The versions of the operands that an op saves; called before the op if it works in place."""
+    return [_version(x) for i, x in enumerate(operands) if i in saved and not (x.is_sparse or x.is_inference())]
+
+
+def _version(x: Tensor) -> Version:
+    counter = x.detach()  # has the version of `x` at all times, but not its memory
+    counter.data = x.new_empty(0)
+    return counter, x._version, tuple(x.shape)
 
 
 def tensors_in(values: object) -> list[Tensor]:
@@ -116,23 +135,26 @@ class ChecksVersions(ReadsLayouts):
         self.key = key
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        out = call_under_hooks(self.call, args, kwargs, self.recipe.output is None)
-        if torch.is_grad_enabled() and top_hooks(True) is None:  # torch checks no versions of what hooks keep
-            self._check(args[0] if self.recipe.output is None and not self.recipe.rows else out, args, kwargs)
-        return out
-
-    def _check(self, out: object, args: Args, kwargs: Kwargs) -> None:
+        in_place = self.recipe.output is None
+        if not torch.is_grad_enabled() or top_hooks(True) is not None:  # torch checks no versions of what hooks keep
+            return call_under_hooks(self.call, args, kwargs, in_place)
         operands = [x for x in tensors_in([*args, *kwargs.values()]) if type(x) is DTensor]
         needs = tuple([x.requires_grad for x in operands])
-        if not any(needs):
-            return
+        saved = self._watched(needs, args, kwargs) if any(needs) else frozenset()
+        versions = versions_of(saved, operands) if in_place else []
+        out = call_under_hooks(self.call, args, kwargs, in_place)
+        if not in_place:  # which may change running statistics without torch's notice
+            versions = versions_of(saved, operands)
+        check_versions(self.func, args[0] if in_place and not self.recipe.rows else out, saved, versions)
+        return out
+
+    def _watched(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
+        """What torch saves and this rank may not save."""
         saved = self._saved(needs, args, kwargs)
         recipe, rank = self.recipe, collectives.rank()
-        empty = [not layout.local_numel(rank) for layout in recipe.layouts]
-        if recipe.local_impl is None and not any(empty):
-            copied = {i for i, _ in recipe.redistributed}
-            saved = saved & copied
-        check_versions(self.func, out, watched_of(saved, operands, out))
+        if recipe.local_impl is None and all(layout.local_numel(rank) for layout in recipe.layouts):
+            return saved & {i for i, _ in recipe.redistributed}
+        return saved
 
     def _saved(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
         key = self.key, needs
@@ -144,13 +166,17 @@ class ChecksVersions(ReadsLayouts):
         return found
 
 
-def check_versions(name: Op, out: object, watched: Sequence[Tensor]) -> None:
-    """Let the backward of an op, whose results are `out`, raise if one of `watched` was changed after the op."""
-    counters = [(_counter(x), tuple(x.shape)) for x in watched if not (x.is_sparse or x.is_inference())]
-    nodes = {x.grad_fn for x in tensors_in(out) if x.grad_fn is not None}
-    if not counters:
+def check_versions(name: Op, out: object, saved: frozenset[int], versions: Sequence[Version]) -> None:
+    """Let the backward of an op, whose results are `out`, raise if something it saved was changed after that.
+
+    `versions` are those of the operands that it saved.
+    """
+    results = tensors_in(out)
+    versions = [*versions, *versions_of(frozenset(~i for i in saved if i < 0), results)]
+    stale = STALE in saved
+    nodes = {x.grad_fn for x in results if x.grad_fn is not None}
+    if not versions and not stale:
         return
-    versions = [(counter, counter._version, shape) for counter, shape in counters]
 
     def check(grads: object) -> None:
         for counter, version, shape in versions:
@@ -160,13 +186,11 @@ def check_versions(name: Op, out: object, watched: Sequence[Tensor]) -> None:
                     f"a DTensor with local shape {shape} that {name_of(name)} saved is at version {counter._version}; "
                     f"expected version {version} instead. Fix: change a clone() of it."
                 )
+        if stale:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{name_of(name)} changes a tensor that it saves, in torch too. Fix: use other ops."
+            )
 
     for node in nodes:
         node.register_prehook(check)
-
-
-def _counter(x: Tensor) -> Tensor:
-    """A tensor without memory that has the version of `x` at all times."""
-    counter = x.detach()
-    counter.data = x.new_empty(0)
-    return counter

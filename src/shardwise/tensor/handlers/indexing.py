@@ -21,11 +21,11 @@ from shardwise.rules.shapes.index import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dispatch import align_shards, meshes
+from shardwise.tensor.dispatch import align_shards, meshes, outside
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
 from shardwise.tensor.dtensor import DTensor, call, tag, to_layout
-from shardwise.tensor.handlers.copies import before_change
+from shardwise.tensor.handlers.copies import before_change, invalidate
 from shardwise.tensor.handlers.items import write_number
 from shardwise.trace.comm_trace import Cause
 
@@ -93,9 +93,12 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
     x, brackets, value = _on_one_mesh(func, args)
     if isinstance(value, int | float) and write_number(x, brackets, value):
         return
-    before_change("x[…] = value", x)
+    copies = before_change("x[…] = value", x)
     if not meshes.is_outside(x._layout.mesh):
         _write(x, brackets, value)
+        return
+    outside.changed_empty(func, (x, brackets, value), {})
+    invalidate(copies)
 
 
 def _write(x: DTensor, brackets: Any, value: Any) -> None:

@@ -1,0 +1,74 @@
+"""Ranks outside the mesh of an op have the graph and the errors of the others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import Mesh, Replicate, distribute_tensor, rank
+from shardwise.errors import RuleError
+from shardwise.testing import world
+from tools.program_judge import Outcome, verdict
+from tools.programs import Program
+
+X = "x1 = leaf(4, (3, 4), torch.float64, {}, Mesh((2,), (1, 0)), [{}])"
+GRAD, NONE = X.format(True, "Shard(0)"), X.format(False, "Shard(0)")
+
+SAME = {
+    "second derivatives": (GRAD, "v2 = x1.sin()",
+                           "v3 = torch.autograd.grad((v2 ** 3).sum(), [x1], create_graph=True)[0]",
+                           "v4 = torch.autograd.grad(v3.sum(), [x1], retain_graph=True)[0]"),
+    "third derivatives": (GRAD, "v3 = torch.autograd.grad((x1 ** 4).sum(), [x1], create_graph=True)[0]",
+                          "v4 = torch.autograd.grad(v3.exp().sum(), [x1], create_graph=True)[0]",
+                          "v5 = torch.autograd.grad(v4.sum(), [x1], retain_graph=True)[0]"),
+    "of a linear function there is no second one": (
+        GRAD, "v3 = torch.autograd.grad((x1 * 2).sum(), [x1], create_graph=True)[0]",
+        "v4 = torch.autograd.grad(v3.sum(), [x1], retain_graph=True)[0]"),
+    "of what a first one does not depend on there is none": (
+        GRAD, "x2 = leaf(5, (3, 4), torch.float64, True, Mesh((2,), (1, 0)), [Shard(0)])",
+        "v3 = torch.autograd.grad((x1 * x2 * x2).sum(), [x1], create_graph=True)[0]",
+        "v4 = torch.autograd.grad(v3.sum(), [x1], retain_graph=True)[0]"),
+    "an operand that the op itself changes": (GRAD, "v2 = x1.sum()", "v2.addcmul_(v2, v2.mean())"),
+    "a result that was saved and changed": (GRAD, "v2 = x1.exp()", "v2.mul_(2)"),
+    "an assignment to what was saved": (GRAD, "v2 = x1 * 1", "v3 = v2.sin()", "v2[1:] = 2"),
+    "one of several views": (GRAD, "v2 = x1 * 1", "v2.unbind(0)[1].add_(1)"),
+    "what detach() returns": (GRAD, "v2 = (x1.abs() + 1).sqrt()", "v2.detach().add_(1)"),
+    "a contiguous tensor itself": (NONE.replace("Shard(0)", "OnRanks(0)"), "v2 = x1.contiguous()", "v3 = v2.mT"),
+    "the only one of several views": (GRAD, "v2 = x1 * 1", "v2[:1].unbind(0)[0].add_(1)"),
+    "one of several views without gradients": (NONE, "v2 = x1.chunk(2)[1]", "v2.add_(1)", "x1.mul_(2)"),
+    "a leaf": (GRAD, "x1[0] = 1"),
+    "a detached result": (GRAD, "v2 = x1.amax(0)", "v3 = v2 * 1", "v2.detach_()"),
+    "one tensor as its own result": (GRAD, "v2 = x1.double()", "v2.requires_grad_()"),
+    "a dtype that a kernel does not take": (
+        X.format(False, "Replicate()"), "v2 = x1 > 0", "v3 = v2.argmin()"),
+    "an op in place that a kernel does not take": (NONE, "v2 = (x1 > 0).long()", "v2.erfinv_()"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", SAME.values(), ids=SAME)
+def test_a_rank_outside_raises_or_goes_on_as_the_others_do(lines: tuple[str, ...]) -> None:
+    found = verdict(Program(3, lines))
+    assert found.outcome is Outcome.RIGHT, found
+
+
+WRITES: dict[str, Callable[[Tensor, Any], object]] = {
+    "copy_": lambda p, x: p.copy_(x),
+    "add_": lambda p, x: p.add_(x),
+    "x[...] =": lambda p, x: p.__setitem__(0, x[0]),
+    "a decomposed function": lambda p, x: torch.vander(x),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@world(2)
+def test_no_plain_tensor_is_written_from_a_mesh_that_this_rank_is_outside_of(
+    write: Callable[[Tensor, Any], object],
+) -> None:
+    x = distribute_tensor(torch.ones(3), Mesh((2,)), [Replicate()]).redistribute(Mesh((1,), (1,)), [Replicate()])
+    if rank() == 1:
+        write(torch.zeros(3), x)
+    else:
+        with pytest.raises(RuleError, match="is outside Mesh"):
+            write(torch.zeros(3), x)
