@@ -55,6 +55,7 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
     ("lines", "outcome"),
     [
         ((ON_THREE, f"v2 = x1 == {AVERAGE}"), Outcome.UNSTABLE),  # n * x / n is not always x
+        ((ON_THREE, f"v2 = (x1 - {AVERAGE}).argmin()"), Outcome.UNSTABLE),
         ((ON_THREE, f"v2 = {AVERAGE} > {RANK}"), Outcome.WRONG),
         ((ON_THREE, "x1.requires_grad_()", "v2 = torch.autograd.grad((x1 ** 2).sum(), [x1])[0]", "v3 = v2 == x1 * 2"),
          Outcome.UNSTABLE),  # a sum of three terms

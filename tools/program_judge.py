@@ -270,12 +270,12 @@ def _unstable(what: Program, seen: Seen, plain: Seen, why: str) -> bool:
 
 
 def _is_of_equals(what: Program, seen: Seen, plain: Seen, why: str) -> bool:
-    """Whether elements differ only where equal numbers are compared, and plain torch does not say how they are rounded.
+    """Whether truth values or indices differ only where numbers are compared that are equal up to rounding.
 
     An average of n equal terms is n * x / n, and the gradient of a replicated tensor a sum of n terms: not always x.
     """
     name = re.split(r"[\[ ]", why, maxsplit=1)[0]
-    if name not in seen.values or seen.values[name].dtype != torch.bool:
+    if name not in seen.values or seen.values[name].is_floating_point():
         return False
     error = 2 * torch.finfo(torch.float64).eps
     found = [_sums_rounded(what.lines, factor).values.get(name) for factor in (1 + error, 1 - error)]

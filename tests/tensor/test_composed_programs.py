@@ -43,7 +43,15 @@ RIGHT = {
     ),
     "the median of nothing": (leaf((3, 0), "Shard(0)"), "v2 = x1.median()"),
     "the median of nothing but nan": (leaf((3, 0), "Shard(0)"), "v2 = x1.nanmedian()"),
+    "dropout of nothing, which saves nothing": (
+        leaf((7, 0), "Replicate()"), "v2 = x1 * 1", "v3 = checkpoint(lambda x: F.dropout(x, 0.3), v2)", "v2.tril_()"
+    ),
+    "dropout of no truth values": (leaf((4, 0), "Replicate()", False, dtype="bool"), "v2 = F.dropout(x1, 0.3)"),
     # The same object as in torch
+    "dropout of nothing": (leaf((4, 0), "Shard(0)", False), "v2 = F.dropout(x1, 0.3)", "v2.unsqueeze_(0)"),
+    "dropout of an unbatched input that drops nothing": (
+        leaf((4, 3), "Shard(0)", False), "v2 = F.dropout1d(x1, 0.3, False)", "v2.unsqueeze_(0)", "v2.mul_(2)"
+    ),
     "real partial maxima, which are their own conjugates": (
         leaf((4, 3), "Partial('max')", False), "v2 = x1.conj()", "v3 = torch.positive(x1)", "v2.mul_(2)", "v3.mul_(2)"
     ),

@@ -36,7 +36,7 @@ def _rows(linear: bool, results: int, x: Meta, p: float, train: bool | None = Tr
 
 
 def _dropout(alpha: bool, features: bool, ctx: LocalContext, x: Tensor, p: float, train: bool) -> Tensor:
-    if not train or p == 0:
+    if not train or p == 0 or not prod(ctx.output.shape):
         return x
     noise = _kept(ctx, x, p, features)
     if p == 1:

@@ -39,11 +39,13 @@ def _dropout(
         is_batched = ndim is None or input.ndim == ndim
         if not (is_batched and 0 <= p <= 1):
             _raise_as_torch(function, input, p, training)
-        if not training or p == 0:
-            return input
         add_batch = unbatched and not is_batched
-        out = op(input.unsqueeze(0), p, True).squeeze(0) if add_batch else op(input, p, True)
-        return input.copy_(out) if inplace else out
+        batch = input.unsqueeze(0) if add_batch else input
+        if training and p > 0 and input.numel():
+            batch = op(batch, p, True)
+            if inplace:
+                return input.copy_(batch.squeeze(0) if add_batch else batch)
+        return batch.squeeze(0) if add_batch else batch
 
     return drop
 
