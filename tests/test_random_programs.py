@@ -62,6 +62,9 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
         ((SHARDED, "with torch.no_grad(): x1[...] = 3", "v2 = x1.kthvalue(2, 0).values"), Outcome.UNSTABLE),  # which 3?
         ((SHARDED, "with torch.no_grad(): x1[...] = 3", f"v2 = x1.sort(stable=True).values * (1 + {RANK})"),
          Outcome.WRONG),
+        # Without `.data` this is an error: backward meets values that were changed.
+        (("x1 = leaf(82, (3,), torch.float64, True, Mesh((3,)), [Partial('sum')])", "v2 = x1 * 1", "v3 = v2 * v2",
+          "v2.data.mul_(0.5)"), Outcome.UNSTABLE),
         # Is the row read before it is written?
         ((ON_THREE.replace("[Replicate()]", "[Shard(1)]"), "v2 = x1 * 1", "v2.t_()",
           "v2.addcmul_(v2[0], torch.tensor(2.0, dtype=v2.dtype))"), Outcome.UNSTABLE),
