@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
 from shardwise.errors import LayoutError, RuleError
+from shardwise.layout import Box
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -165,3 +166,13 @@ def test_gradients_of_views() -> None:
     for placement in (Shard(0), Shard(1), Replicate(), OnRanks(0)):
         for got in world(3).run(body, placement):
             assert_close(got, plain.grad, msg=str(placement))
+
+
+@world(3)
+def test_flattening_one_dim_is_the_tensor_itself() -> None:
+    boxes = Boxes([[Box((0,), (3,))], [], [Box((3,), (2,))]])
+    for placement in (Shard(0), boxes, OnRanks(1), Replicate()):
+        x = distribute_tensor(torch.zeros(5), Mesh((3,)), [placement]).requires_grad_()
+        assert x.flatten() is x
+        assert torch.flatten(x, 0, 0) is x
+        assert x.contiguous() is x

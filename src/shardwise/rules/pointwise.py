@@ -150,7 +150,15 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x, or a copy if the elements of the global tensor are in another order, whatever local tensors are in."""
-    local = _itself if is_contiguous(x, *memory_formats(args, kwargs)) else _copied
+    return _rows_of(x, _itself if is_contiguous(x, *memory_formats(args, kwargs)) else _copied, *args, **kwargs)
+
+
+def itself(x: Meta) -> list[Row]:
+    """out is x."""
+    return _rows_of(x, _itself)
+
+
+def _rows_of(x: Meta, local: LocalFunction, *args: object, **kwargs: object) -> list[Row]:
     rows = [replace(row, local_impl=local) for row in copies(x, *args, **kwargs)]
     return [*rows, Row((REPLICATE,), REPLICATE, "every rank has everything", local)]
 

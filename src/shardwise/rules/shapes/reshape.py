@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Boxes, Shard
 from shardwise.rules.local_context import LocalContext, local_with, specialized
-from shardwise.rules.pointwise import copies
+from shardwise.rules.pointwise import itself
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
@@ -30,10 +30,10 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     them in the result.
     """
     after = reshaped_to(op, x, *args, **kwargs)
+    if op in FLATTENS and after == x.shape:
+        return itself(x)
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
-    if op in FLATTENS and after == x.shape:
-        return copies(x)  # torch returns x itself
     groups = tuple(_groups(x.shape, after))
     is_view = _is_view(x, after)
     local = local_with(_local_reshape, groups, is_view)
