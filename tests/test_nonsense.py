@@ -477,15 +477,6 @@ AS_TORCH = {
     ("shardwise.testing.check_rows", "op", "class"),
     ("shardwise.testing.check_rows", "kwargs", "wrong names"),
 }
-AS_TORCH |= {
-    (name, argument, "a DTensor of another world")  # whose ops fail wherever it came from
-    for name, argument in (
-        ("shardwise.distribute_tensor", "tensor"),
-        ("shardwise.DTensor.set_", "*source"),
-        ("beside a DTensor", "other"),
-        ("indexed by", "index"),
-    )
-}
 OF_OPERANDS = tuple(f"!{kind}" for kind in ("TypeError", "IndexError", "ValueError", "OverflowError", "RuntimeError"))
 RANK_LOCAL = {("shardwise.parallel.RowwiseParallel", "input_layouts")}  # the text has the shapes of the rank
 PLAIN: dict[str, Callable[[Any], object]] = {

@@ -14,7 +14,7 @@ from shardwise import collectives
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError
 from shardwise.layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
-from shardwise.tensor import DTensor, plain
+from shardwise.tensor import DTensor, check_owners, plain
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ def storable_boxes(name: str, x: Tensor) -> LocalBoxes:
         CheckpointError: `x` has no values to store or to fill: sums not reduced yet, sparse, on no device.
     """
     layout = x._layout if isinstance(x, DTensor) else _replicated(tuple(x.shape), collectives.world_size())
+    check_owners("save", (layout,))
     local = plain(x).detach() if isinstance(x, DTensor) else x.detach()
     reason = _not_storable(local, layout)
     if reason is not None:

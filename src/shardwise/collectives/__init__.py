@@ -18,6 +18,7 @@ from shardwise.collectives.api import (
     fingerprint,
     is_simulated,
     outside_ranks,
+    owner,
     rank,
     rank_of_thread,
     start_all_reduce,
@@ -41,7 +42,7 @@ __all__ = [
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "check_values", "chunks", "contents",
     "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal", "fingerprint",
     "gather_bytes", "gather_json", "group_ranks", "init_device_mesh", "init_from_environment", "init_processes",
-    "is_simulated", "load_with_process_group", "outside_ranks", "process_group", "rank", "rank_of_thread",
+    "is_simulated", "load_with_process_group", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
     "reduce_stack", "report_failure", "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata",
     "transport", "using", "world_size", "write_items",
 ]  # fmt: skip

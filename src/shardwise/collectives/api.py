@@ -17,7 +17,7 @@ from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
 from shardwise.errors import MeshError, ThreadError
-from shardwise.layout import checked, ring_elements
+from shardwise.layout import Owner, checked, ring_elements
 from shardwise.trace import comm_trace
 from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
 
@@ -82,6 +82,11 @@ def rank_of_thread() -> Callable[[], AbstractContextManager[None]] | None:
             _thread.transport = before
 
     return enter
+
+
+def owner() -> Owner:
+    """The rank of its world that this thread is or belongs to."""
+    return transport().owner
 
 
 def rank() -> int:

@@ -52,7 +52,7 @@ from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
 from shardwise.errors import MismatchError, RemoteRankError
-from shardwise.layout import Mesh
+from shardwise.layout import Mesh, Owner
 from shardwise.trace.user_stack import format_call_sites
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
@@ -83,6 +83,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._hooks: ExitHooks | None = None
         self._world: ReferenceType[dist.ProcessGroup] | None = None
         self._rank = -1
+        self._owner = Owner(-1, 0)
         self._everyone: Ranks = ()
         self._timeouts: dict[tuple[Ranks, str], float | None] = {}
 
@@ -91,6 +92,12 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._world is None or self._world() is not dist.group.WORLD:
             return dist.get_rank()
         return self._rank  # cheaper than torch.distributed
+
+    @property
+    def owner(self) -> Owner:
+        if self._world is None or self._world() is not dist.group.WORLD:
+            self.attach()
+        return self._owner
 
     @property
     def world_size(self) -> int:
@@ -112,6 +119,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._world = ref(world)
         self._rank = dist.get_rank()
         self._everyone = tuple(range(dist.get_world_size()))
+        self._owner = Owner(self._rank, len(self._everyone))
         self._hooks = ExitHooks(self._release_at_exit)
         store, launcher = store_of_world(), launcher_of_this_process()
         if store is not None and len(self._everyone) > 1:
@@ -140,6 +148,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             self._hooks.uninstall()
         self._hooks = None
         self._world = None
+        self._owner.calls.clear()  # tensors of this world are refused from now on
         self.threads = ThreadGuard()
         if self._records is not None:
             self._records.close()

@@ -11,6 +11,7 @@ from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import Note, ValueNotes
+from shardwise.layout import Owner
 
 Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all
@@ -24,6 +25,7 @@ class Transport(Protocol):
         logs: what was called in the last of them, by group.
         notes: of values that other ranks should have too.
         threads: which thread of the rank made the last one.
+        owner: the identity of this rank in this world, for the layouts of its tensors.
 
     Raises:
         RemoteRankError: another rank raised, died or hangs; the text names it and how it failed.
@@ -34,6 +36,9 @@ class Transport(Protocol):
     logs: dict[Ranks, CallLog]
     notes: ValueNotes
     threads: ThreadGuard
+
+    @property
+    def owner(self) -> Owner: ...
 
     @property
     def rank(self) -> int: ...
@@ -97,6 +102,7 @@ class SingleRankTransport(SynchronousTransport):
         self.logs: dict[Ranks, CallLog] = {}
         self.notes = ValueNotes()
         self.threads = ThreadGuard()
+        self.owner = Owner(0, 1)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         raise AssertionError("one rank has nobody to disagree with")

@@ -18,7 +18,16 @@ from shardwise.layout.arguments import (
 )
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import Placements, as_placement, as_placements, axis_names, placements_text
-from shardwise.layout.layout import Layout, ShardSizes, contiguous_strides, dims_by_stride, strides_in_order
+from shardwise.layout.layout import (
+    Layout,
+    LayoutKey,
+    Owner,
+    ShardSizes,
+    contiguous_strides,
+    dims_by_stride,
+    forget_calls,
+    strides_in_order,
+)
 from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise.layout.parse import (
     ITEMSIZES,
@@ -56,9 +65,11 @@ __all__ = [
     "Count",
     "Kind",
     "Layout",
+    "LayoutKey",
     "Mesh",
     "NumRanks",
     "OnRanks",
+    "Owner",
     "Partial",
     "Placement",
     "Placements",
@@ -80,6 +91,7 @@ __all__ = [
     "dims_by_stride",
     "dual",
     "entered_mesh",
+    "forget_calls",
     "is_integer",
     "is_listing",
     "mesh_of",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
-from typing import Protocol, Self
-from weakref import WeakValueDictionary
+from typing import Any, Protocol, Self
+from weakref import WeakSet, WeakValueDictionary, ref
 
 from shardwise.errors import LayoutError
 from shardwise.layout.arguments import as_integers, shown
@@ -44,8 +44,11 @@ class Layout:
         "_boxes",
         "_dual",
         "_hash",
+        "_value",
+        "key",
         "kind",
         "mesh",
+        "owner",
         "partial_axes",
         "placements",
         "shape",
@@ -60,6 +63,9 @@ class Layout:
     strides: tuple[int, ...] | None  # of the global tensor; None: row-major
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # along which ranks hold partial values
+    owner: "Owner | None"  # the rank of a world whose tensors have this object; it is no part of the value
+    key: "LayoutKey"
+    _value: "Layout | None"  # the equal layout without an owner, if this one has one
     _hash: int
     _boxes: dict[int, tuple[Box, ...]]  # by rank, as far as they were computed
     _dual: "Layout | None"
@@ -100,6 +106,9 @@ class Layout:
         put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
         put(self, "_boxes", {})
         put(self, "_dual", None)
+        put(self, "_value", None)
+        put(self, "owner", None)
+        put(self, "key", LayoutKey(self))
         _known[key] = self
         return self
 
@@ -115,10 +124,10 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return (
-            isinstance(other, Layout)
-            and hash(self) == hash(other)
-            and self.shape == other.shape
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return (self._value or self) is (other._value or other) or (
+            self.shape == other.shape
             and self.placements == other.placements
             and self.mesh == other.mesh
             and self.shard_order == other.shard_order
@@ -130,6 +139,11 @@ class Layout:
         order = "" if self.shard_order == tuple(range(self.mesh.ndim)) else f", shard_order={self.shard_order}"
         strides = "" if self.strides is None else f", strides={self.strides}"
         return f"Layout({self.shape} as {placements} on {self.mesh}{order}{strides})"
+
+    @property
+    def unowned(self) -> "Layout":
+        """The equal layout without an owner."""
+        return self._value or self
 
     # ---- local shards ------------------------------------------------------------------------------
 
@@ -299,6 +313,65 @@ def _mesh(value: object) -> Mesh:
 
 
 _known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
+
+
+def forget_calls() -> None:
+    """Let all owners forget how they run calls."""
+    for owner in _owners:
+        owner.calls.clear()
+
+
+class LayoutKey:
+    """Stands for one layout object in the key of a cache: unlike the layout, it is equal to no other one."""
+
+    __slots__ = ("owner", "value")
+
+    def __init__(self, layout: Layout, owner: "Owner | None" = None) -> None:
+        self.owner = owner
+        self.value = ref(layout)
+
+
+class Owner:
+    """A rank of one world. Its tensors have layout objects that no other rank's have, so a cache tells them apart.
+
+    Attributes:
+        world: the same object for all ranks of it that are in this process.
+        calls: how this rank runs calls that it has made before, by `call_key`.
+    """
+
+    def __init__(self, rank: int, world_size: int, world: object = None) -> None:
+        _owners.add(self)
+        self.world = self if world is None else world
+        self.rank = rank
+        self.world_size = world_size
+        self.calls: dict[object, Any] = {}
+        self._layouts: WeakValueDictionary[Layout, Layout] = WeakValueDictionary()
+
+    def described(self, other: "Owner") -> str:
+        """This rank, for an error of another one."""
+        if self.world is other.world:
+            return f"rank {self.rank} of this world"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"rank {self.rank} of another world, of {ranks}"
+
+    def layout(self, layout: Layout) -> Layout:
+        """The layout that is equal to `layout` and has this owner."""
+        if layout.owner is self:
+            return layout
+        found = self._layouts.get(layout)
+        if found is None:
+            value = layout.unowned
+            found = object.__new__(Layout)
+            for name in _SHARED:
+                object.__setattr__(found, name, getattr(value, name))
+            for name, own in (("_value", value), ("owner", self), ("key", LayoutKey(value, self))):
+                object.__setattr__(found, name, own)
+            self._layouts[value] = found
+        return found
+
+
+_owners: WeakSet[Owner] = WeakSet()
+_SHARED = [name for name in Layout.__slots__ if name not in ("__weakref__", "_value", "key", "owner")]
 
 
 def _without_sizes(placement: Placement) -> Placement:

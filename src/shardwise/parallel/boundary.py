@@ -195,7 +195,7 @@ class BoundaryRedistribution:
             layout = x._layout
             target, same_shards = self._targets.get(layout) or self._target(layout)
             if same_shards:
-                return x if target is layout else tag(plain(x), target)
+                return x if target == layout else tag(plain(x), target)
             return self._once(x, target, lambda: to_layout(x, target, self.cause))
         if type(x) is not Tensor:
             self._check_tensor(x)

@@ -189,7 +189,7 @@ def local_parameters(module: M) -> M:
                 note_replaced(p, p._name or name)
             child._parameters[name] = local_shards[id(p)]
         if owned:
-            child.__class__ = _local_class(type(child), tuple((name, p._layout) for name, p in owned.items()))
+            child.__class__ = _local_class(type(child), tuple((name, p._layout.unowned) for name, p in owned.items()))
     return module
 
 

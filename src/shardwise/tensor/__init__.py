@@ -9,7 +9,7 @@ from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dispatch import dispatcher, native
 from shardwise.tensor.dispatch.promotion import strict
-from shardwise.tensor.dtensor import DTensor, implement, plain, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, check_owners, implement, plain, tag, to_layout
 from shardwise.tensor.handlers import (
     async_redistribute,
     attributes,
@@ -30,6 +30,7 @@ __all__ = [
     "DTensor",
     "async_redistribute",
     "attributes",
+    "check_owners",
     "checkpointable",
     "compositions",
     "distribute_tensor",

@@ -33,12 +33,14 @@ from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
-from shardwise.tensor.dtensor import DTensor, Tiling, default_mesh, plain, tag
+from shardwise.tensor.dtensor import DTensor, Tiling, check_owners, default_mesh, plain, tag
 from shardwise.tensor.handlers.copies import track
 
 
 def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
     layout = x._layout
+    if collectives.world_size() > 1:  # elsewhere the local tensors that simulated ranks returned may be read
+        check_owners("to_local", (layout,))
     with DisableTorchFunctionSubclass():
         local = plain(x)
         grad_layout = None if grad_placements is None else layout.replace(grad_placements)

@@ -5,7 +5,7 @@ A `DTensor` is a `torch.Tensor` subclass whose storage is the local shard: there
 Every torch function called with a DTensor arrives at `__torch_function__`; see docs/dispatch.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
-from shardwise.errors import RuleError
+from shardwise.errors import MeshError, RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, contiguous_strides, placements_text
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.row import Args, Handler, Kwargs, Op
@@ -433,8 +433,24 @@ def tag(local: Tensor, layout: Layout) -> DTensor:
     if _before_first:
         _prepare()
     local.__class__ = DTensor
-    local._layout = layout  # type: ignore[attr-defined]
+    local._layout = layout if layout.owner is not None else collectives.owner().layout(layout)  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
+
+
+def check_owners(what: str, layouts: Iterable[Layout]) -> None:
+    """Check that DTensors of these layouts have the local tensors of this rank.
+
+    Raises:
+        MeshError: one has that of another rank, or of another world.
+    """
+    here = collectives.owner()
+    for layout in layouts:
+        owner = layout.owner
+        if owner is not here and owner is not None:
+            raise MeshError(
+                f"{what}: the DTensor of shape {layout.shape} has the local tensor of {owner.described(here)}. "
+                "Fix: make it on each rank of this world; take values along with full_tensor()."
+            )
 
 
 def remembering(x: DTensor, alias: DTensor) -> DTensor:
@@ -454,6 +470,7 @@ def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
     if x._layout == layout or x._layout.row_major == layout.row_major:
         return x
+    check_owners(cause.op or "redistribute", (x._layout,))
     with DisableTorchFunctionSubclass():
         return tag(redistribute_local(_as_subclass(x, torch.Tensor), x._layout, layout, cause), layout)
 

@@ -32,6 +32,7 @@ from shardwise.collectives.failures.store import FailureReport, remote_error, re
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, ThreadError, summary
+from shardwise.layout import Owner
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import DeadlockError, first_error
 from shardwise.testing.rank_threads import threads_belong_to_ranks
@@ -60,6 +61,7 @@ class _Rank(SynchronousTransport):
     def __init__(self, simulation: "_Simulation", rank: int) -> None:
         self.rank = rank
         self.world_size = simulation.size
+        self.owner = Owner(rank, simulation.size, simulation.identity)
         self.simulation = simulation
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -139,6 +141,7 @@ class _Simulation:
         ] = {}  # by group and number in it
         self.over = threading.Event()
         self.stopped = False
+        self.identity = object()  # what the owners of its layouts remember of it
         self.ranks = [_Rank(self, rank) for rank in range(size)]
         self.ready = deque(self.ranks)
         self.running: _Rank | None = None

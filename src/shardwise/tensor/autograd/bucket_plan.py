@@ -109,4 +109,4 @@ def local_gradient(layout: Layout) -> Layout:
 @lru_cache(maxsize=4096)
 def readable(layout: Layout) -> Layout:
     """The layout of `.grad`: that of the tensor, with Partial read as Replicate."""
-    return layout.reduced() if layout.partial_axes else layout
+    return layout.reduced() if layout.partial_axes else layout.unowned

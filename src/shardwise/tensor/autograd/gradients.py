@@ -21,7 +21,7 @@ from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.bucket_plan import axes_to_reduce, local_gradient, readable
 from shardwise.tensor.autograd.buckets import raw_grad, reduce_alone, reduce_pending
-from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause
 
@@ -79,6 +79,7 @@ def write(x: DTensor, value: Tensor | None) -> None:
             raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}.")
         if type(value) is not DTensor:
             value = tag_full(value, x._layout, ".grad =: the plain gradient")
+        check_owners(".grad =", (x._layout, value._layout))
         if axes_to_reduce(x._layout):
             x._reduced_grad = to_layout(value, readable(x._layout), _SET)
         else:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from shardwise.layout import LayoutKey, Owner
 from shardwise.rules import OpRule
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
@@ -28,7 +29,7 @@ def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, 
     for a in args:  # the most frequent kinds of arguments as in `_part`, without a call each
         kind = type(a)
         if kind is DTensor:
-            key.append(a._layout)
+            key.append(a._layout.key)
         elif kind in EXACT_VALUES:
             key.append(a)
         else:
@@ -43,7 +44,7 @@ def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, 
             elif kind is bool:
                 key.append(TRUE if a else FALSE)
             else:
-                key.append(a._layout if kind is DTensor else _part(a, floats_alike))
+                key.append(a._layout.key if kind is DTensor else _part(a, floats_alike))
     return tuple(key)
 
 
@@ -58,7 +59,7 @@ def _part(a: Any, floats_alike: bool) -> object:
         parts = []
         for x in a:
             kind = type(x)
-            part = x._layout if kind is DTensor else x if kind in EXACT_VALUES else _part(x, floats_alike)
+            part = x._layout.key if kind is DTensor else x if kind in EXACT_VALUES else _part(x, floats_alike)
             if part is NO_KEY:
                 return NO_KEY
             parts.append(part)
@@ -72,6 +73,28 @@ def _part(a: Any, floats_alike: bool) -> object:
     except TypeError:
         return NO_KEY
     return kind, a
+
+
+def by_value(key: tuple[Any, ...], owner: Owner) -> tuple[Any, ...] | None:
+    """A key with layouts by value, for what all ranks and worlds of this process share.
+
+    None if there is a layout of another owner: a DTensor that another rank made, or this one in another world.
+    """
+    found: list[object] = []
+    for part in key:
+        kind = type(part)
+        if kind is LayoutKey:
+            if part.owner is not owner and part.owner is not None:
+                return None
+            found.append(part.value())
+        elif kind is tuple:
+            inner = by_value(part, owner)
+            if inner is None:
+                return None
+            found.append(inner)
+        else:
+            found.append(part)
+    return tuple(found)
 
 
 def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:

@@ -43,7 +43,7 @@ def forget() -> None:
 
 
 def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
-    """The recipe of a call, whose `call_key` is `key`.
+    """The recipe of a call, whose `call_key` is `key`, by value.
 
     Raises:
         NoRowError: no row fits.
@@ -71,7 +71,7 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
 
     def slot(x: object) -> Any:
         if type(x) is DTensor:
-            operands.append(resolve.Operand(x._layout, x.dtype))
+            operands.append(resolve.Operand(x._layout.unowned, x.dtype))
             return resolve.Slot(len(operands) - 1)
         return type(x)(slot(y) for y in x) if isinstance(x, list | tuple) and type(x) is not torch.Size else x
 

@@ -5,7 +5,7 @@ a dictionary look-up, the op itself, and giving the result its layout.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,34 +16,36 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Owner, forget_calls
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, outside, recipes, resolve
 from shardwise.tensor.dispatch.consistent_errors import with_consistent_errors
 from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
 from shardwise.tensor.dispatch.fallback import run_without_row
-from shardwise.tensor.dispatch.keys import NO_KEY, call_key
+from shardwise.tensor.dispatch.keys import NO_KEY, by_value, call_key
 from shardwise.tensor.dispatch.local_calls import PreparedCall, call_under_hooks, local_call, prepare_operands
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors, into_plain
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
 from shardwise.tensor.dispatch.results import as_dtensors
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, check_owners
 from shardwise.tensor.handlers.copies import before_change, invalidate
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
 # By key: what runs on the local tensors, and the layouts of its results; None if it works in place.
-WarmCalls = dict[Any, tuple[Callable[..., Any], Layout | tuple[Layout | None, ...] | None]]
+Layouts = Layout | tuple[Layout | None, ...] | None
+WarmCall = tuple[Callable[..., Any], Layouts]
 
-_warm_calls: dict[int, WarmCalls] = {}  # by world size: in a larger world, ranks are outside the mesh of a call
+# By world size, as in a larger world ranks are outside the mesh of a call. Simulated ranks and all worlds share these.
+_known_calls: dict[int, dict[Any, WarmCall]] = {}
 
 
 class _Warm(threading.local):
-    """The warm calls of the world of this thread: the thread of a simulated rank has its own world."""
+    """The warm calls of the rank of this thread, with the layouts of operands, which are kept."""
 
     def __init__(self) -> None:
-        self.calls: WarmCalls = {}  # none until the first cold call
+        self.calls: dict[Any, tuple[*WarmCall, Sequence[Layout]]] = {}  # none until the first cold call
 
 
 _warm = _Warm()
@@ -51,8 +53,8 @@ _warm = _Warm()
 
 def forget() -> None:
     """Drop what is cached."""
-    for calls in _warm_calls.values():
-        calls.clear()
+    _known_calls.clear()
+    forget_calls()
     recipes.forget()
 
 
@@ -62,7 +64,7 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     warm = _warm.calls.get(key)
     if warm is None:
         return _run_cold(func, rule, args, kwargs, key)
-    op, layout = warm
+    op, layout, _ = warm
     copies = before_change(name_of(func), args[0]) if layout is None else None
     with DisableTorchFunctionSubclass():
         if saved_tensors_hooks(True) is None:
@@ -81,6 +83,12 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
 
 def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> object:
     """Run a call that is not in the cache, and cache it if no operand has to be redistributed."""
+    owner = collectives.owner()
+    value = _checked_key(key, func, args, kwargs)
+    _warm.calls, known_calls = owner.calls, _known_calls.setdefault(owner.world_size, {})
+    if (known := known_calls.get(value)) is not None:
+        recipes.remember(_warm.calls, key, (known[0], _owned(known[1], owner), _layouts(args, kwargs)))
+        return run(func, rule, args, kwargs)
     if "out" in kwargs:
         if kwargs["out"] is not None:
             return _run_with_out(func, args, kwargs)
@@ -93,15 +101,14 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
             return into_plain(func, args, kwargs)
         return run(func, rule, *all_promoted(func, args, kwargs))
     try:
-        runnable = recipes.find_recipe(key, func, rule, args, kwargs)
+        runnable = recipes.find_recipe(value, func, rule, args, kwargs)
     except resolve.NoRowError as error:
         return run_without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
         return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.mesh_operand))
     recipe = runnable.recipe
-    mesh, world_size = recipe.layouts[0].mesh, collectives.world_size()
-    _warm.calls = _warm_calls.setdefault(world_size, {})
-    on_all_ranks = mesh.size() == world_size
+    mesh = recipe.layouts[0].mesh
+    on_all_ranks = mesh.size() == owner.world_size
     copies = before_change(name_of(func), args[0]) if rule.in_place else ()
     if not (on_all_ranks or rule.random) and meshes.is_outside(mesh):
         if recipe.local_impl is None:
@@ -115,11 +122,30 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         out = call_under_hooks(call, args, kwargs, recipe.output is None)
         # Simulated ranks share the cache, so a call that some of them do not make is not cached.
         if on_all_ranks and NO_KEY not in key and not recipe.redistributed and not recipe.rows:
-            recipes.remember(_warm.calls, key, (call, recipe.output))
+            recipes.remember(known_calls, value, (call, recipe.output))
         invalidate(copies)
         if recipe.rows:
             return out
         return args[0] if recipe.output is None else as_dtensors(out, recipe.output)
+
+
+def _checked_key(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """The key by value, after a check that this rank made the operands."""
+    found = by_value(key, collectives.owner())
+    if found is None:
+        check_owners(name_of(func), _layouts(args, kwargs))
+    assert found is not None
+    return found
+
+
+def _layouts(args: Args, kwargs: Kwargs) -> list[Layout]:
+    return [x._layout for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+
+
+def _owned(layouts: Layouts, owner: Owner) -> Layouts:
+    if isinstance(layouts, tuple):
+        return tuple([layout and owner.layout(layout) for layout in layouts])
+    return layouts and owner.layout(layouts)
 
 
 def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
@@ -145,7 +171,8 @@ def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
 def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
-    return recipes.find_recipe(call_key(func, rule, args, kwargs), func, rule, args, kwargs)
+    key = call_key(func, rule, args, kwargs)
+    return recipes.find_recipe(_checked_key(key, func, args, kwargs), func, rule, args, kwargs)
 
 
 def prepared(func: Op, args: Args, kwargs: Kwargs) -> PreparedCall:

@@ -12,7 +12,7 @@ from shardwise.collectives import Finish
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise.redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT
 
@@ -74,6 +74,7 @@ def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, 
     The gradient of an average, maximum, minimum or product is more than the dual redistribution: these are reduced
     before, or made after.
     """
+    check_owners("redistribute", (x._layout,))
     between = _without_others(target)
     if x.requires_grad and torch.is_grad_enabled() and (x._layout != _without_others(x._layout) or target != between):
         reduced = to_layout(x, _without_others(x._layout))

@@ -19,7 +19,7 @@ from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.buckets import enable_bucketing
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, check_owners, plain, remembering, tag, to_layout
 from shardwise.tensor.handlers.copies import track
 from shardwise.trace.comm_trace import Cause
 
@@ -177,6 +177,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
         )
     if type(value) is not DTensor:
         value = gradients.tag_full(value, x._layout, f"{what}: the plain tensor")
+    check_owners(what, (x._layout, value._layout))
     return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
 
 

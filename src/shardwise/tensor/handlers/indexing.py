@@ -24,7 +24,7 @@ from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, meshes, outside
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
-from shardwise.tensor.dtensor import DTensor, call, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, call, check_owners, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, invalidate
 from shardwise.tensor.handlers.items import write_number
 from shardwise.trace.comm_trace import Cause
@@ -90,6 +90,7 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
     if type(args[0]) is not DTensor:
         into_plain(func, args, kwargs)
         return
+    check_owners("x[…] = value", (args[0]._layout,))
     x, brackets, value = _on_one_mesh(func, args)
     if isinstance(value, int | float) and write_number(x, brackets, value):
         return

@@ -16,7 +16,7 @@ from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler_of_family
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.meshes import is_outside
-from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_changes, invalidate
 from shardwise.trace.comm_trace import Cause
 
@@ -45,6 +45,7 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> object:
         layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
         args = tuple(_laid_out(name, a, layouts, in_place and a is lead) for a in args)
         kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
+    check_owners(name, [x._layout for a in args if _is_tensor_list(a) for x in a if type(x) is DTensor])
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -185,6 +186,7 @@ def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = N
     """
     tensors = [to_layout(x, x._layout.reduced(), _PARTIAL) if x._layout.partial_axes else x for x in tensors]
     distinct = {id(x._layout): x._layout for x in tensors}
+    check_owners("norm", distinct.values())
     mesh: Mesh = tensors[0]._layout.mesh
     rank = collectives.rank()
     here = mesh.coordinate(rank)
