@@ -30,7 +30,7 @@ from shardwise.collectives.api import (
 from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
 from shardwise.collectives.collective_call import Ranks, describing
 from shardwise.collectives.consistency import agree, agree_if_checked, contents, gather_bytes, gather_json
-from shardwise.collectives.failures.reports import report_failure
+from shardwise.collectives.failures.reports import has_failed, report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
@@ -41,7 +41,7 @@ __all__ = [
     "CommCounts", "DeviceMesh", "Finish", "Ranks", "SynchronousTransport", "Transport", "agree", "agree_if_checked",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "check_values", "chunks", "contents",
     "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal", "fingerprint",
-    "gather_bytes", "gather_json", "group_ranks", "init_device_mesh", "init_from_environment", "init_processes",
+    "gather_bytes", "gather_json", "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes",
     "is_simulated", "load_with_process_group", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
     "reduce_stack", "report_failure", "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata",
     "transport", "using", "world_size", "write_items",

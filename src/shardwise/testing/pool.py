@@ -53,10 +53,13 @@ def run_on_processes(
             close_pool(size, backend)
             pool = _pools[size, backend] = Pool(size, backend)
         try:
-            return pool.run(task, timeout, called or task.function.name)
+            values = pool.run(task, timeout, called or task.function.name)
         except BaseException:
             renew_pool(size, backend)
             raise
+        if any(isinstance(answer, Success) and answer.world_failed for answer in pool.answers.values()):
+            renew_pool(size, backend)
+        return values
 
 
 def renew_pool(size: int, backend: str = "gloo") -> None:

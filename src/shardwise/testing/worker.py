@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives import init_processes, report_failure, shutdown
+from shardwise.collectives import has_failed, init_processes, report_failure, shutdown
 from shardwise.errors import summary
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import SendError
@@ -46,9 +46,14 @@ class JoinWorld:
 
 @dataclass(frozen=True)
 class Success:
-    """What a function returned."""
+    """What a function returned.
+
+    Attributes:
+        world_failed: whether the world is of no use any more, as after an error that the function caught.
+    """
 
     value: object
+    world_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def _answer(task: Task) -> bytes | Failure:
         note_values(error)
         return _failure(error)
     try:
-        return pickle.dumps(Success(value))
+        return pickle.dumps(Success(value, has_failed()))
     except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
         refusal = SendError(
             f"The result of {task.function.name} cannot be pickled ({summary(error)}). "

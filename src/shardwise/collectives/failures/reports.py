@@ -121,6 +121,11 @@ def report_failure(error: BaseException) -> None:
         with_store(publish)
 
 
+def has_failed() -> bool:
+    """Whether a failure of this world is published; its collectives raise it, also if the ranks caught it before."""
+    return bool(with_store(lambda store: store.root() is not None))
+
+
 def report_exit(how: str) -> None:
     """Publish that this rank exits, or leaves the world, without an error."""
     with_store(lambda store: store.publish_exit(how))
