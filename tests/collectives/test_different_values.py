@@ -1,6 +1,6 @@
 """Plain tensors beside DTensors, and local tensors of Replicate, that differ between ranks: one error on all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import nan
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, full
 from shardwise.collectives import rank
 from shardwise.collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
 from shardwise.testing import world
@@ -128,6 +128,149 @@ def test_a_difference_that_appears_later_is_found_at_the_next_comparison() -> No
     assert "mul: the plain tensor" in one_text(SIMULATED, late)
 
 
+# ---- numbers --------------------------------------------------------------------------------------------
+
+
+def index() -> None:
+    use(sharded()[rank()])
+
+
+def one_bound() -> None:
+    use(sharded()[:, 1 : 3 + odd()])
+
+
+def narrow() -> None:
+    use(sharded().narrow(0, start=rank(), length=1))
+
+
+def factor() -> None:
+    use((sharded() * (2.0 + rank())).relu())
+
+
+def in_place() -> None:
+    x = sharded()
+    x[0] = rank()
+    use(x)
+
+
+def one_element() -> None:
+    use(sharded() * torch.tensor([1.0 + rank()]))
+
+
+def list_of_rows() -> None:
+    use(sharded()[:, [0, 1, 2, 3, 4, 5, 0, rank()]])
+
+
+def filled() -> None:
+    use(full((4,), fill_value=rank(), device_mesh=Mesh((3,)), placements=[Shard(0)]))
+
+
+def learning_rate() -> None:
+    w = replicated_parameter()
+    w.grad = distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Replicate()])
+    torch.optim.SGD([w], lr=0.1 + rank()).step()
+    use(w.redistribute(placements=[Shard(0)]))
+
+
+def after_many_collectives() -> None:
+    x = sharded()
+    for i in range(400):
+        y = x * (2.0 if i < 100 else 2.0 + rank())
+        x.sum().item()
+    use(y)
+
+
+def in_backward() -> None:
+    w = replicated_parameter()
+    w.register_hook(lambda gradient: gradient * (1.0 + rank()))  # type: ignore[no-untyped-call]
+    (w * 2).sum().backward()
+    assert isinstance(w.grad, DTensor)
+    use(w.grad.redistribute(placements=[Shard(0)]))
+
+
+@pytest.mark.parametrize(
+    ("act", "what", "values"),
+    [
+        (index, "__getitem__: argument 1", "012"),
+        (one_bound, "__getitem__: argument 1[1].stop", "343"),
+        (narrow, "narrow: start", "012"),
+        (factor, "mul: argument 1", "234"),
+        (in_place, "__setitem__: argument 2", "012"),
+        (one_element, "mul: argument 1", "123"),
+        (filled, "a factory: fill_value", "012"),
+        (learning_rate, "SGD.step() of parameter group 0: lr", ("0.1", "1.1", "2.1")),
+        (after_many_collectives, "mul: argument 1", "234"),
+        (in_backward, "mul: argument 1", "123"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+@WORLDS
+def test_numbers_that_differ_are_named_with_argument_line_and_values(
+    ranks: World, act: Callable[[], object], what: str, values: Sequence[str]
+) -> None:
+    lines = one_text(ranks, act).splitlines()
+    assert lines[0] == f"{what} must be the same on all ranks, but is not:"
+    named = [line for line in lines if line.startswith("  rank ")]
+    assert len(named) > 1
+    assert set(named) <= {f"  rank {i}: {value}" for i, value in enumerate(values)}
+    assert lines[-2].startswith(f"  called at {HERE}:")
+    assert lines[-1].startswith("  Fix: pass the same number on all ranks.")
+
+
+def test_a_difference_after_the_first_numbers_of_a_call_is_found() -> None:
+    assert "__getitem__: the numbers argument 1[1][0], argument 1[1][1]" in one_text(SIMULATED, list_of_rows)
+
+
+def returned_by_a_hook() -> None:
+    w = replicated_parameter()
+    w.register_hook(lambda _: torch.full((4, 2), 1.0 + rank()))  # type: ignore[no-untyped-call]
+    (w * 2).sum().backward()
+    assert isinstance(w.grad, DTensor)
+    use(w.grad.redistribute(placements=[Shard(0)]))
+
+
+def combined_in_a_hook() -> None:
+    w = replicated_parameter()
+    w.register_hook(lambda gradient: gradient * torch.full((4, 2), 1.0 + rank()))  # type: ignore[no-untyped-call]
+    (w * 2).sum().backward()
+    assert isinstance(w.grad, DTensor)
+    use(w.grad.redistribute(placements=[Shard(0)]))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * torch.full((4, 2), 1.0 + rank())
+
+
+def combined_in_a_function() -> None:
+    w = replicated_parameter()
+    scaled: torch.Tensor = Scaled.apply(w)  # type: ignore[no-untyped-call]
+    scaled.sum().backward()
+    assert isinstance(w.grad, DTensor)
+    use(w.grad.redistribute(placements=[Shard(0)]))
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (returned_by_a_hook, "the plain gradient that a hook of a tensor returned of shape (4, 2), float32"),
+        (combined_in_a_hook, "mul: the plain tensor beside DTensors of shape (4, 2), float32"),
+        (combined_in_a_function, "mul: the plain tensor beside DTensors of shape (4, 2), float32"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+@WORLDS
+def test_values_of_hooks_that_differ_are_named(ranks: World, act: Callable[[], object], what: str) -> None:
+    text = one_text(ranks, act)
+    assert text.startswith(f"{what}, must be the same on all ranks, but is not:")
+    assert f"  called at {HERE}:" in text
+
+
 # ---- correct programs -------------------------------------------------------------------------------------
 
 
@@ -138,8 +281,14 @@ def only_plain() -> None:
     use(sharded())
 
 
-def scalars() -> None:
-    use(sharded() * torch.tensor(1.0 + rank()) * torch.tensor([1.0 + rank()]))  # such as the seconds of this rank
+def numbers_that_agree() -> None:
+    x = sharded()
+    local = x.to_local() * rank() + rank()
+    y = DTensor.from_local(local, Mesh((3,)), [Shard(0)])
+    for i in range(3):
+        use(y[i] * (0.1 + 0.2) + i)
+        use(y * (1 / 3 * (1 + 1e-15 * rank())))  # rounding
+        y.to("cpu")
 
 
 def rounding() -> None:
@@ -160,6 +309,7 @@ def log_on_one_rank() -> None:
     for i in range(5):
         if rank() == 0:
             scaled(torch.full((6,), 100.0 + i))  # no communication, so one rank may
+            _ = x[i] * (100 + i)
         use(scaled(torch.full((6,), 2.0 + i)).redistribute(placements=[Shard(0)]))
 
 
@@ -184,7 +334,15 @@ def switched_off() -> None:
 
 @pytest.mark.parametrize(
     "act",
-    [only_plain, scalars, rounding, log_on_one_rank, outside_the_mesh, strided_and_with_gradient, switched_off],
+    [
+        only_plain,
+        numbers_that_agree,
+        rounding,
+        log_on_one_rank,
+        outside_the_mesh,
+        strided_and_with_gradient,
+        switched_off,
+    ],
 )
 def test_ranks_of_correct_programs_raise_nothing(act: Callable[[], object]) -> None:
     SIMULATED.run(act)

@@ -15,6 +15,7 @@ from shardwise.collectives.api import (
     check_ranks,
     check_values,
     expect_equal,
+    expect_equal_numbers,
     fingerprint,
     is_simulated,
     outside_ranks,
@@ -25,6 +26,7 @@ from shardwise.collectives.api import (
     start_all_to_all,
     transport,
     using,
+    watches_numbers,
     world_size,
 )
 from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
@@ -35,14 +37,16 @@ from shardwise.collectives.groups import group_ranks, load_with_process_group, p
 from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
 from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
 from shardwise.collectives.transport import Finish, SynchronousTransport, Transport, draw_from_torch, reduce_stack
+from shardwise.collectives.value_notes import when_watching
 from shardwise.trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
     "CommCounts", "DeviceMesh", "Finish", "Ranks", "SynchronousTransport", "Transport", "agree", "agree_if_checked",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "check_values", "chunks", "contents",
-    "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal", "fingerprint",
-    "gather_bytes", "gather_json", "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes",
-    "is_simulated", "load_with_process_group", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
-    "reduce_stack", "report_failure", "shutdown", "start_all_reduce", "start_all_to_all", "storage_metadata",
-    "transport", "using", "world_size", "write_items",
+    "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal",
+    "expect_equal_numbers", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "has_failed",
+    "init_device_mesh", "init_from_environment", "init_processes", "is_simulated", "load_with_process_group",
+    "outside_ranks", "owner", "process_group", "rank", "rank_of_thread", "reduce_stack", "report_failure", "shutdown",
+    "start_all_reduce", "start_all_to_all", "storage_metadata", "transport", "using", "watches_numbers",
+    "when_watching", "world_size", "write_items",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 
@@ -16,6 +16,7 @@ from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_c
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
+from shardwise.collectives.value_notes import Note
 from shardwise.errors import MeshError, ThreadError
 from shardwise.layout import Owner, checked, ring_elements
 from shardwise.trace import comm_trace
@@ -176,23 +177,43 @@ def _log_call(
         for note in here.notes.early(ranks):
             here.share_note(log, log.add_note(note))
     here.compare_calls(log, log.add(here.calls[ranks], reduce_op, dtype, shape, send_counts, recv_counts))
+    here.notes.watch_after(log.latest)
 
 
-def expect_equal(x: Tensor, ranks: Ranks, what: str) -> None:
+def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False) -> None:
     """Note the values of `x`, which all `ranks` should have; their next collectives raise a MismatchError if not.
 
     Sends nothing. Only some of the calls of a call site are noted, and of a large tensor only a sample; see
-    `value_notes`.
+    `value_notes`. In backward only what the user's code combines is noted, and what a hook returned (`by_hook`).
     """
     here = transport()
     if len(ranks) == 1 or not here.notes.on or here.rank not in ranks:
         return
-    note = here.notes.note(x, ranks, what)
-    if note is not None:
-        here.notes.keep(note)
-        for group, log in here.logs.items():
-            if set(group) <= set(ranks):
-                here.share_note(log, log.add_note(note))
+    _share(here, here.notes.note(x, ranks, what, by_hook))
+
+
+def watches_numbers() -> bool:
+    """Whether numbers that are passed now are compared with those of other ranks; see `value_notes`."""
+    return transport().notes.watching
+
+
+def expect_equal_numbers(numbers: Mapping[str, complex], ranks: Ranks, what: str) -> None:
+    """Note numbers, by name, which all `ranks` should pass; their next collectives raise a MismatchError if not.
+
+    Only while this rank watches; see `value_notes`.
+    """
+    here = transport()
+    if len(ranks) > 1 and here.notes.watching and here.rank in ranks and not is_capturing():
+        _share(here, here.notes.note_numbers(numbers, ranks, what))
+
+
+def _share(here: Transport, note: Note | None) -> None:
+    if note is None:
+        return
+    here.notes.keep(note)
+    for group, log in here.logs.items():
+        if set(group) <= set(note.ranks):
+            here.share_note(log, log.add_note(note))
 
 
 def _take_over(here: Transport) -> None:

@@ -81,6 +81,7 @@ class CallLog:
         self.latest = 0
         self._digest = 0
         self.notes: deque[Note] = deque(maxlen=KEPT_NOTES)
+        self._notes_by_key: dict[tuple[int, ...], Note] = {}
         self.num_notes = 0
         self._compared_notes: dict[int, int] = {}  # how many, by peer
         self._orders = {peer: _Orders() for peer in ranks if peer != rank}
@@ -158,7 +159,10 @@ class CallLog:
         words = array("q", note.words)
         words[AFTER] = self.latest
         note = note._replace(words=words)
+        if len(self.notes) == KEPT_NOTES:
+            self._notes_by_key.pop(_key_of(self.notes[0].words), None)
         self.notes.append(note)
+        self._notes_by_key[_key_of(words)] = note
         self.num_notes += 1
         return note
 
@@ -188,9 +192,7 @@ class CallLog:
             if theirs[AFTER] >= self.latest:
                 return None  # this rank is not there yet
             self._compared_notes[peer] = number + 1
-            mine = next(
-                (note for note in self.notes if note.words[: AFTER + 1] == array("q", theirs[: AFTER + 1])), None
-            )
+            mine = self._notes_by_key.get(_key_of(theirs))
             if mine is not None and are_different(mine.words, theirs):
                 return mine, theirs
         return None
@@ -211,6 +213,11 @@ class CallLog:
         found = self.call(self.latest)
         assert found is not None
         return found
+
+
+def _key_of(words: Sequence[int]) -> tuple[int, ...]:
+    """What two notes have in common that are compared: call site, call number and last collective."""
+    return tuple(words[: AFTER + 1])
 
 
 class _Orders:

@@ -50,7 +50,7 @@ from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
-from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
+from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.layout import Mesh, Owner
 from shardwise.trace.user_stack import format_call_sites
@@ -121,6 +121,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._everyone = tuple(range(dist.get_world_size()))
         self._owner = Owner(self._rank, len(self._everyone))
         self._hooks = ExitHooks(self._release_at_exit)
+        if len(self._everyone) > 1:
+            self.notes.watch_after(0)
         store, launcher = store_of_world(), launcher_of_this_process()
         if store is not None and len(self._everyone) > 1:
             self._records = SharedRecords(self._rank, len(self._everyone))
@@ -155,6 +157,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._records = None
         for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
+        self.notes.stop()
         self.notes = ValueNotes(self.notes.on)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
@@ -175,8 +178,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return self.all_to_all(send, sent, expected, ranks)
 
     def _raise_difference(self, log: CallLog, records: SharedRecords | RemoteRecords) -> None:
-        difference = records.first_difference(log) or _absurd_length(log)
-        values = records.different_values(log) if difference is None else None
+        values = records.different_values(log)  # which may be why the calls are different
+        difference = (records.first_difference(log) or _absurd_length(log)) if values is None else None
         if difference is None and values is None:
             return
         pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
@@ -185,7 +188,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             raise explain_difference(different, pending, self._describe_call)
         assert values is not None
         text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
-        raise explain_values(FailureReport(None, text, fix=FIX_VALUES, mismatch=True), pending)
+        raise explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
 
     def share_note(self, log: CallLog, note: Note) -> None:
         if self._records is not None:

@@ -1,20 +1,25 @@
-"""Values that should be the same on all ranks: plain tensors beside DTensors, local tensors of Replicate.
+"""Values that should be the same on all ranks: plain tensors beside DTensors, local tensors of Replicate, numbers.
 
     collectives.expect_equal(x, ranks, "mul: a plain tensor")   # rank 0 notes a digest of x, and communicates nothing
     y.full_tensor()                                             # with its next collective it reads those of the others
 
-Values are noted at calls 1, 2, 4, … 64 of a call site and at every 64th, and read with call records (`call_log.py`).
-Ranks compare only notes of the same call site (the innermost frames of the user's code), call number and last
-collective, so a call that only some ranks make (`if rank == 0: log(…)`) is compared with nothing. Differences of
-rounding are none.
+Tensors are noted at calls 1, 2, 4, … 64 of a call site and at every 64th. The numbers among the arguments of ops are
+noted while a rank watches: up to the 65th collective of a group, and from every 61st to the next one.
+At other times they cost nothing.
+
+Notes are read with call records (`call_log.py`). Ranks compare only notes of the same call site (the innermost frames
+of the user's code), call number and last collective, so a call that only some ranks make (`if rank == 0: log(…)`) is
+compared with nothing. Differences of rounding are none.
 """
 
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from math import isnan, prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from math import inf, isnan, prod
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,10 +28,13 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.digests import rolling, stable_digest
 from shardwise.trace.capture_hooks import is_capturing
-from shardwise.trace.user_stack import CallSite, call_sites
+from shardwise.trace.user_stack import RUN_BACKWARD, CallSite, call_sites
 
-KEPT_NOTES = 32  # of a group, by each rank
+KEPT_NOTES = 128  # of a group, by each rank
 CHECK_EVERY = 64  # calls of a call site
+WATCH_FIRST = 64  # collectives of a group
+WATCH_EVERY = 61  # a prime, so that it is not always the same collective of a step
+NOTES_OF_NUMBERS = 96  # while a rank watches
 MAX_ELEMENTS = 1 << 15  # that a digest reads; of a larger tensor it reads a sample
 SAMPLES = 6  # elements that a note has
 FRAMES = 4
@@ -51,6 +59,7 @@ class Note(NamedTuple):
     dtype: torch.dtype
     site: CallSite | None
     words: "array[int]"
+    names: tuple[str, ...] = ()  # of numbers
 
 
 class ValueNotes:
@@ -58,20 +67,55 @@ class ValueNotes:
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
+        self.watching = False
         self._counts: dict[tuple[object, ...], int] = {}  # by call site and what it is
+        self._watched: dict[int, int] = {}  # the same for numbers, since this rank watches
+        self._num_watched = 0
         self._early: deque[Note] = deque(maxlen=KEPT_NOTES)
 
-    def note(self, x: Tensor, ranks: Ranks, what: str) -> Note | None:
+    def watch_after(self, number: int) -> None:
+        """Watch up to the next collective, if that of this number is one of those after which ranks do; 0 is none."""
+        watching = self.on and (number <= WATCH_FIRST or number % WATCH_EVERY == 0)
+        if watching:
+            self._watched.clear()
+            self._num_watched = 0
+        if watching != self.watching:
+            self._set_watching(watching)
+
+    def stop(self) -> None:
+        """Watch no longer: the rank has enough notes, or leaves its world."""
+        if self.watching:
+            self._set_watching(False)
+
+    def _set_watching(self, watching: bool) -> None:
+        self.watching = watching
+        (_watching.add if watching else _watching.discard)(self)
+        for listener in _listeners:
+            listener(bool(_watching))
+
+    def note_numbers(self, numbers: Mapping[str, complex], ranks: Ranks, what: str) -> Note | None:
+        """The note of the numbers of a call, by name, while this rank watches; None if this call is not due."""
+        sites = call_sites(FRAMES)
+        key = _key(what, ranks, sites)
+        count = self._watched[key] = self._watched.get(key, 0) + 1
+        if count.bit_count() != 1:
+            return None
+        self._num_watched += 1
+        if self._num_watched == NOTES_OF_NUMBERS:
+            self.stop()
+        words = array("q", (key, count, 0, *_contents_of_numbers(numbers)))
+        return Note(ranks, what, (), torch.float64, sites[0] if sites else None, words, tuple(numbers))
+
+    def note(self, x: Tensor, ranks: Ranks, what: str, by_hook: bool = False) -> Note | None:
         """Count one more call of this call site; its note if it is due."""
         sites = call_sites(FRAMES)
         local_key = (what, ranks, *map(id, sites))  # the note's own key takes longer to make
         count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
         if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1):
             return None
-        if not _has_values(x):
+        if not _has_values(x, by_hook):
             return None
-        key = rolling(stable_digest((what, ranks)), (site.digest + site.frame.line for site in sites))
-        words = array("q", (key, count, 0, *_contents(x)))
+        words = array("q", (_key(what, ranks, sites), count, 0, *_contents(x)))
         return Note(ranks, what, tuple(x.shape), x.dtype, sites[0] if sites else None, words)
 
     def keep(self, note: Note) -> None:
@@ -83,15 +127,30 @@ class ValueNotes:
         return (note for note in self._early if set(ranks) <= set(note.ranks))
 
 
-def _has_values(x: Tensor) -> bool:
-    """Whether the values of `x` can be read; a tensor of one element is a scalar, in which ranks may differ."""
+# Those who change what runs while a rank of this process watches, and the ranks that do.
+_listeners: list[Callable[[bool], None]] = []
+_watching: WeakSet[ValueNotes] = WeakSet()
+
+
+def when_watching(listener: Callable[[bool], None]) -> None:
+    """Call `listener` whenever a rank of this process begins or ends to watch, with whether any does."""
+    _listeners.append(listener)
+
+
+def _key(what: str, ranks: Ranks, sites: Sequence[CallSite]) -> int:
+    return rolling(stable_digest((what, ranks)), (site.digest + site.frame.line for site in sites))
+
+
+def _has_values(x: Tensor, by_hook: bool) -> bool:
+    """Whether the values of `x` can be read here; a tensor of one element counts as a number."""
     return (
         type(x) in (Tensor, torch.nn.Parameter)
         and x.numel() > 1
         and x.layout == torch.strided
         and x.device.type != "meta"
         and not is_capturing()
-        and torch._C._current_graph_task_id() == -1  # in backward torch combines tensors, not the user
+        # In backward torch combines tensors as well as the user.
+        and (by_hook or torch._C._current_graph_task_id() == -1 or bool(call_sites(1, inside=RUN_BACKWARD)))
         and torch._C._len_torch_dispatch_stack() == 0  # a user's mode would see how the digest is made
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
@@ -112,6 +171,22 @@ def _contents(x: Tensor) -> tuple[int, ...]:
     return int.from_bytes(found.digest()), *array(
         "q", array("d", [_ROUNDING.get(x.dtype, 0.0), *sums, *padded]).tobytes()
     )
+
+
+def _contents_of_numbers(numbers: Mapping[str, complex]) -> tuple[int, ...]:
+    """The same of numbers. The first sum is a digest of all but floats, which are equal or not; the second is 0."""
+    digest = stable_digest(list(numbers.items()))
+    exact = stable_digest([(name, "" if isinstance(x, float | complex) else x) for name, x in numbers.items()]) >> 4
+    values = [_as_float(x) for x in islice(numbers.values(), SAMPLES)]
+    floats = [_ROUNDING[torch.float64], float(exact), 0.0, *values, *[0.0] * (SAMPLES - len(values))]
+    return digest, *array("q", array("d", floats).tobytes())
+
+
+def _as_float(x: complex) -> float:
+    try:
+        return float(x.real)
+    except OverflowError:
+        return inf
 
 
 def _sampled(x: Tensor) -> Tensor:
@@ -145,9 +220,10 @@ def _floats(words: Sequence[int]) -> list[float]:
 
 def different_values_text(note: Note, words: Mapping[int, Sequence[int]]) -> str:
     """The text of the error about a note that differs between ranks; `words` has those of the known ranks."""
-    count = prod(note.shape)
     called = f"\n  called at {note.site.frame}" if note.site else ""
-    dtype = str(note.dtype).removeprefix("torch.")
+    if note.names:
+        return f"{_different_numbers_text(note, words)}{called}"
+    count, dtype = prod(note.shape), str(note.dtype).removeprefix("torch.")
     lines = ""
     for rank in sorted(words):
         sampled = _floats(words[rank])[3 : 3 + count]
@@ -155,6 +231,28 @@ def different_values_text(note: Note, words: Mapping[int, Sequence[int]]) -> str
     return f"{note.what} of shape {note.shape}, {dtype}, must be the same on all ranks, but is not:{lines}{called}"
 
 
+def _different_numbers_text(note: Note, words: Mapping[int, Sequence[int]]) -> str:
+    values = {rank: _floats(found)[3:] for rank, found in sorted(words.items())}
+    differ = [i for i, several in enumerate(zip(*values.values(), strict=True)) if len(set(several)) > 1]
+    name = note.names[differ[0]] if differ else f"the numbers {', '.join(note.names[:SAMPLES])}, …"
+    shown = differ[:1] or range(SAMPLES)
+    lines = [f"\n  rank {rank}: {', '.join(_shown(found[i]) for i in shown)}" for rank, found in values.items()]
+    return f"{note.what}: {name} must be the same on all ranks, but is not:{''.join(lines)}"
+
+
+def _shown(x: float) -> str:
+    return str(int(x)) if x.is_integer() else str(x)
+
+
+def fix_of(note: Note) -> str:
+    """What to write so that ranks have the same values, or may have different ones."""
+    return FIX_NUMBERS if note.names else FIX_VALUES
+
+
+FIX_NUMBERS = (
+    "pass the same number on all ranks. What differs between ranks belongs in local tensors: x.to_local(), then "
+    "DTensor.from_local(y, mesh, placements)."
+)
 FIX_VALUES = (
     "if each rank has its own part, DTensor.from_local(x, mesh, [Shard(0)]); if one rank has the values for all, "
     "distribute_tensor(x, mesh, [Replicate()])"

@@ -23,6 +23,7 @@ from shardwise.layout import (
 )
 from shardwise.rules.row import Kwargs
 from shardwise.tensor.conversion import local_shard_of
+from shardwise.tensor.dispatch.number_notes import note_numbers, numbers_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
@@ -38,7 +39,13 @@ def _made(
     shape = shape_of(size)
     mesh = default_mesh() if device_mesh is None else collectives.as_mesh(device_mesh)
     where = Layout(mesh, as_placements(mesh, placements), shape)
+    _note(mesh, size=shape)
     return tag(torch.empty(where.local_shape(collectives.rank()), dtype=dtype, device=mesh.device_type), where)
+
+
+def _note(mesh: Mesh, **given: complex | tuple[int, ...]) -> None:
+    if collectives.watches_numbers():
+        note_numbers(dict(numbers_of(given)), mesh, "a factory")
 
 
 @checked
@@ -70,6 +77,7 @@ def full(
     number = _number(fill_value, "full")
     dtype = torch.full((), number).dtype if dtype is None else dtype
     made = _not_partial("full", _made((size,), device_mesh, placements, dtype, layout))
+    _note(made._layout.mesh, fill_value=number)
     with DisableTorchFunctionSubclass():
         made.fill_(number)
     return made.requires_grad_(requires_grad)
@@ -130,6 +138,7 @@ def _spaced(
     Layout(Mesh((1,)), [REPLICATE], (args[0],))  # refuses too many
     values = make(start, end, *args, dtype=dtype)
     made = _not_partial(make.__name__, _made((values.shape,), device_mesh, placements, values.dtype, layout))
+    _note(made._layout.mesh, start=start, end=end)
     if collectives.rank() in made._layout.mesh.ranks:
         made = tag(local_shard_of(values.to(made.device), made._layout, None), made._layout)
     return made.requires_grad_(requires_grad)

@@ -30,7 +30,7 @@ from shardwise.collectives.collective_call import (
 )
 from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
 from shardwise.collectives.threads import ThreadGuard
-from shardwise.collectives.value_notes import FIX_VALUES, Note, ValueNotes, different_values_text
+from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, ThreadError, summary
 from shardwise.layout import Owner
 from shardwise.testing.assertions import note_values
@@ -193,6 +193,7 @@ class _Simulation:
         __tracebackhide__ = True
         try:
             self.await_turn(rank)
+            rank.notes.watch_after(0)
             # Backward of CUDA tensors would run on a thread that all ranks share.
             with using(rank), torch.autograd.set_multithreading_enabled(False):
                 rank.result = self.body()
@@ -203,6 +204,7 @@ class _Simulation:
             note_values(error)
             rank.error = error
         rank.ended = True
+        rank.notes.stop()
         if rank.error is not None:
             self.release_peers(rank)
         if not self.stopped:
@@ -265,13 +267,12 @@ class _Simulation:
         """Give every rank of an exchange its result, or the same error."""
         joined = self.open_exchanges.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in joined.items()}
-        why = mismatch(ranks, calls) or self.difference(ranks)
-        if why is not None:
+        if values := self.different_values(ranks):  # which may be why the calls are different
+            error = values
+        elif why := mismatch(ranks, calls) or self.difference(ranks):
             lines = {rank: self.ranks[rank].described(calls[rank], ranks) for rank in ranks}
             text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
             error = f"{text}\n  Fix: {SAME_CALLS}."
-        elif values := self.different_values(ranks):
-            error = f"{values}\n  Fix: {FIX_VALUES}"
         else:
             outcomes = results([joined[rank] for rank in ranks])
             for rank, result in zip(ranks, outcomes, strict=True):
@@ -300,7 +301,9 @@ class _Simulation:
                 found = first.different_note(rank, log.num_notes, log.words_of_note)
                 if found and (note is None or found[0] is note):
                     note, words[rank] = found
-        return None if note is None else different_values_text(note, {ranks[0]: note.words, **words})
+        if note is None:
+            return None
+        return f"{different_values_text(note, {ranks[0]: note.words, **words})}\n  Fix: {fix_of(note)}"
 
     def logs(self, ranks: Ranks) -> dict[int, CallLog]:
         return {rank: log for rank in ranks if (log := self.ranks[rank].logs.get(ranks)) is not None}

@@ -50,14 +50,23 @@ MAX_CALL_SITES = 1 << 14
 _call_sites: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}  # by id of the code, which is kept, and instruction
 
 
-def call_sites(limit: int = 2) -> tuple[CallSite, ...]:
-    """The innermost calls in the user's code. Takes microseconds: it is called for every collective."""
+RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite, ...]:
+    """The innermost calls in the user's code. Takes microseconds: it is called for every collective.
+
+    Args:
+        inside: only calls inside a call of this code.
+    """
     found: list[CallSite] = []
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_DEPTH):
         if frame is None:
             break
         code = frame.f_code
+        if code is inside:
+            break
         file = code.co_filename
         is_user = _is_user_file.get(file)
         if is_user is None:

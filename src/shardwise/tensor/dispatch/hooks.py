@@ -1,17 +1,19 @@
-"""Hooks on every call of a torch function with a DTensor, for tools.
+"""Hooks on every call of a torch function with a DTensor, for tools, and notes of the numbers that are passed.
 
-While no hook is installed, calls go to `dispatcher.dispatch` directly.
+While there are neither, calls go to `dispatcher.dispatch` directly.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from shardwise import collectives
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import dispatcher
-from shardwise.tensor.dtensor import DTensor, set_dispatcher
+from shardwise.tensor.dispatch.number_notes import noted
+from shardwise.tensor.dtensor import set_dispatcher
 
 Proceed = Callable[[], Any]
 Hook = Callable[[Proceed, Any, Args, Kwargs], Any]  # (proceed, func, args, kwargs); proceed() runs the call
@@ -27,20 +29,32 @@ def hook_calls(hook: Hook) -> Iterator[None]:
     """
     mine = _hooks.setdefault(collectives.transport(), [])
     mine.append(hook)
-    set_dispatcher(_call_hooks)
+    _choose_dispatcher()
     try:
         yield
     finally:
         mine[:] = [other for other in mine if other is not hook]
-        if not any(_hooks.values()):
-            set_dispatcher(dispatcher.dispatch)
+        _choose_dispatcher()
 
 
 def are_installed() -> bool:
     """Whether any rank of this process has a hook installed."""
-    return DTensor._dispatch is not dispatcher.dispatch
+    return any(_hooks.values())
 
 
+def _choose_dispatcher(watching: bool | None = None) -> None:
+    if watching is not None:
+        _state.watching = watching
+    proceed = _call_hooks if are_installed() else dispatcher.dispatch
+    set_dispatcher(partial(noted, proceed) if _state.watching else proceed)
+
+
+class _State:
+    watching = False  # whether a rank of this process watches
+
+
+_state = _State()
+collectives.when_watching(_choose_dispatcher)
 _conditions: list[Callable[[Iterable[Any]], bool]] = []
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch._guards import TracingContext
 
+from shardwise import collectives
 from shardwise.errors import CaptureError, RuleError
 from shardwise.layout import REPLICATE
 from shardwise.rules.pointwise import is_contiguous
@@ -139,6 +140,8 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
             return None
         if type(returned) is DTensor:
             return gradients.as_cotangent(plain(returned), returned._layout, layout)
+        what = f"the plain gradient that a hook of {x._name or 'a tensor'} returned"
+        collectives.expect_equal(returned, tuple(sorted(layout.mesh.ranks)), what, by_hook=True)
         return gradients.as_cotangent(returned, layout.replicated(), layout)
 
     with DisableTorchFunctionSubclass():

@@ -13,10 +13,12 @@ from torch import Tensor, optim
 from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 
+from shardwise.collectives import watches_numbers
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import hooks
+from shardwise.tensor.dispatch.number_notes import note_numbers, numbers_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import LIVING, before_changes, invalidate
 from shardwise.tensor.replaced_parameters import warn_of_replaced
@@ -107,6 +109,8 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
     warn_of_replaced(optimizer, _parameters(optimizer))
     _check_options(optimizer)
+    if watches_numbers():
+        _note_options(optimizer)
     if type(optimizer) not in ELEMENTWISE or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None  # a closure is the user's code
     return ((_LocalStep(optimizer), *args[1:]), kwargs) if _has_dtensors(optimizer) else None
@@ -122,6 +126,16 @@ def _check_options(optimizer: Optimizer) -> None:
         if DTensor in map(type, group.values()) and not all(type(p) is DTensor for p in group["params"]):
             name = next(name for name, value in group.items() if type(value) is DTensor)
             raise RuleError(f"{name} of an optimizer of plain parameters is a DTensor. Fix: {name}={name}.item().")
+
+
+def _note_options(optimizer: Optimizer) -> None:
+    """Note the numbers of a step, such as the learning rate, which may be computed from what ranks do not share."""
+    for i, group in enumerate(optimizer.param_groups):
+        first = next((p for p in group["params"] if type(p) is DTensor), None)
+        if first is not None:
+            options = {name: value for name, value in group.items() if name != "params"}
+            what = f"{type(optimizer).__name__}.step() of parameter group {i}"
+            note_numbers(dict(numbers_of(options)), first._layout.mesh, what)
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
