@@ -15,7 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, init_device_mesh, shard_module
+from shardwise import (
+    DTensor,
+    Mesh,
+    Replicate,
+    Shard,
+    collectives,
+    distribute_tensor,
+    init_device_mesh,
+    rank,
+    shard_module,
+)
 from shardwise.errors import MismatchError, RuleError
 from shardwise.parallel import local_parameters
 from shardwise.tensor.handlers.replicas import check_replicas
@@ -183,17 +193,34 @@ def test_a_scaler_refuses_an_optimizer_made_before_sharding() -> None:
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("on_meta", [False, True])
 @world(2)
-def test_loading_by_assignment_replaces_parameters_by_what_is_loaded() -> None:
-    plain, module = layers(), shard_module(layers(), {"**": S0})
-    saved = {name: value * 2 for name, value in layers().state_dict().items()}
+def test_loading_full_tensors_by_assignment_keeps_the_sharding(on_meta: bool) -> None:
+    def layers_with_buffers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).double()
+
+    plain = layers_with_buffers()
+    saved = {name: value + 1 for name, value in plain.state_dict().items()}
     plain.load_state_dict(saved)
+    with torch.device("meta" if on_meta else "cpu"):
+        module = layers_with_buffers()
+    shard_module(module, {"0.*": S0, "1.weight": S0})
+    module[0].bias.requires_grad_(False)
+    before = {name: (as_dtensor(p).placements, p.requires_grad) for name, p in module.named_parameters()}
     module.load_state_dict(saved, assign=True)
-    assert all(type(p) is nn.Parameter for p in module.parameters())
-    assert_close(module(X), plain(X))
-    module.load_state_dict(shard_module(plain, {"**": S0}).state_dict(), assign=True)
-    assert all(as_dtensor(p).placements == (S0,) for p in module.parameters())
-    assert_close(as_dtensor(module(X)).full_tensor(), as_dtensor(plain(X)).full_tensor())
+    assert {name: (as_dtensor(p).placements, p.requires_grad) for name, p in module.named_parameters()} == before
+    x = torch.ones(2, 3, dtype=torch.float64)
+    assert_close(as_dtensor(module.eval()(x)).full_tensor(), plain.eval()(x))
+    module.load_state_dict(module.state_dict(), assign=True)
+    assert_close(as_dtensor(module(x)).full_tensor(), plain(x))
+
+
+@world(2)
+def test_different_values_that_are_loaded_by_assignment_are_an_error() -> None:
+    module = shard_module(layers(), {"**": S0})
+    module.load_state_dict({name: value + rank() for name, value in layers().state_dict().items()}, assign=True)
+    with pytest.raises(MismatchError, match=r"^load_state_dict\(assign=True\): the plain tensor 0.weight of shape"):
+        as_dtensor(module(X)).full_tensor()
 
 
 @world(2)

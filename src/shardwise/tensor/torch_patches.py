@@ -20,6 +20,7 @@ from shardwise.errors import RuleError
 from shardwise.tensor.after_import import after_import, forget_imports
 from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing, saving_layouts, with_layouts
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
+from shardwise.tensor.handlers.assigned_state import keeping_layouts
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise.tensor.handlers.optimisers import step_on_locals
 from shardwise.tensor.handlers.replicas import checking
@@ -158,6 +159,13 @@ PATCHES = (
         f"{_SUBCLASS}.",
         "clipping stacks one 0-d DTensor a parameter, which takes twice the time",
         total_norm_in_one_exchange,
+    ),
+    Patch(
+        "torch.nn.Module._load_from_state_dict",
+        "With `assign=True` a plain tensor in the place of a DTensor is sharded as that is.",
+        "torch assigns it without any call of a tensor; hooks of modules are registered one by one.",
+        "`load_state_dict(full, assign=True)` of a sharded module silently makes its parameters plain",
+        keeping_layouts,
     ),
     Patch(
         "torch.distributed._verify_params_across_processes",
