@@ -149,11 +149,16 @@ def _has_values(x: Tensor, by_hook: bool) -> bool:
         and x.layout == torch.strided
         and x.device.type != "meta"
         and not is_capturing()
-        # In backward torch combines tensors as well as the user.
-        and (by_hook or torch._C._current_graph_task_id() == -1 or bool(call_sites(1, inside=RUN_BACKWARD)))
+        and (by_hook or torch._C._current_graph_task_id() == -1 or _is_user_in_backward())
         and torch._C._len_torch_dispatch_stack() == 0  # a user's mode would see how the digest is made
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def _is_user_in_backward() -> bool:
+    """Whether the user's code runs in backward, such as a hook; else torch combines tensors, perhaps in a mode."""
+    sites = call_sites(FRAMES, inside=RUN_BACKWARD)
+    return bool(sites) and all(site.frame.function != "__torch_dispatch__" for site in sites)
 
 
 def _contents(x: Tensor) -> tuple[int, ...]:
