@@ -320,7 +320,8 @@ def test_a_tensor_whose_world_was_left_is_refused_and_printed() -> None:
     )
     for code, err in found:
         assert code == 1
-        assert "MeshError: A collective of ranks (0, 1) was called in no world of several ranks." in err
+        assert "MeshError: redistribute: the DTensor of shape" in err
+        assert "of another world, of 2 ranks. Fix: " in err
 
 
 def forked() -> int:

@@ -48,6 +48,7 @@ from shardwise.collectives.open_works import OpenWorks
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords
+from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
@@ -238,7 +239,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if send_counts[own] != recv_counts[own]:
             raise MismatchError(_unequal(here, here, send_counts[own], recv_counts[own], pending()))
         out = send.new_empty(sum(recv_counts))
-        wire_out, wire_send = _wire(out), _wire(send.contiguous())
+        wire_out, wire_send = as_supported(out), as_supported(send.contiguous())
         check = RecvCheck(out, recv_counts, own)
 
         def start() -> Sequence[dist.Work]:
@@ -407,19 +408,6 @@ def _tag(ranks: Ranks, number: int) -> int:
 
 
 _NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}
-
-
-_SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
-_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-
-
-def _wire(x: Tensor) -> Tensor:
-    """The same memory in a dtype that every backend supports."""
-    if x.dtype in _SUPPORTED:
-        return x
-    if x.element_size() == 16:  # complex128: one row an element, so that split sizes still count elements
-        return x.view(torch.int64).view(x.numel(), 2)
-    return x.view(_OF_SIZE[x.element_size()])
 
 
 TORCH_TRANSPORT = TorchTransport()

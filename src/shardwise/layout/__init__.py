@@ -18,17 +18,9 @@ from shardwise.layout.arguments import (
 )
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import Placements, as_placement, as_placements, axis_names, placements_text
-from shardwise.layout.layout import (
-    Layout,
-    LayoutKey,
-    Owner,
-    ShardSizes,
-    contiguous_strides,
-    dims_by_stride,
-    forget_calls,
-    strides_in_order,
-)
+from shardwise.layout.layout import Layout, ShardSizes, contiguous_strides, dims_by_stride, strides_in_order
 from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
+from shardwise.layout.owner import LayoutKey, Owner, forget_calls
 from shardwise.layout.parse import (
     ITEMSIZES,
     parse_integers,

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
-from typing import Any, Protocol, Self
-from weakref import WeakSet, WeakValueDictionary, ref
+from typing import Protocol, Self
+from weakref import WeakValueDictionary
 
 from shardwise.errors import LayoutError
 from shardwise.layout.arguments import as_integers, shown
 from shardwise.layout.boxes import Box, check_cover
 from shardwise.layout.by_axis import Placements, as_placements, placements_text
 from shardwise.layout.mesh import Mesh, mesh_of
+from shardwise.layout.owner import LayoutKey, Owner
 from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
 
 MOST_ELEMENTS = 2**62
@@ -63,8 +64,8 @@ class Layout:
     strides: tuple[int, ...] | None  # of the global tensor; None: row-major
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # along which ranks hold partial values
-    owner: "Owner | None"  # the rank of a world whose tensors have this object; it is no part of the value
-    key: "LayoutKey"
+    owner: Owner | None  # the rank of a world whose tensors have this object; it is no part of the value
+    key: LayoutKey  # of this object in caches
     _value: "Layout | None"  # the equal layout without an owner, if this one has one
     _hash: int
     _boxes: dict[int, tuple[Box, ...]]  # by rank, as far as they were computed
@@ -313,65 +314,6 @@ def _mesh(value: object) -> Mesh:
 
 
 _known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
-
-
-def forget_calls() -> None:
-    """Let all owners forget how they run calls."""
-    for owner in _owners:
-        owner.calls.clear()
-
-
-class LayoutKey:
-    """Stands for one layout object in the key of a cache: unlike the layout, it is equal to no other one."""
-
-    __slots__ = ("owner", "value")
-
-    def __init__(self, layout: Layout, owner: "Owner | None" = None) -> None:
-        self.owner = owner
-        self.value = ref(layout)
-
-
-class Owner:
-    """A rank of one world. Its tensors have layout objects that no other rank's have, so a cache tells them apart.
-
-    Attributes:
-        world: the same object for all ranks of it that are in this process.
-        calls: how this rank runs calls that it has made before, by `call_key`.
-    """
-
-    def __init__(self, rank: int, world_size: int, world: object = None) -> None:
-        _owners.add(self)
-        self.world = self if world is None else world
-        self.rank = rank
-        self.world_size = world_size
-        self.calls: dict[object, Any] = {}
-        self._layouts: WeakValueDictionary[Layout, Layout] = WeakValueDictionary()
-
-    def described(self, other: "Owner") -> str:
-        """This rank, for an error of another one."""
-        if self.world is other.world:
-            return f"rank {self.rank} of this world"
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        return f"rank {self.rank} of another world, of {ranks}"
-
-    def layout(self, layout: Layout) -> Layout:
-        """The layout that is equal to `layout` and has this owner."""
-        if layout.owner is self:
-            return layout
-        found = self._layouts.get(layout)
-        if found is None:
-            value = layout.unowned
-            found = object.__new__(Layout)
-            for name in _SHARED:
-                object.__setattr__(found, name, getattr(value, name))
-            for name, own in (("_value", value), ("owner", self), ("key", LayoutKey(value, self))):
-                object.__setattr__(found, name, own)
-            self._layouts[value] = found
-        return found
-
-
-_owners: WeakSet[Owner] = WeakSet()
-_SHARED = [name for name in Layout.__slots__ if name not in ("__weakref__", "_value", "key", "owner")]
 
 
 def _without_sizes(placement: Placement) -> Placement:

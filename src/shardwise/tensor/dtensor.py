@@ -271,9 +271,9 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         layout, rank = self._layout, collectives.rank()
         where = f"rank {rank} holds {' '.join(map(str, layout.boxes(rank))) or 'nothing'}"
-        if max(layout.mesh.ranks) >= collectives.world_size():
+        if layout.owner is not None and layout.owner is not collectives.owner():
             where = "outside its world, one rank held"
-        local = repr(plain(self.detach()))
+        local = repr(plain(self).detach())
         return (
             f"DTensor(shape={layout.shape}, placements={placements_text(layout.mesh, layout.placements)}, "
             f"mesh={layout.mesh}, {where}: {local})"

@@ -1,0 +1,74 @@
+"""Whose tensors have a layout object: every rank of every world has objects of its own, equal to those of others."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, TypeVar
+from weakref import WeakSet, WeakValueDictionary, ref
+
+
+class LayoutKey:
+    """One layout object in the key of a cache: unlike the layout, it is equal to no other one."""
+
+    __slots__ = ("owner", "value")
+
+    def __init__(self, value: object, owner: "Owner | None" = None) -> None:
+        self.owner = owner
+        self.value = ref(value)
+
+
+class _Layout(Protocol):
+    __slots__: Sequence[str]
+    owner: "Owner | None"
+
+    @property
+    def unowned(self) -> Self: ...
+
+
+L = TypeVar("L", bound=_Layout)
+
+
+class Owner:
+    """A rank of one world. A cache whose keys have layout objects distinguishes its tensors from those of others.
+
+    Attributes:
+        world: the same object for all ranks of it that are in this process.
+        calls: how this rank runs calls that it has made before, by `call_key`.
+    """
+
+    def __init__(self, rank: int, world_size: int, world: object = None) -> None:
+        _owners.add(self)
+        self.world = self if world is None else world
+        self.rank = rank
+        self.world_size = world_size
+        self.calls: dict[object, Any] = {}
+        self._layouts: WeakValueDictionary[object, Any] = WeakValueDictionary()
+
+    def described(self, other: "Owner") -> str:
+        """This rank, for an error of another one."""
+        if self.world is other.world:
+            return f"rank {self.rank} of this world"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"rank {self.rank} of another world, of {ranks}"
+
+    def layout(self, layout: L) -> L:
+        """The layout that is equal to `layout` and has this owner."""
+        if layout.owner is self:
+            return layout
+        found: L | None = self._layouts.get(layout)
+        if found is None:
+            value = layout.unowned
+            found = object.__new__(type(value))
+            own = {"_value": value, "owner": self, "key": LayoutKey(value, self)}
+            for name in type(value).__slots__:
+                if name != "__weakref__":
+                    object.__setattr__(found, name, own[name] if name in own else getattr(value, name))
+            self._layouts[value] = found
+        return found
+
+
+_owners: WeakSet[Owner] = WeakSet()
+
+
+def forget_calls() -> None:
+    """Let all owners forget how they run calls."""
+    for owner in _owners:
+        owner.calls.clear()
