@@ -108,13 +108,13 @@ class ValueNotes:
 
     def note(self, x: Tensor, ranks: Ranks, what: str, by_hook: bool = False) -> Note | None:
         """Count one more call of this call site; its note if it is due."""
-        sites = call_sites(FRAMES)
-        local_key = (what, ranks, *map(id, sites))  # the note's own key takes longer to make
+        local_key = (what, ranks, *map(id, call_sites(1)))  # the note's own key takes longer to make
         count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
         if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1):
             return None
         if not _has_values(x, by_hook):
             return None
+        sites = call_sites(FRAMES)
         words = array("q", (_key(what, ranks, sites), count, 0, *_contents(x)))
         return Note(ranks, what, tuple(x.shape), x.dtype, sites[0] if sites else None, words)
 

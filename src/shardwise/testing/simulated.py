@@ -205,6 +205,7 @@ class _Simulation:
             rank.error = error
         rank.ended = True
         rank.notes.stop()
+        rank.owner.calls.clear()  # whose layouts refer to the owner
         if rank.error is not None:
             self.release_peers(rank)
         if not self.stopped:
