@@ -56,6 +56,7 @@ RIGHT = {
         "with torch.autograd.graph.save_on_cpu(): v2 = Scaled.apply(x1, x1)",
         "v2.detach().add_(1)",
     ),
+    "brackets with a number before a new dim": (leaf((4, 3), "Replicate()", False), "v2 = x1 * 1", "v2[3, None] += 1"),
     "a scan that is no view": (leaf((3, 3), "Shard(1)", False), "v2 = x1.cummax(1).values", "v2.detach_()"),
 }  # fmt: skip
 
@@ -78,6 +79,12 @@ REFUSED = {
 def test_a_change_in_place_does_what_it_does_in_one_process(lines: tuple[str, ...], n: int) -> None:
     lines = tuple(line.replace("Mesh((4,))", f"Mesh(({n},))") for line in lines)
     assert verdict(Program(n, lines)).outcome is Outcome.RIGHT, verdict(Program(n, lines))
+
+
+def test_a_vector_in_boxes_is_its_own_flattened_form() -> None:
+    boxes = "x1 = leaf(4, (6,), torch.float64, True, Mesh((2,)), [Boxes([[[[2], [4]]], [[[0], [2]]]])])"
+    lines = boxes, "v2 = x1.flatten()", "torch.optim.SGD([v2], 0.1, momentum=0.5).step()"
+    assert verdict(Program(2, lines)).outcome is Outcome.RIGHT, verdict(Program(2, lines))
 
 
 @pytest.mark.parametrize("lines", REFUSED.values(), ids=REFUSED)

@@ -1,7 +1,7 @@
 """What a recipe runs on the local tensors of its operands."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
 from shardwise.tensor.handlers.copies import copies_of, is_copy, storage_of
 from shardwise.trace.capture_hooks import tracing_paused
 
+T = TypeVar("T")
 PreparedCall = tuple[resolve.Recipe, RankContext, list[Any], Kwargs]  # a recipe, its context, local arguments
 
 
@@ -32,11 +33,17 @@ def local_call(rule: OpRule, runnable: RunnableRecipe) -> Callable[..., Any]:
     storage, which is the local shard. Calls that need plain local tensors convert them.
     """
     recipe, op, needs_plain = runnable
+    if recipe.itself:
+        return _first_argument
     if recipe.redistributed or recipe.rows:
         return _RedistributeCall(runnable, _makes_views(rule, recipe))
     local = needs_plain and (not rule.takes_dtensors or recipe.local_impl is not None)
     call = _LocalCall(recipe, op, _makes_views(rule, recipe)) if local else op
     return _CopyCall(call) if recipe.copied else call
+
+
+def _first_argument(x: T, *args: object, **kwargs: object) -> T:
+    return x
 
 
 def _makes_views(rule: OpRule, recipe: resolve.Recipe) -> bool:

@@ -40,6 +40,7 @@ class Recipe:
     cause: Cause = INTERNAL  # of the op's communication
     view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
+    itself: bool = False  # the result is the first operand
 
 
 class SeveralMeshesError(RuleError):
@@ -282,6 +283,7 @@ class OnMeta(NamedTuple):
 
     out: object
     is_view: bool  # whether one of them shares memory with an operand
+    is_itself: bool  # whether it is the first operand
 
 
 def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> OnMeta:
@@ -297,7 +299,8 @@ def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands
         raise NoRowError(f"The shape of the result of {op} is data-dependent.") from error
     memory = {x.untyped_storage()._cdata for x in metas}
     found = out if isinstance(out, list | tuple) else [out]
-    return OnMeta(out, any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found))
+    is_view = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
+    return OnMeta(out, is_view, bool(metas) and out is metas[0])
 
 
 def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
@@ -322,6 +325,8 @@ def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
         return layout.with_strides(x.stride())
 
     output = recipe.output
+    if recipe.view and found.is_itself:
+        return replace(recipe, redistributed=(), local_impl=None, copied=False, itself=True)
     if isinstance(output, tuple):
         output = tuple(map(strided, output, found.out if isinstance(found.out, list | tuple) else output))
     else:

@@ -24,8 +24,8 @@ from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, meshes, outside
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
-from shardwise.tensor.dtensor import DTensor, call, check_owners, tag, to_layout
-from shardwise.tensor.handlers.copies import before_change, invalidate
+from shardwise.tensor.dtensor import DTensor, call, check_owners, plain, tag, to_layout
+from shardwise.tensor.handlers.copies import before_change, invalidate, storage_of
 from shardwise.tensor.handlers.items import write_number
 from shardwise.trace.comm_trace import Cause
 
@@ -136,7 +136,17 @@ def _assign(view: DTensor, value: Any) -> None:
     if not isinstance(value, Tensor):
         view.fill_(value)
         return
-    view.copy_(_expanded_for(value, view))
+    value = _expanded_for(value, view)
+    # x[i] *= 2 assigns a view of the same elements, whose dims of size 1 may have other strides: torch refuses to copy.
+    view.copy_(value.clone() if _has_other_strides(value, view) else value)
+
+
+def _has_other_strides(value: Tensor, view: DTensor) -> bool:
+    """Whether these are different views of one memory."""
+    if type(value) is not DTensor:
+        return False
+    with DisableTorchFunctionSubclass():
+        return storage_of(value) is storage_of(view) and plain(value).stride() != plain(view).stride()
 
 
 def _without_ones(value: object, ndim: int) -> object:
