@@ -200,6 +200,16 @@ def gather_with_other_names() -> None:
         [p.full_tensor() for p in state.values()]
 
 
+def take_turns() -> None:
+    x = sharded()
+    for step in range(6):
+        if rank() == step % 3:
+            v = x.sum().item()
+            assert v == 630
+        else:
+            x.sum().item()
+
+
 def same_order() -> None:
     x = distribute_tensor(torch.arange(6.0), Mesh((3,)), [Shard(0)])
     for _ in range(100):
@@ -212,7 +222,7 @@ def same_order() -> None:
         partial.redistribute(placements=[Replicate()])
 
 
-@pytest.mark.parametrize("act", [gather_on_different_lines, gather_with_other_names, same_order])
+@pytest.mark.parametrize("act", [gather_on_different_lines, gather_with_other_names, take_turns, same_order])
 @WORLDS
 def test_ranks_may_call_the_same_collective_on_different_lines(ranks: World, act: Callable[[], object]) -> None:
     ranks.run(act)
