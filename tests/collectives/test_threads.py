@@ -36,4 +36,6 @@ def test_another_thread_communicates_while_the_main_one_waits(tmp_path: Path) ->
 def test_a_forked_process_cannot_communicate_and_its_rank_still_can(tmp_path: Path) -> None:
     found = outcomes(tmp_path, jobs.in_a_forked_process)
     for rank in range(3):
-        assert found[rank].returned.startswith("A process that a rank forked, such as a worker of a DataLoader, cannot")
+        assert found[rank].returned.startswith(
+            "A process that a rank started, such as a worker of a DataLoader, cannot"
+        )

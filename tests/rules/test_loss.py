@@ -231,3 +231,34 @@ def test_sharded_classes_exchange_four_numbers_per_example() -> None:
     assert loss.placements == (R,)
     assert comms.total_calls == 1
     assert comms.total_bytes == 3 * 4 * 6 * 8
+
+
+UNDER_AUTOCAST: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross_entropy": lambda x: F.cross_entropy(x, SOME_IGNORED),
+    "smoothed": lambda x: F.cross_entropy(x, SOME_IGNORED, label_smoothing=0.1),
+    "of shares": lambda x: F.cross_entropy(x, SCORES.softmax(1).bfloat16()),
+    "no reduction": lambda x: F.cross_entropy(x, SOME_IGNORED, reduction="none"),
+    "nll_loss": lambda x: F.nll_loss(x, SOME_IGNORED),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+@world(2)
+def test_under_autocast_losses_of_half_scores_are_in_single_precision(name: str) -> None:
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = UNDER_AUTOCAST[name](x)
+        out.sum().backward()
+        return out
+
+    half = SCORES.bfloat16()
+    plain = half.clone().requires_grad_()
+    expected = run(plain)
+    for placement in (R, S0, S1):
+        x = distribute_tensor(half, placements=[placement]).requires_grad_()
+        found = as_dtensor(run(x)).full_tensor()
+        assert found.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(found, expected)
+        assert x.grad is not None
+        assert plain.grad is not None
+        torch.testing.assert_close(as_dtensor(x.grad).full_tensor(), plain.grad)

@@ -4,6 +4,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from multiprocessing.process import BaseProcess, current_process
 from threading import get_ident
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from shardwise.collectives import fingerprints
 from shardwise.collectives.call_log import CallLog
+from shardwise.collectives.child_processes import CANNOT_COMMUNICATE, RankAndSize, inherited_rank, share_rank
 from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_call
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
@@ -28,17 +31,31 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
-_SINGLE_RANK = SingleRankTransport()
 
 
 def transport() -> Transport:
     """The transport of this thread: a simulated rank's, else the process group's, or a world of one rank.
 
+    A process that a rank started has the rank and world size of that rank, and cannot communicate.
+
     The process group belongs to the process, so threads of autograd use it as well.
     """
     if _thread.transport is not None:
         return _thread.transport
-    return TORCH_TRANSPORT if dist.is_initialized() else _SINGLE_RANK
+    return TORCH_TRANSPORT if dist.is_initialized() else _single_rank(current_process())
+
+
+@cache  # a process that multiprocessing starts is another one while it imports its modules
+def _single_rank(process: BaseProcess) -> SingleRankTransport:
+    return SingleRankTransport(*inherited_rank())
+
+
+def _rank_and_size() -> RankAndSize:
+    here = transport()
+    return here.rank, here.world_size
+
+
+share_rank(_rank_and_size)
 
 
 def is_simulated() -> bool:
@@ -218,6 +235,7 @@ def _share(here: Transport, note: Note | None) -> None:
 
 def _take_over(here: Transport) -> None:
     """Let this thread communicate for its rank; if it must not, all ranks raise."""
+    share_rank(_rank_and_size)  # again, because multiprocessing configures a process after it imported its modules
     if here is not TORCH_TRANSPORT:
         return here.threads.take_over(here)
     TORCH_TRANSPORT.attach()  # a new world has a new guard
@@ -234,10 +252,7 @@ def _forbid_after_fork() -> None:
     for here in (TORCH_TRANSPORT, _thread.transport):
         if here is not None:
             here.threads.ident = -1
-            here.threads.failed = (
-                "A process that a rank forked, such as a worker of a DataLoader, cannot communicate for the rank. "
-                "Fix: use plain tensors there, and distribute them in the process of the rank."
-            )
+            here.threads.failed = CANNOT_COMMUNICATE
 
 
 os.register_at_fork(after_in_child=_forbid_after_fork)

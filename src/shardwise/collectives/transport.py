@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives.call_log import CallLog
+from shardwise.collectives.child_processes import CANNOT_COMMUNICATE
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import Note, ValueNotes
@@ -92,17 +93,17 @@ class SynchronousTransport:
 
 
 class SingleRankTransport(SynchronousTransport):
-    """One rank, for scripts without a launcher."""
+    """One rank, for scripts without a launcher; of several, for the process that a rank started."""
 
-    rank = 0
-    world_size = 1
-
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self.calls: dict[Ranks, int] = {}
         self.logs: dict[Ranks, CallLog] = {}
-        self.notes = ValueNotes()
+        self.notes = ValueNotes(on=world_size == 1)
         self.threads = ThreadGuard()
-        self.owner = Owner(0, 1)
+        self.owner = Owner(rank, world_size)
+        if world_size > 1:
+            self.threads.ident, self.threads.failed = -1, CANNOT_COMMUNICATE
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         raise AssertionError("one rank has nobody to disagree with")

@@ -13,7 +13,7 @@ from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise.rules.empty import emptied, filled
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.reductions.normalisation import INF, wide
+from shardwise.rules.reductions.normalisation import INF, autocast_to_float, wide
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise.trace.capture_hooks import allow_in_graph
@@ -140,6 +140,7 @@ def classified(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
 
 def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
     named = arguments(loss, args, kwargs)
+    named["input"] = autocast_to_float(named["input"])
     scores, target, weight, reduction = (named[name] for name in ("input", "target", "weight", "reduction"))
     classes = min(1, scores.ndim - 1)
     class_axes = [axis for axis in ctx.axes if ctx.layouts[0].placements[axis].is_shard(classes)]

@@ -6,7 +6,7 @@ Every torch function called with a DTensor arrives at `__torch_function__`; see 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from threading import RLock
+from threading import RLock, current_thread
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -355,11 +355,10 @@ class DTensor(torch.Tensor):
     def as_subclass(self, cls: object) -> NoReturn:
         raise RuleError(_local_only("as_subclass()"))
 
-    def __reduce_ex__(self, proto: object) -> NoReturn:
-        raise RuleError(
-            "A DTensor cannot be pickled: a rank holds only its local shard. "
-            "Fix: save it with shardwise.checkpoint, or pickle full_tensor() or to_local()."
-        )
+    def __reduce_ex__(self, proto: object) -> tuple[Callable[[str], NoReturn], tuple[str]]:
+        if current_thread().name == "QueueFeederThread":  # of a multiprocessing.Queue; its errors reach nobody
+            return _raise_rule_error, (_NO_PICKLE,)
+        raise RuleError(_NO_PICKLE)
 
 
 def implement(
@@ -402,6 +401,16 @@ def register_method(name: str, function: Callable[..., Any]) -> None:
 def call(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `func`, a torch function, an aten op or any other entry of `RULES`, with a DTensor among the arguments."""
     return DTensor._dispatch(func, args, kwargs)
+
+
+_NO_PICKLE = (
+    "A DTensor cannot be pickled: a rank holds only its local shard. "
+    "Fix: save it with shardwise.checkpoint, or pickle full_tensor() or to_local()."
+)
+
+
+def _raise_rule_error(text: str) -> NoReturn:
+    raise RuleError(text)
 
 
 def _local_only(what: str) -> str:
@@ -472,6 +481,8 @@ def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
         return x
     check_owners(cause.op or "redistribute", (x._layout,))
     with DisableTorchFunctionSubclass():
+        if x.is_sparse:
+            raise RuleError("A sparse DTensor cannot be redistributed. Fix: to_dense() it first.")
         return tag(redistribute_local(_as_subclass(x, torch.Tensor), x._layout, layout, cause), layout)
 
 

@@ -364,7 +364,8 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
         width = prod(x.shape[1:])
         flat = x.reshape(-1).repeat(len(ranks))
         every = all_to_all_no_grad(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, READ)
-        return [rows.view(-1, *x.shape[1:]) for rows in every.split([n * width for n in counts])]
+        rows = every.split([n * width for n in counts])
+        return [values.view(n, *x.shape[1:]) for n, values in zip(counts, rows, strict=True)]
 
     indices = torch.cat(gathered(own.indices().t().contiguous())).t()
     values = torch.cat(gathered(own.values()))

@@ -3,7 +3,8 @@
 An optimiser reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, makes sparse
 tensors of them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to dense state. For a
 sparse DTensor all three therefore return what belongs to the local shard, and a plain sparse tensor of the local shape
-beside a DTensor counts as its local shard (`promotion.all_promoted`).
+beside a DTensor counts as its local shard (`promotion.all_promoted`). `indices()` and `values()`, which users call,
+are refused: a norm of the local values would be taken for that of the gradient.
 """
 
 from typing import Any
@@ -18,11 +19,27 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
 
-@handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values)
+@handler(Tensor._indices, Tensor._values)
 def _of_local_shard(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """`_indices()` and `_values()` of the local shard, as plain tensors."""
     with DisableTorchFunctionSubclass():
         return func(args[0]).detach()  # type: ignore[no-any-return]
+
+
+@handler(Tensor.indices, Tensor.values, Tensor._nnz)
+def _of_all_ranks(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    name = func.__name__
+    raise RuleError(
+        f"{name}() of a sparse DTensor would show only local rows. Fix: to_dense(), or to_local().{name}()."
+    )
+
+
+@handler(Tensor.to_dense)
+def to_dense(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    """A dense DTensor of the same layout."""
+    x = args[0]
+    with DisableTorchFunctionSubclass():
+        return tag(func(plain(x), *args[1:], **kwargs), x._layout)
 
 
 @handler(Tensor.coalesce)
