@@ -15,6 +15,7 @@ from tools.opinfo import LINE, SQUARE
 
 GENERATOR = torch.Generator().manual_seed(3)
 WIDE, LONG, IMAGES = (torch.randn(shape, generator=GENERATOR) for shape in ((6, 50), (20_000,), (5, 6, 7)))
+PIXELS = torch.randn((2, 8, 8, 8), generator=GENERATOR)
 CLASSES = torch.arange(6) * 7
 ALL, OFFSET = tuple(SCALES), ("as they are", "beside 1e4")
 Function = Callable[[Tensor], Any]
@@ -37,6 +38,7 @@ CALLS: dict[str, tuple[Function, Tensor, tuple[str, ...]]] = {
     "cov": (torch.cov, WIDE, OFFSET),
     "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), IMAGES, OFFSET),
     "group_norm": (lambda x: F.group_norm(x, 2), IMAGES, OFFSET),
+    "pooled over unequal bins": (lambda x: F.adaptive_avg_pool2d(x, (5, 7)), PIXELS, ALL),
     "long sum": (lambda x: x.sum(), LONG, ALL),
     "long var": (lambda x: x.var(), LONG, ALL),
     "long cumsum": (lambda x: x.cumsum(-1), LONG, ALL),

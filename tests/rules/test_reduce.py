@@ -62,6 +62,8 @@ SAMPLES = [
     Sample(torch.prod, (torch.tensor([0.0, 1, 2, 0, 3], dtype=torch.float64),)),
     Sample(torch.prod, (integers(5, 3), 0)),
     Sample(torch.prod, (normal(0),)),
+    Sample(torch.prod, (integers(5, 3),), {"dtype": torch.int32}),
+    Sample(torch.prod, (A.float(),), {"dtype": torch.float64}),
     Sample(torch.all, (A > -1, 1)),
     Sample(torch.all, (A > -1,)),
     Sample(torch.all, (integers(5, 3).to(torch.uint8), 0)),
@@ -148,6 +150,23 @@ def test_a_mean_whose_sum_does_not_fit_the_dtype_is_right(dtype: torch.dtype) ->
 
 
 @world(3)
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 5, 0), (4, 2, 0)])
+def test_a_product_with_a_zero_is_zero_although_the_factors_of_a_rank_overflow(sizes: tuple[int, ...]) -> None:
+    factors = torch.tensor([0, 1e30, 1e30, 1e30, 1e-30, 2]).requires_grad_()
+    (expected,) = torch.autograd.grad(factors.prod(), factors)
+
+    def job() -> tuple[float, Tensor]:
+        x = distribute_tensor(factors.detach(), Mesh((3,)), [Shard(0, sizes)]).requires_grad_()
+        product = x.prod()
+        product.backward()
+        assert isinstance(x.grad, DTensor)
+        return product.item(), x.grad.full_tensor()
+
+    for product, gradient in world(3).run(job):
+        assert product == 0
+        assert torch.equal(gradient, expected)
+
+
 def test_summands_are_not_rounded_to_integers_one_by_one() -> None:
     halves = DTensor.from_local(torch.full((2,), 0.5), Mesh((3,)), [Partial()])
     assert halves.sum(dtype=torch.int64).item() == 2  # 1.5 and 1.5, each rounded down

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout import PARTIAL, Shard, contiguous_strides
+from shardwise.layout import PARTIAL, Partial, Shard, contiguous_strides
 from shardwise.rules.empty import filled
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.registry import OpRule, RowsFunction, register
@@ -46,7 +46,7 @@ def avg_pool(
     """out[at] = the mean of the window at `at`."""
     windows = _pooling_windows(dims, input, kernel_size, stride, padding, 1, ceil_mode)
     rows = pool_rows(input, windows, local_with(with_halo, windows))
-    return [*rows, Row((PARTIAL,), PARTIAL, "linear")] if input.dtype.is_floating_point else rows
+    return [*rows, *_linear(input)] if input.dtype.is_floating_point else rows
 
 
 def _pooling_windows(
@@ -79,7 +79,12 @@ def adaptive_avg_pool(dims: int, input: Meta, output_size: OutputSize) -> list[R
     ones = [d for d, out in enumerate(each(output_size, dims), input.ndim - dims) if out == 1]
     sums = [Row((Shard(d),), PARTIAL, f"sharded dim {d}: partial sums", local) for d in ones]
     others = [row for row in rows if all(row.inputs != of_sum.inputs for of_sum in sums)]
-    return [*sums, *others, Row((PARTIAL,), PARTIAL, "linear")] if rows else []
+    return [*sums, *others, *_linear(input)] if rows else []
+
+
+def _linear(x: Meta) -> list[Row]:
+    """Only where the operand is Partial: means of shards padded with zeros are rounded before they are added."""
+    return [Row((PARTIAL,), PARTIAL, "linear")] if isinstance(x.placement, Partial) else []
 
 
 def _equal_bins(length: int, out: int) -> Window:

@@ -57,9 +57,17 @@ def product(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwar
 
 
 def _local_product(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    shard, (along,) = nonempty_shard(ctx, x, dims, 1)
-    own = shard.prod(along, keepdim=keepdim, dtype=dtype)
-    return ctx.all_gather(own).prod(0, dtype=own.dtype)
+    x = x if dtype is None else x.to(dtype)
+    shard, (along,) = nonempty_shard(ctx, wide(x), dims, 1)
+    own = shard.prod(along, keepdim=keepdim)
+    total: Tensor = ctx.all_gather(own).prod(0)
+    kept = x.dtype if x.is_floating_point() or x.is_complex() else own.dtype
+    return total.to(dtype or kept)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Floats in double precision: what ranks combine is rounded once, and 0 * 1e60 is 0 where 0 * inf is nan."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype)
 
 
 def mean(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> list[Row]:
@@ -274,7 +282,7 @@ def scan(name: str, input: Meta, dim: int, dtype: torch.dtype | None = None) -> 
 def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dtype = x.dtype if x.is_floating_point() or x.is_complex() else dtype
-    x = wide_scan(x)
+    x = wide(x)
     if name == "logcumsumexp":
         total = log_of_sum(*nonempty_shard(ctx, x, (dim,), -inf, True), False)
         total = torch.where(total == inf, inf, total)  # finite elements beside it get no gradient instead of nan
@@ -284,12 +292,6 @@ def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dty
     scanned: Tensor = getattr(torch, name)(torch.cat([before, x], dim), dim)
     found: Tensor = scanned.narrow(dim, before.shape[dim], x.shape[dim])
     return found.to(dtype or scanned.dtype)
-
-
-def wide_scan(x: Tensor) -> Tensor:
-    """Floats in double precision, in which torch's kernels accumulate: what is before a shard is rounded once."""
-    wide = torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype
-    return x.to(wide)
 
 
 def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:
