@@ -42,7 +42,7 @@ def nothing_left_behind() -> Iterator[None]:
 # ---- results ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     answer = launch(facts, "hello", (1, 2), nproc=nproc)
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_all_ranks_before_launch_returns(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("delay_seconds", [0.0, 0.02, 0.04, 0.06, 0.08])
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.03, 0.08])
 def test_ctrl_c_while_ranks_start_is_as_quiet(tmp_path: Path, delay_seconds: float) -> None:
     with launcher_of_waiting_ranks(tmp_path) as launcher:
         wait_until(lambda: len(children(launcher.pid)) == 4)  # the ranks, and multiprocessing's tracker

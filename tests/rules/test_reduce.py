@@ -149,7 +149,6 @@ def test_a_mean_whose_sum_does_not_fit_the_dtype_is_right(dtype: torch.dtype) ->
     assert x.var().item() == 0.0
 
 
-@world(3)
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 5, 0), (4, 2, 0)])
 def test_a_product_with_a_zero_is_zero_although_the_factors_of_a_rank_overflow(sizes: tuple[int, ...]) -> None:
     factors = torch.tensor([0, 1e30, 1e30, 1e30, 1e-30, 2]).requires_grad_()
@@ -167,6 +166,7 @@ def test_a_product_with_a_zero_is_zero_although_the_factors_of_a_rank_overflow(s
         assert torch.equal(gradient, expected)
 
 
+@world(3)
 def test_summands_are_not_rounded_to_integers_one_by_one() -> None:
     halves = DTensor.from_local(torch.full((2,), 0.5), Mesh((3,)), [Partial()])
     assert halves.sum(dtype=torch.int64).item() == 2  # 1.5 and 1.5, each rounded down
