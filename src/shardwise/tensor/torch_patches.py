@@ -18,7 +18,13 @@ from torch.utils._device import _device_constructors
 
 from shardwise.errors import RuleError
 from shardwise.tensor.after_import import after_import, forget_imports
-from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing, saving_layouts, with_layouts
+from shardwise.tensor.autograd.functions import (
+    apply_of_functions,
+    apply_with_dtensors,
+    refusing,
+    saving_layouts,
+    with_layouts,
+)
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
 from shardwise.tensor.handlers.assigned_state import keeping_layouts
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
@@ -103,6 +109,13 @@ PATCHES = (
         f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
         "custom autograd Functions and module backward hooks get local tensors for gradients",
         apply_with_dtensors,
+    ),
+    Patch(
+        "torch.autograd.function.Function.apply",
+        "The same. Torch 2.13 keeps it: there it calls the function above, which it does not in torch 2.14.",
+        f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
+        "custom autograd Functions and module backward hooks get local tensors for gradients",
+        apply_of_functions,
     ),
     Patch(
         "torch.utils.checkpoint._CheckpointFrame.save_inputs",

@@ -209,6 +209,11 @@ def apply_with_dtensors(original: Any) -> Any:
     return classmethod(apply)
 
 
+def apply_of_functions(original: Any) -> Any:
+    """`Function.apply`: itself where it calls that of its base, else like that."""
+    return original if isinstance(original, classmethod) else apply_with_dtensors(original)
+
+
 def _may_get_node(cls: type[Function], x: object) -> bool:
     """Whether a user's Function of a plain `x` gets a backward, which may get gradients of DTensors.
 
