@@ -26,7 +26,7 @@ def page() -> str:
     """The text of the page."""
     lines = [HEADER]
     for (what, why, without), alike in groupby(PATCHES, key=lambda patch: (patch.what, patch.why, patch.without)):
-        lines += ["### " + ", ".join(f"`{patch.target}`" for patch in alike), "", what, ""]
+        lines += ["### " + ", ".join(f"`{patch.listed or patch.target}`" for patch in alike), "", what, ""]
         lines += [f"* Why no official hook: {why}", f"* Without it: {without}.", ""]
     lines += ["## Official hooks in use", "", "| hook | what it does | installed before |", "|---|---|---|"]
     lines += [f"| `{hook.target}` | {hook.what} | {hook.since} |" for hook in HOOKS]

@@ -19,7 +19,6 @@ from torch.utils._device import _device_constructors
 from shardwise.errors import RuleError
 from shardwise.tensor.after_import import after_import, forget_imports
 from shardwise.tensor.autograd.functions import (
-    apply_of_functions,
     apply_with_dtensors,
     refusing,
     saving_layouts,
@@ -55,6 +54,7 @@ class Patch:
         why: why no official hook does.
         without: what breaks without it.
         replacement: from the original, as it lies in its module or class, to what takes its place.
+        listed: how the page of patches names it, if the target depends on the version of torch.
         module: that holds the target, if only some programs import it: it is replaced when they do.
     """
 
@@ -64,6 +64,7 @@ class Patch:
     without: str
     replacement: Callable[[Any], Any]
     module: str | None = None
+    listed: str = ""
 
     def original(self) -> tuple[Any, str, Any]:
         """The module or class, the attribute's name and its present value."""
@@ -97,25 +98,24 @@ def _made_of_local_shards(replacement: Callable[[Any], Any], what: str, *targets
     return tuple(Patch(target, what, why, "it silently uses the local shard", replacement) for target in targets)
 
 
+# Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
+_OWN_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 _SUBCLASS = "torch offers `__torch_function__` for ops only"
 _BINDING = "A function of C++ that takes a list of tensors, without `__torch_function__`."
 
 PATCHES = (
     Patch(
-        "torch.autograd.function._SingleLevelFunction.apply",
+        "torch.autograd.function.Function.apply"
+        if _OWN_APPLY
+        else "torch.autograd.function._SingleLevelFunction.apply",
         "Runs a custom Function on DTensors: forward and backward see DTensors, and gradients may be returned in any "
-        "placements. Also puts a Function of shardwise in the place of the one that carries full backward hooks of "
-        "modules. Calls without a DTensor, and without a tensor that needs a gradient, go to the original.",
+        "placements. In torch 2.14 it is `Function.apply` that is replaced. Also puts a Function of shardwise in the "
+        "place of the one that carries full backward hooks of modules. Calls without a DTensor, and without a tensor "
+        "that needs a gradient, go to the original.",
         f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
         "custom autograd Functions and module backward hooks get local tensors for gradients",
         apply_with_dtensors,
-    ),
-    Patch(
-        "torch.autograd.function.Function.apply",
-        "The same. Torch 2.13 keeps it: there it calls the function above, which it does not in torch 2.14.",
-        f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
-        "custom autograd Functions and module backward hooks get local tensors for gradients",
-        apply_of_functions,
+        listed="torch.autograd.function._SingleLevelFunction.apply",  # in torch 2.13
     ),
     Patch(
         "torch.utils.checkpoint._CheckpointFrame.save_inputs",
@@ -174,7 +174,7 @@ PATCHES = (
         total_norm_in_one_exchange,
     ),
     Patch(
-        "torch.nn.Module._load_from_state_dict",
+        "torch.nn.modules.module.Module._load_from_state_dict",
         "With `assign=True` a plain tensor in the place of a DTensor is sharded as that is.",
         "torch assigns it without any call of a tensor; hooks of modules are registered one by one.",
         "`load_state_dict(full, assign=True)` of a sharded module silently makes its parameters plain",

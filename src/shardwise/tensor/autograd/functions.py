@@ -199,7 +199,7 @@ def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> C
 
 
 def apply_with_dtensors(original: Any) -> Any:
-    """`apply` of the base of `Function`, aware of DTensors; `original` is the class method that it inherits."""
+    """`apply` of `Function` or its base, aware of DTensors; `original` is the class method of C++ that it has."""
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if torch._C._is_torch_function_enabled() and any(type(x) is DTensor or _may_get_node(cls, x) for x in args):
@@ -207,11 +207,6 @@ def apply_with_dtensors(original: Any) -> Any:
         return original.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(apply)
-
-
-def apply_of_functions(original: Any) -> Any:
-    """`Function.apply`: itself where it calls that of its base, else like that."""
-    return original if isinstance(original, classmethod) else apply_with_dtensors(original)
 
 
 def _may_get_node(cls: type[Function], x: object) -> bool:
