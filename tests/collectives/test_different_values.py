@@ -1,6 +1,7 @@
 """Plain tensors beside DTensors, and local tensors of Replicate, that differ between ranks: one error on all ranks."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import nan
 from pathlib import Path
 
@@ -131,6 +132,14 @@ def test_a_difference_that_appears_later_is_found_at_the_next_comparison() -> No
 # ---- numbers --------------------------------------------------------------------------------------------
 
 
+def with_numbers(act: Callable[[], object]) -> None:
+    collectives.check_values(numbers=True)
+    try:
+        act()
+    finally:
+        collectives.check_values()
+
+
 def index() -> None:
     use(sharded()[rank()])
 
@@ -208,7 +217,7 @@ def in_backward() -> None:
 def test_numbers_that_differ_are_named_with_argument_line_and_values(
     ranks: World, act: Callable[[], object], what: str, values: Sequence[str]
 ) -> None:
-    lines = one_text(ranks, act).splitlines()
+    lines = one_text(ranks, partial(with_numbers, act)).splitlines()
     assert lines[0] == f"{what} must be the same on all ranks, but is not:"
     named = [line for line in lines if line.startswith("  rank ")]
     assert len(named) > 1
@@ -218,7 +227,9 @@ def test_numbers_that_differ_are_named_with_argument_line_and_values(
 
 
 def test_a_difference_after_the_first_numbers_of_a_call_is_found() -> None:
-    assert "__getitem__: the numbers argument 1[1][0], argument 1[1][1]" in one_text(SIMULATED, list_of_rows)
+    assert "__getitem__: the numbers argument 1[1][0], argument 1[1][1]" in one_text(
+        SIMULATED, partial(with_numbers, list_of_rows)
+    )
 
 
 def returned_by_a_hook() -> None:
@@ -282,6 +293,7 @@ def only_plain() -> None:
 
 
 def numbers_that_agree() -> None:
+    collectives.check_values(numbers=True)
     x = sharded()
     local = x.to_local() * rank() + rank()
     y = DTensor.from_local(local, Mesh((3,)), [Shard(0)])
@@ -299,6 +311,7 @@ def rounding() -> None:
 
 
 def log_on_one_rank() -> None:
+    collectives.check_values(numbers=True)
     x = distribute_tensor(torch.ones(6), Mesh((3,)), [Replicate()])
 
     def scaled(by: torch.Tensor) -> DTensor:

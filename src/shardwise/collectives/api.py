@@ -295,12 +295,19 @@ def check_ranks(on: bool = True) -> None:
     fingerprints.switch(transport(), on)
 
 
-def check_values(on: bool = True) -> None:
+def check_values(on: bool = True, *, numbers: bool = False) -> None:
     """Whether values that should be the same on all ranks are compared, from now on in this process.
 
-    On by default; docs/debugging.md says what is compared, and when. On simulated ranks it is set for this rank.
+    docs/debugging.md says what is compared, and when. On simulated ranks it is set for this rank.
+
+    Args:
+        on: compare tensors; the default of a process.
+        numbers: also compare the numbers among the arguments of ops, for debugging. A program may be right although
+            they differ, such as where one rank takes another way to the same collective.
     """
-    transport().notes.on = on
+    notes = transport().notes
+    notes.on, notes.numbers = on, numbers
+    notes.watch_after(0)
 
 
 @contextmanager

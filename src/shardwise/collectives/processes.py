@@ -159,7 +159,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
         self.notes.stop()
-        self.notes = ValueNotes(self.notes.on)
+        self.notes = ValueNotes(self.notes.on, self.notes.numbers)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         self.attach()

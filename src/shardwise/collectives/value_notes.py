@@ -4,8 +4,8 @@
     y.full_tensor()                                             # with its next collective it reads those of the others
 
 Tensors are noted at calls 1, 2, 4, … 64 of a call site and at every 64th. The numbers among the arguments of ops are
-noted while a rank watches: up to the 65th collective of a group, and from every 61st to the next one.
-At other times they cost nothing.
+noted if `check_values(numbers=True)` was called, while a rank watches: up to the 65th collective of a group, and from
+every 61st to the next one. At other times they cost nothing.
 
 Notes are read with call records (`call_log.py`). Ranks compare only notes of the same call site (the innermost frames
 of the user's code), call number and last collective, so a call that only some ranks make (`if rank == 0: log(…)`) is
@@ -65,8 +65,9 @@ class Note(NamedTuple):
 class ValueNotes:
     """The notes of one rank."""
 
-    def __init__(self, on: bool = True) -> None:
+    def __init__(self, on: bool = True, numbers: bool = False) -> None:
         self.on = on
+        self.numbers = numbers
         self.watching = False
         self._counts: dict[tuple[object, ...], int] = {}  # by call site and what it is
         self._watched: dict[int, int] = {}  # the same for numbers, since this rank watches
@@ -75,7 +76,7 @@ class ValueNotes:
 
     def watch_after(self, number: int) -> None:
         """Watch up to the next collective, if that of this number is one of those after which ranks do; 0 is none."""
-        watching = self.on and (number <= WATCH_FIRST or number % WATCH_EVERY == 0)
+        watching = self.on and self.numbers and (number <= WATCH_FIRST or number % WATCH_EVERY == 0)
         if watching:
             self._watched.clear()
             self._num_watched = 0
