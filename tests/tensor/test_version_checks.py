@@ -111,3 +111,13 @@ def test_the_gradient_of_a_leaf_of_partial_maxima_is_that_of_the_maximum() -> No
     x: Any = distribute_tensor(torch.arange(6.0).view(3, 2), Mesh((3,)), [Shard(0)]).amax(0).requires_grad_()
     (x * torch.tensor([2.0, 3.0])).sum().backward()
     assert x.grad.full_tensor().tolist() == [2, 3]
+
+
+@world(2)
+def test_finding_out_what_is_saved_draws_no_random_numbers() -> None:
+    """A rank that knows the call already would draw others."""
+    x = distribute_tensor(torch.ones(7, dtype=torch.float64), placements=[Shard(0, [7, 0])]).requires_grad_()
+    torch.manual_seed(0)
+    first = torch.randn_like(x, dtype=torch.float64, device="cpu").tolist()
+    torch.manual_seed(0)
+    assert torch.randn_like(x, dtype=torch.float64, device="cpu").tolist() == first

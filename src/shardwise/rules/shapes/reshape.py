@@ -49,10 +49,9 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
         rows.append(Row((Shard(longer[0]),), Shard(into), why, local, map_index=map_index, alignment=scale.denominator))
         why = "elements are sent to the ranks that hold them under the new dims"
         rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
-    rows += unsharded_rows(x, local)
-    if not is_view:  # torch copies the global tensor, and would not copy every local one
-        rows = [replace(row, local_impl=local) for row in [*rows, Row((REPLICATE,), REPLICATE, "a copy on every rank")]]
-    return rows
+    rows += [*unsharded_rows(x, local), Row((REPLICATE,), REPLICATE, "every rank has everything")]
+    # Torch copies the global tensor if that is no view, and would not copy every local one.
+    return rows if is_view else [replace(row, local_impl=local) for row in rows]
 
 
 def reshaped_to(op: Op, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dispatch.resolve import with_meta_device
 from shardwise.tensor.dispatch.version_checks import check_versions, new_meta, recording_saved, tensors_in, versions_of
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.tensor.handlers.copies import copies_of, storage_of
@@ -136,7 +137,7 @@ def _used(out: Tensor, metas: Sequence[Tensor], sources: Sequence[Tensor]) -> li
 
 def _call(func: Op, args: Args, kwargs: Kwargs, in_place: bool = False) -> tuple[_Call, list[DTensor]]:
     """A call as a function of its DTensors, and these. One in place returns the first."""
-    leaves, form = pytree.tree_flatten((args, kwargs))
+    leaves, form = pytree.tree_flatten((args, with_meta_device(kwargs)))
     found = [(i, x) for i, x in enumerate(leaves) if type(x) is DTensor]
     others = [x.to("meta") if isinstance(x, Tensor) and type(x) is not DTensor else x for x in leaves]
 

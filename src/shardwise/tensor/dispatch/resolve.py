@@ -278,6 +278,11 @@ def global_on_meta(layout: Layout, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device="meta")
 
 
+def with_meta_device(kwargs: Kwargs) -> Kwargs:
+    """Keyword arguments of a call on the meta device: on another it would allocate, and draw random numbers."""
+    return {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+
+
 class OnMeta(NamedTuple):
     """The results of an op on torch's meta device: they have the shapes and strides of those of one process."""
 
@@ -292,7 +297,7 @@ def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands
     Raises:
         NoRowError: the shape is data-dependent.
     """
-    metas = [global_on_meta(o.layout, o.dtype) for o in operands]
+    metas, kwargs = [global_on_meta(o.layout, o.dtype) for o in operands], with_meta_device(kwargs)
     try:
         out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
     except NotImplementedError as error:

@@ -24,7 +24,7 @@ from shardwise.tensor.dispatch.keys import NO_KEY
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.recipes import remember
-from shardwise.tensor.dispatch.resolve import Recipe
+from shardwise.tensor.dispatch.resolve import Recipe, with_meta_device
 from shardwise.tensor.dtensor import DTensor
 
 _saved_cache: dict[Any, frozenset[int]] = {}
@@ -44,7 +44,7 @@ def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
         metas.append(new_meta(x._layout.shape, x._layout.strides, x.dtype, x.requires_grad))
         return metas[-1]
 
-    args, kwargs = pytree.tree_map(meta, (args, kwargs))
+    args, kwargs = pytree.tree_map(meta, (args, with_meta_device(kwargs)))
     return args, kwargs, metas
 
 

@@ -45,6 +45,8 @@ def _dropout(
             batch = op(batch, p, True)
             if inplace:
                 return input.copy_(batch.squeeze(0) if add_batch else batch)
+        elif inplace:
+            return input
         return batch.squeeze(0) if add_batch else batch
 
     return drop
