@@ -176,3 +176,14 @@ def test_flattening_one_dim_is_the_tensor_itself() -> None:
         assert x.flatten() is x
         assert torch.flatten(x, 0, 0) is x
         assert x.contiguous() is x
+
+
+@world(2)
+def test_what_a_view_is_depends_on_the_dtype_not_on_the_calls_before() -> None:
+    for dtype, columns in ((torch.float64, 8), (torch.float32, 4), (torch.float16, 2)):
+        x = distribute_tensor(torch.ones(4, 4, dtype=dtype), placements=[Shard(0)])
+        assert x.view(torch.int32).shape == (4, columns)
+    for dtype, part in ((torch.float32, torch.float32), (torch.complex64, torch.float32)):
+        x = distribute_tensor(torch.ones(4, dtype=dtype), placements=[Shard(0)])
+        assert torch.real(x).dtype == part
+        assert torch.conj(x).is_conj() == dtype.is_complex

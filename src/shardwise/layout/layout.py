@@ -226,9 +226,13 @@ class Layout:
         """The order of the dims in the memory of the global and of local tensors; None: row-major."""
         return None if self.strides is None else dims_by_stride(self.strides)
 
+    def stride(self) -> tuple[int, ...]:
+        """The strides of the global tensor, in elements."""
+        return self.strides or contiguous_strides(self.shape)
+
     def with_strides(self, strides: Sequence[int]) -> "Layout":
         """The same boxes of a global tensor with these strides, in elements."""
-        if strides == (self.strides or contiguous_strides(self.shape)):
+        if strides == self.stride():
             return self
         return Layout(self.mesh, self.placements, self.shape, self.shard_order, strides)
 

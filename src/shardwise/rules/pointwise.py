@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides
-from shardwise.rules.local_context import LocalContext, specialized
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.registry import RULES, OpRule, RowsFunction, amend, register
-from shardwise.rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
+from shardwise.rules.row import Args, Kwargs, Meta, Op, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
@@ -150,17 +150,11 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x, or a copy if the elements of the global tensor are in another order, whatever local tensors are in."""
-    return _rows_of(x, _itself if is_contiguous(x, *memory_formats(args, kwargs)) else _copied, *args, **kwargs)
-
-
-def itself(x: Meta) -> list[Row]:
-    """out is x."""
-    return _rows_of(x, _itself)
-
-
-def _rows_of(x: Meta, local: LocalFunction, *args: object, **kwargs: object) -> list[Row]:
-    rows = [replace(row, local_impl=local) for row in copies(x, *args, **kwargs)]
-    return [*rows, Row((REPLICATE,), REPLICATE, "every rank has everything", local)]
+    rows = copies(x, *args, **kwargs)
+    if is_contiguous(x, *memory_formats(args, kwargs)):
+        return rows
+    rows.append(Row((REPLICATE,), REPLICATE, "every rank has everything"))
+    return [replace(row, local_impl=_copied) for row in rows]
 
 
 def is_contiguous(x: Meta, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
@@ -173,15 +167,6 @@ def is_contiguous(x: Meta, memory_format: torch.memory_format = torch.contiguous
 
 def memory_formats(args: Args, kwargs: Kwargs) -> list[torch.memory_format]:
     return [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
-
-
-def _unchanged(ctx: LocalContext) -> LocalFunction:
-    return lambda x, *_, **__: x  # the DTensor itself
-
-
-@specialized(_unchanged)
-def _itself(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
-    return x
 
 
 def _copied(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
@@ -262,6 +247,9 @@ _register(["where"], selected)
 _register(["masked_fill"], masked)
 _register(HOMOGENEOUS, homogeneous)
 _register(CONJUGATES, conjugate)
+amend(
+    *dict.fromkeys(op for name in CONJUGATES for op, _ in callables_of(name) if RULES[op].rows is conjugate), typed=True
+)
 _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)

@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import MeshError, RuleError
-from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, contiguous_strides, placements_text
+from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.trace.comm_trace import EXPLICIT, Cause
@@ -230,7 +230,7 @@ class DTensor(torch.Tensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, in elements; those of local tensors are in the same order."""
-        strides = self._layout.strides or contiguous_strides(self._layout.shape)
+        strides = self._layout.stride()
         return strides if dim is None else strides[dim]
 
     def __len__(self) -> int:

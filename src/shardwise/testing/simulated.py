@@ -193,7 +193,6 @@ class _Simulation:
         __tracebackhide__ = True
         try:
             self.await_turn(rank)
-            rank.notes.watch_after(0)
             # Backward of CUDA tensors would run on a thread that all ranks share.
             with using(rank), torch.autograd.set_multithreading_enabled(False):
                 rank.result = self.body()

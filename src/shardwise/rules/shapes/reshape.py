@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Boxes, Shard
 from shardwise.rules.local_context import LocalContext, local_with, specialized
-from shardwise.rules.pointwise import itself
+from shardwise.rules.pointwise import copies
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
 from shardwise.rules.shapes.common import functions_named, unsharded_rows
@@ -31,7 +31,7 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """
     after = reshaped_to(op, x, *args, **kwargs)
     if op in FLATTENS and after == x.shape:
-        return itself(x)
+        return copies(x)  # torch returns x itself
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
     groups = tuple(_groups(x.shape, after))
@@ -213,5 +213,5 @@ _reshapes = functions_named("reshape", "flatten", "ravel", "unflatten")
 _reshapes += [aten.view.default, aten._unsafe_view.default]
 for _op in _reshapes:
     register(OpRule(partial(reshaped, _op), view=True), _op)
-register(OpRule(viewed, view=True), Tensor.view)
-register(OpRule(other_dtype, view=True), aten.view.dtype)
+register(OpRule(viewed, typed=True, view=True), Tensor.view)
+register(OpRule(other_dtype, typed=True, view=True), aten.view.dtype)

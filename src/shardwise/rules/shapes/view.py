@@ -228,4 +228,4 @@ _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
 register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
 register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
 _parts = torch.real, torch.imag, _getter("real"), _getter("imag")
-register(OpRule(homogeneous, shape=shape_of_first, shape_independent=True, view=True), *_parts)
+register(OpRule(homogeneous, shape=shape_of_first, shape_independent=True, typed=True, view=True), *_parts)

@@ -16,7 +16,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import RuleError
-from shardwise.layout import REPLICATE, Layout, contiguous_strides
+from shardwise.layout import REPLICATE, Layout
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import OpRule, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
@@ -38,9 +38,8 @@ class Wrapper(torch.Tensor):
     @staticmethod
     def __new__(cls, dtensor: DTensor) -> Self:
         layout = dtensor._layout
-        strides = layout.strides or contiguous_strides(layout.shape)
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls, layout.shape, strides=strides, dtype=dtensor.dtype, device=dtensor.device
+            cls, layout.shape, strides=layout.stride(), dtype=dtensor.dtype, device=dtensor.device
         )
         self.dtensor = dtensor
         return self
