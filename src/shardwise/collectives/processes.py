@@ -166,7 +166,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._records is None:
             return
         self._records.write(log, record)
-        if log.ranks not in self._records.complete:
+        if log not in self._records.complete:
             self._find_peers(log, self._records)
         if not self._records.agree(log):
             self._raise_difference(log, self._records)
@@ -212,7 +212,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
                     else:
                         sleep(POLL_SECONDS)
         if all(map(records.knows, log.ranks)):
-            records.complete.add(log.ranks)
+            records.complete.add(log)
 
     def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
         log = self.logs.get(ranks)

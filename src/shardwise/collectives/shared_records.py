@@ -24,6 +24,7 @@ from shardwise.collectives.value_notes import KEPT_NOTES, WORDS, Note
 GROUPS = 256  # of a rank; calls of groups beyond these are not compared
 LATEST, NUM_NOTES, NOTES = range(1, 4)  # positions in a region, after its key
 RECORDS = NOTES + KEPT_NOTES * WORDS
+MANY_ELEMENTS = 1 << 36  # of one message; more may be absurd
 SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any processor
 
 
@@ -36,6 +37,7 @@ class _View:
     """
 
     peer: int
+    position: int  # in the group
     words: "memoryview[int]"
     start: int = -1
     number: int = 0  # of the last call
@@ -48,18 +50,18 @@ class SharedRecords:
     Attributes:
         path: of the records of this rank, for the other ranks; empty on a system without files in memory.
         elsewhere: ranks of other hosts.
-        complete: groups all of whose ranks are known.
+        complete: the logs of groups all of whose ranks are known.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.path = ""
         self.elsewhere: set[int] = set()
-        self.complete: set[Ranks] = set()
+        self.complete: set[CallLog] = set()
         self._width = SEND_COUNTS + 2 * world_size
         self._region = RECORDS + KEPT * self._width
-        self._regions: dict[Ranks, int] = {}  # where those of this rank begin
+        self._regions: dict[CallLog, int] = {}  # where those of this rank begin
         self._peers: dict[int, memoryview[int]] = {rank: memoryview(array("q"))}
-        self._views: dict[Ranks, list[_View]] = {}
+        self._views: dict[CallLog, list[_View]] = {}
         self._file: MemoryFile | None = None
         self._words = memoryview(array("q"))
         if hasattr(os, "memfd_create"):
@@ -93,9 +95,9 @@ class SharedRecords:
     def write(self, log: CallLog, record: "array[int]") -> None:
         """Let the other ranks see the latest call of this one."""
         words = self._words
-        start = self._regions.get(log.ranks)
+        start = self._regions.get(log)
         if start is None:
-            start = self._add_region(log.ranks)
+            start = self._add_region(log)
         if not words or start < 0:
             return
         slot = start + RECORDS + record[NUMBER] % KEPT * self._width
@@ -105,43 +107,48 @@ class SharedRecords:
 
     def write_note(self, log: CallLog, note: Note) -> None:
         """Let the other ranks see the latest note of this one."""
-        start = self._regions.get(log.ranks)
+        start = self._regions.get(log)
         if start is None:
-            start = self._add_region(log.ranks)
+            start = self._add_region(log)
         if self._words and start >= 0:
             at = start + NOTES + (log.num_notes - 1) % KEPT_NOTES * WORDS
             self._words[at : at + WORDS] = note.words
             self._words[start + NUM_NOTES] = log.num_notes
 
-    def _add_region(self, ranks: Ranks) -> int:
+    def _add_region(self, log: CallLog) -> int:
         index = len(self._regions)
-        start = self._regions[ranks] = index * self._region if index < GROUPS else -1
+        start = self._regions[log] = index * self._region if index < GROUPS else -1
         if self._words and start >= 0:
-            self._words[start] = _key(ranks)
+            self._words[start] = _key(log.ranks)
         return start
 
     def agree(self, log: CallLog) -> bool:
         """Whether all that is new of the other ranks agrees at first sight; cheap, as it usually does."""
-        views = self._views.get(log.ranks)
+        views = self._views.get(log)
         if views is None:
             return False
-        records, width, here = log.records, self._width, log.latest
+        records, width, here, count = log.records, self._width, log.latest, len(log.ranks)
+        sent_to, received_from = SEND_COUNTS + log.position, SEND_COUNTS + count + log.position
         for view in views:
             words, start = view.words, view.start
             if start < 0 or words[start + NUM_NOTES] != view.num_notes:
                 return False
             latest = words[start + LATEST]
-            for number in range(view.number + 1, (min(here, latest)) + 1):
+            for number in range(view.number + 1, (here if here < latest else latest) + 1):
                 slot, mine = start + RECORDS + number % KEPT * width, records[number % KEPT]
-                same = words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]
-                if not same or words[slot + NUM_COUNTS] or mine[NUM_COUNTS]:
+                if not (words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]):
                     return False
+                if mine[NUM_COUNTS] and words[slot + NUM_COUNTS]:
+                    there = SEND_COUNTS + view.position
+                    if mine[there] != words[slot + received_from] or mine[there + count] != words[slot + sent_to]:
+                        return False
                 view.number = number
-        return not records[here % KEPT][NUM_COUNTS]
+        mine = records[here % KEPT]
+        return not mine[NUM_COUNTS] or 0 <= min(mine[SEND_COUNTS:]) <= max(mine[SEND_COUNTS:]) < MANY_ELEMENTS
 
     def first_difference(self, log: CallLog) -> Difference | None:
         """How the calls of the other ranks, those that were not compared yet, differ from those of this rank."""
-        for view in self._visible(log.ranks):
+        for view in self._visible(log):
             found = self._difference(log, view)
             if found is not None:
                 return found
@@ -151,7 +158,7 @@ class SharedRecords:
         """A note of this rank and those of other ranks that differ from it, if there is one."""
         found: dict[int, Sequence[int]] = {}
         first: Note | None = None
-        for view in self._visible(log.ranks):
+        for view in self._visible(log):
             count = view.words[view.start + NUM_NOTES]
             if count != view.num_notes:
                 different = log.different_note(view.peer, count, partial(_note, view.words, view.start))
@@ -160,16 +167,16 @@ class SharedRecords:
                 view.num_notes = log.compared_notes(view.peer)
         return None if first is None else (first, found)
 
-    def _visible(self, ranks: Ranks) -> Iterator[_View]:
+    def _visible(self, log: CallLog) -> Iterator[_View]:
         """The regions of a group that other ranks have made, of those whose records this process can read."""
-        views = self._views.get(ranks)
+        views = self._views.get(log)
         if views is None:
-            views = [_View(peer, words) for peer in ranks if (words := self._peers.get(peer))]
-            if ranks in self.complete:
-                self._views[ranks] = views
+            views = [_View(peer, i, words) for i, peer in enumerate(log.ranks) if (words := self._peers.get(peer))]
+            if log in self.complete:
+                self._views[log] = views
         for view in views:
             if view.start < 0:
-                view.start = self._find_region(view.words, ranks)
+                view.start = self._find_region(view.words, log.ranks)
             if view.start >= 0:
                 yield view
 
