@@ -317,12 +317,25 @@ class _Undefined(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.CHOOSING and args[0].is_floating_point() and not (kwargs or {}).get("stable"):
-            signs = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(0), dtype=args[0].dtype).sign()
-            args = (args[0].nextafter(signs * torch.inf), *args[1:])
-        elif func._schema.is_mutable:
+        kwargs = kwargs or {}
+        if func in self.CHOOSING and args[0].ndim and not kwargs.get("stable"):
+            return self._chosen(func, args, kwargs)
+        if func._schema.is_mutable:
             args = (args[0], *(a.clone() if isinstance(a, Tensor) else a for a in args[1:]))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _chosen(func: Any, args: Any, kwargs: Any) -> Any:
+        """The values and indices of an op that meets the elements in another order; nearly equal ones change places."""
+        x, names = args[0], [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        dim = given.get("dim", -1)
+        numbers = torch.Generator().manual_seed(0)
+        order = torch.randperm(x.shape[dim], generator=numbers)
+        if x.is_floating_point():
+            x = x.nextafter(torch.randn(x.shape, generator=numbers, dtype=x.dtype).sign() * torch.inf)
+        values, indices = func(x.index_select(dim, order), *args[1:], **kwargs)
+        return values, order[indices]
 
 
 def _is_undefined(what: Program, plain: Seen, saved: Seen, why: str) -> bool:

@@ -168,7 +168,7 @@ torch.stack([{a}, {a}], {d})
 torch.stack([{a}, {a} * {k}])
 torch.hstack([{a}, {a}])
 torch.vstack([{a}, {b}])
-torch.block_diag({a}, {c})
+torch.block_diag({a}, {c}) if {a}.numel() * {c}.numel() else {a} * 1
 {a} @ {a}.mT
 {a}.mT @ {a}
 {a} @ {c}

@@ -59,7 +59,16 @@ def facts(x: object) -> Facts:
         "itemsize": x.element_size(),
         "strides": [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1] if x.numel() else [],
         "is_contiguous": x.is_contiguous(),
+        **({} if one_of_several(x) else {"autograd lets it change in place": True}),
     }
+
+
+def one_of_several(x: Tensor) -> bool:
+    """Whether autograd refuses to change `x` in place because it was made together with others."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not x._is_view():
+            return False
+        return bool(torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE)
 
 
 def observed(sample: Sample, gradients: bool, make: Callable[[Tensor], Tensor]) -> list[Facts]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Box
 from shardwise.testing import world
@@ -122,6 +122,17 @@ def test_local_tensors_that_are_not_row_major() -> None:
             DTensor.from_local(local, Mesh((3,)), [Shard(0)], shape=(6, 3), stride=wrong)
     y = DTensor.from_local(torch.zeros(0, 3).t(), Mesh((3,)), [Shard(1)])
     assert y.stride() == torch.zeros(3, 0).stride()
+
+
+@world(3)
+def test_local_tensors_of_which_some_are_empty() -> None:
+    x = distribute_tensor(torch.arange(168.0).view(4, 3, 14), Mesh((3,)), [Shard(0)]).mT
+    y = DTensor.from_local(x.to_local(), Mesh((3,)), [Shard(0)], run_check=False, shape=x.shape)
+    assert y.stride() == x.stride()
+    assert y.full_tensor().equal(x.full_tensor())
+    local = torch.zeros(2, 3) if rank() else torch.zeros(3, 2).t()  # ranks see other strides
+    z = DTensor.from_local(local, Mesh((3,)), [Shard(0)], run_check=False)
+    assert z.full_tensor().shape == (6, 3)
 
 
 @world(2)

@@ -43,6 +43,10 @@ SAME = {
     "one tensor as its own result": (GRAD, "v2 = x1.double()", "v2.requires_grad_()"),
     "a dtype that a kernel does not take": (
         X.format(False, "Replicate()"), "v2 = x1 > 0", "v3 = v2.argmin()"),
+    "a result of autocast": (
+        "x1 = leaf(4, (7, 5), torch.float32, True, Mesh((1,), (1,)), [Replicate()])",
+        "v2 = autocast(lambda x: F.linear(x, x).softmax(-1), x1 * 2)",
+        "v3 = torch.autograd.grad(v2.float().square().sum(), [x1], create_graph=True)[0]"),
     "an op in place that a kernel does not take": (NONE, "v2 = (x1 > 0).long()", "v2.erfinv_()"),
 }  # fmt: skip
 

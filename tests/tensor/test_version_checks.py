@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import Mesh, Shard, distribute_tensor
+from shardwise import DTensor, Mesh, Partial, Shard, distribute_tensor
+from shardwise.errors import RuleError
 from shardwise.testing import world
 from tools.program_judge import Outcome, verdict
 from tools.programs import Program
@@ -43,6 +44,13 @@ RIGHT = {
         "v3 = checkpoint(lambda x: x.max(0).values * checkpoint(lambda y: y.sum(0), x), v2)",
         "v2.mul_(2)",
     ),
+    "what autocast saves a cast of": (
+        "x1 = leaf(86, (1, 2), torch.float32, True, Mesh((2,)), [Shard(0)])",
+        "v2 = x1 * 1",
+        "v3 = autocast(lambda x: F.linear(x, x), v2.float())",
+        "v2.mul_(2)",
+    ),
+    "a fetched row, transposed in place": (leaf((2,), "Shard(0)", n=2), "v2 = x1 * 1", "v3 = v2[0]", "v3.t_()"),
     "a custom Function that saved it": (leaf((4, 7), "Shard(0)"), "v2 = x1 * 1", "v3 = Cube.apply(v2)", "v2.mul_(2)"),
     "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),
     "a result under saved-tensor hooks, which is no view": (
@@ -111,6 +119,20 @@ def test_the_gradient_of_a_leaf_of_partial_maxima_is_that_of_the_maximum() -> No
     x: Any = distribute_tensor(torch.arange(6.0).view(3, 2), Mesh((3,)), [Shard(0)]).amax(0).requires_grad_()
     (x * torch.tensor([2.0, 3.0])).sum().backward()
     assert x.grad.full_tensor().tolist() == [2, 3]
+
+
+@world(2)
+def test_factors_of_a_product_have_no_gradient_of_it() -> None:
+    x = distribute_tensor(torch.tensor([2.0, 3.0]), Mesh((2,)), [Partial("product")])
+    with pytest.raises(RuleError, match="each rank would have that of its factor"):
+        x.requires_grad_()
+    own = torch.tensor([2.0, 3.0], requires_grad=True)
+    product: Any = DTensor.from_local(own, Mesh((2,)), [Partial("product")])
+    product.sum().backward()
+    assert own.grad is not None
+    assert own.grad.tolist() == [2, 3]  # the gradient of the factor
+    with pytest.raises(RuleError, match="each rank would have that of its factor"):
+        torch.autograd.grad(product.sum(), product)
 
 
 @world(2)

@@ -254,8 +254,11 @@ def _purpose_digest(purpose: Purpose | None) -> int:
     if purpose is None:
         return 0
     (kind, op, operand, _, _, backward, _, _), src, dst = purpose
-    # Where the user calls explicitly, ranks may use different methods for the same redistribution.
-    return _digest_of_purpose(src, dst, "" if kind == "explicit" else op, operand, backward)
+    # Where the user calls explicitly, ranks may use different methods for the same redistribution. Nothing that is sent
+    # depends on strides, which `from_local(run_check=False)` cannot always see of a local tensor.
+    return _digest_of_purpose(
+        src and src.row_major, dst and dst.row_major, "" if kind == "explicit" else op, operand, backward
+    )
 
 
 @lru_cache(maxsize=1 << 14)

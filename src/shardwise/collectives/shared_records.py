@@ -134,7 +134,7 @@ class SharedRecords:
             if start < 0 or words[start + NUM_NOTES] != view.num_notes:
                 return False
             latest = words[start + LATEST]
-            for number in range(view.number + 1, (here if here < latest else latest) + 1):
+            for number in range(view.number + 1, min(here, latest) + 1):
                 slot, mine = start + RECORDS + number % KEPT * width, records[number % KEPT]
                 if not (words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]):
                     return False

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -71,8 +72,9 @@ def pack(tensors: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
 
 def unpack(received: Tensor, plan: Schedule) -> list[Tensor]:
     """The regions received, each in its own shape."""
-    flat = received.split_with_sizes(plan.lengths) if plan.lengths else ()
-    return [x.view(region.sizes) for x, region in zip(flat, plan.recvs, strict=True)]
+    ends = accumulate(plan.lengths)  # slices, because autograd refuses in-place ops on the views that `split` returns
+    parts = zip(ends, plan.lengths, plan.recvs, strict=True)
+    return [received[end - length : end].view(region.sizes) for end, length, region in parts]
 
 
 # ---- all-to-all with gradients ------------------------------------------------------------------------------

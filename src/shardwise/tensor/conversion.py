@@ -123,6 +123,8 @@ def from_local(
     else:
         layout = Layout(mesh, wanted, _even_shape(local, mesh, wanted) if shape is None else shape)
         _check_fit(layout, wanted, {rank: passed}, LayoutError, "give the sizes, Shard(dim, sizes=...)")
+        if not local.numel():  # its strides say what those of the other ranks say
+            order = _order(local)
     if not local.numel():
         local = local.reshape(layout.local_shape(rank))
     layout = layout.with_strides(_strides(stride, order, layout))

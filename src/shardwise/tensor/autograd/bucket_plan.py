@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.errors import RuleError
 from shardwise.layout import PARTIAL, Layout, Mesh, Partial
 
 Buckets = tuple[tuple[int, ...], ...]  # numbers of leaves, in the order in which all ranks send the buckets
@@ -85,23 +86,29 @@ def split_into_buckets(gradients: Iterable[Gradient], max_bytes: int) -> Buckets
 
 @lru_cache(maxsize=4096)
 def axes_to_reduce(layout: Layout) -> tuple[int, ...]:
-    """The axes on which the gradient of a tensor with this layout is Partial.
-
-    Also those of partial maxima and the like: only the ranks whose values count have a gradient.
-    """
-    chosen = [isinstance(p, Partial) and p.reduce_op != "sum" for p in layout.placements]
-    duals = layout.dual().partial_axes
-    return tuple(axis for axis, n in enumerate(layout.mesh.shape) if n > 1 and (axis in duals or chosen[axis]))
+    """The axes on which the gradient of a tensor with this layout is Partial."""
+    partial = local_gradient(layout).partial_axes
+    return tuple(axis for axis, n in enumerate(layout.mesh.shape) if n > 1 and axis in partial)
 
 
 @lru_cache(maxsize=4096)
 def local_gradient(layout: Layout) -> Layout:
     """The layout of the local gradients of a tensor with this layout: the dual.
 
-    Each of the n terms of an average has 1/n of its gradient, so their gradients are partial sums.
+    Each of the n terms of an average has 1/n of its gradient, and of the values of which a maximum or minimum is chosen
+    only the chosen ones have gradients, so these are partial sums.
+
+    Raises:
+        RuleError: a product of several ranks' values: the gradients of its factors are not those of the product.
     """
+    if any(p == Partial("product") and n > 1 for n, p in zip(layout.mesh.shape, layout.placements, strict=True)):
+        raise RuleError(
+            f"A tensor as {layout} has no gradient of its own: each rank would have that of its factor. "
+            f"Fix: redistribute it to Replicate() before it requires grad."
+        )
     duals = [
-        PARTIAL if p == Partial("avg") else q for p, q in zip(layout.placements, layout.dual().placements, strict=True)
+        PARTIAL if isinstance(p, Partial) and p.reduce_op != "sum" else q
+        for p, q in zip(layout.placements, layout.dual().placements, strict=True)
     ]
     return layout.dual().replace(duals)
 

@@ -9,7 +9,7 @@ empty tensor, and changes in place change it, so autograd raises what it raises 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,17 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.resolve import with_meta_device
-from shardwise.tensor.dispatch.version_checks import check_versions, new_meta, recording_saved, tensors_in, versions_of
+from shardwise.tensor.dispatch.version_checks import (
+    check_versions,
+    new_meta,
+    on_device,
+    recording_saved,
+    tensors_in,
+    versions_of,
+)
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.tensor.handlers.copies import copies_of, storage_of
 from shardwise.trace.autograd_function import TensorFunction
@@ -35,25 +43,27 @@ _Meta = tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype, bool]
 
 @dataclass(frozen=True)
 class _Call:
-    """An op as a function of its tensors, on torch's meta device."""
+    """An op as a function of its tensors, without memory."""
 
     function: Callable[..., Any]
     metas: tuple[_Meta, ...]  # of its tensors
+    autocast: Autocast
 
     def run(self) -> tuple[list[Tensor], Any, frozenset[int]] | None:
         """The tensors, the results, and what of both is saved for backward (see `recording_saved`).
 
         None if the results depend on data.
         """
-        metas = [new_meta(*meta) for meta in self.metas]
-        try:
-            with recording_saved(metas) as saved_by:
-                out = self.function(*metas)
-        except RuntimeError as error:  # among them NotImplementedError
-            if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
-                return None
-            raise
-        return metas, out, saved_by(out) if torch.is_grad_enabled() else frozenset()
+        with self.autocast.without_memory() as device:
+            metas = [new_meta(*meta, device) for meta in self.metas]
+            try:
+                with recording_saved(metas) as saved_by:
+                    out = self.function(*metas)
+            except RuntimeError as error:  # among them NotImplementedError
+                if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
+                    return None
+                raise
+            return metas, out, saved_by(out) if torch.is_grad_enabled() else frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,9 @@ class _Result:
             return [next(found) if x.requires_grad else None for x in tensors[:-1]]
 
         shape, _, dtype, _ = self.meta
-        return _Call(gradients, (*self.call.metas, (shape, None, dtype, cotangent_requires_grad)))
+        return replace(
+            self.call, function=gradients, metas=(*self.call.metas, (shape, None, dtype, cotangent_requires_grad))
+        )
 
 
 class _EmptyResult(TensorFunction):
@@ -139,7 +151,8 @@ def _call(func: Op, args: Args, kwargs: Kwargs, in_place: bool = False) -> tuple
     """A call as a function of its DTensors, and these. One in place returns the first."""
     leaves, form = pytree.tree_flatten((args, with_meta_device(kwargs)))
     found = [(i, x) for i, x in enumerate(leaves) if type(x) is DTensor]
-    others = [x.to("meta") if isinstance(x, Tensor) and type(x) is not DTensor else x for x in leaves]
+    autocast = Autocast.of(found[0][1]._layout.mesh.device_type)
+    others = [x if type(x) is DTensor or autocast.dtype is not None else on_device(x, "meta") for x in leaves]
 
     def function(*tensors: Tensor) -> Any:
         for (i, _), x in zip(found, tensors, strict=True):
@@ -150,7 +163,7 @@ def _call(func: Op, args: Args, kwargs: Kwargs, in_place: bool = False) -> tuple
 
     operands = [x for _, x in found]
     metas = tuple((x._layout.shape, x._layout.strides, x.dtype, x.requires_grad) for x in operands)
-    return _Call(function, metas), operands
+    return _Call(function, metas, autocast), operands
 
 
 def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs, copies: bool = False) -> Any:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.keys import NO_KEY
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.names import name_of
@@ -34,30 +35,39 @@ STALE = 1 << 30  # among them: the op itself changed something after it had save
 Version = tuple[Tensor, int, tuple[int, ...]]  # of a tensor: what has its version, the version, the local shape
 
 
-def on_meta(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
-    """The arguments with global tensors of torch's meta device for DTensors, and these tensors."""
+def on_meta(args: Args, kwargs: Kwargs, device: str) -> tuple[Args, Kwargs, list[Tensor]]:
+    """The arguments with global tensors without memory for DTensors, and these tensors."""
     metas: list[Tensor] = []
 
     def meta(x: object) -> object:
         if type(x) is not DTensor:
-            return x.to("meta") if isinstance(x, Tensor) else x
-        metas.append(new_meta(x._layout.shape, x._layout.strides, x.dtype, x.requires_grad))
+            return on_device(x, device)
+        metas.append(new_meta(x._layout.shape, x._layout.strides, x.dtype, x.requires_grad, device))
         return metas[-1]
 
     args, kwargs = pytree.tree_map(meta, (args, with_meta_device(kwargs)))
     return args, kwargs, metas
 
 
+def on_device(x: object, device: str) -> object:
+    """A plain tensor for calls without memory; calls with fake tensors take it as it is."""
+    return x.to("meta") if isinstance(x, Tensor) and device == "meta" else x
+
+
 def new_meta(
-    shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, requires_grad: bool
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    device: str = "meta",
 ) -> Tensor:
-    """A tensor of torch's meta device; not a leaf, which no op may change in place."""
+    """A tensor for calls without memory; not a leaf, which no op may change in place."""
     with torch.enable_grad():
         if strides is None:
-            leaf = torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+            leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
             return leaf.view_as(leaf).clone()
         length = 1 + sum(max(n - 1, 0) * stride for n, stride in zip(shape, strides, strict=True))
-        memory = torch.empty(length, dtype=dtype, device="meta", requires_grad=requires_grad)
+        memory = torch.empty(length, dtype=dtype, device=device, requires_grad=requires_grad)
         return memory.clone().as_strided(shape, strides)
 
 
@@ -92,15 +102,16 @@ def _share_version(x: Tensor, y: Tensor) -> bool:
     return y._version != before
 
 
-def saved_by(func: Op, args: Args, kwargs: Kwargs) -> frozenset[int]:
+def saved_by(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast) -> frozenset[int]:
     """Which DTensors among the arguments torch saves for backward, by their number; ~i for result i.
 
-    Found by running the op on torch's meta device; nothing for an op that cannot.
+    Found by running the op without memory; nothing for an op that cannot.
     """
-    args, kwargs, metas = on_meta(args, kwargs)
-    with torch.enable_grad(), recording_saved(metas) as found:
+    with autocast.without_memory() as device, torch.enable_grad():
+        args, kwargs, metas = on_meta(args, kwargs, device)
         try:
-            return found(func(*args, **kwargs))
+            with recording_saved(metas) as found:
+                return found(func(*args, **kwargs))
         except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):  # its own error, or no meta version
             return frozenset()
 
@@ -157,10 +168,11 @@ class ChecksVersions(ReadsLayouts):
         return saved
 
     def _saved(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
-        key = self.key, needs
+        autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
+        key = self.key, needs, autocast
         found = _saved_cache.get(key)
         if found is None:
-            found = saved_by(self.func, args, kwargs)
+            found = saved_by(self.func, args, kwargs, autocast)
             if NO_KEY not in self.key:
                 remember(_saved_cache, key, found)
         return found
