@@ -126,7 +126,7 @@ def test_local_tensors_that_are_not_row_major() -> None:
 
 @world(3)
 def test_local_tensors_of_which_some_are_empty() -> None:
-    x = distribute_tensor(torch.arange(168.0).view(4, 3, 14), Mesh((3,)), [Shard(0)]).mT
+    x: Any = distribute_tensor(torch.arange(168.0).view(4, 3, 14), Mesh((3,)), [Shard(0)]).mT
     y = DTensor.from_local(x.to_local(), Mesh((3,)), [Shard(0)], run_check=False, shape=x.shape)
     assert y.stride() == x.stride()
     assert y.full_tensor().equal(x.full_tensor())
