@@ -235,7 +235,9 @@ class Author:
             case "w":
                 return f"{self.mesh_text()}, {self.placements(a.shape)}"
             case "x":
-                return ", ".join(self.bracket(a, dim) for dim in range(self.random.randint(1, max(a.ndim, 1))))
+                parts = [self.bracket(a, dim) for dim in range(self.random.randint(1, max(a.ndim, 1)))]
+                # Behind a second ellipsis torch indexes dims that there are not.
+                return ", ".join(":" if p == "..." and "..." in parts[:i] else p for i, p in enumerate(parts))
             case "z":
                 return self.shape_of(a)
         raise AssertionError(blank)

@@ -331,6 +331,40 @@ def test_bad_brackets_are_the_same_error_on_every_rank(name: str, placement: Any
     assert all(said == first for said in others)
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 2), (0, 0), (2, 0, 3)], ids=str)
+def test_steps_in_a_tensor_without_elements(shape: tuple[int, ...]) -> None:
+    full = torch.zeros(shape)
+    first = shape[0] - 1
+    indices = [slice(None, None, 2), (slice(None), slice(None, None, 2)), (slice(None, None, 3), slice(None, None, 2))]
+    indices += [(first, slice(None, None, 2))] if first >= 0 else []
+
+    def body() -> list[tuple[int, ...]]:
+        found = []
+        for placement in [R, S0, S1]:
+            x = distribute_tensor(full, Mesh((2,)), [placement])
+            for index in indices:
+                found.append(tuple(x[index].shape))
+                x[index] = 3
+        return found
+
+    assert world(2).run(body) == [[tuple(full[index].shape) for _ in range(3) for index in indices]] * 2
+
+
+def test_dims_are_indexed_after_one_ellipsis_only() -> None:
+    """Behind a second one torch indexes dims that the tensor does not have."""
+
+    def body() -> tuple[int, ...]:
+        x = distribute_tensor(A, Mesh((2,)), [S0])
+        for index in [(..., ..., 0), (..., ..., slice(0, 1)), (..., 0, ..., 1)]:
+            with pytest.raises(IndexError, match="only one ellipsis"):
+                x[index]
+            with pytest.raises(IndexError, match="only one ellipsis"):
+                x[index] = 1
+        return tuple(x[..., 0, ...].shape)
+
+    assert world(2).run(body) == [tuple(A[..., 0, ...].shape)] * 2
+
+
 def test_a_bad_index_on_one_rank_is_the_same_error_on_every_rank() -> None:
     def body() -> set[str]:
         x = distribute_tensor(A, Mesh((3,)), [S0])

@@ -32,6 +32,9 @@ _ASSERT_CLOSE = {
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.complex64: 1e-4}
 
 
+SUMS = (Partial("sum"), Partial("avg"))
+
+
 class Outcome(StrEnum):
     """What came of a call, from good to bad."""
 
@@ -103,9 +106,17 @@ class Sample:
         return self.op(*other.args, **other.kwargs)
 
     def leaf(self, x: Tensor, number: int) -> Tensor:
-        """`x` as operand `number`, which takes a gradient where the sample says so."""
+        """`x` as operand `number`, which takes a gradient where the sample says so.
+
+        A product of several ranks' values is no leaf, which it has no gradient for: the local values are.
+        """
         differentiable = x.is_floating_point() or x.is_complex()
-        return x.requires_grad_(self.gradients and differentiable and number not in self.constant)
+        if not (self.gradients and differentiable and number not in self.constant):
+            return x
+        if isinstance(x, DTensor) and any(p.is_partial("product") for p in x.placements):
+            local = x.to_local().requires_grad_()
+            return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape)
+        return x.requires_grad_()
 
 
 def tensors_in(tree: object) -> list[Tensor]:
@@ -171,7 +182,7 @@ def _gradients(result: object, leaves: Sequence[Tensor]) -> list[Tensor | None]:
     outs = [x for x in tensors_in(result) if x.requires_grad]
     if outs:
         torch.autograd.backward(outs, list(map(cotangent, outs)))
-    grads = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
+    grads = [leaf.grad if leaf.requires_grad and leaf.is_leaf else None for leaf in leaves]
     return [None if grad is None else full_of(grad).detach() for grad in grads]
 
 
@@ -325,8 +336,8 @@ def layout_of(x: Tensor, mesh: Mesh, placements: Sequence[Any] = (REPLICATE,)) -
 
 
 def _has_gradient(layout: Layout | None) -> bool:
-    """What the backward of a maximum or an average gives its Partial values is not the gradient of the result."""
-    return layout is None or not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layout.placements)
+    """Of maxima that are equal on several ranks others are chosen than in one process; factors have gradients apart."""
+    return layout is None or not any(p.is_partial() and p not in SUMS for p in layout.placements)
 
 
 def _other_kind(seen: Observed, want: Observed, exact_structure: bool) -> str:

@@ -14,6 +14,8 @@ from torch import Tensor
 from shardwise.layout import Box
 from shardwise.rules.row import Args, Kwargs, Meta, Op
 
+LARGEST_STEP = 255  # in an empty dim
+
 
 class DimSlice(NamedTuple):
     """A dim of a view: `length` elements start, start + step, … of dim `dim` of the operand."""
@@ -77,10 +79,13 @@ def _probe(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Strides whose sums and multiples identify the dims."""
+    """Strides whose sums and multiples identify the dims.
+
+    A slice of an empty dim is empty, and has any step.
+    """
     strides = [1]
     for n in reversed(shape[1:]):
-        strides.append(strides[-1] * (n + 2))
+        strides.append(strides[-1] * (n + 2 if n else LARGEST_STEP + 1))
     return strides[::-1][: len(shape)] if shape else []
 
 

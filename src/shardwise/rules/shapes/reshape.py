@@ -204,14 +204,15 @@ def _local_view(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
 
 
 def viewed(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """Tensor.view, with sizes or a dtype."""
-    given = kwargs.get("dtype", args[0] if args else None)
-    return other_dtype(x, given) if isinstance(given, torch.dtype) else reshaped(Tensor.view, x, *args, **kwargs)
+    """Tensor.view, with sizes."""
+    if isinstance(kwargs.get("dtype", args[0] if args else None), torch.dtype):
+        raise NotImplementedError("the rows of a view as another dtype depend on that of the tensor")
+    return reshaped(Tensor.view, x, *args, **kwargs)
 
 
 _reshapes = functions_named("reshape", "flatten", "ravel", "unflatten")
 _reshapes += [aten.view.default, aten._unsafe_view.default]
 for _op in _reshapes:
     register(OpRule(partial(reshaped, _op), view=True), _op)
-register(OpRule(viewed, typed=True, view=True), Tensor.view)
+register(OpRule(viewed, view=True, decomposition=aten.view.dtype), Tensor.view)
 register(OpRule(other_dtype, typed=True, view=True), aten.view.dtype)

@@ -266,11 +266,18 @@ def _consumed(p: object) -> int:
 
 
 def _spread(parts: list[Any], free: int) -> Iterator[Any]:
-    """The parts with the first Ellipsis replaced by full slices, and any other one dropped."""
+    """The parts with the first Ellipsis replaced by full slices, and any other one dropped.
+
+    Raises:
+        IndexError: dims are indexed after the second Ellipsis, where torch takes others than numpy, or none.
+    """
+    ellipses = 0
     for p in parts:
         if p is Ellipsis:
-            yield from [slice(None)] * free
-            free = 0
+            yield from [slice(None)] * (0 if ellipses else free)
+            ellipses += 1
+        elif ellipses > 1 and _consumed(p):
+            raise IndexError("an index has only one ellipsis (...) before other indices. Fix: write : for single dims.")
         else:
             yield p
 
