@@ -335,7 +335,11 @@ def test_bad_brackets_are_the_same_error_on_every_rank(name: str, placement: Any
 def test_steps_in_a_tensor_without_elements(shape: tuple[int, ...]) -> None:
     full = torch.zeros(shape)
     first = shape[0] - 1
-    indices = [slice(None, None, 2), (slice(None), slice(None, None, 2)), (slice(None, None, 3), slice(None, None, 2))]
+    indices: list[Any] = [
+        slice(None, None, 2),
+        (slice(None), slice(None, None, 2)),
+        (slice(None, None, 3), slice(None, None, 2)),
+    ]
     indices += [(first, slice(None, None, 2))] if first >= 0 else []
 
     def body() -> list[tuple[int, ...]]:
@@ -355,7 +359,8 @@ def test_dims_are_indexed_after_one_ellipsis_only() -> None:
 
     def body() -> tuple[int, ...]:
         x = distribute_tensor(A, Mesh((2,)), [S0])
-        for index in [(..., ..., 0), (..., ..., slice(0, 1)), (..., 0, ..., 1)]:
+        bad: list[Any] = [(..., ..., 0), (..., ..., slice(0, 1)), (..., 0, ..., 1)]
+        for index in bad:
             with pytest.raises(IndexError, match="only one ellipsis"):
                 x[index]
             with pytest.raises(IndexError, match="only one ellipsis"):
