@@ -215,6 +215,13 @@ register(
     F.multi_head_attention_forward,
 )
 register(
-    OpRule(attention, shape=_shape, order_of_first=True, empty_shards_impl=_attend, decomposition=math_attention),
+    OpRule(
+        attention,
+        shape=_shape,
+        typed=True,
+        order_of_first=True,
+        empty_shards_impl=_attend,
+        decomposition=math_attention,
+    ),
     F.scaled_dot_product_attention,
 )

@@ -4,6 +4,7 @@ from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +188,17 @@ def conversion(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return rows
 
 
+def conversion_to(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """Tensor.to a dtype or device; to those of another tensor, `_to_another`."""
+    if tensors_of(args, kwargs):
+        raise NotImplementedError("the rows of a conversion depend on the dtype of the other tensor")
+    return conversion(x, *args, **kwargs)
+
+
+def _to_another(x: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.to(tensor.device, tensor.dtype, *args, **kwargs)
+
+
 def without_sizes(placement: Placement) -> Placement:
     """Shard along the same dim, with any sizes."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
@@ -256,8 +268,9 @@ _register(NUMERATOR, numerator)
 _register(COPIES, copies)
 _contiguous = dict.fromkeys(op for op, _ in callables_of("contiguous"))
 register(OpRule(contiguous, view=True), *_contiguous)
+register(OpRule(conversion_to, shape=shape_of_first, shape_independent=True, decomposition=_to_another), Tensor.to)
 _register(CONVERSIONS, conversion, shape_of_first)
-amend(Tensor.type_as, typed=True)
+amend(Tensor.type_as, torch.ops.aten.type_as.default, torch.ops.aten.to.other, typed=True)
 _register(LIKE, copies)
 _register(FILLED, filled_like)
 register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)
