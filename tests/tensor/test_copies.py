@@ -70,6 +70,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "list": lambda x: torch._foreach_add_([x], 1.0),
     "out": lambda x: torch.mul(x, 3, out=x),
     "whole": lambda x: torch.ops.aten.fill_.Scalar(x, 2.0),
+    "requires_grad_": lambda x: x.requires_grad_(),
 }
 
 

@@ -4,7 +4,6 @@ from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -195,8 +194,14 @@ def conversion_to(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return conversion(x, *args, **kwargs)
 
 
-def _to_another(x: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return x.to(tensor.device, tensor.dtype, *args, **kwargs)
+def _to_another(
+    x: Tensor,
+    tensor: Tensor,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Tensor:
+    return x.to(tensor.device, tensor.dtype, non_blocking, copy, memory_format=memory_format)
 
 
 def without_sizes(placement: Placement) -> Placement:

@@ -21,7 +21,7 @@ from shardwise.tensor.autograd.buckets import enable_bucketing
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, remembering, tag, to_layout
-from shardwise.tensor.handlers.copies import track
+from shardwise.tensor.handlers.copies import LIVING, copies_of_memory, invalidate, track
 from shardwise.trace.comm_trace import Cause
 
 # Attributes and methods whose result for the local tensor is right for the global one.
@@ -102,9 +102,13 @@ def _type(func: Op, args: Args, kwargs: Kwargs) -> object:
 
 @handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> object:
+    x = args[0]
+    needed_grad = x.requires_grad
     out = same(func, args, kwargs)
-    if type(args[0]) is DTensor:
-        enable_bucketing(args[0])
+    if type(x) is DTensor:
+        enable_bucketing(x)
+        if LIVING and x.requires_grad and not needed_grad:  # views require grad from now on, copies cannot
+            invalidate(copies_of_memory(x))
     return out
 
 

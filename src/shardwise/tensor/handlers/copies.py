@@ -145,6 +145,12 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
     return known.get("_copies", ())  # type: ignore[no-any-return]
 
 
+def copies_of_memory(x: DTensor) -> Iterable[Copy]:
+    """The copies of `x` and of its views."""
+    with DisableTorchFunctionSubclass():
+        return vars(storage_of(x)).get("_copies", ())  # type: ignore[no-any-return]
+
+
 def before_changes(name: str, tensors: Iterable[object]) -> list[Copy]:
     """The same for many tensors, most of which are no views and have none."""
     with DisableTorchFunctionSubclass():
