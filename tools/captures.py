@@ -74,7 +74,7 @@ def _state(function: Callable[..., Any], sample: Sample, layouts: Sequence[Layou
         raise
     except Exception as error:  # noqa: BLE001 - an op may refuse what it is given
         return type(error).__name__
-    return [*map(_local, values), *(None if x.grad is None else _local(x.grad) for x in leaves)]
+    return [*map(_local, values), *(_local(x.grad) if x.is_leaf and x.grad is not None else None for x in leaves)]
 
 
 def _local(x: Tensor) -> tuple[Layout | None, Tensor]:

@@ -52,12 +52,13 @@ def read(x: DTensor) -> DTensor | None:
         raw = _get_raw(x)
     if type(raw) is DTensor and raw._layout is x._layout:
         return raw
+    if raw is None:
+        return x._reduced_grad
     with DisableTorchFunctionSubclass():
         if axes_to_reduce(x._layout):
-            if raw is not None:  # a leaf without bucketed gradients, or a non-leaf that retains its gradient
-                reduce_alone(x)
+            reduce_alone(x)  # a leaf without bucketed gradients, or a non-leaf that retains its gradient
             return x._reduced_grad
-        if raw is not None and type(raw) is not DTensor:
+        if type(raw) is not DTensor:
             tag(raw, readable(x._layout))
         return raw  # type: ignore[no-any-return]
 
