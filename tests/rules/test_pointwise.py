@@ -153,6 +153,7 @@ def test_in_place_ops_equal_one_process_or_are_refused(name: str) -> None:
 
 
 AWKWARD = [
+    Sample(Tensor.contiguous, (normal(2, 3, 4, 5),), {"memory_format": torch.channels_last}),
     Sample(torch.add, (X, ROW), {"alpha": 2}),
     Sample(torch.add, (X, 2)),
     Sample(torch.add, (normal(), normal())),
