@@ -280,7 +280,7 @@ def _transport_of(ranks: Ranks) -> Transport:
 
 def barrier(ranks: Ranks) -> None:
     """Return when every rank of `ranks` has called this."""
-    all_to_all(torch.zeros(len(ranks), dtype=torch.uint8), [1] * len(ranks), [1] * len(ranks), ranks)
+    all_to_all(torch.zeros(len(ranks), dtype=torch.uint8, device="cpu"), [1] * len(ranks), [1] * len(ranks), ranks)
 
 
 # ---- checks -----------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
     not_capturable(f"a comparison of {what} among ranks")
     own = json.dumps(value, sort_keys=True)
     digest = int.from_bytes(hashlib.blake2b(own.encode(), digest_size=7).digest())
-    digests = all_to_all(torch.tensor([digest] * count), [1] * count, [1] * count, ranks).tolist()
+    digests = all_to_all(torch.tensor([digest] * count, device="cpu"), [1] * count, [1] * count, ranks).tolist()
     if len(set(digests)) == 1:
         return
     texts = [data.decode() for data in gather_bytes(own.encode(), ranks)]

@@ -50,7 +50,7 @@ def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
     common = json.dumps([call.must_match, call.purpose, number, line])
     digest = int.from_bytes(hashlib.blake2b(common.encode(), digest_size=7).digest())
     zeros = (0,) * count
-    row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)])
+    row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)], device="cpu")
     counts = [len(row)] * count
     with describing(lambda: f"comparing the ranks before {call}"):
         every = here.all_to_all(row.repeat(count), counts, counts, ranks).view(count, -1)

@@ -113,7 +113,7 @@ def init_device_mesh(
     if mesh.size() == world_size():
         made = torch_init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
     else:
-        made = DeviceMesh(device_type, torch.arange(mesh.size()).view(mesh.shape), mesh_dim_names=names)
+        made = DeviceMesh(device_type, torch.arange(mesh.size(), device="cpu").view(mesh.shape), mesh_dim_names=names)
     timeout = timeout_of(None, device_type)
     if timeout is not None and mesh.coordinate(rank()) is not None:
         for axis in range(mesh.ndim):

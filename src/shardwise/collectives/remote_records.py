@@ -38,7 +38,7 @@ class RemoteRecords:
     def __init__(self, log: CallLog, exchange: Exchange) -> None:
         self._by_rank: dict[int, _Sent] = {}
         count, digest = len(log.ranks), log.digest()
-        digests = exchange(torch.tensor([digest] * count), [1] * count, [1] * count, log.ranks)
+        digests = exchange(torch.tensor([digest] * count, device="cpu"), [1] * count, [1] * count, log.ranks)
         if bool((digests == digest).all()):
             return
         records = sorted(record.tolist() for record in log.records if record[0])

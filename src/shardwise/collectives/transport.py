@@ -130,8 +130,12 @@ def draw_from_torch(generator: torch.Generator | None = None) -> int:
 def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
     """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
     count = len(ranks)
-    lengths = exchange(torch.tensor([len(data)] * count), [1] * count, [1] * count, ranks).tolist()
-    buffer = torch.frombuffer(bytearray(data) * count, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    lengths = exchange(torch.tensor([len(data)] * count, device="cpu"), [1] * count, [1] * count, ranks).tolist()
+    buffer = (
+        torch.frombuffer(bytearray(data) * count, dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     received = exchange(buffer, [len(data)] * count, lengths, ranks)
     return [part.numpy().tobytes() for part in received.split(lengths)]
 

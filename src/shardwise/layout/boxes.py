@@ -1,7 +1,7 @@
 """Boxes of a tensor, and whether a set of them covers a shape exactly once."""
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,6 +62,27 @@ def split_by_boxes(local: "Tensor", boxes: Sequence[Box]) -> "list[Tensor]":
         views.append(flat[start : start + box.numel].view(box.sizes))
         start += box.numel
     return views
+
+
+class BoxIndex:
+    """Boxes with positions, sorted along the dim with most offsets, so that those that touch a box are found fast."""
+
+    def __init__(self, labelled: Sequence[tuple[int, Box]]) -> None:
+        full = [item for item in labelled if item[1].numel]
+        ndim = len(full[0][1].offsets) if full else 0
+        self._dim = max(range(ndim), key=lambda dim: len({box.offsets[dim] for _, box in full}), default=None)
+        dim = self._dim
+        self._sorted = full if dim is None else sorted(full, key=lambda item: item[1].offsets[dim])
+        self._starts = [] if dim is None else [box.offsets[dim] for _, box in self._sorted]
+        self._longest = 0 if dim is None else max(box.sizes[dim] for _, box in full)
+
+    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """The boxes that have elements in `box`, each with its position."""
+        near = self._sorted
+        if self._dim is not None:
+            start, size = box.offsets[self._dim], box.sizes[self._dim]
+            near = near[bisect_right(self._starts, start - self._longest) : bisect_left(self._starts, start + size)]
+        return (item for item in near if item[1].intersect(box) is not None)
 
 
 Labelled = tuple[str, Box]  # where the box is, for errors, and the box

@@ -173,9 +173,9 @@ class Layout:
                 return placement.boxes[position]
             if isinstance(placement, Shard):
                 dim = placement.dim
-                row = _split(placement, sizes[dim], self.mesh.shape[axis], outer.get(dim, 0))
-                offsets[dim] += sum(row[:position])
-                sizes[dim] = row[position]
+                division = placement.division(sizes[dim], self.mesh.shape[axis], outer.get(dim, 0))
+                offset, sizes[dim] = division.shard(position)
+                offsets[dim] += offset
                 outer[dim] = outer.get(dim, 0) * self.mesh.shape[axis] + position
         return (Box(tuple(offsets), tuple(sizes)),)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any, Self
 
@@ -88,19 +89,28 @@ class Mesh:
         return self.names.index(name)
 
     @cached_property
-    def _coordinates(self) -> dict[int, tuple[int, ...]]:
-        table = {}
-        for index, rank in enumerate(self.ranks):
-            coordinate = []
-            for size in reversed(self.shape):
-                index, position = divmod(index, size)
-                coordinate.append(position)
-            table[rank] = tuple(reversed(coordinate))
-        return table
+    def _indices(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def sorted_ranks(self) -> tuple[int, ...]:
+        """The ranks in rising order."""
+        return tuple(sorted(self.ranks))
+
+    def index(self, rank: int) -> int:
+        """Where `rank` is in `ranks`."""
+        return self._indices[rank]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The position of `rank` on each axis; None if it is not in the mesh."""
-        return self._coordinates.get(rank)
+        index = self._indices.get(rank)
+        if index is None:
+            return None
+        coordinate = []
+        for size in reversed(self.shape):
+            index, position = divmod(index, size)
+            coordinate.append(position)
+        return tuple(coordinate[::-1])
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """The rank at `coordinate`, one position per axis."""
@@ -113,8 +123,10 @@ class Mesh:
 
     def axis_ranks(self, rank: int, axis: int) -> tuple[int, ...]:
         """The ranks along `axis` through `rank`, in rank order: the coordinate of `rank` but for `axis`."""
-        here = self._coordinates[rank]
-        return tuple(self.rank_at((*here[:axis], position, *here[axis + 1 :])) for position in range(self.shape[axis]))
+        stride = prod(self.shape[axis + 1 :])
+        index = self._indices[rank]
+        first = index - index // stride % self.shape[axis] * stride
+        return self.ranks[first : first + self.shape[axis] * stride : stride]
 
     def submesh(self, names: str | int | Sequence[str | int], rank: int) -> "Mesh":
         """The mesh of some axes through `rank`: of all ranks with its coordinate on the other axes."""
@@ -125,8 +137,8 @@ class Mesh:
             raise MeshError(f"Rank {rank} is not part of {self}.")
         if axes != sorted(set(axes)):
             raise MeshError(f"A sub-mesh keeps the order of the axes of its mesh, got {wanted}.")
-        fixed = [axis for axis in range(self.ndim) if axis not in axes]
-        ranks = [r for r in self.ranks if all(self._coordinates[r][axis] == here[axis] for axis in fixed)]
+        positions = [range(n) if axis in axes else (here[axis],) for axis, n in enumerate(self.shape)]
+        ranks = [self.rank_at(at) for at in product(*positions)]
         labels = None if self.names is None else tuple(self.names[axis] for axis in axes)
         return Mesh(tuple(self.shape[axis] for axis in axes), tuple(ranks), labels, self.device_type)
 
@@ -172,5 +184,5 @@ def mesh_of(value: Any) -> Mesh | None:
 def ring_elements(numel: int, size: int, position: int) -> int:
     """Elements that one rank sends in a ring all-reduce: all chunks but one, in both rounds."""
     step = -(-numel // size)
-    chunks = [max(0, min(numel, (i + 1) * step) - min(numel, i * step)) for i in range(size)]
-    return 2 * numel - chunks[(position + 1) % size] - chunks[(position + 2) % size]
+    skipped = ((position + i) % size * step for i in (1, 2))
+    return 2 * numel - sum(max(0, min(step, numel - start)) for start in skipped)

@@ -1,12 +1,13 @@
 """How a tensor is laid out along one mesh axis. Frozen values, independent of a mesh."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout.arguments import as_integer, as_integers, is_integer, is_listing, shown
-from shardwise.layout.boxes import Box
+from shardwise.layout.boxes import Box, BoxIndex
+from shardwise.layout.division import Chunks, Division, given_sizes
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -58,6 +59,13 @@ class Shard(Placement):
             raise LayoutError(f"Shard(dim) takes an integer dim, got {shown(dim)}. Named dims are not supported.")
         object.__setattr__(self, "dim", as_integer(dim, "dim", LayoutError, "such as Shard(0)"))
         object.__setattr__(self, "sizes", None if sizes is None else _frozen_sizes(sizes))
+
+    def division(self, size: int, positions: int, number: int = 0) -> Division:
+        """How shard `number` of the dim by the axes before, of `size` elements, is divided among `positions`."""
+        if self.sizes is None:
+            return Chunks(size, positions)
+        row = self.sizes[number] if self.sizes and isinstance(self.sizes[0], tuple) else self.sizes
+        return given_sizes(row)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, sizes={self.sizes})"
@@ -123,11 +131,27 @@ class Boxes(Placement):
     """
 
     boxes: tuple[tuple[Box, ...], ...]
+    _index: BoxIndex | None = field(init=False, repr=False, compare=False, default=None)
 
     def __init__(self, boxes: Sequence[Sequence[Box | tuple[Sequence[int], Sequence[int]]]]) -> None:
         rows = _listing(boxes, "Boxes() takes one list of boxes per rank")
         frozen = [tuple(map(_box, _listing(row, "Boxes() takes one list of boxes per rank"))) for row in rows]
         object.__setattr__(self, "boxes", tuple(frozen))
+        object.__setattr__(self, "_index", None)
+
+    def __reduce__(self) -> tuple[type["Boxes"], tuple[object, ...]]:
+        return Boxes, (self.boxes,)
+
+    def touching(self, box: Box, position: int | None = None) -> Iterator[tuple[int, Box]]:
+        """The boxes, of one position or of all, that have elements in `box`, each with its position."""
+        if position is not None:
+            yield from ((position, own) for own in self.boxes[position] if own.intersect(box) is not None)
+            return
+        if self._index is None:
+            labelled = [(at, own) for at, row in enumerate(self.boxes) for own in row]
+            object.__setattr__(self, "_index", BoxIndex(labelled))
+        assert self._index is not None
+        yield from self._index.touching(box)
 
     def __str__(self) -> str:
         return "Boxes(" + " | ".join(" ".join(map(str, row)) or "-" for row in self.boxes) + ")"

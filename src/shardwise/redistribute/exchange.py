@@ -29,10 +29,9 @@ class _Program:
 
 
 @lru_cache(maxsize=4096)
-def _program(step: Exchange, rank: int) -> _Program:
+def program_of(step: Exchange, rank: int) -> _Program:
     src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
-    sends = [t for t in step.transfers if t.sender == rank]
-    recvs = [t for t in step.transfers if t.receiver == rank]
+    sends, recvs = step.sends(rank), step.receives(rank)
     order = sorted(range(len(recvs)), key=lambda i: recvs[i].partial_index)
     first: dict[Box, int] = {}
     for i in order:
@@ -70,7 +69,7 @@ def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
 
 def run_exchange(local: Tensor, step: Exchange) -> Tensor:
     """This rank's local tensor after `step`; not recorded by autograd."""
-    program = _program(step, collectives.rank())
+    program = program_of(step, collectives.rank())
     if not program.schedule.ranks:
         return _run_locally(local, step, program)
     return _assemble(collectives.all_to_all(*_message(local, step, program)), step, program)
@@ -78,7 +77,7 @@ def run_exchange(local: Tensor, step: Exchange) -> Tensor:
 
 def start_exchange(local: Tensor, step: Exchange) -> Finish:
     """Start `run_exchange`; the result waits for it."""
-    program = _program(step, collectives.rank())
+    program = program_of(step, collectives.rank())
     if not program.schedule.ranks:
         found = _run_locally(local, step, program)
         return lambda: found

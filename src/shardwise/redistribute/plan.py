@@ -21,21 +21,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shardwise.errors import LayoutError
-from shardwise.layout import REPLICATE, Box, Boxes, Layout, Mesh, Partial, Placement, Replicate, Shard, ring_elements
+from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, Partial, Placement, Shard, ring_elements
+from shardwise.redistribute.neighbors import Transfer, receives, sends
+from shardwise.redistribute.volume import Volume, held, largest, moving_axes, volume
 
 # The latency of one collective, in bytes that could have been sent meanwhile. With gloo on one machine, at 4 ranks,
 # an all-to-all of a few bytes takes as long as one of 64 KiB, and an all-reduce takes as long as two all-to-alls.
 LATENCY_BYTES = 65536
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """`box` of the global tensor is sent from one rank to another, or stays if both are the same rank."""
-
-    sender: int
-    receiver: int
-    box: Box
-    partial_index: tuple[int, ...]  # the sender's position on the Partial axes that are summed
 
 
 @dataclass(frozen=True)
@@ -44,39 +36,29 @@ class Exchange:
 
     src: Layout
     dst: Layout
-    transfers: tuple[Transfer, ...]
 
     collective = "all_to_all"
 
-    def __hash__(self) -> int:
-        # Schedules are cached by step, and the transfers follow from the layouts.
-        return hash((self.src, self.dst))
+    def sends(self, rank: int) -> list[Transfer]:
+        """What other ranks receive from `rank`, and what it keeps."""
+        return sends(self.src, self.dst, rank)
+
+    def receives(self, rank: int) -> list[Transfer]:
+        """What `rank` receives from others, and what it keeps."""
+        return receives(self.src, self.dst, rank)
 
     def sent_elements(self, rank: int) -> int:
         """Elements that `rank` sends to other ranks."""
-        return self._sent.get(rank, 0)
+        return sum(t.box.numel for t in self.sends(rank) if t.receiver != rank)
 
     @cached_property
-    def _sent(self) -> dict[int, int]:
-        sent: dict[int, int] = {}
-        for t in self.transfers:
-            if t.sender != t.receiver:
-                sent[t.sender] = sent.get(t.sender, 0) + t.box.numel
-        return sent
+    def received(self) -> Volume:
+        """What all ranks receive."""
+        return volume(self.src, self.dst)
 
     @cached_property
     def _axes(self) -> tuple[int, ...] | None:
-        """The mesh axes along which anything is sent; None if it is sent between two meshes."""
-        if self.src.mesh != self.dst.mesh:
-            return None if self._sent else ()
-        axes = set()
-        for t in self.transfers:
-            if t.sender != t.receiver:
-                a, b = self.src.mesh.coordinate(t.sender), self.src.mesh.coordinate(t.receiver)
-                assert a is not None
-                assert b is not None
-                axes |= {axis for axis in range(len(a)) if a[axis] != b[axis]}
-        return tuple(sorted(axes))
+        return moving_axes(self.src, self.dst) if self.received.total else ()
 
     def group(self, rank: int) -> tuple[int, ...]:
         """The ranks that run this step's collective together with `rank`; empty if `rank` takes no part."""
@@ -84,6 +66,7 @@ class Exchange:
 
     @property
     def is_local(self) -> bool:
+        """Whether every rank has what it needs."""
         return self._axes == ()
 
 
@@ -104,6 +87,13 @@ class AllReduce:
         if not group:
             return 0
         return ring_elements(self.src.local_numel(rank), len(group), group.index(rank))
+
+    @cached_property
+    def received(self) -> Volume:
+        """What all ranks receive."""
+        size = self.src.mesh.size(self.axis)
+        total = held(self.src) * 2 * (size - 1) // size
+        return Volume(total, ring_elements(largest(self.src), size, max(0, size - 3)))  # past the two last chunks
 
     def group(self, rank: int) -> tuple[int, ...]:
         axes = tuple(range(self.src.mesh.ndim)) if self.axis is None else (self.axis,)
@@ -147,9 +137,10 @@ class RedistributePlan:
     dst: Layout
     steps: tuple[Step, ...]
 
-    @cached_property
+    @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
+        """Those that hold some of `src` or `dst`."""
+        return _ranks_of(self.src.mesh, self.dst.mesh)
 
     @property
     def comm_steps(self) -> tuple[Exchange | AllReduce, ...]:
@@ -167,12 +158,12 @@ class RedistributePlan:
     @cached_property
     def total_elements(self) -> int:
         """Elements that all ranks together send."""
-        return sum(step.sent_elements(rank) for step in self.comm_steps for rank in self.ranks)
+        return sum(step.received.total for step in self.comm_steps)
 
     @cached_property
     def cost(self) -> float:
-        """To compare plans, in bytes: what the busiest rank sends in float32, and the latency of the collectives."""
-        busiest = max(self.sent_bytes(rank, 4) for rank in self.ranks)
+        """To compare plans, in bytes: what the busiest rank sends or receives in float32, and the latency."""
+        busiest = 4 * sum(step.received.busiest for step in self.comm_steps)
         return busiest + LATENCY_BYTES * sum(2 if name == "all_reduce" else 1 for name in self.collectives)
 
 
@@ -289,12 +280,12 @@ def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """The cheapest of: one exchange; all-reduces, then an exchange; an exchange, then all-reduces."""
     if src == dst:
         return ()
-    exchange: tuple[Step, ...] = (_exchange(src, dst),)
+    exchange: tuple[Step, ...] = (Exchange(src, dst),)
     if src.mesh != dst.mesh:
         reduced = src.reduced()
         if reduced == src:
             return exchange
-        return _cheapest(src, dst, [exchange, (*_all_reduces(src, reduced), _exchange(reduced, dst))])
+        return _cheapest(src, dst, [exchange, (*_all_reduces(src, reduced), Exchange(reduced, dst))])
     pairs = list(zip(src.placements, dst.placements, strict=True))
     to_reduce = [axis for axis, (a, b) in enumerate(pairs) if a.is_partial() and b.is_replicate()]
     if not to_reduce:
@@ -315,7 +306,7 @@ def _cheapest(src: Layout, dst: Layout, candidates: list[tuple[Step, ...]]) -> t
 
 
 def _exchange_unless_equal(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    return () if src == dst else (_exchange(src, dst),)
+    return () if src == dst else (Exchange(src, dst),)
 
 
 def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:
@@ -330,68 +321,14 @@ def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:
         src = after
 
 
-def _exchange(src: Layout, dst: Layout) -> Exchange:
-    """Every element that a rank of `dst` must hold, from the nearest rank of `src` that has it.
-
-    On an axis where `dst` is Partial, a rank takes what the ranks at its own position hold (a partial sum, or a shard,
-    padded). A replicated value goes to position 0, and the others get the identity of the reduction.
-    """
-    kept, first_only = _partial_axes_of_target(src, dst)
-    holders: dict[tuple[int, ...], dict[tuple[int, ...], dict[Box, list[int]]]] = {}
-    for rank in src.mesh.ranks:
-        here = src.mesh.coordinate(rank)
-        assert here is not None
-        own = tuple(here[axis] for axis in kept)
-        partial = tuple(here[axis] for axis in src.partial_axes if axis not in kept)
-        by_box = holders.setdefault(own, {}).setdefault(partial, {})
-        for box in src.boxes(rank):
-            if box.numel:
-                by_box.setdefault(box, []).append(rank)
-    transfers = []
-    for index, receiver in enumerate(dst.mesh.ranks):
-        there = dst.mesh.coordinate(receiver)
-        assert there is not None
-        if any(there[axis] for axis in first_only):
-            continue
-        for partial, by_box in holders.get(tuple(there[axis] for axis in kept), {}).items():
-            for box, ranks in by_box.items():
-                parts = [part for target in dst.boxes(receiver) if (part := box.intersect(target)) is not None]
-                if parts:
-                    sender = _nearest(src.mesh, ranks, receiver, index)
-                    transfers += [Transfer(sender, receiver, part, partial) for part in parts]
-    transfers.sort(key=lambda t: (t.sender, t.receiver, t.partial_index, t.box))
-    return Exchange(src, dst, tuple(transfers))
-
-
-def _partial_axes_of_target(src: Layout, dst: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The Partial axes of `dst` on which ranks take from their own position, and those that fill position 0 only."""
-    if src.mesh != dst.mesh:
-        return (), dst.partial_axes
-    first_only = tuple(a for a in dst.partial_axes if isinstance(src.placements[a], Replicate))
-    return tuple(a for a in dst.partial_axes if a not in first_only), first_only
-
-
-def _nearest(mesh: Mesh, ranks: list[int], receiver: int, index: int) -> int:
-    """The receiver itself, else the rank whose coordinate differs on the fewest axes.
-
-    Of several, number `index` modulo their number, so that replicas share the sending.
-    """
-    if len(ranks) == 1:
-        return ranks[0]
-    if receiver in ranks:
-        return receiver
-    target = mesh.coordinate(receiver)
-    if target is None:
-        return ranks[index % len(ranks)]
-    away = {r: sum(a != b for a, b in zip(mesh.coordinate(r) or (), target, strict=True)) for r in ranks}
-    nearest = [r for r in ranks if away[r] == min(away.values())]
-    return nearest[index % len(nearest)]
-
-
 def _group(src: Mesh, dst: Mesh, axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
     if axes == ():
         return ()
     if axes is not None and len(axes) == 1 and src.ndim > 1:
         return tuple(sorted(src.axis_ranks(rank, axes[0]))) if src.coordinate(rank) is not None else ()
-    ranks = tuple(sorted({*src.ranks, *dst.ranks}))
-    return ranks if rank in ranks else ()
+    ranks = _ranks_of(src, dst)
+    return ranks if src.coordinate(rank) is not None or dst.coordinate(rank) is not None else ()
+
+
+def _ranks_of(src: Mesh, dst: Mesh) -> tuple[int, ...]:
+    return src.sorted_ranks if src is dst else tuple(sorted({*src.ranks, *dst.ranks}))

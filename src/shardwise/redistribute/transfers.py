@@ -53,7 +53,10 @@ def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[
     """
 
     def counts(parts: Sequence[tuple[int, Region]]) -> tuple[int, ...]:
-        return tuple(sum(_numel(region) for peer, region in parts if peer == rank) for rank in ranks)
+        found: dict[int, int] = {}
+        for peer, region in parts:
+            found[peer] = found.get(peer, 0) + _numel(region)
+        return tuple([found.get(rank, 0) for rank in ranks])
 
     received = tuple(region for _, region in recvs)
     return Schedule(

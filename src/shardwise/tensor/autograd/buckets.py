@@ -358,7 +358,7 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     ranks = tuple(sorted(layout.mesh.submesh(axes_to_reduce(layout), collectives.rank()).ranks))
     count = own.indices().shape[1]
     ones = [1] * len(ranks)
-    counts = all_to_all_no_grad(torch.tensor([count] * len(ranks)), ones, ones, ranks, READ).tolist()
+    counts = all_to_all_no_grad(torch.tensor([count] * len(ranks), device="cpu"), ones, ones, ranks, READ).tolist()
 
     def gathered(x: Tensor) -> list[Tensor]:
         width = prod(x.shape[1:])

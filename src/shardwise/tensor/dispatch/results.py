@@ -38,7 +38,9 @@ def _layout_of_result(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index
         axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
         ranks = ctx.ranks(axes)
         ones = [1] * len(ranks)
-        sizes = all_to_all_no_grad(torch.tensor([x.shape[dim]] * len(ranks)), ones, ones, ranks, ctx.cause).tolist()
+        sizes = all_to_all_no_grad(
+            torch.tensor([x.shape[dim]] * len(ranks), device="cpu"), ones, ones, ranks, ctx.cause
+        ).tolist()
         shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         of_axes = align_shards.sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
         for axis, axis_sizes in of_axes.items():

@@ -1,0 +1,60 @@
+"""How a dim, or a shard of it, is divided among the positions of a mesh axis."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Protocol
+
+
+class Division(Protocol):
+    """The shards of `size` elements, one per position."""
+
+    def shard(self, position: int) -> tuple[int, int]:
+        """Offset and size of a shard."""
+        ...
+
+    def touching(self, first: int, last: int) -> range:
+        """The positions whose shards may have some of the elements from `first` to before `last`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Division as by `torch.chunk`: ceil(size / count) elements each, the last shards smaller or empty."""
+
+    size: int
+    count: int
+
+    def shard(self, position: int) -> tuple[int, int]:
+        step = -(-self.size // self.count)
+        start = min(self.size, position * step)
+        return start, min(self.size, start + step) - start
+
+    def touching(self, first: int, last: int) -> range:
+        first, last = max(first, 0), min(last, self.size)
+        if first >= last:
+            return range(0)
+        step = -(-self.size // self.count)
+        return range(first // step, (last - 1) // step + 1)
+
+
+class GivenSizes:
+    """Shards of given sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._starts = [0, *accumulate(sizes)]
+
+    def shard(self, position: int) -> tuple[int, int]:
+        start = self._starts[position]
+        return start, self._starts[position + 1] - start
+
+    def touching(self, first: int, last: int) -> range:
+        return range(max(0, bisect_right(self._starts, first) - 1), bisect_left(self._starts, last))
+
+
+@lru_cache(maxsize=1024)
+def given_sizes(sizes: tuple[int, ...]) -> Division:
+    """`GivenSizes`, made once: for many ranks that takes as long as a plan."""
+    return GivenSizes(sizes)

@@ -1,0 +1,215 @@
+"""How much the ranks receive in an exchange, and along which mesh axes, computed for all of them at once."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.layout import Boxes, Layout, OnRanks, Partial, Replicate, Shard
+from shardwise.redistribute.neighbors import partial_axes_of_target
+
+Counts = NDArray[np.int64]
+
+
+class Volume(NamedTuple):
+    """Elements that cross the network.
+
+    Attributes:
+        total: those of all ranks together.
+        busiest: those of the rank that receives most, or of the senders if a few ranks send everything.
+    """
+
+    total: int
+    busiest: int
+
+
+def volume(src: Layout, dst: Layout) -> Volume:
+    """What the ranks of `dst` receive from others."""
+    if any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements)):
+        received = _received_by_boxes(src, dst)
+    else:
+        received = _received(src, dst)
+    total = int(received.sum())
+    if not total:
+        return Volume(0, 0)
+    holders = prod(n for n, p in zip(src.mesh.shape, src.placements, strict=True) if not isinstance(p, OnRanks))
+    return Volume(total, max(int(received.max()), -(-total // holders)))
+
+
+def held(layout: Layout) -> int:
+    """The elements that all ranks together hold."""
+    copies = (n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if isinstance(p, Replicate | Partial))
+    return prod(layout.shape) * prod(copies)
+
+
+def largest(layout: Layout) -> int:
+    """The elements of the rank that holds most."""
+    for placement in layout.placements:
+        if isinstance(placement, Boxes):
+            return max(sum(box.numel for box in row) for row in placement.boxes)
+    return int(_sizes(layout).max())
+
+
+def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...] | None:
+    """The mesh axes along which an exchange may send something; None if it is sent between two meshes.
+
+    A rank receives from those that differ from it on axes that shard a dim in `src`, but for the outermost ones that
+    shard it alike in `dst`, or that hold partial sums.
+    """
+    if src.mesh != dst.mesh:
+        return None
+    kept, _ = partial_axes_of_target(src, dst)
+    moving = {axis for axis in src.partial_axes if axis not in kept}
+    for axis, placement in enumerate(src.placements):
+        if isinstance(placement, OnRanks | Boxes) and axis not in kept and placement != dst.placements[axis]:
+            moving.add(axis)
+    for dim in range(len(src.shape)):
+        before, after = _axes_of_dim(src, dim), _axes_of_dim(dst, dim)
+        same = 0
+        while same < min(len(before), len(after)) and _divide_alike(src, dst, before[same], after[same]):
+            same += 1
+        moving |= {axis for axis in before[same:] if axis not in kept}
+    return tuple(sorted(axis for axis in moving if src.mesh.shape[axis] > 1))
+
+
+def _axes_of_dim(layout: Layout, dim: int) -> list[int]:
+    return [axis for axis in layout.shard_order if layout.placements[axis].is_shard(dim)]
+
+
+def _divide_alike(src: Layout, dst: Layout, a: int, b: int) -> bool:
+    return a == b and src.placements[a] == dst.placements[b]
+
+
+# ---- layouts without boxes -----------------------------------------------------------------------------------
+
+
+def _received(src: Layout, dst: Layout) -> Counts:
+    """The elements that each rank of `dst` receives from others, in the shape of its mesh."""
+    kept, first_only = partial_axes_of_target(src, dst)
+    summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
+    takes = _positions_mask(dst, {axis: 0 for axis in first_only})
+    if src.mesh == dst.mesh:
+        needed = summed * _available(src, dst, kept)
+        own = _overlap(src, dst)
+        return np.broadcast_to(takes * (needed - own), dst.mesh.shape)
+    full = np.broadcast_to(takes * summed * _sizes(dst), dst.mesh.shape).reshape(-1).copy()
+    pairs = [(i, src.mesh.index(rank)) for i, rank in enumerate(dst.mesh.ranks) if src.mesh.coordinate(rank) is not None]
+    if pairs:
+        at, own_at = (list(indices) for indices in zip(*pairs, strict=True))
+        common = np.ones(len(pairs), np.int64)
+        for (first, last), (own_first, own_last) in zip(_intervals(dst), _intervals(src), strict=True):
+            start = np.maximum(_flat(first, dst)[at], _flat(own_first, src)[own_at])
+            common *= np.clip(np.minimum(_flat(last, dst)[at], _flat(own_last, src)[own_at]) - start, 0, None)
+        full[at] -= common * _flat(_holders_mask(src), src)[own_at] * _flat(takes * _holders_mask(dst), dst)[at]
+    return full.reshape(dst.mesh.shape)
+
+
+def _flat(x: Counts, layout: Layout) -> Counts:
+    return np.broadcast_to(x, layout.mesh.shape).reshape(-1)
+
+
+def _sizes(layout: Layout) -> Counts:
+    found = _holders_mask(layout)
+    for first, last in _intervals(layout):
+        found = found * (last - first)
+    return found
+
+
+def _overlap(src: Layout, dst: Layout) -> Counts:
+    """The elements that each rank of a mesh has in both layouts."""
+    found = _holders_mask(src) * _holders_mask(dst)
+    for (a, b), (c, d) in zip(_intervals(src), _intervals(dst), strict=True):
+        found = found * np.clip(np.minimum(b, d) - np.maximum(a, c), 0, None)
+    return found
+
+
+def _available(src: Layout, dst: Layout, kept: Sequence[int]) -> Counts:
+    """What each rank needs of `dst`, and the ranks at its position on the axes `kept` have."""
+    ndim, found = src.mesh.ndim, _holders_mask(dst)
+    for axis in kept:
+        if isinstance(placement := src.placements[axis], OnRanks):
+            found = found * _positions_mask(src, {axis: placement.position})
+    inside, others = _intervals(dst), None
+    for dim, (first, last) in enumerate(inside):
+        if not any(src.placements[axis].is_shard(dim) for axis in kept):
+            found = found * (last - first)
+            continue
+        others = others or _intervals(src, [axis if axis in kept else ndim + axis for axis in range(ndim)])
+        a, b = others[dim]
+        padded = (slice(None),) * ndim + (None,) * ndim
+        start = np.maximum(a, first[padded])
+        size = np.clip(np.minimum(b, last[padded]) - start, 0, None)
+        found = found * size.sum(axis=tuple(range(ndim, 2 * ndim)))
+    return found
+
+
+def _holders_mask(layout: Layout) -> Counts:
+    """1 where a rank holds elements, as far as OnRanks decides that."""
+    return _positions_mask(
+        layout, {axis: p.position for axis, p in enumerate(layout.placements) if isinstance(p, OnRanks)}
+    )
+
+
+def _positions_mask(layout: Layout, positions: dict[int, int]) -> Counts:
+    found = np.ones((1,) * layout.mesh.ndim, np.int64)
+    for axis, position in positions.items():
+        found = found * (_positions(layout.mesh.shape, axis, axis, layout.mesh.ndim) == position)
+    return found
+
+
+def _positions(shape: Sequence[int], axis: int, at: int, ndim: int) -> Counts:
+    """0, 1, … along array axis `at`, of `ndim`."""
+    return np.arange(shape[axis]).reshape([-1 if i == at else 1 for i in range(ndim)])
+
+
+def _intervals(layout: Layout, at: Sequence[int] | None = None) -> list[tuple[Counts, Counts]]:
+    """Start and end of the local shards along each dim; arrays that broadcast to the shape of the mesh.
+
+    Args:
+        at: the array axis for each mesh axis.
+    """
+    mesh_shape = layout.mesh.shape
+    ndim = layout.mesh.ndim if at is None else 2 * layout.mesh.ndim
+    ones = (1,) * ndim
+    starts = [np.zeros(ones, np.int64) for _ in layout.shape]
+    sizes = [np.full(ones, size, np.int64) for size in layout.shape]
+    numbers = [np.zeros(ones, np.int64) for _ in layout.shape]
+    for axis in layout.shard_order:
+        placement = layout.placements[axis]
+        if not isinstance(placement, Shard):
+            continue
+        dim, count = placement.dim, mesh_shape[axis]
+        here = _positions(mesh_shape, axis, axis if at is None else at[axis], ndim)
+        if placement.sizes is None:
+            step = -(-sizes[dim] // count)
+            start = np.minimum(sizes[dim], here * step)
+            size = np.minimum(sizes[dim], start + step) - start
+        else:
+            rows = np.array(placement.sizes, np.int64).reshape(-1, count)
+            row = np.minimum(numbers[dim], len(rows) - 1)
+            start, size = (np.cumsum(rows, 1) - rows)[row, here], rows[row, here]
+        starts[dim], sizes[dim] = starts[dim] + start, size
+        numbers[dim] = numbers[dim] * count + here
+    return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+# ---- explicit boxes ------------------------------------------------------------------------------------------
+
+
+def _received_by_boxes(src: Layout, dst: Layout) -> Counts:
+    """`_received`, rank by rank."""
+    kept, first_only = partial_axes_of_target(src, dst)
+    summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
+    padded = any(not isinstance(src.placements[axis], Partial) for axis in kept)
+    found = []
+    for rank in dst.mesh.ranks:
+        there = dst.mesh.coordinate(rank)
+        assert there is not None
+        boxes = dst.boxes(rank)
+        parts = (box.intersect(own) for box in boxes for own in src.boxes(rank))
+        own = sum(part.numel for part in parts if part is not None)
+        needed = own if padded else sum(box.numel for box in boxes)
+        found.append(0 if any(there[axis] for axis in first_only) else summed * needed - own)
+    return np.array(found, np.int64)
