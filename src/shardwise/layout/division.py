@@ -45,13 +45,14 @@ class GivenSizes:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._starts = [0, *accumulate(sizes)]
+        self._count = len(sizes)
 
     def shard(self, position: int) -> tuple[int, int]:
         start = self._starts[position]
         return start, self._starts[position + 1] - start
 
     def touching(self, first: int, last: int) -> range:
-        return range(max(0, bisect_right(self._starts, first) - 1), bisect_left(self._starts, last))
+        return range(max(0, bisect_right(self._starts, first) - 1), bisect_left(self._starts, last, hi=self._count))
 
 
 @lru_cache(maxsize=1024)

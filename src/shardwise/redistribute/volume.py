@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.layout import Boxes, Layout, OnRanks, Partial, Replicate, Shard
-from shardwise.redistribute.neighbors import partial_axes_of_target
+from shardwise.redistribute.neighbors import partial_axes_of_target, receives
 
 Counts = NDArray[np.int64]
 
@@ -202,14 +202,18 @@ def _received_by_boxes(src: Layout, dst: Layout) -> Counts:
     """`_received`, rank by rank."""
     kept, first_only = partial_axes_of_target(src, dst)
     summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
-    padded = any(not isinstance(src.placements[axis], Partial) for axis in kept)
+    padded = any(src.mesh.shape[axis] > 1 and not isinstance(src.placements[axis], Partial) for axis in kept)
     found = []
     for rank in dst.mesh.ranks:
         there = dst.mesh.coordinate(rank)
         assert there is not None
-        boxes = dst.boxes(rank)
-        parts = (box.intersect(own) for box in boxes for own in src.boxes(rank))
-        own = sum(part.numel for part in parts if part is not None)
-        needed = own if padded else sum(box.numel for box in boxes)
-        found.append(0 if any(there[axis] for axis in first_only) else summed * needed - own)
+        if any(there[axis] for axis in first_only):
+            found.append(0)
+        elif padded:
+            found.append(sum(t.box.numel for t in receives(src, dst, rank) if t.sender != rank))
+        else:
+            boxes = dst.boxes(rank)
+            parts = (box.intersect(own) for box in boxes for own in src.boxes(rank))
+            own = sum(part.numel for part in parts if part is not None)
+            found.append(summed * sum(box.numel for box in boxes) - own)
     return np.array(found, np.int64)
