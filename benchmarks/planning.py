@@ -45,7 +45,9 @@ def given(n: int, total: int) -> tuple[int, ...]:
 def in_boxes(n: int, rows: int, columns: int) -> Boxes:
     """Two boxes a rank, the second one from the other end."""
     half, step = columns // 2, rows // n
-    return Boxes([[((i * step, 0), (step, half)), (((n - 1 - i) * step, half), (step, columns - half))] for i in range(n)])
+    return Boxes(
+        [[((i * step, 0), (step, half)), (((n - 1 - i) * step, half), (step, columns - half))] for i in range(n)]
+    )
 
 
 def on(mesh: Mesh, shape: tuple[int, ...], src: object, dst: object) -> Pair:

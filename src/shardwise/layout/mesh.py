@@ -93,6 +93,11 @@ class Mesh:
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart in `ranks` neighbors along each axis are."""
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(self.ndim))
+
+    @cached_property
     def sorted_ranks(self) -> tuple[int, ...]:
         """The ranks in rising order."""
         return tuple(sorted(self.ranks))
@@ -123,7 +128,7 @@ class Mesh:
 
     def axis_ranks(self, rank: int, axis: int) -> tuple[int, ...]:
         """The ranks along `axis` through `rank`, in rank order: the coordinate of `rank` but for `axis`."""
-        stride = prod(self.shape[axis + 1 :])
+        stride = self.strides[axis]
         index = self._indices[rank]
         first = index - index // stride % self.shape[axis] * stride
         return self.ranks[first : first + self.shape[axis] * stride : stride]

@@ -65,7 +65,7 @@ class Shard(Placement):
         if self.sizes is None:
             return Chunks(size, positions)
         row = self.sizes[number] if self.sizes and isinstance(self.sizes[0], tuple) else self.sizes
-        return given_sizes(row)  # type: ignore[arg-type]
+        return given_sizes(row)
 
     def __str__(self) -> str:
         return f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, sizes={self.sizes})"

@@ -7,24 +7,23 @@ The shards that touch a box are found by dividing, one mesh axis after the other
 transfers of this rank, not with the number of ranks.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
 
 Positions = Mapping[int, int]  # mesh axis -> position on it
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """`box` of the global tensor is sent from one rank to another, or stays if both are the same rank."""
 
     sender: int
     receiver: int
-    box: Box
     partial_index: tuple[int, ...]  # the sender's position on the Partial axes that are summed
+    box: Box
 
 
 def receives(src: Layout, dst: Layout, rank: int) -> list[Transfer]:
@@ -37,18 +36,17 @@ def receives(src: Layout, dst: Layout, rank: int) -> list[Transfer]:
     kept, first_only = partial_axes_of_target(src, dst)
     if there is None or any(there[axis] for axis in first_only):
         return []
-    own = {axis: there[axis] for axis in kept}
-    replica = _replica_of(src, dst.mesh, rank)
+    mesh, own = src.mesh, {axis: there[axis] for axis in kept}
     summed = [axis for axis in src.partial_axes if axis not in kept]
-    found = []
-    for target in dst.boxes(rank):
-        for held_at, part in shards_in(src, target, own):
-            at = {**replica, **held_at}
-            for partial in product(*(range(src.mesh.shape[axis]) for axis in summed)):
-                at |= zip(summed, partial, strict=True)
-                sender = src.mesh.rank_at([at[axis] for axis in range(src.mesh.ndim)])
-                found.append(Transfer(sender, rank, part, partial))
-    return sorted(found, key=lambda t: (t.sender, t.partial_index, t.box))
+    partials = list(_places(mesh, summed))
+    replica = _offset(mesh, _replica_of(src, dst.mesh, rank))
+    found = [
+        Transfer(mesh.ranks[replica + held_at + at], rank, partial, part)
+        for target in dst.boxes(rank)
+        for held_at, part in shards_in(src, target, own)
+        for at, partial in partials
+    ]
+    return sorted(found)
 
 
 def sends(src: Layout, dst: Layout, rank: int) -> list[Transfer]:
@@ -57,25 +55,25 @@ def sends(src: Layout, dst: Layout, rank: int) -> list[Transfer]:
     kept, first_only = partial_axes_of_target(src, dst)
     if here is None:
         return []
-    partial = tuple(here[axis] for axis in src.partial_axes if axis not in kept)
-    replicated = [axis for axis, p in enumerate(src.placements) if isinstance(p, Replicate)]
+    mesh, partial = dst.mesh, tuple(here[axis] for axis in src.partial_axes if axis not in kept)
     fixed = dict.fromkeys(first_only, 0)
-    same_mesh = src.mesh == dst.mesh
+    same_mesh = src.mesh == mesh
     if same_mesh:
         if any(here[axis] for axis in first_only):
             return []
+        replicated = [axis for axis, p in enumerate(src.placements) if isinstance(p, Replicate)]
         fixed |= {axis: here[axis] for axis in (*kept, *replicated)}
-    found = []
-    for own in src.boxes(rank):
-        for held_at, part in shards_in(dst, own, fixed):
-            free = [axis for axis in range(dst.mesh.ndim) if axis not in held_at]
-            for positions in product(*(range(dst.mesh.shape[axis]) for axis in free)):
-                at = {**held_at, **dict(zip(free, positions, strict=True))}
-                receiver = dst.mesh.rank_at([at[axis] for axis in range(dst.mesh.ndim)])
-                replica = {} if same_mesh else _replica_of(src, dst.mesh, receiver)
-                if all(here[axis] == position for axis, position in replica.items()):
-                    found.append(Transfer(rank, receiver, part, partial))
-    return sorted(found, key=lambda t: (t.receiver, t.partial_index, t.box))
+    holding = {axis for axis, p in enumerate(dst.placements) if isinstance(p, Shard | OnRanks | Boxes)}
+    free = list(_places(mesh, [axis for axis in range(mesh.ndim) if axis not in holding and axis not in fixed]))
+    found = [
+        Transfer(rank, mesh.ranks[held_at + at], partial, part)
+        for own in src.boxes(rank)
+        for held_at, part in shards_in(dst, own, fixed)
+        for at, _ in free
+    ]
+    if not same_mesh:
+        found = [t for t in found if _matches(here, _replica_of(src, mesh, t.receiver))]
+    return sorted(found)
 
 
 def partial_axes_of_target(src: Layout, dst: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -101,47 +99,90 @@ def _replica_of(src: Layout, mesh: Mesh, receiver: int) -> dict[int, int]:
     return found
 
 
-def shards_in(layout: Layout, box: Box, fixed: Positions) -> Iterator[tuple[dict[int, int], Box]]:
-    """The shards that have elements in `box`: their positions on the axes that shard, and the common box.
+def _matches(here: Sequence[int], positions: Positions) -> bool:
+    return all(here[axis] == position for axis, position in positions.items())
+
+
+def _offset(mesh: Mesh, positions: Positions) -> int:
+    """Where in `mesh.ranks` the rank at these positions is, and at 0 on the other axes."""
+    return sum(position * mesh.strides[axis] for axis, position in positions.items())
+
+
+def _places(mesh: Mesh, axes: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """All positions on these axes, each with its offset in `mesh.ranks`."""
+    for at in product(*(range(mesh.shape[axis]) for axis in axes)):
+        yield _offset(mesh, dict(zip(axes, at, strict=True))), at
+
+
+# ---- the shards in a box ---------------------------------------------------------------------------------------
+
+
+class _Span(NamedTuple):
+    """Shard number `number` of a dim, by the axes so far."""
+
+    start: int
+    size: int
+    number: int
+
+
+class _Found(NamedTuple):
+    """Shards that have elements in the box.
+
+    Attributes:
+        at: where in `mesh.ranks` they are, by the positions so far.
+        part: what they have in common with the box.
+        spans: of the dims that an axis has divided.
+    """
+
+    at: int
+    part: Box
+    spans: dict[int, _Span]
+
+
+def shards_in(layout: Layout, box: Box, fixed: Positions) -> list[tuple[int, Box]]:
+    """The shards that have elements in `box`: where they are in `mesh.ranks`, and the common box.
 
     Args:
-        fixed: positions to look at; they are among those returned.
+        fixed: positions to look at. On other axes that do not shard, shards are at 0.
     """
-    if box.numel:
-        yield from _divided(layout, box, dict(fixed), Box((0,) * len(layout.shape), layout.shape), {}, 0)
+    found = [_Found(_offset(layout.mesh, fixed), box, {})] if box.numel else []
+    for axis in layout.shard_order:
+        placement, wanted, stride = layout.placements[axis], fixed.get(axis), layout.mesh.strides[axis]
+        if isinstance(placement, OnRanks):
+            if wanted is None:
+                found = [f._replace(at=f.at + placement.position * stride) for f in found]
+            elif wanted != placement.position:
+                return []
+        elif isinstance(placement, Boxes):
+            found = [
+                _Found(f.at if wanted is not None else f.at + position * stride, part, {})
+                for f in found
+                for position, held in placement.touching(f.part, wanted)
+                if (part := held.intersect(f.part)) is not None
+            ]
+        elif isinstance(placement, Shard):
+            found = [g for f in found for g in _divided(layout, axis, f, wanted)]
+    return [(f.at, f.part) for f in found]
 
 
-def _divided(
-    layout: Layout, box: Box, at: dict[int, int], held: Box, outer: Positions, depth: int
-) -> Iterator[tuple[dict[int, int], Box]]:
-    """`shards_in` of the shard `held`, which the first `depth` axes of the shard order give to the positions `at`.
+def _divided(layout: Layout, axis: int, found: _Found, wanted: int | None) -> Iterator[_Found]:
+    """The shards along `axis`, at the position `wanted` or at all."""
+    placement, count, stride = layout.placements[axis], layout.mesh.shape[axis], layout.mesh.strides[axis]
+    assert isinstance(placement, Shard)
+    dim = placement.dim
+    (_, box, spans), again = found, _is_divided_again(layout, axis, dim)
+    start, size, number = spans.get(dim, _Span(0, layout.shape[dim], 0))
+    low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    division = placement.division(size, count, number)
+    for position in division.touching(low - start, high - start) if wanted is None else (wanted,):
+        offset, length = division.shard(position)
+        first, last = max(low, start + offset), min(high, start + offset + length)
+        if first < last:
+            at = found.at if wanted is not None else found.at + position * stride
+            inner = {**spans, dim: _Span(start + offset, length, number * count + position)} if again else spans
+            yield _Found(at, box.along(dim, first, last - first), inner)
 
-    Args:
-        outer: dim -> the number of that shard among those of the dim.
-    """
-    if depth == len(layout.shard_order):
-        common = held.intersect(box)
-        if common is not None:
-            yield at, common
-        return
-    axis = layout.shard_order[depth]
-    placement, wanted = layout.placements[axis], at.get(axis)
-    match placement:
-        case OnRanks(position):
-            if wanted is None or wanted == position:
-                yield from _divided(layout, box, {**at, axis: position}, held, outer, depth + 1)
-        case Boxes():
-            for position, piece in placement.touching(box, wanted):
-                yield from _divided(layout, box, {**at, axis: position}, piece, outer, depth + 1)
-        case Shard(dim):
-            count, number = layout.mesh.shape[axis], outer.get(dim, 0)
-            start = held.offsets[dim]
-            division = placement.division(held.sizes[dim], count, number)
-            first, last = box.offsets[dim] - start, box.offsets[dim] + box.sizes[dim] - start
-            for position in division.touching(first, last) if wanted is None else (wanted,):
-                offset, size = division.shard(position)
-                shard = held.along(dim, start + offset, size)
-                inner = {**outer, dim: number * count + position}
-                yield from _divided(layout, box, {**at, axis: position}, shard, inner, depth + 1)
-        case _:
-            yield from _divided(layout, box, at, held, outer, depth + 1)
+
+def _is_divided_again(layout: Layout, axis: int, dim: int) -> bool:
+    later = layout.shard_order[layout.shard_order.index(axis) + 1 :]
+    return any(layout.placements[other].is_shard(dim) for other in later)

@@ -27,7 +27,7 @@ class Region:
     @classmethod
     def of(cls, box: Box, outer: Sequence[Box]) -> "Region":
         """The region of the first of the `outer` boxes that contains `box`."""
-        index = next(i for i, b in enumerate(outer) if b.intersect(box) == box)
+        index = next(i for i, b in enumerate(outer) if b.intersect(box) == box) if len(outer) > 1 else 0
         return cls(index, box.relative_to(outer[index]), box.sizes)
 
 

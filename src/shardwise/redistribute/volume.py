@@ -40,7 +40,9 @@ def volume(src: Layout, dst: Layout) -> Volume:
 
 def held(layout: Layout) -> int:
     """The elements that all ranks together hold."""
-    copies = (n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if isinstance(p, Replicate | Partial))
+    copies = (
+        n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if isinstance(p, Replicate | Partial)
+    )
     return prod(layout.shape) * prod(copies)
 
 
@@ -89,13 +91,15 @@ def _received(src: Layout, dst: Layout) -> Counts:
     """The elements that each rank of `dst` receives from others, in the shape of its mesh."""
     kept, first_only = partial_axes_of_target(src, dst)
     summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
-    takes = _positions_mask(dst, {axis: 0 for axis in first_only})
+    takes = _positions_mask(dst, dict.fromkeys(first_only, 0))
     if src.mesh == dst.mesh:
         needed = summed * _available(src, dst, kept)
         own = _overlap(src, dst)
         return np.broadcast_to(takes * (needed - own), dst.mesh.shape)
     full = np.broadcast_to(takes * summed * _sizes(dst), dst.mesh.shape).reshape(-1).copy()
-    pairs = [(i, src.mesh.index(rank)) for i, rank in enumerate(dst.mesh.ranks) if src.mesh.coordinate(rank) is not None]
+    pairs = [
+        (i, src.mesh.index(rank)) for i, rank in enumerate(dst.mesh.ranks) if src.mesh.coordinate(rank) is not None
+    ]
     if pairs:
         at, own_at = (list(indices) for indices in zip(*pairs, strict=True))
         common = np.ones(len(pairs), np.int64)
