@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwise.layout import Boxes, Layout, OnRanks, Partial, Replicate, Shard
 from shardwise.redistribute.neighbors import partial_axes_of_target, receives
 
-Counts = NDArray[np.int64]
+Counts = NDArray[np.int64] | int  # an array over the mesh, or the same number everywhere
 
 
 class Volume(NamedTuple):
@@ -51,7 +51,7 @@ def largest(layout: Layout) -> int:
     for placement in layout.placements:
         if isinstance(placement, Boxes):
             return max(sum(box.numel for box in row) for row in placement.boxes)
-    return int(_sizes(layout).max())
+    return int(np.max(_sizes(layout)))
 
 
 def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...] | None:
@@ -87,35 +87,40 @@ def _divide_alike(src: Layout, dst: Layout, a: int, b: int) -> bool:
 # ---- layouts without boxes -----------------------------------------------------------------------------------
 
 
-def _received(src: Layout, dst: Layout) -> Counts:
+def _received(src: Layout, dst: Layout) -> NDArray[np.int64]:
     """The elements that each rank of `dst` receives from others, in the shape of its mesh."""
     kept, first_only = partial_axes_of_target(src, dst)
     summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
-    takes = _positions_mask(dst, dict.fromkeys(first_only, 0))
+    takes = _where(dst, dict.fromkeys(first_only, 0))
     if src.mesh == dst.mesh:
-        needed = summed * _available(src, dst, kept)
-        own = _overlap(src, dst)
-        return np.broadcast_to(takes * (needed - own), dst.mesh.shape)
-    full = np.broadcast_to(takes * summed * _sizes(dst), dst.mesh.shape).reshape(-1).copy()
-    pairs = [
-        (i, src.mesh.index(rank)) for i, rank in enumerate(dst.mesh.ranks) if src.mesh.coordinate(rank) is not None
-    ]
-    if pairs:
-        at, own_at = (list(indices) for indices in zip(*pairs, strict=True))
-        common = np.ones(len(pairs), np.int64)
+        return np.broadcast_to(takes * (summed * _available(src, dst, kept) - _overlap(src, dst)), dst.mesh.shape)
+    needed = np.broadcast_to(takes * summed * _sizes(dst), dst.mesh.shape).reshape(-1).copy()
+    both = set(src.mesh.ranks) & set(dst.mesh.ranks)
+    if both:
+        at, own_at = ([mesh.index(rank) for rank in both] for mesh in (dst.mesh, src.mesh))
+        own = _flat(takes * _holders(dst), dst)[at] * _flat(_holders(src), src)[own_at]
         for (first, last), (own_first, own_last) in zip(_intervals(dst), _intervals(src), strict=True):
-            start = np.maximum(_flat(first, dst)[at], _flat(own_first, src)[own_at])
-            common *= np.clip(np.minimum(_flat(last, dst)[at], _flat(own_last, src)[own_at]) - start, 0, None)
-        full[at] -= common * _flat(_holders_mask(src), src)[own_at] * _flat(takes * _holders_mask(dst), dst)[at]
-    return full.reshape(dst.mesh.shape)
+            here = (_flat(x, dst)[at] for x in (first, last))
+            there = (_flat(x, src)[own_at] for x in (own_first, own_last))
+            own = own * _common(*here, *there)
+        needed[at] -= own
+    return needed.reshape(dst.mesh.shape)
 
 
-def _flat(x: Counts, layout: Layout) -> Counts:
+def _flat(x: Counts, layout: Layout) -> NDArray[np.int64]:
     return np.broadcast_to(x, layout.mesh.shape).reshape(-1)
 
 
+def _common(a: Counts, b: Counts, c: Counts, d: Counts) -> Counts:
+    """The elements from a to before b that are also from c to before d."""
+    if isinstance(a, int) and isinstance(b, int) and isinstance(c, int) and isinstance(d, int):
+        return max(0, min(b, d) - max(a, c))
+    found: Counts = np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
+    return found
+
+
 def _sizes(layout: Layout) -> Counts:
-    found = _holders_mask(layout)
+    found = _holders(layout)
     for first, last in _intervals(layout):
         found = found * (last - first)
     return found
@@ -123,47 +128,45 @@ def _sizes(layout: Layout) -> Counts:
 
 def _overlap(src: Layout, dst: Layout) -> Counts:
     """The elements that each rank of a mesh has in both layouts."""
-    found = _holders_mask(src) * _holders_mask(dst)
+    found = _holders(src) * _holders(dst)
     for (a, b), (c, d) in zip(_intervals(src), _intervals(dst), strict=True):
-        found = found * np.clip(np.minimum(b, d) - np.maximum(a, c), 0, None)
+        found = found * _common(a, b, c, d)
     return found
 
 
 def _available(src: Layout, dst: Layout, kept: Sequence[int]) -> Counts:
     """What each rank needs of `dst`, and the ranks at its position on the axes `kept` have."""
-    ndim, found = src.mesh.ndim, _holders_mask(dst)
+    ndim, found = src.mesh.ndim, _holders(dst)
     for axis in kept:
         if isinstance(placement := src.placements[axis], OnRanks):
-            found = found * _positions_mask(src, {axis: placement.position})
-    inside, others = _intervals(dst), None
-    for dim, (first, last) in enumerate(inside):
+            found = found * _where(src, {axis: placement.position})
+    others = None
+    for dim, (first, last) in enumerate(_intervals(dst)):
         if not any(src.placements[axis].is_shard(dim) for axis in kept):
             found = found * (last - first)
             continue
         others = others or _intervals(src, [axis if axis in kept else ndim + axis for axis in range(ndim)])
-        a, b = others[dim]
-        padded = (slice(None),) * ndim + (None,) * ndim
-        start = np.maximum(a, first[padded])
-        size = np.clip(np.minimum(b, last[padded]) - start, 0, None)
-        found = found * size.sum(axis=tuple(range(ndim, 2 * ndim)))
+        a, b = (np.reshape(np.broadcast_to(x, src.mesh.shape), (*src.mesh.shape, *(1,) * ndim)) for x in (first, last))
+        common = np.asarray(_common(a, b, *others[dim]))
+        found = found * common.sum(axis=tuple(range(ndim, 2 * ndim)))
     return found
 
 
-def _holders_mask(layout: Layout) -> Counts:
+def _holders(layout: Layout) -> Counts:
     """1 where a rank holds elements, as far as OnRanks decides that."""
-    return _positions_mask(
-        layout, {axis: p.position for axis, p in enumerate(layout.placements) if isinstance(p, OnRanks)}
-    )
+    on_ranks = {axis: p.position for axis, p in enumerate(layout.placements) if isinstance(p, OnRanks)}
+    return _where(layout, on_ranks)
 
 
-def _positions_mask(layout: Layout, positions: dict[int, int]) -> Counts:
-    found = np.ones((1,) * layout.mesh.ndim, np.int64)
+def _where(layout: Layout, positions: dict[int, int]) -> Counts:
+    """1 at these positions, 0 elsewhere."""
+    found: Counts = 1
     for axis, position in positions.items():
         found = found * (_positions(layout.mesh.shape, axis, axis, layout.mesh.ndim) == position)
     return found
 
 
-def _positions(shape: Sequence[int], axis: int, at: int, ndim: int) -> Counts:
+def _positions(shape: Sequence[int], axis: int, at: int, ndim: int) -> NDArray[np.int64]:
     """0, 1, … along array axis `at`, of `ndim`."""
     return np.arange(shape[axis]).reshape([-1 if i == at else 1 for i in range(ndim)])
 
@@ -172,20 +175,18 @@ def _intervals(layout: Layout, at: Sequence[int] | None = None) -> list[tuple[Co
     """Start and end of the local shards along each dim; arrays that broadcast to the shape of the mesh.
 
     Args:
-        at: the array axis for each mesh axis.
+        at: the array axis for each mesh axis, of twice as many.
     """
-    mesh_shape = layout.mesh.shape
-    ndim = layout.mesh.ndim if at is None else 2 * layout.mesh.ndim
-    ones = (1,) * ndim
-    starts = [np.zeros(ones, np.int64) for _ in layout.shape]
-    sizes = [np.full(ones, size, np.int64) for size in layout.shape]
-    numbers = [np.zeros(ones, np.int64) for _ in layout.shape]
+    shape, ndim = layout.mesh.shape, layout.mesh.ndim
+    starts: list[Counts] = [0] * len(layout.shape)
+    sizes: list[Counts] = list(layout.shape)
+    numbers: list[Counts] = [0] * len(layout.shape)
     for axis in layout.shard_order:
         placement = layout.placements[axis]
         if not isinstance(placement, Shard):
             continue
-        dim, count = placement.dim, mesh_shape[axis]
-        here = _positions(mesh_shape, axis, axis if at is None else at[axis], ndim)
+        dim, count = placement.dim, shape[axis]
+        here = _positions(shape, axis, axis, ndim) if at is None else _positions(shape, axis, at[axis], 2 * ndim)
         if placement.sizes is None:
             step = -(-sizes[dim] // count)
             start = np.minimum(sizes[dim], here * step)
@@ -202,7 +203,7 @@ def _intervals(layout: Layout, at: Sequence[int] | None = None) -> list[tuple[Co
 # ---- explicit boxes ------------------------------------------------------------------------------------------
 
 
-def _received_by_boxes(src: Layout, dst: Layout) -> Counts:
+def _received_by_boxes(src: Layout, dst: Layout) -> NDArray[np.int64]:
     """`_received`, rank by rank."""
     kept, first_only = partial_axes_of_target(src, dst)
     summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
