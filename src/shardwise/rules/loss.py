@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.rules.autocast import autocast_to_float
 from shardwise.rules.empty import emptied, filled
 from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.reductions.normalisation import INF, autocast_to_float, wide
+from shardwise.rules.reductions.normalisation import INF, wide
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise.trace.capture_hooks import allow_in_graph

@@ -116,7 +116,8 @@ def linear(input: Meta, weight: Meta, bias: Meta | None = None) -> Product:
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """out[..., o] = sum_ij input1[..., i] weight[o, i, j] input2[..., j] + bias[o]."""
-    out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    with torch.autocast(input1.device.type, enabled=False):  # which casts the operands of products, not of F.bilinear
+        out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return out if bias is None else out + bias
 
 

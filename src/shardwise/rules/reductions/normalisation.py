@@ -25,12 +25,6 @@ INF = float("inf")
 Maybe = Tensor | None
 
 
-def autocast_to_float(x: Tensor) -> Tensor:
-    """`x`, or a float32 copy under autocast: for an op that torch then computes in float32, such as a loss."""
-    half = x.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(x.device.type)
-    return x.float() if half else x
-
-
 def wide(x: Tensor) -> Tensor:
     """16-bit floats as float32, in which torch's kernels accumulate; integers are refused, as by torch."""
     if not x.is_floating_point():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import EmptyError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.rules.autocast import autocast_to_float
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
 from shardwise.rules.reductions.over_dims import (
@@ -57,7 +58,7 @@ def product(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwar
 
 
 def _local_product(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    x = x if dtype is None else x.to(dtype)
+    x = autocast_to_float(x) if dtype is None else x.to(dtype)
     shard, (along,) = nonempty_shard(ctx, wide(x), dims, 1)
     own = shard.prod(along, keepdim=keepdim)
     total: Tensor = ctx.all_gather(own).prod(0)
@@ -92,7 +93,7 @@ def trace(input: Meta) -> list[Row]:
 
 def _local_trace(ctx: LocalContext, x: Tensor) -> Tensor:
     (box,) = ctx.layouts[0].boxes(ctx.rank)
-    return x.diagonal(box.offsets[0] - box.offsets[1]).sum()
+    return autocast_to_float(x, "cpu").diagonal(box.offsets[0] - box.offsets[1]).sum()
 
 
 def variance(root: bool, with_mean: bool, input: Meta, *args: object, **kwargs: object) -> list[Row]:

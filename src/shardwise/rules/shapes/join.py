@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
+from shardwise.rules.autocast import autocast_to_float
 from shardwise.rules.empty import flat_cat
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
@@ -209,10 +210,16 @@ IndexMap = Callable[[int], int] | None
 
 
 def _rows(
-    x: Meta, dims: Mapping[int, tuple[Runs, IndexMap]], lead: int = 0, value: float = 0, empty_too: bool = False
+    x: Meta,
+    dims: Mapping[int, tuple[Runs, IndexMap]],
+    lead: int = 0,
+    value: float = 0,
+    empty_too: bool = False,
+    in_float: bool = False,
 ) -> list[Row]:
     """Rows of an op whose result consists of runs along `dims`; negative dims are new ones before the first."""
-    local = local_with(_local_runs, tuple((d + lead, runs) for d, (runs, _) in dims.items()), value)
+    run = _local_runs_in_float if in_float else _local_runs
+    local = local_with(run, tuple((d + lead, runs) for d, (runs, _) in dims.items()), value)
     others = [d for d in range(x.ndim) if d not in dims]
     rows = [Row((Shard(d),), Shard(d + lead), "other dims stay sharded", local if empty_too else None) for d in others]
     why = "each rank fetches the indices of its shard"
@@ -227,6 +234,12 @@ def _local_runs(
     dims: tuple[tuple[int, Runs], ...], value: float, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
 ) -> Tensor:
     return assembled(dims, value, ctx, [x], ctx.layouts)
+
+
+def _local_runs_in_float(
+    dims: tuple[tuple[int, Runs], ...], value: float, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
+    return assembled(dims, value, ctx, [autocast_to_float(x, "cpu")], ctx.layouts)
 
 
 def _numbers(args: Args) -> tuple[int, ...]:
@@ -282,7 +295,8 @@ def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None
             n = x.shape[d]
             map_index = local_with(_padded, left, n, n + left + right)
             dims[d] = _padding(mode, n, left, right), map_index
-    return _rows(x, dims, 0, value or 0, mode != "constant")  # torch refuses empty tensors in other modes
+    # Torch refuses empty tensors in modes other than constant.
+    return _rows(x, dims, 0, value or 0, mode != "constant", mode in ("reflect", "replicate"))
 
 
 def _padding(mode: str, n: int, left: int, right: int) -> Runs:

@@ -1,0 +1,49 @@
+"""Under autocast, results have the dtypes of one process, also where a local implementation calls other ops."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import Mesh, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise.testing import world
+from shardwise.testing.assertions import as_dtensor
+
+FULL = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "reflect": lambda x: F.pad(x[:, None], (1, 1), mode="reflect"),
+    "replicate": lambda x: F.pad(x[:, None], (1, 1), mode="replicate"),
+    "circular": lambda x: F.pad(x[:, None], (1, 1), mode="circular"),
+    "constant": lambda x: F.pad(x, (1, 1)),
+    "prod": lambda x: x.prod(0),
+    "trace": torch.trace,
+    "bilinear": lambda x: F.bilinear(x, x, WEIGHT.to(x.dtype)),
+    "mse_loss": lambda x: F.mse_loss(x, x * 0.5),
+    "softmax": lambda x: x.softmax(0),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "cumsum": lambda x: x.cumsum(0),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "norm": torch.linalg.norm,
+    "quantile": lambda x: x.float().quantile(0.5, 0),
+    "matmul": lambda x: x @ x.mT,
+    "cdist": lambda x: torch.cdist(x, x),
+    "kl_div": lambda x: F.kl_div(x, x.abs(), reduction="batchmean"),
+    "avg_pool3d": lambda x: F.avg_pool3d(x[None, None, None], (1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Partial(), Replicate()], ids=str)
+@world(2)
+def test_dtypes_are_those_of_one_process(name: str, placement: Placement) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        full = FULL.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = OPS[name](full)
+            found = as_dtensor(OPS[name](distribute_tensor(full, Mesh((2,)), [placement])))
+        assert found.dtype == expected.dtype, dtype
+        assert_close(found.full_tensor(), expected, rtol=0.05, atol=0.05)
