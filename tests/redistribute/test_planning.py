@@ -50,6 +50,7 @@ def test_what_all_ranks_hold_is_known_without_asking_them(written: Written) -> N
     layout = written.layout
     assert held(layout) == sum(map(layout.local_numel, layout.mesh.ranks))
     assert largest(layout) == max(map(layout.local_numel, layout.mesh.ranks))
+    assert layout.has_empty_shards == (not all(map(layout.local_numel, layout.mesh.ranks)))
 
 
 def in_boxes(mesh: Mesh) -> Boxes:

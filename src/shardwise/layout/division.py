@@ -27,6 +27,11 @@ class Chunks:
     size: int
     count: int
 
+    @property
+    def last(self) -> int:
+        """The last position with elements, the only one whose shard may be smaller; 0 if there are none."""
+        return (self.size - 1) // -(-self.size // self.count) if self.size else 0
+
     def shard(self, position: int) -> tuple[int, int]:
         step = -(-self.size // self.count)
         start = min(self.size, position * step)

@@ -14,6 +14,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout.arguments import as_integers, shown
 from shardwise.layout.boxes import Box, check_cover
 from shardwise.layout.by_axis import Placements, as_placements, placements_text
+from shardwise.layout.division import Chunks
 from shardwise.layout.mesh import Mesh, mesh_of
 from shardwise.layout.owner import LayoutKey, Owner
 from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
@@ -196,6 +197,20 @@ class Layout:
         """The number of local elements of `rank`."""
         return sum(box.numel for box in self.boxes(rank))
 
+    @property
+    def has_empty_shards(self) -> bool:
+        """Whether some rank of the mesh has no elements; found without asking each."""
+        lengths = {dim: {size} for dim, size in enumerate(self.shape)}
+        for axis in self.shard_order:
+            placement, count = self.placements[axis], self.mesh.shape[axis]
+            if isinstance(placement, OnRanks) and count > 1:
+                return True
+            if isinstance(placement, Boxes):
+                return any(not sum(box.numel for box in row) for row in placement.boxes)
+            if isinstance(placement, Shard):
+                lengths[placement.dim] = _lengths(placement, lengths[placement.dim], count)
+        return any(0 in found for found in lengths.values())
+
     def shard_sizes(self, axis: int) -> ShardSizes | None:
         """The shard sizes along `axis` (one tuple per shard of the axes before it); None if it shards no dim."""
         placement = self.placements[axis]
@@ -329,6 +344,15 @@ def _split(placement: Shard, size: int, positions: int, outer: int) -> tuple[int
     if placement.sizes is None:
         return _chunk(size, positions)
     return _rows(placement.sizes, outer + 1)[outer]
+
+
+def _lengths(placement: Shard, sizes: set[int], positions: int) -> set[int]:
+    """The different sizes of the shards of shards of these sizes."""
+    if placement.sizes is not None:
+        return {n for row in placement.sizes for n in (row if isinstance(row, tuple) else (row,))}
+    divisions = [Chunks(size, positions) for size in sizes]
+    ends = {position for d in divisions for position in (0, d.last, positions - 1)}
+    return {d.shard(position)[1] for d in divisions for position in ends}
 
 
 def _rows(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -83,9 +82,12 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
         rule = _in_place_rule(rule, name)
     chosen = _choice(func, name, rule, operands, slotted, named)
 
-    @cache
+    found: list[resolve.OnMeta] = []
+
     def results() -> resolve.OnMeta:
-        return resolve.results_on_meta(func, slotted, named, operands)
+        if not found:
+            found.append(resolve.results_on_meta(func, slotted, named, operands))
+        return found[0]
 
     def shape() -> Shapes:
         if rule.shape is None:

@@ -148,7 +148,7 @@ def recipe(
 
 def has_empty_shards(x: Layout) -> bool:
     """Whether a tensor with elements has none on some rank."""
-    return prod(x.shape) > 0 and not all(x.local_numel(rank) for rank in x.mesh.ranks)
+    return prod(x.shape) > 0 and x.has_empty_shards
 
 
 def _why(chosen: Sequence[Row]) -> str:
