@@ -18,7 +18,7 @@ from shardwise.layout.arguments import (
 )
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import Placements, as_placement, as_placements, axis_names, placements_text
-from shardwise.layout.layout import Layout, ShardSizes, contiguous_strides, dims_by_stride, strides_in_order
+from shardwise.layout.layout import Layout, ShardSizes
 from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise.layout.owner import LayoutKey, Owner, forget_calls
 from shardwise.layout.parse import (
@@ -44,6 +44,7 @@ from shardwise.layout.placement import (
     dual,
     placement_of,
 )
+from shardwise.layout.strides import contiguous_strides, dims_by_stride, strides_in_order
 
 __all__ = [
     "ITEMSIZES",

@@ -18,6 +18,7 @@ from shardwise.layout.division import Chunks
 from shardwise.layout.mesh import Mesh, mesh_of
 from shardwise.layout.owner import LayoutKey, Owner
 from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
+from shardwise.layout.strides import contiguous_strides, dims_by_stride
 
 MOST_ELEMENTS = 2**62
 ShardSizes = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -486,19 +487,3 @@ def set_renderer(renderer: Renderer) -> None:
     """What `Layout.show` and notebooks draw with. `shardwise/__init__.py` sets it: pictures are of a higher layer."""
     global _draw  # noqa: PLW0603
     _draw = renderer
-
-
-def dims_by_stride(strides: Sequence[int]) -> list[int]:
-    """The dims from the one with the largest stride to that with the smallest: the order of an element in memory."""
-    return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-
-
-def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor of `shape` without gaps whose dims are in this order in memory, such as (1, 0)."""
-    by_dim = dict(zip(order, contiguous_strides([shape[d] for d in order]), strict=True))
-    return tuple([by_dim[d] for d in range(len(order))])
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a row-major tensor of `shape`, in elements."""
-    return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
