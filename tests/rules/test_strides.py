@@ -198,3 +198,18 @@ def test_what_a_view_is_depends_on_the_dtype_not_on_the_calls_before() -> None:
         x = distribute_tensor(torch.ones(4, dtype=dtype), placements=[Shard(0)])
         assert torch.real(x).dtype == part
         assert torch.conj(x).is_conj() == dtype.is_complex
+
+
+@world(2)
+def test_results_in_the_memory_order_of_an_expanded_operand_are_row_major() -> None:
+    full = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    for placement in (Replicate(), Shard(0)):
+        x = distribute_tensor(full, Mesh((2,)), [placement]).expand(2, 3, 4, 4)
+        expanded = full.expand(2, 3, 4, 4)
+        expected = torch.nn.functional.scaled_dot_product_attention(expanded, expanded, expanded)
+        found: Any = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        assert found.stride() == expected.stride()
+        if placement.is_replicate():  # else the view needs a redistribution
+            found.view(-1).add_(1)
+            expected.view(-1).add_(1)
+        torch.testing.assert_close(found.full_tensor(), expected)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise.layout import REPLICATE, Layout, strides_in_order
+from shardwise.layout import REPLICATE, Layout, dims_by_stride, strides_in_order
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.registry import Shapes, no_rows
 from shardwise.rules.row import Args, Kwargs, Op, arguments
@@ -97,9 +97,11 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
         return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    order = operands[0].layout.dim_order if operands else None
     if rule.order_of_first and isinstance(recipe.output, Layout):
-        if order is not None:
+        if operands[0].layout.strides is not None:
+            # That of a tensor like it, whose dims are not expanded.
+            first = resolve.global_on_meta(operands[0].layout, operands[0].dtype)
+            order = dims_by_stride(torch.empty_like(first).stride())
             recipe = replace(recipe, output=recipe.output.with_strides(strides_in_order(recipe.output.shape, order)))
     elif recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
         try:
