@@ -204,8 +204,11 @@ def verdict(what: Program) -> Verdict:
             saved = _as_saved(what.lines) if wanted is None else one.run(_as_saved, alone, RANKS)[0]
             if saved.error is not None and reference.error is not None:
                 return Verdict(Outcome.LENIENT, f"torch raises {plain.failure}")
-        if _difference(seen, saved, scale):
-            unstable = plain.error is None and _unstable(what, seen, plain, saved, why)
+        if differs := _difference(seen, saved, scale):
+            if plain.error is None:
+                unstable = _unstable(what, seen, plain, saved, why)
+            else:
+                unstable = _is_undefined(what, plain, saved, differs)
             return Verdict(Outcome.UNSTABLE if unstable else Outcome.WRONG, f"rank {number}: {why}")
     return Verdict(Outcome.RIGHT)
 
@@ -341,13 +344,22 @@ class _Undefined(TorchDispatchMode):
 def _is_undefined(what: Program, plain: Seen, saved: Seen, why: str) -> bool:
     """Whether the value depends on what torch does not define.
 
-    Such as which of equal elements `kthvalue` chooses; or a gradient after a change through `.data` of what was saved,
-    of which backward meets what is an alias of it. On ranks other tensors are aliases: one operand of `x * x` may be.
+    Such as which of equal elements `kthvalue` chooses; a gradient after a change through `.data` of what was saved, of
+    which backward meets what is an alias of it (on ranks other tensors are aliases: one operand of `x * x` may be);
+    or a gradient of a view whose `.data` has other strides, with which torch differentiates the view.
     """
     name = re.split(r"[\[ ]", why, maxsplit=1)[0]
     with _Undefined():
         other = _on_plain(what.lines)
-    return any(name in seen.values and _difference_of(name, seen, plain) for seen in (other, saved))
+    lines = [re.sub(r"(\w+)\.data = (.*)", r"set_data(\1, \2)", line) for line in what.lines]
+    strided = seen_of(lines, {**PLAIN, "set_data": _set_data})
+    return any(name in seen.values and _difference_of(name, seen, plain) for seen in (other, strided, saved))
+
+
+def _set_data(x: Tensor, data: Tensor) -> None:
+    """`x.data = data`, in memory with the strides and the offset of `x`."""
+    size = x.untyped_storage().nbytes() // x.element_size()
+    x.data = data.new_empty(size).as_strided(x.shape, x.stride(), x.storage_offset()).copy_(data)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -50,6 +50,12 @@ RIGHT = {
         "v3 = autocast(lambda x: F.linear(x, x), v2.float())",
         "v2.mul_(2)",
     ),
+    "what instance_norm copies because it is transposed": (
+        leaf((3, 1, 2), "Shard(0, [2, 1, 0, 0])"),
+        "v2 = (x1 * 1).permute(2, 1, 0)",
+        "v3 = F.instance_norm(v2)",
+        "v2[..., ::2, ::2].zero_()",
+    ),
     "a fetched row, transposed in place": (leaf((2,), "Shard(0)", n=2), "v2 = x1 * 1", "v3 = v2[0]", "v3.t_()"),
     "a custom Function that saved it": (leaf((4, 7), "Shard(0)"), "v2 = x1 * 1", "v3 = Cube.apply(v2)", "v2.mul_(2)"),
     "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),

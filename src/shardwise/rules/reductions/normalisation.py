@@ -244,6 +244,8 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
     named = _named(op, args, kwargs)
     operand = {name: i for i, name in enumerate(k for k, a in named.items() if isinstance(a, Tensor))}
     x, shape = named["input"], ctx.layouts[0].shape
+    if op in INSTANCE and ctx.layouts[0].strides is not None:  # torch saves a copy, which may then differ from `x`
+        x = x.clone(memory_format=torch.contiguous_format)
     box = ctx.layouts[0].boxes(ctx.rank)[0]
     groups = named.get("num_groups", shape[1])
     size = max(shape[1] // max(groups, 1), 1)
