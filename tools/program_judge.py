@@ -244,7 +244,8 @@ def _of_failures(failed: Sequence[Seen], what: Program, plain: Seen) -> Verdict:
         return Verdict(Outcome.HANG, first.failure)
     if any("is outside Mesh" in seen.failure for seen in own):
         return Verdict(Outcome.REFUSED, first.failure)
-    if _has_silent_views(what.lines) and "does not require grad and does not have a grad_fn" in first.failure:
+    of_no_grad = "does not require grad and does not have a grad_fn", "a tensor that doesn't require gradient"
+    if _has_silent_views(what.lines) and any(text in first.failure for text in of_no_grad):
         return Verdict(Outcome.REFUSED, first.failure)
     together = len({seen.at for seen in own}) == 1
     # Where torch draws other numbers, data-dependent shapes may be others, and so the line that fails.
@@ -264,10 +265,14 @@ def _unstable(what: Program, seen: Seen, plain: Seen, saved: Seen, why: str) -> 
     if _is_of_equals(what, seen, plain, why) or _is_undefined(what, plain, saved, why):
         return True
     short = any("float32" in line or ".float()" in line for line in what.lines)
-    nudged = _on_plain(what.lines, 1e-3 if what.is_coarse else 1e-6 if short else 1e-11)
-    if nudged.error is not None or _difference(nudged, plain, 0.01):
+    for sign in (1, -1):
+        nudged = _on_plain(what.lines, sign * (1e-3 if what.is_coarse else 1e-6 if short else 1e-11))
+        if nudged.error is not None or _difference(nudged, plain, 0.01):
+            return True
+    error = 1e-6 if short else 1e-15
+    if any(not _difference(seen, _rounded(what.lines, error, seed)) for seed in range(8)):
         return True
-    less, more = (_rounded(what.lines, scale * (1e-6 if short else 1e-15)) for scale in (1, 64))
+    less, more = (_rounded(what.lines, scale * error) for scale in (1, 64))
     name = re.split(r"[\[ ]", why, maxsplit=1)[0]
     if not all(name in seen.values for seen in (plain, less, more)) or not _difference(more, plain, 0.01):
         return False
@@ -346,14 +351,16 @@ def _is_undefined(what: Program, plain: Seen, saved: Seen, why: str) -> bool:
 
     Such as which of equal elements `kthvalue` chooses; a gradient after a change through `.data` of what was saved, of
     which backward meets what is an alias of it (on ranks other tensors are aliases: one operand of `x * x` may be);
-    or a gradient of a view whose `.data` has other strides, with which torch differentiates the view.
+    a gradient of a view whose `.data` has other strides, with which torch differentiates the view; or a tensor that
+    was also passed to `backward`, which torch may keep as a `.grad` and change in the next backward.
     """
     name = re.split(r"[\[ ]", why, maxsplit=1)[0]
     with _Undefined():
         other = _on_plain(what.lines)
     lines = [re.sub(r"(\w+)\.data = (.*)", r"set_data(\1, \2)", line) for line in what.lines]
-    strided = seen_of(lines, {**PLAIN, "set_data": _set_data})
-    return any(name in seen.values and _difference_of(name, seen, plain) for seen in (other, strided, saved))
+    lines = [re.sub(r"\.backward\((\w+),", r".backward(\1.clone(),", line) for line in lines]
+    defined = seen_of(lines, {**PLAIN, "set_data": _set_data})
+    return any(name in seen.values and _difference_of(name, seen, plain) for seen in (other, defined, saved))
 
 
 def _set_data(x: Tensor, data: Tensor) -> None:
@@ -369,10 +376,10 @@ def _distance(a: Tensor, b: Tensor) -> float:
 class _Rounding(TorchDispatchMode):
     """Changes the results of all ops, backward too, by a relative error."""
 
-    def __init__(self, error: float) -> None:
+    def __init__(self, error: float, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.error = error
-        self.numbers = torch.Generator().manual_seed(0)
+        self.numbers = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -387,8 +394,8 @@ class _Rounding(TorchDispatchMode):
         return tree_map(rounded, out)
 
 
-def _rounded(lines: Sequence[str], error: float) -> Seen:
-    with _Rounding(error):
+def _rounded(lines: Sequence[str], error: float, seed: int = 0) -> Seen:
+    with _Rounding(error, seed):
         return _on_plain(lines)
 
 

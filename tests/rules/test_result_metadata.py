@@ -21,9 +21,6 @@ OTHERWISE = {
     torch.binomial: "no gradient instead of zeros",
 }
 OTHER_STRIDES = {
-    torch.nonzero: "row-major instead of column-major",
-    torch.argwhere: "row-major instead of column-major",
-    torch.where: "columns of a row-major result of nonzero",
     torch.linalg.svd: "row-major on the meta device; column-major on others",
 }
 Facts = dict[str, object]

@@ -56,6 +56,44 @@ RIGHT = {
         "v3 = F.instance_norm(v2)",
         "v2[..., ::2, ::2].zero_()",
     ),
+    "on ranks outside the mesh, what was detached": (
+        "x1 = leaf(18, (4, 7), torch.float32, True, Mesh((1,), (1,)), [Replicate()])",
+        "v2 = x1.max()",
+        "v3 = v2.abs()",
+        "v2.detach_()",
+    ),
+    "on ranks outside the mesh, what was detached without gradients": (
+        "x1 = leaf(18, (4, 7), torch.float32, False, Mesh((1,), (1,)), [Replicate()])",
+        "with torch.no_grad(): v2 = x1.detach()",
+        "v2.mul_(leaf(3, (4, 7), torch.float32, True, None))",
+    ),
+    "an operand that was gathered for an op without rows": (
+        "x1 = leaf(45, (), torch.float64, True, Mesh((2,)), [Partial()])",
+        "v2 = x1.gather(0, x1.argsort(0))",
+        "with torch.no_grad(): x1.copy_(torch.tensor(2.0))",
+    ),
+    "on ranks outside the mesh, what a gradient saved": (
+        "x1 = leaf(80, (3,), torch.float64, True, Mesh((1,), (1,)), [Replicate()])",
+        "v2 = x1 * 2",
+        "v3 = torch.autograd.grad((v2 ** 3).sum(), [v2], create_graph=True)[0]",
+        "v2.add_(1)",
+    ),
+    "indices, which torch has in columns": (
+        leaf((3, 4), "Shard(0)", False), "v2 = (x1 > 0).nonzero()", "v2.reshape(-1).add_(1)"
+    ),
+    "rows of a transposed tensor, by a mask": (
+        leaf((3, 4, 2), "Shard(0)", False),
+        "v2 = x1.permute(1, 2, 0)",
+        "v3 = v2[v2.sum((1, 2)) > -9]",
+        "v3.contiguous().add_(1)",
+    ),
+    "columns of a transposed tensor, by a mask": (
+        leaf((3, 4, 2), "Shard(1)", False),
+        "v2 = x1.permute(1, 2, 0)",
+        "v3 = v2[:, torch.tensor([True, False])]",
+        "v3.contiguous().add_(1)",
+    ),
+    "unique columns": (leaf((3, 4), "Shard(0)", False), "v2 = x1.unique(dim=1)", "v2.contiguous().add_(1)"),
     "a fetched row, transposed in place": (leaf((2,), "Shard(0)", n=2), "v2 = x1 * 1", "v3 = v2[0]", "v3.t_()"),
     "a custom Function that saved it": (leaf((4, 7), "Shard(0)"), "v2 = x1 * 1", "v3 = Cube.apply(v2)", "v2.mul_(2)"),
     "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),

@@ -12,7 +12,7 @@ How to write an entry:
     @replacement(op, …)             the function below is called instead, with the same arguments
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ class OpRule:
         shape: the global shape of the result from the arguments of `rows`, a list of shapes for several results;
             None runs the op on torch's meta device.
         data_dependent_shape: the result's size is known only after the op ran; the ranks exchange the sizes of shards.
+        memory_order: of the first of such results, the dims from the largest stride to the smallest; from the arguments
+            of `rows`. None is row-major.
         view: torch returns a view of the first operand.
         order_of_first: kernels give the result the memory order of the first operand, and the meta device does not.
 
@@ -76,6 +78,7 @@ class OpRule:
     replicated_impl: LocalFunction | None = None
     empty_shards_impl: LocalFunction | None = None
     data_dependent_shape: bool = False
+    memory_order: Callable[..., Sequence[int]] | None = None
     random: bool = False
     typed: bool = False
     view: bool = False

@@ -1,5 +1,6 @@
 """Counts, which are Partial over shards, and ops with data-dependent shapes: nonzero, masked_select, unique."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -67,6 +68,10 @@ def nonzero(input: Meta, *, as_tuple: bool = False) -> list[Row]:
     return [Row((Shard(0),), Shard(0), "each rank searches its own shard", on_operand(_nonzero))] if input.ndim else []
 
 
+def _by_columns(input: Meta, **_: object) -> Sequence[int]:
+    return (1, 0)
+
+
 def _nonzero(ctx: LocalContext, x: Tensor) -> Tensor:
     found = x.nonzero()
     found[:, 0] += ctx.boxes(0)[group_rank(ctx)].offsets[0]
@@ -100,6 +105,12 @@ def unique(
     return rows
 
 
+def _unique_first(input: Meta, *args: object, dim: int | None = None, **_: object) -> Sequence[int]:
+    """`dim` is the outermost one in memory."""
+    dim = args[3] if len(args) > 3 else dim  # type: ignore[assignment]
+    return () if dim is None else sorted(range(input.ndim), key=lambda d: d != dim % input.ndim)
+
+
 def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) -> Tensor | tuple[Tensor, ...]:
     slices, along = (x.reshape(-1), None) if dim is None else (x.movedim(dim, 0), 0)
     own, inverse, numbers = torch.unique(slices, return_inverse=True, return_counts=True, dim=along)
@@ -120,6 +131,6 @@ def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, .
 register_reduction(bincount, None, "bincount", data_dependent_shape=True)
 register_reduction(histc, lambda input, bins=100, *_, **__: (bins,), "histc", shape_independent=False)
 register_reduction(isin, lambda elements, *_, **__: getattr(elements, "shape", ()), "isin")
-register_reduction(nonzero, None, "nonzero argwhere", data_dependent_shape=True)
+register_reduction(nonzero, None, "nonzero argwhere", data_dependent_shape=True, memory_order=_by_columns)
 register_reduction(masked_select, None, "masked_select", data_dependent_shape=True)
-register_reduction(unique, None, "", torch.unique, Tensor.unique, data_dependent_shape=True)
+register_reduction(unique, None, "", torch.unique, Tensor.unique, data_dependent_shape=True, memory_order=_unique_first)

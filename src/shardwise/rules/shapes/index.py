@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import PlaceError
-from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, contiguous_strides
+from shardwise.layout import (
+    PARTIAL,
+    REPLICATE,
+    OnRanks,
+    Placement,
+    Shard,
+    contiguous_strides,
+    dims_by_stride,
+    strides_in_order,
+)
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
 from shardwise.rules.registry import OpRule, register
@@ -173,6 +182,8 @@ Shardings = tuple[dict[int, Sharding], dict[int, Sharding], list[int]]
 
 def _each_or_flat(call: Call[Meta]) -> Shardings:
     shape, index_shape = call.read_shape([call.x.shape[d] for d in call.kept]), call.index_shape
+    if isinstance(call.values, Meta) and not _fit(call, shape):
+        raise NotImplementedError("torch reports that the values have another shape than the slices")
 
     def of_values(dim: int) -> tuple[Placement, ...]:
         return (shard_at(call.values, dim, shape),) if isinstance(call.values, Meta) else ()
@@ -188,8 +199,21 @@ def _each_or_flat(call: Call[Meta]) -> Shardings:
     return kept, by_index_dim, list(by_index_dim)
 
 
+def _fit(call: Call[Meta], shape: tuple[int, ...]) -> bool:
+    """Whether there is a value for each element of the slices, which have `shape`."""
+    values: Meta = call.values
+    if call.form.kind == "flat":
+        return prod(values.shape) == prod(shape)
+    if "dim" in call.form.names:
+        return values.shape == shape or not (values.ndim and shape)  # torch takes numbers for slices of one element
+    after = shape[max(0, len(shape) - values.ndim) :]
+    return len(after) == values.ndim and all(n in (1, m) for n, m in zip(values.shape, after, strict=True))
+
+
 def _along(call: Call[Meta]) -> Shardings:
     (index,), values = call.ids, [call.values] if isinstance(call.values, Meta) else []
+    if any(n > size for y in values for n, size in zip(index.shape, y.shape, strict=True)):
+        raise NotImplementedError("torch reports that there are more indices than values")
     by_dim = {d: Sharding((Shard(d),), (Shard(d),) * len(values), d) for d in range(index.ndim)}
     kept = {
         d: s
@@ -410,6 +434,16 @@ def boolean_rows(x: Meta, start: int, mask: Meta) -> list[Row]:
     return found + [Row((q, REPLICATE), q, PARTIAL_INDEXED) for q in PARTIALS]
 
 
+def _boolean_order(x: Meta, start: int, mask: Meta) -> Sequence[int]:
+    """Torch converts a mask to indices; the order that these give the result depends on strides only."""
+    if x.strides is None:
+        return ()
+    many = [torch.empty(2, dtype=torch.int64, device="meta")] * mask.ndim
+    shape = [max(n, 2) for n in x.shape]
+    like = torch.empty_strided(shape, strides_in_order(shape, dims_by_stride(x.strides)), device="meta")
+    return dims_by_stride(torch.ops.aten.index.Tensor(like, [*[None] * start, *many]).stride())
+
+
 def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
     """Where the mask is true, x gets the next element of source, in row-major order."""
     if mask.shape != x.shape:
@@ -479,6 +513,6 @@ for _name, _mode, _names, _kind, _wraps in OPS:
             OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form),
             *_overloads(_name + "_" * _in_place),
         )
-register(OpRule(boolean_rows, data_dependent_shape=True), boolean_index)
+register(OpRule(boolean_rows, data_dependent_shape=True, memory_order=_boolean_order), boolean_index)
 register(OpRule(masked_scatter, shape=shape_of_first), *_overloads("masked_scatter"))
 register(OpRule(masked_scatter, True, shape_of_first), *_overloads("masked_scatter_"))

@@ -111,6 +111,14 @@ def pairs(last: int, input: Meta) -> list[Row]:
     return [*slice_rows([(input, last)]), *(Row((p,), p, "a view of partial sums is Partial") for p in SUMS)]
 
 
+def _view_as_real(ctx: LocalContext, x: Tensor) -> Tensor:
+    """Torch cannot differentiate this for a tensor without elements whose gradient is expanded."""
+    out: Tensor = ctx.call(x)
+    if out.requires_grad and not out.numel():
+        out.register_hook(lambda grad: grad.clone(memory_format=torch.contiguous_format))
+    return out
+
+
 # torch keeps functions that it removed in `_linalg_utils`, where they only raise (`qr` and `cholesky` since 2.14).
 for _homes, _table, _removed in (((torch.linalg,), LINALG, {}), ((torch, Tensor), TORCH, vars(_linalg_utils))):
     for _names, _last_dims in _table.items():
@@ -129,5 +137,5 @@ for _suffix, _dims in (("", -1), ("2", (-2, -1)), ("n", None)):
 register(OpRule(short_time), torch.stft, Tensor.stft)
 for _count in (1, 2, 3):
     register(OpRule(partial(unpool, _count)), getattr(F, f"max_unpool{_count}d"))
-register(OpRule(partial(pairs, 0)), torch.view_as_real, aten.view_as_real.default)
+register(OpRule(partial(pairs, 0), empty_shards_impl=_view_as_real), torch.view_as_real, aten.view_as_real.default)
 register(OpRule(partial(pairs, 1)), torch.view_as_complex, aten.view_as_complex.default)

@@ -26,7 +26,9 @@ from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.resolve import with_meta_device
 from shardwise.tensor.dispatch.version_checks import (
+    Version,
     check_versions,
+    counter_of,
     new_meta,
     on_device,
     recording_saved,
@@ -45,9 +47,11 @@ _Meta = tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype, bool]
 class _Call:
     """An op as a function of its tensors, without memory."""
 
+    op: Op
     function: Callable[..., Any]
     metas: tuple[_Meta, ...]  # of its tensors
     autocast: Autocast
+    in_place: bool = False
 
     def run(self) -> tuple[list[Tensor], Any, frozenset[int]] | None:
         """The tensors, the results, and what of both is saved for backward (see `recording_saved`).
@@ -74,21 +78,21 @@ class _Result:
     index: int  # among the results
     meta: _Meta
     saves: bool  # whether the op saves tensors
+    counters: tuple[Tensor, ...]  # of the versions of the operands
 
     def gradients(self, cotangent_requires_grad: bool) -> _Call:
         """The gradients of the tensors as a function of them and of the cotangent."""
 
         def gradients(*tensors: Tensor) -> list[Tensor | None]:
-            operands = [x.clone() for x in tensors[:-1]]  # which the op may change
+            operands = [x.clone() if self.call.in_place and i == 0 else x for i, x in enumerate(tensors[:-1])]
             out = pytree.tree_leaves(self.call.function(*operands))[self.index]
             wanted = [x for x in tensors[:-1] if x.requires_grad]
             found = iter(torch.autograd.grad(out, wanted, tensors[-1], create_graph=True, allow_unused=True))
             return [next(found) if x.requires_grad else None for x in tensors[:-1]]
 
         shape, _, dtype, _ = self.meta
-        return replace(
-            self.call, function=gradients, metas=(*self.call.metas, (shape, None, dtype, cotangent_requires_grad))
-        )
+        cotangent = (shape, None, dtype, cotangent_requires_grad)
+        return replace(self.call, function=gradients, metas=(*self.call.metas, cotangent), in_place=False)
 
 
 class _EmptyResult(TensorFunction):
@@ -125,16 +129,24 @@ def _double_backward(
     """The gradients of an op, connected with the operands and the cotangent that they depend on."""
     call = result.gradients(cotangent.requires_grad)
     found = call.run()
-    sources = [*sources, _source(cotangent)]
+    sources, counters = [*sources, _source(cotangent)], (*result.counters, counter_of(cotangent))
 
     def connected(index: int, zero: Tensor) -> Tensor:
-        used, saves = sources, False
+        used, saved = sources, frozenset[int]()
         if found is not None:
             metas, gradients, saved = found
             if gradients[index] is None or not gradients[index].requires_grad:
                 return zero
-            used, saves = _used(gradients[index], metas, sources), bool(saved)
-        return _EmptyResult.apply(zero, _Result(call, index, (*call.metas[index][:3], True), saves), *used)
+            used = _used(gradients[index], metas, sources)
+        known = _Result(call, index, (*call.metas[index][:3], True), bool(saved), counters)
+        out: Tensor = _EmptyResult.apply(zero, known, *used)
+        _check(
+            call.op,
+            out,
+            frozenset(),
+            [Version(counters[i], counters[i]._version, call.metas[i][0]) for i in saved if i >= 0],
+        )
+        return out
 
     return [connected(i, zero) for i, zero in enumerate(zeros)]
 
@@ -163,7 +175,7 @@ def _call(func: Op, args: Args, kwargs: Kwargs, in_place: bool = False) -> tuple
 
     operands = [x for _, x in found]
     metas = tuple((x._layout.shape, x._layout.strides, x.dtype, x.requires_grad) for x in operands)
-    return _Call(function, metas, autocast), operands
+    return _Call(func, function, metas, autocast, in_place), operands
 
 
 def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs, copies: bool = False) -> Any:
@@ -199,11 +211,12 @@ def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs
             layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride())
             shape = layout.local_shape(collectives.rank())
             if viewed is not None and x.dtype == viewed.dtype and not copies:
-                return tag(_empty_view(viewed, x.requires_grad, together).view(shape), layout)
+                return tag(_empty_view(viewed, shape, x, together), layout)
             local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
             if x.requires_grad:
                 sources.extend(map(_source, operands[len(sources) :]))
-                result = _Result(call, index, (tuple(x.shape), x.stride(), x.dtype, True), bool(saved))
+                meta = tuple(x.shape), x.stride(), x.dtype, True
+                result = _Result(call, index, meta, bool(saved), tuple(map(counter_of, operands)))
                 local = _EmptyResult.apply(local, result, *sources)
             return tag(local, layout)
 
@@ -212,12 +225,14 @@ def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs
         return copies_of(operands[0], out) if copies else out
 
 
-def _empty_view(x: DTensor, requires_grad: bool, together: bool) -> Tensor:
-    """A view of `x` without elements; autograd refuses to change one in place that an op makes together with others."""
+def _empty_view(x: DTensor, shape: tuple[int, ...], view: Tensor, together: bool) -> Tensor:
+    """A view of `x` without elements, to autograd as `view` is.
+
+    It refuses to change one in place that an op makes together with others.
+    """
     flat = plain(x).reshape(-1)[:0]
-    if flat.requires_grad and not requires_grad:
-        flat = flat.detach()  # as the op does
-    return flat.split([0])[0] if together else flat
+    out = (flat.split([0])[0] if together else flat).view(shape)
+    return out.detach() if not view._is_view() or (out.requires_grad and not view.requires_grad) else out
 
 
 def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -236,7 +251,7 @@ def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
         versions = versions_of(saved, operands)
         changed = torch.empty_like(plain(x))
         if torch.is_grad_enabled() and connected:
-            result = _Result(call, 0, call.metas[0], bool(saved))
+            result = _Result(call, 0, call.metas[0], bool(saved), tuple(map(counter_of, operands)))
             changed = _EmptyResult.apply(changed, result, *map(_source, operands))
         Tensor.copy_(x, changed)
         _check(func, x, saved, versions)

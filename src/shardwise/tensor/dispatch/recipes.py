@@ -89,20 +89,19 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
             found.append(resolve.results_on_meta(func, slotted, named, operands))
         return found[0]
 
-    def shape() -> Shapes:
-        if rule.shape is None:
-            return resolve.shapes_of(func, results().out)
-        metas = [Meta(o.layout.shape, o.dtype, REPLICATE) for o in operands]
+    def described(describe: Callable[..., Any]) -> Any:
+        metas = [Meta(o.layout.shape, o.dtype, REPLICATE, o.layout.strides) for o in operands]
         filled = [resolve.with_metas(a, metas) for a in slotted]
-        return rule.shape(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
+        return describe(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
+
+    def shape() -> Shapes:
+        return resolve.shapes_of(func, results().out) if rule.shape is None else described(rule.shape)
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
-    if rule.order_of_first and isinstance(recipe.output, Layout):
-        if operands[0].layout.strides is not None:
-            # That of a tensor like it, whose dims are not expanded.
-            first = resolve.global_on_meta(operands[0].layout, operands[0].dtype)
-            order = dims_by_stride(torch.empty_like(first).stride())
-            recipe = replace(recipe, output=recipe.output.with_strides(strides_in_order(recipe.output.shape, order)))
+    if rule.memory_order is not None:
+        recipe = replace(recipe, order=tuple(described(rule.memory_order)))
+    elif rule.order_of_first and isinstance(recipe.output, Layout):
+        recipe = replace(recipe, output=_in_order_of(operands[0], recipe.output))
     elif recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
         try:
             recipe = resolve.with_strides(recipe, results())
@@ -110,6 +109,14 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
             if rule.view:
                 raise
     return RunnableRecipe(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
+
+
+def _in_order_of(first: resolve.Operand, output: Layout) -> Layout:
+    """The layout with the memory order of the first operand, whose dims may be expanded."""
+    if first.layout.strides is None:
+        return output
+    order = dims_by_stride(torch.empty_like(resolve.global_on_meta(first.layout, first.dtype)).stride())
+    return output.with_strides(strides_in_order(output.shape, order))
 
 
 def _may_have_strides(rule: OpRule, operands: Sequence[resolve.Operand], args: Args) -> bool:

@@ -41,6 +41,7 @@ class Recipe:
     view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
     itself: bool = False  # the result is the first operand
+    order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
 
 
 class SeveralMeshesError(RuleError):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout import Layout, Shard
+from shardwise.layout import Layout, Shard, strides_in_order
 from shardwise.redistribute.transfers import all_to_all_no_grad
 from shardwise.tensor.dispatch import align_shards, resolve
 from shardwise.tensor.dispatch.local_context import RankContext
@@ -45,4 +45,5 @@ def _layout_of_result(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index
         of_axes = align_shards.sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
         for axis, axis_sizes in of_axes.items():
             found[axis] = Shard(dim, axis_sizes)
-    return Layout(mesh, found, shape, order)
+    layout = Layout(mesh, found, shape, order)
+    return layout.with_strides(strides_in_order(shape, recipe.order)) if recipe.order and not index else layout

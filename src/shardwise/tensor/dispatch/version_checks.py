@@ -8,9 +8,10 @@ Torch checks the tensors that a rank's own ops saved. A rank saves others where 
 is empty, or it is outside the mesh: there `check_versions` adds the checks that torch makes for the global tensors.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,36 @@ _saved_cache: dict[Any, frozenset[int]] = {}
 # Indices of what an op saves: of its DTensor operands from 0 up, of its results from -1 down.
 STALE = 1 << 30  # among them: the op itself changed something after it had saved it, so its backward always raises
 
-Version = tuple[Tensor, int, tuple[int, ...]]  # of a tensor: what has its version, the version, the local shape
+
+class Version(NamedTuple):
+    """Of a tensor that an op saves.
+
+    Attributes:
+        counter: see `counter_of`.
+        version: when it was saved.
+        shape: of the local tensor.
+        with_history: an operand that could be detached in place.
+    """
+
+    counter: Tensor
+    version: int
+    shape: tuple[int, ...]
+    with_history: weakref.ref[Tensor] | None = None
+
+    def check(self, name: Op) -> None:
+        """Raise if the tensor was changed since."""
+        if self.counter._version != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a DTensor with local shape {self.shape} that {name_of(name)} saved is at version "
+                f"{self.counter._version}; expected version {self.version} instead. Fix: change a clone() of it."
+            )
+        x = None if self.with_history is None else self.with_history()
+        if x is not None and not x.requires_grad:
+            raise RuntimeError(
+                f"Trying to use a tensor that {name_of(name)} saved and that has been detached in-place, i.e. with "
+                f".detach_(). Fix: use out-of-place `.detach()` instead."
+            )
 
 
 def on_meta(args: Args, kwargs: Kwargs, device: str) -> tuple[Args, Kwargs, list[Tensor]]:
@@ -122,9 +152,14 @@ def versions_of(saved: frozenset[int], operands: Sequence[Tensor]) -> list[Versi
 
 
 def _version(x: Tensor) -> Version:
-    counter = x.detach()  # has the version of `x` at all times, but not its memory
+    return Version(counter_of(x), x._version, tuple(x.shape), None if x.grad_fn is None else weakref.ref(x))
+
+
+def counter_of(x: Tensor) -> Tensor:
+    """A tensor that has the version of `x` at all times, but not its memory."""
+    counter = x.detach()
     counter.data = x.new_empty(0)
-    return counter, x._version, tuple(x.shape)
+    return counter
 
 
 def tensors_in(values: object) -> list[Tensor]:
@@ -184,20 +219,16 @@ def check_versions(name: Op, out: object, saved: frozenset[int], versions: Seque
     `versions` are those of the operands that it saved.
     """
     results = tensors_in(out)
-    versions = [*versions, *versions_of(frozenset(~i for i in saved if i < 0), results)]
+    of_results = versions_of(frozenset(~i for i in saved if i < 0), results)
+    versions = [*versions, *(version._replace(with_history=None) for version in of_results)]
     stale = STALE in saved
     nodes = {x.grad_fn for x in results if x.grad_fn is not None}
     if not versions and not stale:
         return
 
     def check(grads: object) -> None:
-        for counter, version, shape in versions:
-            if counter._version != version:
-                raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a DTensor with local shape {shape} that {name_of(name)} saved is at version {counter._version}; "
-                    f"expected version {version} instead. Fix: change a clone() of it."
-                )
+        for version in versions:
+            version.check(name)
         if stale:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
