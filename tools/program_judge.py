@@ -188,7 +188,7 @@ def verdict(what: Program) -> Verdict:
     plain = _on_plain(what.lines)
     failed = [seen for seen in ranks if seen.error is not None]
     if failed:
-        return _of_failures(failed, what, plain)
+        return _of_failures(failed, what, wanted or plain)
     if wanted is not None and wanted.error is not None:
         return Verdict(Outcome.RIGHT if plain.error is not None else Outcome.ERROR, f"on one rank: {wanted.failure}")
     reference = wanted or plain
@@ -360,7 +360,8 @@ def _is_undefined(what: Program, plain: Seen, saved: Seen, why: str) -> bool:
     lines = [re.sub(r"(\w+)\.data = (.*)", r"set_data(\1, \2)", line) for line in what.lines]
     lines = [re.sub(r"\.backward\((\w+),", r".backward(\1.clone(),", line) for line in lines]
     defined = seen_of(lines, {**PLAIN, "set_data": _set_data})
-    return any(name in seen.values and _difference_of(name, seen, plain) for seen in (other, defined, saved))
+    variants = (other, defined, saved)
+    return name in plain.values and any(name in x.values and _difference_of(name, x, plain) for x in variants)
 
 
 def _set_data(x: Tensor, data: Tensor) -> None:

@@ -25,7 +25,7 @@ from shardwise.tensor.dispatch import meshes, outside, seeds
 from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
-from shardwise.tensor.dispatch.version_checks import check_versions, saved_by, versions_of
+from shardwise.tensor.dispatch.version_checks import Version, check_versions, saved_by, versions_of
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, copies_of, invalidate, track
 from shardwise.trace.comm_trace import Cause
@@ -141,7 +141,7 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     def operand(x: Any) -> Any:
         return full[id(x)] if type(x) is DTensor else None if isinstance(x, torch.Generator) else x
 
-    given = args, kwargs
+    saved, versions = _saved_of_gathered(func, args, kwargs)
     args, kwargs = pytree.tree_map(operand, (args, kwargs))
     seed = seeds.same_on_all_ranks(mesh, generator, first.device) if seeded else nullcontext()
     with DisableTorchFunctionSubclass(), seed:
@@ -160,21 +160,21 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
         return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride()))
 
     out = pytree.tree_map(as_dtensor, copies_of(first, out) if copies_view else out)
-    if not written:
-        _check_gathered(func, *given, out)
+    with DisableTorchFunctionSubclass():
+        check_versions(func, out, saved, versions)
     return out
 
 
-def _check_gathered(func: Op, args: Args, kwargs: Kwargs, out: object) -> None:
-    """Let backward raise if an operand is changed in place of which autograd saved the gathered tensor."""
+def _saved_of_gathered(func: Op, args: Args, kwargs: Kwargs) -> tuple[frozenset[int], list[Version]]:
+    """Which operands an op saves that are gathered for it, by their number, and the versions they have."""
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
     gathered = {i for i, x in enumerate(operands) if not x._layout.is_replicated}
     hooked = saved_tensors_hooks(True) is not None  # torch checks no versions of what hooks keep
     if hooked or not gathered or not torch.is_grad_enabled() or not any(x.requires_grad for x in operands):
-        return
+        return frozenset(), []
     with DisableTorchFunctionSubclass():
         saved = saved_by(func, args, kwargs, Autocast.of(operands[0]._layout.mesh.device_type)) & gathered
-        check_versions(func, out, saved, versions_of(saved, operands))
+        return saved, versions_of(saved, operands)
 
 
 def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:

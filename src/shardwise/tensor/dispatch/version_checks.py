@@ -8,7 +8,6 @@ Torch checks the tensors that a rank's own ops saved. A rank saves others where 
 is empty, or it is outside the mesh: there `check_versions` adds the checks that torch makes for the global tensors.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -41,13 +40,11 @@ class Version(NamedTuple):
         counter: see `counter_of`.
         version: when it was saved.
         shape: of the local tensor.
-        with_history: an operand that could be detached in place.
     """
 
     counter: Tensor
     version: int
     shape: tuple[int, ...]
-    with_history: weakref.ref[Tensor] | None = None
 
     def check(self, name: Op) -> None:
         """Raise if the tensor was changed since."""
@@ -56,12 +53,6 @@ class Version(NamedTuple):
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a DTensor with local shape {self.shape} that {name_of(name)} saved is at version "
                 f"{self.counter._version}; expected version {self.version} instead. Fix: change a clone() of it."
-            )
-        x = None if self.with_history is None else self.with_history()
-        if x is not None and not x.requires_grad:
-            raise RuntimeError(
-                f"Trying to use a tensor that {name_of(name)} saved and that has been detached in-place, i.e. with "
-                f".detach_(). Fix: use out-of-place `.detach()` instead."
             )
 
 
@@ -152,7 +143,7 @@ def versions_of(saved: frozenset[int], operands: Sequence[Tensor]) -> list[Versi
 
 
 def _version(x: Tensor) -> Version:
-    return Version(counter_of(x), x._version, tuple(x.shape), None if x.grad_fn is None else weakref.ref(x))
+    return Version(counter_of(x), x._version, tuple(x.shape))
 
 
 def counter_of(x: Tensor) -> Tensor:
@@ -219,8 +210,7 @@ def check_versions(name: Op, out: object, saved: frozenset[int], versions: Seque
     `versions` are those of the operands that it saved.
     """
     results = tensors_in(out)
-    of_results = versions_of(frozenset(~i for i in saved if i < 0), results)
-    versions = [*versions, *(version._replace(with_history=None) for version in of_results)]
+    versions = [*versions, *versions_of(frozenset(~i for i in saved if i < 0), results)]
     stale = STALE in saved
     nodes = {x.grad_fn for x in results if x.grad_fn is not None}
     if not versions and not stale:
