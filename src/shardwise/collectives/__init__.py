@@ -34,8 +34,8 @@ from shardwise.collectives.collective_call import Ranks, describing
 from shardwise.collectives.consistency import agree, agree_if_checked, contents, gather_bytes, gather_json
 from shardwise.collectives.failures.reports import has_failed, report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
+from shardwise.collectives.joining import init_from_environment, init_processes, shutdown
 from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
-from shardwise.collectives.processes import init_from_environment, init_processes, shutdown
 from shardwise.collectives.transport import Finish, SynchronousTransport, Transport, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import when_watching
 from shardwise.trace.comm_trace import CommCounts, count_comms

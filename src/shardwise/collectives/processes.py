@@ -1,9 +1,9 @@
-"""Ranks that are processes: joining, using and leaving the worlds of `torch.distributed`."""
+"""The transport of ranks that are processes: the process groups of `torch.distributed`."""
 
 import atexit
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from hashlib import blake2b
@@ -40,10 +40,9 @@ from shardwise.collectives.failures.reports import (
     is_invalid_call,
     is_of_transport,
     join_threads,
-    report_exit,
     store_of_world,
 )
-from shardwise.collectives.failures.store import DifferentCalls, FailureReport, FailureStore
+from shardwise.collectives.failures.store import DifferentCalls, FailureReport
 from shardwise.collectives.open_works import OpenWorks
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
@@ -52,7 +51,7 @@ from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
-from shardwise.errors import MismatchError, RemoteRankError
+from shardwise.errors import MismatchError
 from shardwise.layout import Mesh, Owner
 from shardwise.trace.user_stack import format_call_sites
 
@@ -410,80 +409,6 @@ def _tag(ranks: Ranks, number: int) -> int:
 _NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
-TORCH_TRANSPORT = TorchTransport()
-
-
-@atexit.register
-def _report_without_hooks() -> None:
-    if dist.is_initialized() and not TORCH_TRANSPORT.is_attached:
-        report_end()
-
-
-# ---- joining and leaving a world --------------------------------------------------------------------------
-
-
-def init_processes(
-    rank: int, world_size: int, store: str, timeout_seconds: float = 60.0, backend: str = "gloo", name: str = ""
-) -> None:
-    """Join the world whose ranks meet in the file `store`; no port is opened for that.
-
-    Args:
-        rank: of this process, from 0.
-        world_size: how many processes join.
-        store: a path that all of them open; empty at first.
-        timeout_seconds: how long a rank waits for the others, here and in each collective.
-        backend: of `torch.distributed`; with NCCL the rank takes the GPU of its number, and CPU tensors go by gloo.
-        name: of the world, where others met in the same file.
-
-    Raises:
-        RemoteRankError: not all joined in time; the text names the missing ranks.
-    """
-    if "nccl" in backend:
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(rank)
-    file_store = dist.PrefixStore(name, dist.FileStore(store, world_size))  # type: ignore[attr-defined]
-    with _joining(FailureStore(file_store, rank), world_size, timeout_seconds):
-        dist.init_process_group(
-            backend, store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
-        )
-    TORCH_TRANSPORT.attach()
-
-
-def init_from_environment(timeout_seconds: float = 60.0) -> bool:
-    """Join the world that torchrun describes in the environment; False where there is none."""
-    if dist.is_initialized() or not dist.is_torchelastic_launched():
-        return dist.is_initialized()
-    dist.init_process_group(timeout=timedelta(seconds=timeout_seconds))
-    TORCH_TRANSPORT.attach()
-    return True
-
-
-@contextmanager
-def _joining(store: FailureStore, world_size: int, timeout_seconds: float) -> Iterator[None]:
-    """Name the ranks that do not join, where torch only reports that a key is missing."""
-    store.register()
-    try:
-        yield
-    except RuntimeError as error:
-        missing = [rank for rank in range(world_size) if store.process(rank) is None]
-        if not missing:
-            raise
-        who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
-        raise RemoteRankError(
-            f"{who} of {world_size} did not join the world within {timeout_seconds:g} s: "
-            f"{str(error).splitlines()[0]}\n  Fix: look at its own output, or raise timeout_seconds.",
-            missing[0],
-        ) from None
-
-
-def shutdown() -> None:
-    """Leave the world, if this process joined one."""
-    if dist.is_initialized():
-        report_exit("left the world")
-        dist.destroy_process_group()
-    TORCH_TRANSPORT.detach()
-
-
 def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
     """How long a collective of a group (None: of the world) on such devices waits; None where that is unknown."""
     world = dist.group.WORLD
@@ -494,3 +419,12 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta |
         return None
     found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
+
+
+TORCH_TRANSPORT = TorchTransport()
+
+
+@atexit.register
+def _report_without_hooks() -> None:
+    if dist.is_initialized() and not TORCH_TRANSPORT.is_attached:
+        report_end()
