@@ -45,8 +45,8 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FailureStore
 
 def test_what_one_rank_publishes_the_other_reads(stores: tuple[FailureStore, FailureStore]) -> None:
     ours, theirs = stores
-    pending = PendingCollective(CollectiveCall("float32", (2, 3), "sum", purpose="mm"), 7, (0, 1))
-    exchange = PendingCollective(CollectiveCall("int64", (3,), "", (1, 2), (0, 4)), 8, (0, 1))
+    pending = PendingCollective(CollectiveCall("float32", (2, 3), "all_reduce sum", purpose="mm"), 7, (0, 1))
+    exchange = PendingCollective(CollectiveCall("int64", (3,), "all_to_all", (1, 2), (0, 4)), 8, (0, 1))
     assert (
         ours.pending(1),
         ours.text("exit", 1),

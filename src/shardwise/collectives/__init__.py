@@ -9,9 +9,11 @@ publishes that in the store of the world (`failures`), so all ranks raise the sa
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.api import (
+    all_gather,
     all_reduce,
     all_to_all,
     barrier,
+    broadcast,
     check_ranks,
     check_values,
     expect_equal,
@@ -22,8 +24,10 @@ from shardwise.collectives.api import (
     owner,
     rank,
     rank_of_thread,
+    start_all_gather,
     start_all_reduce,
     start_all_to_all,
+    start_broadcast,
     transport,
     using,
     watches_numbers,
@@ -36,17 +40,17 @@ from shardwise.collectives.failures.reports import has_failed, report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.joining import init_from_environment, init_processes, shutdown
 from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
-from shardwise.collectives.transport import Finish, SynchronousTransport, Transport, draw_from_torch, reduce_stack
+from shardwise.collectives.transport import Finish, Transport, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import when_watching
 from shardwise.trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "CommCounts", "DeviceMesh", "Finish", "Ranks", "SynchronousTransport", "Transport", "agree", "agree_if_checked",
-    "all_reduce", "all_to_all", "as_mesh", "barrier", "check_ranks", "check_values", "chunks", "contents",
-    "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal",
-    "expect_equal_numbers", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "has_failed",
-    "init_device_mesh", "init_from_environment", "init_processes", "is_simulated", "load_with_process_group",
-    "outside_ranks", "owner", "process_group", "rank", "rank_of_thread", "reduce_stack", "report_failure", "shutdown",
-    "start_all_reduce", "start_all_to_all", "storage_metadata", "transport", "using", "watches_numbers",
-    "when_watching", "world_size", "write_items",
+    "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked", "all_gather", "all_reduce",
+    "all_to_all", "as_mesh", "barrier", "broadcast", "check_ranks", "check_values", "chunks", "contents", "count_comms",
+    "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal", "expect_equal_numbers",
+    "fingerprint", "gather_bytes", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
+    "init_from_environment", "init_processes", "is_simulated", "load_with_process_group", "outside_ranks", "owner",
+    "process_group", "rank", "rank_of_thread", "reduce_stack", "report_failure", "shutdown", "start_all_gather",
+    "start_all_reduce", "start_all_to_all", "start_broadcast", "storage_metadata", "transport", "using",
+    "watches_numbers", "when_watching", "world_size", "write_items",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.collectives import fingerprints
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.child_processes import CANNOT_COMMUNICATE, RankAndSize, inherited_rank, share_rank
-from shardwise.collectives.collective_call import Ranks, exchange_call, reduce_call
+from shardwise.collectives.collective_call import ALL_GATHER, ALL_TO_ALL, Ranks, call_of, exchange_call
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
@@ -118,74 +118,121 @@ def world_size() -> int:
 @allow_in_graph
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
     """Exchange slices of a 1-D tensor; that for this rank itself is copied and not counted."""
-    if len(ranks) == 1:
-        return send.clone()
-    here = _checked_exchange(send, send_counts, recv_counts, ranks)
-    return here.all_to_all(send, send_counts, recv_counts, ranks)
+    return _start_all_to_all(send, send_counts, recv_counts, ranks)()
 
 
 def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
     """Start `all_to_all`; the returned function waits for it and returns the received elements."""
-    if len(ranks) == 1:
-        return send.clone
-    if is_capturing():
+    if is_capturing() and len(ranks) > 1:
         received = all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
-    here = _checked_exchange(send, send_counts, recv_counts, ranks)
+    return _start_all_to_all(send, send_counts, recv_counts, ranks)
+
+
+def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
+    if len(ranks) == 1:
+        return send.clone
+    here = _transport_of(ranks)
+    if fingerprints.are_on(here):
+        fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
+    _log_call(here, ranks, ALL_TO_ALL, send.dtype, (), send_counts, recv_counts)
+    if comm_trace.listening():
+        own = send_counts[ranks.index(here.rank)]
+        comm_trace.record_collective(ALL_TO_ALL, (sum(send_counts) - own) * send.element_size())
     return here.start_all_to_all(send, send_counts, recv_counts, ranks)
 
 
 @allow_in_graph
 def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
-    if len(ranks) == 1:
-        return local.clone()
-    return _checked_reduction(local, reduce_op, ranks).all_reduce(local, reduce_op, ranks)
+    return _start_all_reduce(local, reduce_op, ranks)()
 
 
 def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
     """Start `all_reduce`; the returned function waits for it and returns the result."""
-    if len(ranks) == 1:
-        return local.clone
-    if is_capturing():
+    if is_capturing() and len(ranks) > 1:
         reduced = all_reduce(local, reduce_op, ranks)
         return lambda: reduced
-    return _checked_reduction(local, reduce_op, ranks).start_all_reduce(local, reduce_op, ranks)
+    return _start_all_reduce(local, reduce_op, ranks)
 
 
-def _checked_exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Transport:
-    """The transport, after the exchange was counted, compared with other ranks if that is on, and recorded."""
-    here = _transport_of(ranks)
-    here.calls[ranks] = here.calls.get(ranks, 0) + 1
+def _start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+    if len(ranks) == 1:
+        return local.clone
+    here, kind = _transport_of(ranks), f"all_reduce {reduce_op}"
     if fingerprints.are_on(here):
-        fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
-    _log_call(here, ranks, "", send.dtype, (), send_counts, recv_counts)
-    if comm_trace.listening():
-        own = send_counts[ranks.index(here.rank)]
-        comm_trace.record_collective("all_to_all", (sum(send_counts) - own) * send.element_size())
-    return here
-
-
-def _checked_reduction(local: Tensor, reduce_op: str, ranks: Ranks) -> Transport:
-    here = _transport_of(ranks)
-    here.calls[ranks] = here.calls.get(ranks, 0) + 1
-    if fingerprints.are_on(here):
-        fingerprints.compare(here, reduce_call(local, reduce_op), ranks)
-    _log_call(here, ranks, reduce_op, local.dtype, tuple(local.shape), (), ())
+        fingerprints.compare(here, call_of(kind, local, local.shape), ranks)
+    _log_call(here, ranks, kind, local.dtype, tuple(local.shape))
     if comm_trace.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
         comm_trace.record_collective("all_reduce", sent)
-    return here
+    return here.start_all_reduce(local, reduce_op, ranks)
+
+
+@allow_in_graph
+def all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """The 1-D tensors of all ranks, one after the other, of `counts` elements, in rank order."""
+    return _start_all_gather(local, counts, ranks)()
+
+
+def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    """Start `all_gather`; the returned function waits for it and returns the result."""
+    if is_capturing() and len(ranks) > 1:
+        gathered = all_gather(local, counts, ranks)
+        return lambda: gathered
+    return _start_all_gather(local, counts, ranks)
+
+
+def _start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    if len(ranks) == 1:
+        return local.clone
+    here = _transport_of(ranks)
+    if fingerprints.are_on(here):
+        fingerprints.compare(here, call_of(ALL_GATHER, local, counts), ranks)
+    _log_call(here, ranks, ALL_GATHER, local.dtype, tuple(counts))
+    if comm_trace.listening():
+        comm_trace.record_collective(ALL_GATHER, (len(ranks) - 1) * max(counts) * local.element_size())
+    return here.start_all_gather(local, counts, ranks)
+
+
+@allow_in_graph
+def broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Tensor:
+    """The 1-D tensor of rank `root`, of `count` elements; other ranks pass any tensor of its dtype.
+
+    Counted as a chain: each rank but the last sends all of it to the next.
+    """
+    return _start_broadcast(local, count, root, ranks)()
+
+
+def start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+    """Start `broadcast`; the returned function waits for it and returns the result."""
+    if is_capturing() and len(ranks) > 1:
+        received = broadcast(local, count, root, ranks)
+        return lambda: received
+    return _start_broadcast(local, count, root, ranks)
+
+
+def _start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+    if len(ranks) == 1:
+        return local.clone
+    here, kind = _transport_of(ranks), f"broadcast from {root}"
+    if fingerprints.are_on(here):
+        fingerprints.compare(here, call_of(kind, local, (count,)), ranks)
+    _log_call(here, ranks, kind, local.dtype, (count,))
+    if comm_trace.listening():
+        last = ranks[ranks.index(root) - 1]
+        comm_trace.record_collective("broadcast", 0 if here.rank == last else count * local.element_size())
+    return here.start_broadcast(local, count, root, ranks)
 
 
 def _log_call(
     here: Transport,
     ranks: Ranks,
-    reduce_op: str,
+    kind: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    send_counts: Sequence[int],
-    recv_counts: Sequence[int],
+    send_counts: Sequence[int] = (),
+    recv_counts: Sequence[int] = (),
 ) -> None:
     """Record the call that this rank is about to make, and compare it with what is known of the others."""
     log = here.logs.get(ranks)
@@ -193,7 +240,7 @@ def _log_call(
         log = here.logs[ranks] = CallLog(ranks, here.rank)
         for note in here.notes.early(ranks):
             here.share_note(log, log.add_note(note))
-    here.compare_calls(log, log.add(here.calls[ranks], reduce_op, dtype, shape, send_counts, recv_counts))
+    here.compare_calls(log, log.add(here.calls[ranks], kind, dtype, shape, send_counts, recv_counts))
     here.notes.watch_after(log.latest)
 
 
@@ -259,7 +306,7 @@ os.register_at_fork(after_in_child=_forbid_after_fork)
 
 
 def _transport_of(ranks: Ranks) -> Transport:
-    """The transport of this thread, which has these ranks and communicates for its own.
+    """The transport of this thread, which has these ranks and communicates for its own; one more call is counted.
 
     Raises:
         MeshError: it has not: a tensor is used after its world ended, or outside it.
@@ -269,6 +316,7 @@ def _transport_of(ranks: Ranks) -> Transport:
     if ranks[-1] < here.world_size:
         if here.threads.ident != get_ident():
             _take_over(here)
+        here.calls[ranks] = here.calls.get(ranks, 0) + 1
         return here
     world = f"a world of {here.world_size} ranks" if here.world_size > 1 else "no world of several ranks"
     raise MeshError(

@@ -1,7 +1,7 @@
 """What each rank has called, in records that the ranks of a group compare with each other.
 
-    log.add("sum", torch.float32, (4,), (), ())   # before rank 0 sends anything
-    log.difference(1, record)                     # the record of rank 1 for the same number; None if they agree
+    record = log.add("all_reduce sum", torch.float32, (4,), (), ())   # before rank 0 sends anything
+    log.difference(1, record)   # with the record of rank 1 for the same number; None if they agree
 
 A record has a digest of kind, dtype and shape, one of the purpose (op, operand, layouts), and one of the
 call sites. Purposes and call sites are compared only where both ranks know theirs.
@@ -40,7 +40,7 @@ OTHER_ORDER = "they reach the same lines in another order"
 class Call(NamedTuple):
     """One call of a rank, kept so that it can be described if ranks disagree."""
 
-    reduce_op: str
+    kind: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     send_counts: Sequence[int]
@@ -52,7 +52,7 @@ class Call(NamedTuple):
         dtype = str(self.dtype).removeprefix("torch.")
         purpose = "" if self.purpose is None else str(self.purpose)
         counts = tuple(self.send_counts), tuple(self.recv_counts)
-        return CollectiveCall(dtype, self.shape, self.reduce_op, *counts, purpose)
+        return CollectiveCall(dtype, self.shape, self.kind, *counts, purpose)
 
 
 class Difference(NamedTuple):
@@ -89,7 +89,7 @@ class CallLog:
     def add(
         self,
         number: int,
-        reduce_op: str,
+        kind: str,
         dtype: torch.dtype,
         shape: tuple[int, ...],
         send_counts: Sequence[int],
@@ -100,13 +100,13 @@ class CallLog:
         All but number and counts of a record is cached, as this runs before every collective.
         """
         purpose, sites = comm_trace.current_purpose(), call_sites()
-        key = (reduce_op, dtype, shape, *map(id, sites))
+        key = (kind, dtype, shape, *map(id, sites))
         if purpose is not None:
-            (kind, op, operand, _, _, backward, _, _), src, dst = purpose
-            key = (*key, id(src), id(dst), kind, op, operand, backward)
+            (cause, op, operand, _, _, backward, _, _), src, dst = purpose
+            key = (*key, id(src), id(dst), cause, op, operand, backward)
         cached = self._templates.get(key)
         if cached is None:
-            cached = self._add_template(key, Call(reduce_op, dtype, shape, (), (), purpose, sites))
+            cached = self._add_template(key, Call(kind, dtype, shape, (), (), purpose, sites))
         template, call = cached
         record = template[:]
         record[NUMBER] = self.latest = number
@@ -122,7 +122,7 @@ class CallLog:
     def _add_template(self, key: tuple[object, ...], call: Call) -> "tuple[array[int], Call]":
         """Cache the record of such a call. The call keeps the objects whose ids are in the key."""
         words = (
-            _call_digest(call.reduce_op, call.dtype, call.shape),
+            _call_digest(call.kind, call.dtype, call.shape),
             _purpose_digest(call.purpose),
             rolling(0, [site.digest for site in call.sites]),
         )
@@ -245,8 +245,8 @@ def _unequal_counts(source: int, target: int, sent: int, expected: int) -> str:
 
 
 @lru_cache(maxsize=1 << 14)
-def _call_digest(reduce_op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return stable_digest((reduce_op, str(dtype), shape))
+def _call_digest(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return stable_digest((kind, str(dtype), shape))
 
 
 def _purpose_digest(purpose: Purpose | None) -> int:

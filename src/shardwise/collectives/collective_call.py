@@ -10,6 +10,7 @@ from torch import Tensor
 
 Ranks = tuple[int, ...]
 
+ALL_TO_ALL, ALL_GATHER = "all_to_all", "all_gather"
 SAME_CALLS = "make all ranks of a group call the same collectives in the same order"
 
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("purpose", default=None)
@@ -36,30 +37,38 @@ def _described() -> str:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One rank's call of a collective: an all-reduce if there is a `reduce_op`, else an all-to-all."""
+    """One rank's call of a collective.
+
+    Attributes:
+        shape: of the local tensor; for all-gathers the elements of each rank, for broadcasts those of the root.
+        kind: `ALL_TO_ALL`, `ALL_GATHER`, or such as "all_reduce sum" and "broadcast from 2".
+        send_counts, recv_counts: of an all-to-all, elements to and from each rank.
+        purpose: such as the op and the layouts of its operands.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    reduce_op: str = ""
+    kind: str = ALL_TO_ALL
     send_counts: tuple[int, ...] = ()
     recv_counts: tuple[int, ...] = ()
     purpose: str = ""
 
     def __str__(self) -> str:
-        if self.reduce_op:
-            text = f"all_reduce {self.reduce_op} of {self.dtype} {self.shape}"
+        text = f"{self.kind} of {self.dtype}"
+        if self.kind == ALL_TO_ALL:
+            text += f", send counts {self.send_counts}, receive counts {self.recv_counts}"
         else:
-            text = f"all_to_all of {self.dtype}, send counts {self.send_counts}, receive counts {self.recv_counts}"
+            text += f" {self.shape}"
         return f"{text} ({self.purpose})" if self.purpose else text
 
     @property
     def must_match(self) -> tuple[object, ...]:
         """What has to be equal on all ranks, apart from the purpose."""
-        return self.reduce_op, self.dtype, self.shape if self.reduce_op else ()
+        return self.kind, self.dtype, () if self.kind == ALL_TO_ALL else self.shape
 
     def check(self, ranks: Ranks) -> None:
         """Assert what one rank alone can check."""
-        if self.reduce_op:
+        if self.kind != ALL_TO_ALL:
             return
         assert len(self.send_counts) == len(self.recv_counts) == len(ranks), f"{self} among ranks {ranks}"
         assert self.shape == (sum(self.send_counts),), f"{self}: the tensor is {self.shape}"
@@ -80,12 +89,13 @@ def call_from(facts: Mapping[str, Any]) -> CollectiveCall:
 
 def exchange_call(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> CollectiveCall:
     """This rank's call of an all-to-all."""
-    return CollectiveCall(_dtype(send), tuple(send.shape), "", tuple(send_counts), tuple(recv_counts), _described())
+    counts = tuple(send_counts), tuple(recv_counts)
+    return CollectiveCall(_dtype(send), tuple(send.shape), ALL_TO_ALL, *counts, _described())
 
 
-def reduce_call(local: Tensor, reduce_op: str) -> CollectiveCall:
-    """This rank's call of an all-reduce."""
-    return CollectiveCall(_dtype(local), tuple(local.shape), reduce_op, purpose=_described())
+def call_of(kind: str, local: Tensor, shape: Sequence[int]) -> CollectiveCall:
+    """This rank's call of a collective other than an all-to-all."""
+    return CollectiveCall(_dtype(local), tuple(shape), kind, purpose=_described())
 
 
 def _dtype(x: Tensor) -> str:
@@ -114,7 +124,7 @@ def mismatch(ranks: Ranks, calls: Mapping[int, CollectiveCall], purposes: bool =
     """
     if len({call.must_match for call in calls.values()}) > 1:
         return "all ranks must make the same call"
-    if not calls[ranks[0]].reduce_op:
+    if calls[ranks[0]].kind == ALL_TO_ALL:
         for i, source in enumerate(ranks):
             for j, target in enumerate(ranks):
                 sent, expected = calls[source].send_counts[j], calls[target].recv_counts[i]

@@ -18,7 +18,7 @@ from shardwise.collectives.collective_call import (
     mismatch,
     mismatch_text,
 )
-from shardwise.collectives.transport import Transport, gather_with
+from shardwise.collectives.transport import Transport, exchange_of, gather_with
 from shardwise.errors import MismatchError
 from shardwise.trace import comm_trace
 from shardwise.trace.user_stack import call_sites, format_call_sites, frames_of
@@ -53,7 +53,7 @@ def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
     row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)], device="cpu")
     counts = [len(row)] * count
     with describing(lambda: f"comparing the ranks before {call}"):
-        every = here.all_to_all(row.repeat(count), counts, counts, ranks).view(count, -1)
+        every = exchange_of(here)(row.repeat(count), counts, counts, ranks).view(count, -1)
         sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
         if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
             return
@@ -63,7 +63,7 @@ def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
             "line": line,
             "where": format_call_sites(list(frames_of(sys._getframe())), 1),
         }
-        all_facts = [json.loads(text) for text in gather_with(here.all_to_all, json.dumps(facts).encode(), ranks)]
+        all_facts = [json.loads(text) for text in gather_with(exchange_of(here), json.dumps(facts).encode(), ranks)]
     calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, all_facts, strict=True)}
     numbers = [facts["number"] for facts in all_facts]
     why = mismatch(ranks, calls, purposes=True)

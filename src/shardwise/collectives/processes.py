@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from time import monotonic, sleep
 from typing import TypeVar
@@ -17,17 +18,19 @@ import torch.distributed as dist
 # Its functions have the world at the time of this import as a default argument. If one exists by then (torch.optim
 # imports it through torch._dynamo), it is never freed, and gloo's threads sometimes abort the process at its end.
 import torch.distributed.nn.functional
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.call_log import CallLog, Difference
 from shardwise.collectives.collective_call import (
+    ALL_GATHER,
     DescribedCall,
     PendingCollective,
     Ranks,
+    call_of,
     describing,
     exchange_call,
-    reduce_call,
 )
 from shardwise.collectives.failures.hooks import ExitHooks, report_end
 from shardwise.collectives.failures.monitor import FailureMonitor, launcher_of_this_process
@@ -175,7 +178,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
         call = self.logs[ranks].latest_call().described()
         with describing(lambda: f"comparing the ranks before {call}"):
-            return self.all_to_all(send, sent, expected, ranks)
+            return self.start_all_to_all(send, sent, expected, ranks)()
 
     def _raise_difference(self, log: CallLog, records: SharedRecords | RemoteRecords) -> None:
         values = records.different_values(log)  # which may be why the calls are different
@@ -221,9 +224,6 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         where = format_call_sites([site.frame for site in call.sites], 1) if call.sites else ""
         return {"call": asdict(call.described()), "where": where}
 
-    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-        return self.start_all_to_all(send, send_counts, recv_counts, ranks)()
-
     def start_all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
@@ -251,15 +251,10 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
         def finish() -> Tensor:
             wait()
-            short = check.short_position()
-            if short is not None:
-                raise MismatchError(_unequal(ranks[short], here, "fewer", recv_counts[short], pending()))
+            self._check_received(check, recv_counts, ranks, pending)
             return out
 
         return finish
-
-    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
-        return self.start_all_reduce(local, reduce_op, ranks)()
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
         self.attach()
@@ -268,7 +263,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             out, number = local.clone(memory_format=torch.contiguous_format), self.calls.get(ranks, 0)
             wait = self._started(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
-                lambda: PendingCollective(reduce_call(local, reduce_op), number, ranks),
+                lambda: PendingCollective(call_of(f"all_reduce {reduce_op}", local, local.shape), number, ranks),
                 self._timeout(ranks, local.device.type),
             )
             return lambda: (wait(), out)[1]
@@ -276,6 +271,65 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         flat = local.reshape(-1)
         receive = self.start_all_to_all(flat.repeat(count), [flat.numel()] * count, [flat.numel()] * count, ranks)
         return lambda: reduce_stack(receive().view(count, *local.shape), reduce_op)
+
+    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        self.attach()
+        group, own, number = self._group(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
+        if group is None:
+            return self.start_all_to_all(local.repeat(len(ranks)), [counts[own]] * len(ranks), counts, ranks)
+        width = max(counts)
+        padded = local.contiguous() if local.numel() == width else F.pad(local, (0, width - local.numel()))
+        out = local.new_empty(width * len(ranks))
+        check = RecvCheck(out, [width] * len(ranks), own)
+        pending = partial(self._pending, ALL_GATHER, local, counts, number, ranks)
+        wait = self._started(
+            lambda: [dist.all_gather_single(as_supported(out), as_supported(padded), group, async_op=True)],
+            pending,
+            self._timeout(ranks, local.device.type),
+        )
+
+        def finish() -> Tensor:
+            wait()
+            self._check_received(check, [width] * len(ranks), ranks, pending)
+            if min(counts) == width:
+                return out
+            return torch.cat([part[:count] for part, count in zip(out.split(width), counts, strict=True)])
+
+        return finish
+
+    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+        self.attach()
+        group, number, is_root = self._group(ranks), self.calls.get(ranks, 0), self.rank == root
+        sent = [count * (rank == root) for rank in ranks]
+        if group is None:
+            send = local.repeat(len(ranks)) if is_root else local.new_empty(0)
+            return self.start_all_to_all(send, [count * is_root] * len(ranks), sent, ranks)
+        out = local.clone() if is_root else local.new_empty(count)
+        check = RecvCheck(out, sent, ranks.index(self.rank))
+        pending = partial(self._pending, f"broadcast from {root}", local, (count,), number, ranks)
+        wait = self._started(
+            lambda: [dist.broadcast(as_supported(out), root, group, async_op=True)],
+            pending,
+            self._timeout(ranks, local.device.type),
+        )
+
+        def finish() -> Tensor:
+            wait()
+            self._check_received(check, sent, ranks, pending)
+            return out
+
+        return finish
+
+    def _pending(self, kind: str, local: Tensor, shape: Sequence[int], number: int, ranks: Ranks) -> PendingCollective:
+        return PendingCollective(call_of(kind, local, shape), number, ranks)
+
+    def _check_received(
+        self, check: RecvCheck, counts: Sequence[int], ranks: Ranks, pending: Callable[[], PendingCollective]
+    ) -> None:
+        """Raise if a rank sent fewer elements than this one expects."""
+        short = check.short_position()
+        if short is not None:
+            raise MismatchError(_unequal(ranks[short], self.rank, "fewer", counts[short], pending()))
 
     def draw_seed(self) -> int:
         return draw_from_torch()

@@ -55,22 +55,25 @@ class Transport(Protocol):
         """Let the other ranks of a group compare a note with theirs in their next collective."""
         ...
 
-    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-        """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; return those received, in rank order."""
-        ...
-
-    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
-        """A new tensor: the reduction (sum, max, min, product) of `local` over `ranks`."""
-        ...
-
     def start_all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
-        """Start `all_to_all`; `send` must not change until it is finished."""
+        """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; get those received, in rank order.
+
+        `send` must not change until the collective is finished.
+        """
         ...
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-        """Start `all_reduce`."""
+        """A new tensor: the reduction (sum, max, min, product) of `local` over `ranks`."""
+        ...
+
+    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        """The 1-D tensors of all ranks, one after the other; they have `counts` elements."""
+        ...
+
+    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+        """A new tensor: the 1-D tensor of `root`, which has `count` elements."""
         ...
 
     def draw_seed(self) -> int:
@@ -78,21 +81,7 @@ class Transport(Protocol):
         ...
 
 
-class SynchronousTransport:
-    """For transports whose collectives complete when they are started."""
-
-    def start_all_to_all(
-        self: Transport, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-    ) -> Finish:
-        received = self.all_to_all(send, send_counts, recv_counts, ranks)
-        return lambda: received
-
-    def start_all_reduce(self: Transport, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-        reduced = self.all_reduce(local, reduce_op, ranks)
-        return lambda: reduced
-
-
-class SingleRankTransport(SynchronousTransport):
+class SingleRankTransport:
     """One rank, for scripts without a launcher; of several, for the process that a rank started."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -111,11 +100,19 @@ class SingleRankTransport(SynchronousTransport):
     def share_note(self, log: CallLog, note: Note) -> None:
         raise AssertionError("one rank has nobody to disagree with")
 
-    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+    def start_all_to_all(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Finish:
         raise AssertionError("a group of one rank exchanges nothing")
 
-    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
         raise AssertionError("a group of one rank reduces nothing")
+
+    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        raise AssertionError("a group of one rank gathers nothing")
+
+    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+        raise AssertionError("a group of one rank sends nothing")
 
     def draw_seed(self) -> int:
         return draw_from_torch()
@@ -125,6 +122,11 @@ def draw_from_torch(generator: torch.Generator | None = None) -> int:
     """A seed from `generator`; None is torch's default CPU generator."""
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**62, (), dtype=torch.int64, generator=generator, device=device).item())
+
+
+def exchange_of(here: Transport) -> Exchange:
+    """The all-to-all of a transport."""
+    return lambda *args: here.start_all_to_all(*args)()
 
 
 def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:

@@ -17,16 +17,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Ranks, SynchronousTransport, draw_from_torch, reduce_stack, using
+from shardwise.collectives import Finish, Ranks, draw_from_torch, reduce_stack, using
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import (
+    ALL_GATHER,
     SAME_CALLS,
     CollectiveCall,
     PendingCollective,
+    call_of,
     exchange_call,
     mismatch,
     mismatch_text,
-    reduce_call,
 )
 from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
 from shardwise.collectives.threads import ThreadGuard
@@ -55,7 +56,7 @@ class _Stopped(BaseException):
     """Unwinds a rank whose run has been given up."""
 
 
-class _Rank(SynchronousTransport):
+class _Rank:
     """One simulated rank, and the `Transport` of its thread."""
 
     def __init__(self, simulation: "_Simulation", rank: int) -> None:
@@ -90,11 +91,24 @@ class _Rank(SynchronousTransport):
     def share_note(self, log: CallLog, note: Note) -> None:
         """All ranks see it."""
 
-    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-        return self.simulation.exchange(self, exchange_call(send, send_counts, recv_counts), send, ranks)
+    def start_all_to_all(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Finish:
+        return self.finished(exchange_call(send, send_counts, recv_counts), send, ranks)
 
-    def all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
-        return self.simulation.exchange(self, reduce_call(local, reduce_op), local, ranks)
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+        return self.finished(call_of(f"all_reduce {reduce_op}", local, local.shape), local, ranks)
+
+    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        return self.finished(call_of(ALL_GATHER, local, counts), local, ranks)
+
+    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+        return self.finished(call_of(f"broadcast from {root}", local, (count,)), local, ranks)
+
+    def finished(self, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Finish:
+        """A collective that completes when it is started."""
+        received = self.simulation.exchange(self, call, tensor, ranks)
+        return lambda: received
 
     def draw_seed(self) -> int:
         return draw_from_torch()
@@ -274,7 +288,7 @@ class _Simulation:
             text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
             error = f"{text}\n  Fix: {SAME_CALLS}."
         else:
-            outcomes = results([joined[rank] for rank in ranks])
+            outcomes = results(ranks, [joined[rank] for rank in ranks])
             for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
@@ -329,12 +343,20 @@ class _Simulation:
             self.give(rank, DeadlockError(text))
 
 
-def results(calls: Sequence[tuple[CollectiveCall, Tensor]]) -> list[Tensor]:
+def results(ranks: Ranks, calls: Sequence[tuple[CollectiveCall, Tensor]]) -> list[Tensor]:
     """What each rank of the group gets, in group order; no two share memory with each other or a sender."""
     with torch.no_grad():
-        first, _ = calls[0]
-        if first.reduce_op:
-            total = reduce_stack(torch.stack([tensor for _, tensor in calls]), first.reduce_op)
+        kind, _, argument = calls[0][0].kind.partition(" ")
+        if kind == "all_reduce":
+            total = reduce_stack(torch.stack([tensor for _, tensor in calls]), argument)
             return [total, *(total.clone() for _ in calls[1:])]
+        if kind == ALL_GATHER:
+            for (call, tensor), count in zip(calls, calls[0][0].shape, strict=True):
+                assert tensor.shape == (count,), f"{call}: a rank has {tuple(tensor.shape)}"
+            return [torch.cat([tensor for _, tensor in calls]) for _ in calls]
+        if kind == "broadcast":
+            sent_by_root = calls[ranks.index(int(argument.removeprefix("from ")))][1]
+            assert sent_by_root.shape == calls[0][0].shape, f"{calls[0][0]}: the root has {tuple(sent_by_root.shape)}"
+            return [sent_by_root.clone() for _ in calls]
         sent = [tensor.split(list(call.send_counts)) for call, tensor in calls]
         return [torch.cat(incoming) for incoming in zip(*sent, strict=True)]

@@ -1,0 +1,110 @@
+"""All-gather and broadcast give every rank of a group what the others have, simulated or real, whatever the sizes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shardwise import collectives
+from shardwise.collectives import count_comms, rank
+from shardwise.errors import MismatchError
+from shardwise.testing import world
+
+DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float64, torch.complex128]
+COUNTS = [(4, 4, 4), (3, 3, 1), (0, 5, 0), (0, 0, 0), (1, 0, 2)]
+GROUPS = [(0, 1, 2), (0, 2)]  # of the world's process group, and of ranks without one
+
+
+def numbers(owner: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(count) + 7 * owner + 1).to(dtype)
+
+
+def gather_and_broadcast(counts: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype) -> None:
+    if rank() not in ranks:
+        return
+    counts = counts[: len(ranks)]
+    every = [numbers(r, count, dtype) for r, count in zip(ranks, counts, strict=True)]
+    own = every[ranks.index(rank())]
+    before = own.clone()
+    gathered = collectives.start_all_gather(own, counts, ranks)()
+    assert gathered.dtype == dtype
+    assert torch.equal(gathered, torch.cat(every))
+    for root, sent in zip(ranks, every, strict=True):
+        given = own if rank() == root else own.new_empty(0)
+        received = collectives.start_broadcast(given, len(sent), root, ranks)()
+        assert torch.equal(received, sent)
+        received.zero_()
+    gathered.zero_()
+    assert torch.equal(own, before)  # nothing shares its memory
+
+
+@pytest.mark.parametrize("ranks", GROUPS)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_simulated_ranks_get_what_the_others_have(counts: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        world(3).run(gather_and_broadcast, counts, ranks, dtype)
+
+
+def every_case() -> None:
+    for ranks in GROUPS:
+        for counts in COUNTS:
+            for dtype in DTYPES:
+                gather_and_broadcast(counts, ranks, dtype)
+
+
+@pytest.mark.processes
+def test_real_ranks_get_what_the_others_have() -> None:
+    world(3, real=True).run(every_case)
+
+
+def counted() -> tuple[dict[str, int], dict[str, int]]:
+    with count_comms() as comms:
+        collectives.all_gather(torch.ones(3 - rank()), (3, 2, 1), (0, 1, 2))
+        collectives.broadcast(torch.ones(5), 5, 1, (0, 1, 2))
+    return comms.calls, comms.sent_bytes
+
+
+def test_what_a_rank_sends_is_counted() -> None:
+    """Uneven tensors are padded; the last of a chain sends nothing."""
+    once = {"all_gather": 1, "broadcast": 1}
+    padded, whole = 2 * 3 * 4, 5 * 4
+    assert world(3).run(counted) == [(once, {"all_gather": padded, "broadcast": sent}) for sent in (0, whole, whole)]
+
+
+def of_one_rank() -> None:
+    x = torch.arange(3.0)
+    for result in (collectives.all_gather(x, (3,), (0,)), collectives.broadcast(x, 3, 0, (0,))):
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()
+
+
+def test_a_group_of_one_rank_gets_a_copy() -> None:
+    world(1).run(of_one_rank)
+
+
+def another_root() -> None:
+    collectives.broadcast(torch.ones(2), 2, rank(), (0, 1))
+
+
+def another_size() -> None:
+    collectives.all_gather(torch.ones(2), (2, 2) if rank() else (2, 3), (0, 1))
+
+
+def another_kind() -> None:
+    if rank():
+        collectives.all_gather(torch.ones(2), (2, 2), (0, 1))
+    else:
+        collectives.broadcast(torch.ones(2), 2, 0, (0, 1))
+
+
+def after_check_ranks(checked: bool, act: Callable[[], None]) -> None:
+    collectives.check_ranks(checked)
+    act()
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("act", [another_root, another_size, another_kind])
+@pytest.mark.parametrize("checked", [False, True])
+def test_ranks_that_disagree_raise(act: Callable[[], None], real: bool, checked: bool) -> None:
+    with pytest.raises(MismatchError, match="must make the same call"):
+        world(2, real=real).run(after_check_ranks, checked, act)
