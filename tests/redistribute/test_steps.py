@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
-from shardwise.redistribute.plan import AllReduce, Exchange, RedistributePlan, plan_redistribute, same_local_shards
+from shardwise.redistribute.plan import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Exchange,
+    RedistributePlan,
+    plan_redistribute,
+    same_local_shards,
+)
 from shardwise.testing.local_shards import (
     local_tensor,
     mesh_position,
@@ -50,7 +58,8 @@ def assert_exchange_is_lawful(step: Exchange) -> None:
     transfers = [t for rank in ranks for t in step.sends(rank)]
     received = [t for rank in ranks for t in step.receives(rank)]
     assert sorted(transfers) == sorted(received), "ranks expect what they are not sent"
-    assert step.received.total == sum(t.box.numel for t in transfers if t.sender != t.receiver)
+    exact = Exchange(src, dst)
+    assert exact.received.total == sum(t.box.numel for t in transfers if t.sender != t.receiver)
     for t in transfers:
         elements = set(slice_box(full, t.box).flatten().tolist())
         partial_sum = partial_index(src, t.sender)
@@ -65,11 +74,29 @@ def assert_exchange_is_lawful(step: Exchange) -> None:
             assert not elements & has, f"{t}: the receiver holds it already"
             sent[t.sender] += len(elements)
             assert {t.sender, t.receiver} <= set(step.group(t.sender)), f"{t} leaves the group"
-    assert {rank: step.sent_elements(rank) for rank in sent} == sent
+    assert {rank: exact.sent_elements(rank) for rank in sent} == sent
+    assert_native_is_lawful(step, sent)
     for partial_sum, ranks in product(partial_indices(src), receivers_by_place(dst).values()):
         parts = [arrived.get((rank, partial_sum), set()) for rank in ranks]
         assert sum(map(len, parts)) == len(set().union(*parts)), f"{ranks} add {partial_sum} up twice"
         assert set().union(*parts) == holds(dst, ranks[0]), f"{ranks} miss some of {partial_sum}"
+
+
+def assert_native_is_lawful(step: Exchange, sent: dict[int, int]) -> None:
+    """An all-gather sends as much as the exchange, or pads it; a broadcast sends as much, by other ranks."""
+    by_rank = {rank: step.sent_elements(rank) for rank in sent}
+    if isinstance(step, AllGather):
+        for rank, elements in sent.items():
+            group = step.group(rank)
+            assert by_rank[rank] >= elements
+            assert by_rank[rank] == max(sent[member] for member in group) if group else elements == 0
+        assert sum(by_rank.values()) <= step.received.total
+        assert step.received.busiest == max(by_rank.values())
+    elif isinstance(step, Broadcast):
+        assert sum(by_rank.values()) == sum(sent.values()) == step.received.total
+        assert max(by_rank.values()) == step.received.busiest
+    else:
+        assert by_rank == sent
 
 
 def assert_groups_agree(step: Exchange | AllReduce, ranks: Sequence[int]) -> None:
@@ -202,7 +229,7 @@ def nothing(_: int) -> int:
         (Shard(0), OnRanks(1), lambda r: 0 if r == 1 else R[r] * COLUMNS),
         (OnRanks(1), Shard(0), lambda r: (ROWS - R[1]) * COLUMNS if r == 1 else 0),
         (OnRanks(1), OnRanks(3), lambda r: ALL if r == 1 else 0),
-        (OnRanks(3), Replicate(), lambda r: (RANKS - 1) * ALL if r == 3 else 0),
+        (OnRanks(3), Replicate(), lambda r: 0 if r == 2 else ALL),  # a chain
         (Replicate(), Shard(0), nothing),
         (Replicate(), Shard(1, (0, 0, 5, 0)), nothing),
         (Replicate(), OnRanks(2), nothing),
@@ -217,7 +244,29 @@ def test_bytes_are_those_of_the_closed_formula(src: Placement, dst: Placement, s
     expected = [sent(rank) for rank in range(RANKS)]
     assert [plan.sent_bytes(rank, 4) for rank in range(RANKS)] == [4 * elements for elements in expected]
     assert plan.total_elements == sum(expected)
-    assert plan.collectives == (("all_to_all",) if any(expected) else ())
+    expected_collective = "broadcast" if src == OnRanks(3) and dst == Replicate() else "all_to_all"
+    assert plan.collectives == ((expected_collective,) if any(expected) else ())
+
+
+@pytest.mark.parametrize("rows", [4096, 4095])
+def test_a_large_gather_is_an_all_gather_which_pads(rows: int) -> None:
+    shape = (rows, 1024)
+    plan = plan_redistribute(Layout(Mesh((4,)), [Shard(0)], shape), Layout(Mesh((4,)), [Replicate()], shape))
+    assert plan.collectives == ("all_gather",)
+    assert [plan.sent_bytes(rank, 4) for rank in range(4)] == [4 * 3 * 1024 * 1024] * 4
+
+
+def test_a_gather_of_one_large_shard_is_not_padded() -> None:
+    shape, sizes = (4096, 1024), (4096 - 3, 1, 1, 1)
+    plan = plan_redistribute(Layout(Mesh((4,)), [Shard(0, sizes)], shape), Layout(Mesh((4,)), [Replicate()], shape))
+    assert plan.collectives == ("all_to_all",)
+
+
+def test_a_gather_over_all_axes_is_one_collective() -> None:
+    mesh, shape = Mesh((2, 3)), (1200, 1200)
+    plan = plan_redistribute(Layout(mesh, [Shard(1), Shard(0)], shape), Layout(mesh, [Replicate()] * 2, shape))
+    assert plan.collectives == ("all_gather",)
+    assert plan.comm_steps[0].group(4) == tuple(range(6))
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -234,7 +283,7 @@ def test_a_small_sum_is_exchanged_in_one_collective_and_a_large_one_goes_round_a
     uneven = plan(4, 100_003)
     assert uneven.total_elements == 2 * 3 * 100_003
     assert uneven.sent_bytes(2, 1) == ring_elements(100_003, 4, 2)
-    assert plan(2, 1024, 1024).collectives == ("all_to_all",)  # as many bytes as a ring, and half the rounds
+    assert plan(2, 1024, 1024).collectives == ("all_gather",)  # as many bytes as a ring, and half the rounds
 
 
 def test_a_plan_never_costs_more_than_going_through_the_whole_tensor() -> None:

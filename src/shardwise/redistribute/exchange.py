@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Box, Partial, split_by_boxes
-from shardwise.redistribute.plan import Exchange
+from shardwise.redistribute.plan import AllGather, Broadcast, Exchange
 from shardwise.redistribute.transfers import Region, Schedule, pack, schedule, unpack
 
 
@@ -31,7 +31,8 @@ class _Program:
 @lru_cache(maxsize=4096)
 def program_of(step: Exchange, rank: int) -> _Program:
     src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
-    sends, recvs = step.sends(rank), step.receives(rank)
+    sends = [] if isinstance(step, AllGather | Broadcast) else step.sends(rank)
+    recvs = step.receives(rank)
     order = sorted(range(len(recvs)), key=lambda i: recvs[i].partial_index)
     first: dict[Box, int] = {}
     for i in order:
@@ -72,7 +73,15 @@ def run_exchange(local: Tensor, step: Exchange) -> Tensor:
     program = program_of(step, collectives.rank())
     if not program.schedule.ranks:
         return _run_locally(local, step, program)
-    return _assemble(collectives.all_to_all(*_message(local, step, program)), step, program)
+    ranks, counts = program.schedule.ranks, program.schedule.recv_counts
+    match step:
+        case AllGather():
+            received = collectives.all_gather(local.reshape(-1), counts, ranks)
+        case Broadcast():
+            received = collectives.broadcast(local.reshape(-1), sum(counts), step.root(collectives.rank()), ranks)
+        case _:
+            received = collectives.all_to_all(*_message(local, step, program))
+    return _assemble(received, step, program)
 
 
 def start_exchange(local: Tensor, step: Exchange) -> Finish:
@@ -81,7 +90,14 @@ def start_exchange(local: Tensor, step: Exchange) -> Finish:
     if not program.schedule.ranks:
         found = _run_locally(local, step, program)
         return lambda: found
-    wait = collectives.start_all_to_all(*_message(local, step, program))
+    ranks, counts = program.schedule.ranks, program.schedule.recv_counts
+    match step:
+        case AllGather():
+            wait = collectives.start_all_gather(local.reshape(-1), counts, ranks)
+        case Broadcast():
+            wait = collectives.start_broadcast(local.reshape(-1), sum(counts), step.root(collectives.rank()), ranks)
+        case _:
+            wait = collectives.start_all_to_all(*_message(local, step, program))
     return lambda: _assemble(wait(), step, program)
 
 

@@ -19,15 +19,13 @@ is redistributed like any other and then reduced locally, so its gradients are t
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 from shardwise.errors import LayoutError
-from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, Partial, Placement, Shard, ring_elements
+from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard, ring_elements
+from shardwise.redistribute.costs import COSTS
 from shardwise.redistribute.neighbors import Transfer, receives, sends
 from shardwise.redistribute.volume import Volume, held, largest, moving_axes, volume
-
-# The latency of one collective, in bytes that could have been sent meanwhile. With gloo on one machine, at 4 ranks,
-# an all-to-all of a few bytes takes as long as one of 64 KiB, and an all-reduce takes as long as two all-to-alls.
-LATENCY_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,56 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class AllGather(Exchange):
+    """An exchange in which every rank of a group sends all it has to the others, padded to the largest of them."""
+
+    collective = "all_gather"
+
+    def sent_elements(self, rank: int) -> int:
+        group = self.group(rank)
+        return (len(group) - 1) * max(map(self.src.local_numel, group)) if group else 0
+
+    @cached_property
+    def received(self) -> Volume:
+        mesh = self.src.mesh
+        busiest = (prod(mesh.shape[axis] for axis in self._axes) - 1) * largest(self.src)
+        return Volume(busiest * mesh.size(), busiest)
+
+    @cached_property
+    def _axes(self) -> tuple[int, ...]:
+        return moving_axes(self.src, self.dst) or ()
+
+
+@dataclass(frozen=True)
+class Broadcast(Exchange):
+    """An exchange along one mesh axis in which one rank of a group sends all it has to the others."""
+
+    collective = "broadcast"
+
+    def sent_elements(self, rank: int) -> int:
+        """What a chain sends, from each rank to the next."""
+        group = self.group(rank)
+        last = group and group[group.index(self.root(rank)) - 1]
+        return self.dst.local_numel(rank) if group and rank != last else 0
+
+    @cached_property
+    def received(self) -> Volume:
+        positions = self.src.mesh.shape[self._axes[0]]
+        return Volume((positions - 1) * held(self.dst) // positions, largest(self.dst))
+
+    @cached_property
+    def _axes(self) -> tuple[int, ...]:
+        return moving_axes(self.src, self.dst) or ()
+
+    def root(self, rank: int) -> int:
+        """The rank of the group of `rank` that sends."""
+        (axis,) = self._axes
+        placement = self.src.placements[axis]
+        assert isinstance(placement, OnRanks)
+        return self.src.mesh.axis_ranks(rank, axis)[placement.position]
+
+
+@dataclass(frozen=True)
 class AllReduce:
     """Partial(sum) to Replicate on `axis`, or on all axes of the mesh at once (`axis` None)."""
 
@@ -98,6 +146,14 @@ class AllReduce:
     def group(self, rank: int) -> tuple[int, ...]:
         axes = tuple(range(self.src.mesh.ndim)) if self.axis is None else (self.axis,)
         return _group(self.src.mesh, self.src.mesh, axes, rank)
+
+
+def cost_of(step: Exchange | AllReduce) -> float:
+    """The cost of a step, in bytes; see `costs`."""
+    if step.is_local:
+        return 0.0
+    cost = COSTS[step.collective]
+    return cost.latency + 4 * step.received.busiest * cost.per_byte
 
 
 @dataclass(frozen=True)
@@ -162,9 +218,8 @@ class RedistributePlan:
 
     @cached_property
     def cost(self) -> float:
-        """To compare plans, in bytes: what the busiest rank sends or receives in float32, and the latency."""
-        busiest = 4 * sum(step.received.busiest for step in self.comm_steps)
-        return busiest + LATENCY_BYTES * sum(2 if name == "all_reduce" else 1 for name in self.collectives)
+        """To compare plans, in bytes that an all-to-all of float32 sends meanwhile."""
+        return sum(map(cost_of, self.comm_steps))
 
 
 @lru_cache(maxsize=4096)
@@ -280,7 +335,7 @@ def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """The cheapest of: one exchange; all-reduces, then an exchange; an exchange, then all-reduces."""
     if src == dst:
         return ()
-    exchange: tuple[Step, ...] = (Exchange(src, dst),)
+    exchange: tuple[Step, ...] = (_exchange(src, dst),)
     if src.mesh != dst.mesh:
         reduced = src.reduced()
         if reduced == src:
@@ -306,7 +361,31 @@ def _cheapest(src: Layout, dst: Layout, candidates: list[tuple[Step, ...]]) -> t
 
 
 def _exchange_unless_equal(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    return () if src == dst else (Exchange(src, dst),)
+    return () if src == dst else (_exchange(src, dst),)
+
+
+def _exchange(src: Layout, dst: Layout) -> Exchange:
+    """The cheapest collective that fills `dst` from `src`."""
+    exchange = Exchange(src, dst)
+    collective = _native(exchange)
+    return exchange if collective is None else min(exchange, collective, key=cost_of)
+
+
+def _native(step: Exchange) -> Exchange | None:
+    """The step as an all-gather or a broadcast, if ranks need all that the ranks of their group have."""
+    src, dst = step.src, step.dst
+    if src.mesh != dst.mesh or step.is_local:
+        return None
+    axes = moving_axes(src, dst) or ()
+    pairs = list(zip(src.placements, dst.placements, strict=True))
+    one_group = len(axes) == 1 or prod(src.mesh.shape[axis] for axis in axes) == src.mesh.size()
+    others = [p == q and not isinstance(p, OnRanks | Boxes) for axis, (p, q) in enumerate(pairs) if axis not in axes]
+    if not (one_group and all(others) and all(pairs[axis][1] == REPLICATE for axis in axes)):
+        return None
+    before = [pairs[axis][0] for axis in axes]
+    if all(isinstance(p, Shard | Partial) for p in before):
+        return AllGather(src, dst)
+    return Broadcast(src, dst) if len(axes) == 1 and isinstance(before[0], OnRanks) else None
 
 
 def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:
