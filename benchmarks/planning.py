@@ -17,6 +17,7 @@ from measure import machine, print_table
 
 from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard
 from shardwise.redistribute.exchange import program_of
+from shardwise.redistribute.native import native_program
 from shardwise.redistribute.plan import Exchange, RedistributePlan, plan_redistribute
 
 RANKS = (8, 64, 512, 4096)
@@ -82,7 +83,7 @@ def plan(pair: Pair) -> RedistributePlan:
     rank = found.ranks[len(found.ranks) // 3]
     for step in found.comm_steps:
         if isinstance(step, Exchange):
-            program_of(step, rank)
+            native_program(step, rank) or program_of(step, rank)
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.shapes.index import boolean_index
+from shardwise.rules.shapes.masks import boolean_index
 from shardwise.testing.judge import Sample
 
 aten = torch.ops.aten

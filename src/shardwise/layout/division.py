@@ -15,6 +15,11 @@ class Division(Protocol):
         """Offset and size of a shard."""
         ...
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those of all shards."""
+        ...
+
     def touching(self, first: int, last: int) -> range:
         """The positions whose shards may have some of the elements from `first` to before `last`."""
         ...
@@ -37,6 +42,13 @@ class Chunks:
         start = min(self.size, position * step)
         return start, min(self.size, start + step) - start
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        step = -(-self.size // self.count)
+        full = self.size // step if step else 0
+        rest = (self.size - full * step,) if full < self.count else ()
+        return (step,) * full + rest + (0,) * (self.count - full - 1)
+
     def touching(self, first: int, last: int) -> range:
         first, last = max(first, 0), min(last, self.size)
         if first >= last:
@@ -49,6 +61,7 @@ class GivenSizes:
     """Shards of given sizes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
         self._starts = [0, *accumulate(sizes)]
         self._count = len(sizes)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Box, Partial, split_by_boxes
-from shardwise.redistribute.plan import AllGather, Broadcast, Exchange
+from shardwise.redistribute.native import as_result, native_program, total
+from shardwise.redistribute.plan import AllGather, Exchange
 from shardwise.redistribute.transfers import Region, Schedule, pack, schedule, unpack
 
 
@@ -31,7 +32,7 @@ class _Program:
 @lru_cache(maxsize=4096)
 def program_of(step: Exchange, rank: int) -> _Program:
     src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
-    sends = [] if isinstance(step, AllGather | Broadcast) else step.sends(rank)
+    sends = [] if isinstance(step, AllGather) else step.sends(rank)
     recvs = step.receives(rank)
     order = sorted(range(len(recvs)), key=lambda i: recvs[i].partial_index)
     first: dict[Box, int] = {}
@@ -70,34 +71,23 @@ def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
 
 def run_exchange(local: Tensor, step: Exchange) -> Tensor:
     """This rank's local tensor after `step`; not recorded by autograd."""
-    program = program_of(step, collectives.rank())
-    if not program.schedule.ranks:
-        return _run_locally(local, step, program)
-    ranks, counts = program.schedule.ranks, program.schedule.recv_counts
-    match step:
-        case AllGather():
-            received = collectives.all_gather(local.reshape(-1), counts, ranks)
-        case Broadcast():
-            received = collectives.broadcast(local.reshape(-1), sum(counts), step.root(collectives.rank()), ranks)
-        case _:
-            received = collectives.all_to_all(*_message(local, step, program))
-    return _assemble(received, step, program)
+    return start_exchange(local, step)()
 
 
 def start_exchange(local: Tensor, step: Exchange) -> Finish:
     """Start `run_exchange`; the result waits for it."""
-    program = program_of(step, collectives.rank())
+    here = collectives.rank()
+    native = native_program(step, here)
+    if native is not None:
+        return native.start(local)
+    program = program_of(step, here)
     if not program.schedule.ranks:
         found = _run_locally(local, step, program)
         return lambda: found
-    ranks, counts = program.schedule.ranks, program.schedule.recv_counts
-    match step:
-        case AllGather():
-            wait = collectives.start_all_gather(local.reshape(-1), counts, ranks)
-        case Broadcast():
-            wait = collectives.start_broadcast(local.reshape(-1), sum(counts), step.root(collectives.rank()), ranks)
-        case _:
-            wait = collectives.start_all_to_all(*_message(local, step, program))
+    if isinstance(step, AllGather):
+        wait = collectives.start_all_gather(local.reshape(-1), program.schedule.recv_counts, program.schedule.ranks)
+    else:
+        wait = collectives.start_all_to_all(*_message(local, step, program))
     return lambda: _assemble(wait(), step, program)
 
 
@@ -112,8 +102,7 @@ def _message(
 
 def _assemble(received: Tensor, step: Exchange, program: _Program) -> Tensor:
     if program.in_order and received.numel() == prod(program.shape):
-        # Not `view`: autograd refuses in-place ops on a view that comes out of a Function.
-        return torch.ops.aten._unsafe_view.default(received, program.shape)  # type: ignore[no-any-return]
+        return as_result(received, program.shape)
     return _fill(unpack(received, program.schedule), received, step, program)
 
 
@@ -127,12 +116,8 @@ def _run_locally(local: Tensor, step: Exchange, program: _Program) -> Tensor:
 
 def _fill(parts: Sequence[Tensor], like: Tensor, step: Exchange, program: _Program) -> Tensor:
     """The local tensor: each part is copied, or added, to its region."""
-    if program.partial_sums and like.dtype != torch.bool:
-        first, second, *others = (parts[i] for i in program.order)
-        out = first + second
-        for part in others:
-            out += part
-        return out
+    if program.partial_sums:
+        return total([parts[i] for i in program.order])
     if program.fill is None:
         out = like.new_empty(program.shape)
     else:

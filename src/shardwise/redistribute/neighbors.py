@@ -183,6 +183,21 @@ def _divided(layout: Layout, axis: int, found: _Found, wanted: int | None) -> It
             yield _Found(at, box.along(dim, first, last - first), inner)
 
 
+def sizes_along(layout: Layout, axis: int, rank: int) -> tuple[int, ...]:
+    """The sizes of the dim that `axis` shards, at each of its positions through `rank`."""
+    placement, here = layout.placements[axis], layout.mesh.coordinate(rank)
+    assert isinstance(placement, Shard)
+    assert here is not None
+    size, number = layout.shape[placement.dim], 0
+    for other in layout.shard_order:
+        outer, count = layout.placements[other], layout.mesh.shape[other]
+        if other == axis:
+            break
+        if isinstance(outer, Shard) and outer.dim == placement.dim:
+            size, number = outer.division(size, count, number).shard(here[other])[1], number * count + here[other]
+    return placement.division(size, layout.mesh.shape[axis], number).sizes
+
+
 def _is_divided_again(layout: Layout, axis: int, dim: int) -> bool:
     later = layout.shard_order[layout.shard_order.index(axis) + 1 :]
     return any(layout.placements[other].is_shard(dim) for other in later)

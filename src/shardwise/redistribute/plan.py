@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from operator import lt
 
 from shardwise.errors import LayoutError
 from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard, ring_elements
 from shardwise.redistribute.costs import COSTS
-from shardwise.redistribute.neighbors import Transfer, receives, sends
+from shardwise.redistribute.neighbors import Transfer, receives, sends, sizes_along
 from shardwise.redistribute.volume import Volume, held, largest, moving_axes, volume
 
 
@@ -74,9 +75,36 @@ class AllGather(Exchange):
 
     collective = "all_gather"
 
+    def counts(self, rank: int) -> tuple[int, ...]:
+        """The elements of each rank of the group of `rank`, by rank; () if that is in none."""
+        group, src = self.group(rank), self.src
+        if not group or self.axis is None:
+            return tuple(map(src.local_numel, group))
+        placement, numel = src.placements[self.axis], self.dst.local_numel(rank)
+        if not isinstance(placement, Shard):
+            return (numel,) * len(group)
+        length = self.dst.box(rank).sizes[placement.dim]
+        width = numel // length if length else 0
+        sizes = [width * size for size in sizes_along(src, self.axis, rank)]
+        order = self.order(rank)
+        return tuple(sizes if order is None else [sizes[position] for position in order])
+
+    def order(self, rank: int) -> tuple[int, ...] | None:
+        """The positions on `axis` of the ranks of the group, by rank; None if both rise together."""
+        assert self.axis is not None
+        ranks = self.src.mesh.axis_ranks(rank, self.axis)
+        if all(map(lt, ranks, ranks[1:])):
+            return None
+        return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+
+    @property
+    def axis(self) -> int | None:
+        """The mesh axis along which ranks gather; None if along several."""
+        return self._axes[0] if len(self._axes) == 1 else None
+
     def sent_elements(self, rank: int) -> int:
-        group = self.group(rank)
-        return (len(group) - 1) * max(map(self.src.local_numel, group)) if group else 0
+        counts = self.counts(rank)
+        return (len(counts) - 1) * max(counts) if counts else 0
 
     @cached_property
     def received(self) -> Volume:
@@ -367,11 +395,11 @@ def _exchange_unless_equal(src: Layout, dst: Layout) -> tuple[Step, ...]:
 def _exchange(src: Layout, dst: Layout) -> Exchange:
     """The cheapest collective that fills `dst` from `src`."""
     exchange = Exchange(src, dst)
-    collective = _native(exchange)
+    collective = native_step(exchange)
     return exchange if collective is None else min(exchange, collective, key=cost_of)
 
 
-def _native(step: Exchange) -> Exchange | None:
+def native_step(step: Exchange) -> Exchange | None:
     """The step as an all-gather or a broadcast, if ranks need all that the ranks of their group have."""
     src, dst = step.src, step.dst
     if src.mesh != dst.mesh or step.is_local:

@@ -148,12 +148,12 @@ class _RedistributeCall(ReadsLayouts):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         recipe, ctx, locals_, named = prepare_operands(self.runnable, args, kwargs)
         out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
-        layouts: Any = layouts_of_results(recipe, ctx, out) if recipe.rows else recipe.output
+        layouts = layouts_of_results(recipe, ctx, out) if recipe.rows else recipe.output
         if recipe.copied:
             out = copies_of(_first_dtensor(args, kwargs), out)
         elif not self.makes_views:
             out = no_views(out, args, layouts)
-        return as_dtensors(out, layouts) if recipe.rows else out
+        return as_dtensors(out, layouts) if recipe.rows and layouts is not None else out
 
 
 def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> PreparedCall:

@@ -17,7 +17,7 @@ from shardwise.rules import Meta, Row
 from shardwise.rules.local_context import local_with
 from shardwise.rules.registry import handler, replacement
 from shardwise.rules.row import Args, IndexMap, Kwargs, Op
-from shardwise.rules.shapes.index import boolean_index
+from shardwise.rules.shapes.masks import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.conversion import wrap
