@@ -59,3 +59,14 @@ def test_a_move_that_nobody_looks_at_disturbs_nobody() -> None:
     for _ in range(3):
         x.redistribute(placements=[R], async_op=True)
     assert torch.equal(x.full_tensor(), FULL)
+
+
+@pytest.mark.processes
+@world(2, real=True)
+def test_the_source_may_change_meanwhile() -> None:
+    full = torch.ones(512, 4096)
+    for src, dst in [(S0, R), (S0, S1), (S1, S0), (P, R), (P, S0), (P, S1)]:
+        x = as_dtensor(distribute_tensor(full, Mesh((2,)), [R]).redistribute(placements=[src]))
+        y = x.redistribute(placements=[dst], async_op=True)
+        x.zero_()
+        assert torch.equal(y.full_tensor(), full)

@@ -1,8 +1,8 @@
 """Runs the `Exchange` step of a plan on one rank: pack, all-to-all, unpack."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import torch
@@ -29,7 +29,6 @@ class _Program:
     partial_sums: bool  # each part received has the local shape, and they are added
 
 
-@lru_cache(maxsize=4096)
 def program_of(step: Exchange, rank: int) -> _Program:
     src_boxes, dst_boxes = step.src.boxes(rank), step.dst.boxes(rank)
     sends = [] if isinstance(step, AllGather) else step.sends(rank)
@@ -75,17 +74,23 @@ def run_exchange(local: Tensor, step: Exchange) -> Tensor:
 
 
 def start_exchange(local: Tensor, step: Exchange) -> Finish:
-    """Start `run_exchange`; the result waits for it."""
-    here = collectives.rank()
-    native = native_program(step, here)
-    if native is not None:
-        return native.start(local)
-    program = program_of(step, here)
+    """Start `run_exchange`; the result waits for it. `local` must not change until then."""
+    return _starter(step, collectives.rank())(local)
+
+
+@lru_cache(maxsize=4096)
+def _starter(step: Exchange, rank: int) -> Callable[[Tensor], Finish]:
+    native = native_program(step, rank)
+    return native.start if native is not None else partial(_start, step, program_of(step, rank))
+
+
+def _start(step: Exchange, program: _Program, local: Tensor) -> Finish:
     if not program.schedule.ranks:
         found = _run_locally(local, step, program)
         return lambda: found
     if isinstance(step, AllGather):
-        wait = collectives.start_all_gather(local.reshape(-1), program.schedule.recv_counts, program.schedule.ranks)
+        counts, ranks = program.schedule.recv_counts, program.schedule.ranks
+        wait = collectives.start_all_gather(local.reshape(-1), counts, ranks)
     else:
         wait = collectives.start_all_to_all(*_message(local, step, program))
     return lambda: _assemble(wait(), step, program)

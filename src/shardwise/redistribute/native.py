@@ -1,35 +1,58 @@
-"""Runs broadcasts, and all-gathers along one mesh axis, on one rank.
+"""Runs steps along one mesh axis on one rank: all-gather, reduce-scatter, all-to-all of another dim, broadcast.
 
-Unlike exchanges they need no list of regions, which would be as long as there are ranks.
+Shards are cut from a dim and joined along another one, so there is no list of regions, which would be as long as there
+are ranks, with a slice for each dim.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
+from operator import lt
 
 import torch
 from torch import Tensor
 
 from shardwise import collectives
 from shardwise.collectives import Finish
-from shardwise.layout import Shard
-from shardwise.redistribute.plan import AllGather, Broadcast, Exchange
+from shardwise.layout import Partial, Replicate, Shard
+from shardwise.redistribute.neighbors import sizes_along
+from shardwise.redistribute.plan import AllGather, Broadcast, Exchange, group_axes
 
 
 @dataclass(frozen=True)
-class _Gather:
-    """What one rank does in an all-gather."""
+class _Cut:
+    """How a local tensor is divided among the ranks of a group."""
+
+    dim: int
+    sizes: tuple[int, ...]  # along the dim, by position on the axis
+    counts: tuple[int, ...]  # elements for each rank
+
+
+@dataclass(frozen=True)
+class _AlongAxis:
+    """What one rank does in an all-gather, or in an all-to-all in which it divides its local tensor."""
 
     ranks: tuple[int, ...]
-    counts: tuple[int, ...]  # elements of each rank
     order: tuple[int, ...] | None  # the positions of the ranks on the axis; None: these rise
-    dim: int | None  # along which the parts are concatenated; None: they are partial sums, which are added
-    shape: tuple[int, ...]  # of the local tensor
+    cut: _Cut | None  # None: all-gather
+    counts: tuple[int, ...]  # elements from each rank
+    dim: int | None  # along which the parts are joined; None: they are partial sums, which are added
+    shape: tuple[int, ...]  # of the local tensor afterwards
 
     def start(self, local: Tensor) -> Finish:
-        wait = collectives.start_all_gather(local.reshape(-1), self.counts, self.ranks)
-        return lambda: _assembled(wait(), self)
+        if self.cut is None:
+            send = local.reshape(-1)
+            wait = collectives.start_all_gather(send, self.counts, self.ranks)
+        else:
+            send = self._divided(local, self.cut)
+            wait = collectives.start_all_to_all(send, self.cut.counts, self.counts, self.ranks)
+        return lambda: _joined(wait(), self)
+
+    def _divided(self, local: Tensor, cut: _Cut) -> Tensor:
+        if self.order is None and (not local.numel() or prod(local.shape[: cut.dim]) == 1):
+            return local.reshape(-1)
+        parts = local.split(cut.sizes, cut.dim)
+        return torch.cat([parts[position].reshape(-1) for position in self.order or range(len(parts))])
 
 
 @dataclass(frozen=True)
@@ -45,22 +68,44 @@ class _Broadcast:
         return lambda: as_result(wait(), self.shape)
 
 
-@lru_cache(maxsize=4096)
-def native_program(step: Exchange, rank: int) -> _Gather | _Broadcast | None:
-    """What `rank` does in a step that is a broadcast or an all-gather along one axis; None for others."""
-    shape, ranks = step.dst.local_shape(rank), step.group(rank)
-    if not ranks:
+def native_program(step: Exchange, rank: int) -> _AlongAxis | _Broadcast | None:
+    """What `rank` does in a step along one mesh axis; None for other steps, and outside the mesh."""
+    axes, ranks = group_axes(step.src, step.dst), step.group(rank)
+    if len(axes) != 1 or not ranks:
         return None
     if isinstance(step, Broadcast):
-        return _Broadcast(ranks, step.root(rank), shape)
-    if isinstance(step, AllGather) and step.axis is not None:
-        placement = step.src.placements[step.axis]
-        dim = placement.dim if isinstance(placement, Shard) else None
-        return _Gather(ranks, step.counts(rank), step.order(rank), dim, shape)
-    return None
+        return _Broadcast(ranks, step.root(rank), step.dst.local_shape(rank))
+    (axis,) = axes
+    before, after = step.src.placements[axis], step.dst.placements[axis]
+    if not isinstance(before, Shard | Partial) or not isinstance(after, Shard | Replicate):
+        return None
+    if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
+        return None  # neighbors exchange some rows
+    order = _order_of(step.src.mesh.axis_ranks(rank, axis))
+    shape, cut = step.dst.local_shape(rank), None
+    if isinstance(after, Shard):
+        sizes = sizes_along(step.dst, axis, rank)
+        cut = _Cut(after.dim, sizes, _counts(step.src.local_shape(rank), after.dim, sizes, order))
+    elif not isinstance(step, AllGather):
+        return None
+    if isinstance(before, Partial):
+        return _AlongAxis(ranks, order, cut, (prod(shape),) * len(ranks), None, shape)
+    counts = _counts(shape, before.dim, sizes_along(step.src, axis, rank), order)
+    return _AlongAxis(ranks, order, cut, counts, before.dim, shape)
 
 
-def _assembled(received: Tensor, program: _Gather) -> Tensor:
+def _order_of(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The positions of the ranks, by rank; None if both rise together."""
+    return None if all(map(lt, ranks, ranks[1:])) else tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+
+
+def _counts(shape: Sequence[int], dim: int, sizes: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
+    """The elements of the parts of `shape` with these sizes along `dim`, in this order."""
+    width = prod(n for d, n in enumerate(shape) if d != dim)
+    return tuple([width * size for size in (sizes if order is None else [sizes[position] for position in order])])
+
+
+def _joined(received: Tensor, program: _AlongAxis) -> Tensor:
     shape, dim = program.shape, program.dim
     in_order = dim is not None and program.order is None and prod(shape[:dim]) == 1
     if in_order or not prod(shape):

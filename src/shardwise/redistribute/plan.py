@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from operator import lt
 
 from shardwise.errors import LayoutError
 from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard, ring_elements
@@ -75,36 +74,18 @@ class AllGather(Exchange):
 
     collective = "all_gather"
 
-    def counts(self, rank: int) -> tuple[int, ...]:
-        """The elements of each rank of the group of `rank`, by rank; () if that is in none."""
-        group, src = self.group(rank), self.src
-        if not group or self.axis is None:
-            return tuple(map(src.local_numel, group))
-        placement, numel = src.placements[self.axis], self.dst.local_numel(rank)
-        if not isinstance(placement, Shard):
-            return (numel,) * len(group)
-        length = self.dst.box(rank).sizes[placement.dim]
-        width = numel // length if length else 0
-        sizes = [width * size for size in sizes_along(src, self.axis, rank)]
-        order = self.order(rank)
-        return tuple(sizes if order is None else [sizes[position] for position in order])
-
-    def order(self, rank: int) -> tuple[int, ...] | None:
-        """The positions on `axis` of the ranks of the group, by rank; None if both rise together."""
-        assert self.axis is not None
-        ranks = self.src.mesh.axis_ranks(rank, self.axis)
-        if all(map(lt, ranks, ranks[1:])):
-            return None
-        return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
-
-    @property
-    def axis(self) -> int | None:
-        """The mesh axis along which ranks gather; None if along several."""
-        return self._axes[0] if len(self._axes) == 1 else None
-
     def sent_elements(self, rank: int) -> int:
-        counts = self.counts(rank)
-        return (len(counts) - 1) * max(counts) if counts else 0
+        group = self.group(rank)
+        return (len(group) - 1) * self._largest_of_group(rank) if group else 0
+
+    def _largest_of_group(self, rank: int) -> int:
+        if len(self._axes) > 1:
+            return largest(self.src)
+        (axis,) = self._axes
+        placement, numel = self.src.placements[axis], self.dst.local_numel(rank)
+        if not isinstance(placement, Shard) or not numel:
+            return numel
+        return numel // self.dst.box(rank).sizes[placement.dim] * max(sizes_along(self.src, axis, rank))
 
     @cached_property
     def received(self) -> Volume:
@@ -401,19 +382,26 @@ def _exchange(src: Layout, dst: Layout) -> Exchange:
 
 def native_step(step: Exchange) -> Exchange | None:
     """The step as an all-gather or a broadcast, if ranks need all that the ranks of their group have."""
-    src, dst = step.src, step.dst
-    if src.mesh != dst.mesh or step.is_local:
+    axes = () if step.is_local else group_axes(step.src, step.dst)
+    if not axes or not all(step.dst.placements[axis].is_replicate() for axis in axes):
         return None
-    axes = moving_axes(src, dst) or ()
-    pairs = list(zip(src.placements, dst.placements, strict=True))
-    one_group = len(axes) == 1 or prod(src.mesh.shape[axis] for axis in axes) == src.mesh.size()
-    others = [p == q and not isinstance(p, OnRanks | Boxes) for axis, (p, q) in enumerate(pairs) if axis not in axes]
-    if not (one_group and all(others) and all(pairs[axis][1] == REPLICATE for axis in axes)):
-        return None
-    before = [pairs[axis][0] for axis in axes]
+    before = [step.src.placements[axis] for axis in axes]
     if all(isinstance(p, Shard | Partial) for p in before):
-        return AllGather(src, dst)
-    return Broadcast(src, dst) if len(axes) == 1 and isinstance(before[0], OnRanks) else None
+        return AllGather(step.src, step.dst)
+    return Broadcast(step.src, step.dst) if len(axes) == 1 and isinstance(before[0], OnRanks) else None
+
+
+def group_axes(src: Layout, dst: Layout) -> tuple[int, ...]:
+    """The mesh axes along which something moves, if the ranks along them are one group and nothing else differs.
+
+    () if there are none: between meshes, and for explicit boxes.
+    """
+    axes = moving_axes(src, dst)
+    if not axes or (len(axes) > 1 and prod(src.mesh.shape[axis] for axis in axes) < src.mesh.size()):
+        return ()
+    others = [axis for axis in range(src.mesh.ndim) if axis not in axes]
+    pairs = [(src.placements[axis], dst.placements[axis]) for axis in others]
+    return axes if all(p == q and not isinstance(p, OnRanks | Boxes) for p, q in pairs) else ()
 
 
 def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:

@@ -79,6 +79,8 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     if not comm_steps:
         return lambda: _run_steps(plan.steps, local, cause)
     index, last = comm_steps[-1]
+    if index == 0:  # the caller may change its tensor meanwhile
+        local = local.clone()
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
     before = comm_trace.set_purpose(Purpose(cause, src, dst))
     try:
