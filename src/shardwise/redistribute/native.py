@@ -1,6 +1,6 @@
 """Runs steps along one mesh axis on one rank: all-gather, reduce-scatter, all-to-all of another dim, broadcast.
 
-Shards are cut from a dim and joined along another one, so there is no list of regions, which would be as long as there
+One dim is split and another one joined, so there is no list of regions, which would be as long as there
 are ranks, with a slice for each dim.
 """
 
@@ -20,7 +20,7 @@ from shardwise.redistribute.plan import AllGather, Broadcast, Exchange, group_ax
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Split:
     """How a local tensor is divided among the ranks of a group."""
 
     dim: int
@@ -34,24 +34,24 @@ class _AlongAxis:
 
     ranks: tuple[int, ...]
     order: tuple[int, ...] | None  # the positions of the ranks on the axis; None: these rise
-    cut: _Cut | None  # None: all-gather
+    split: _Split | None  # None: all-gather
     counts: tuple[int, ...]  # elements from each rank
     dim: int | None  # along which the parts are joined; None: they are partial sums, which are added
     shape: tuple[int, ...]  # of the local tensor afterwards
 
     def start(self, local: Tensor) -> Finish:
-        if self.cut is None:
+        if self.split is None:
             send = local.reshape(-1)
             wait = collectives.start_all_gather(send, self.counts, self.ranks)
         else:
-            send = self._divided(local, self.cut)
-            wait = collectives.start_all_to_all(send, self.cut.counts, self.counts, self.ranks)
+            send = self._divided(local, self.split)
+            wait = collectives.start_all_to_all(send, self.split.counts, self.counts, self.ranks)
         return lambda: _joined(wait(), self)
 
-    def _divided(self, local: Tensor, cut: _Cut) -> Tensor:
-        if self.order is None and (not local.numel() or prod(local.shape[: cut.dim]) == 1):
+    def _divided(self, local: Tensor, split: _Split) -> Tensor:
+        if self.order is None and (not local.numel() or prod(local.shape[: split.dim]) == 1):
             return local.reshape(-1)
-        parts = local.split(cut.sizes, cut.dim)
+        parts = local.split(split.sizes, split.dim)
         return torch.cat([parts[position].reshape(-1) for position in self.order or range(len(parts))])
 
 
@@ -82,16 +82,16 @@ def native_program(step: Exchange, rank: int) -> _AlongAxis | _Broadcast | None:
     if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
         return None  # neighbors exchange some rows
     order = _order_of(step.src.mesh.axis_ranks(rank, axis))
-    shape, cut = step.dst.local_shape(rank), None
+    shape, split = step.dst.local_shape(rank), None
     if isinstance(after, Shard):
         sizes = sizes_along(step.dst, axis, rank)
-        cut = _Cut(after.dim, sizes, _counts(step.src.local_shape(rank), after.dim, sizes, order))
+        split = _Split(after.dim, sizes, _counts(step.src.local_shape(rank), after.dim, sizes, order))
     elif not isinstance(step, AllGather):
         return None
     if isinstance(before, Partial):
-        return _AlongAxis(ranks, order, cut, (prod(shape),) * len(ranks), None, shape)
+        return _AlongAxis(ranks, order, split, (prod(shape),) * len(ranks), None, shape)
     counts = _counts(shape, before.dim, sizes_along(step.src, axis, rank), order)
-    return _AlongAxis(ranks, order, cut, counts, before.dim, shape)
+    return _AlongAxis(ranks, order, split, counts, before.dim, shape)
 
 
 def _order_of(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
