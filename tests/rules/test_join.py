@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import (
     DTensor,
@@ -37,6 +37,9 @@ NOTHING = torch.empty(0, dtype=torch.float64)
 SAMPLES = [
     Sample(torch.cat, ([A, B],)),
     Sample(torch.cat, ([A, B, normal(1, 3)], 0)),
+    Sample(nn.utils.rnn.pad_sequence, ([A, B, normal(0, 3)],)),
+    Sample(nn.utils.rnn.pad_sequence, ([B, A], True, -1.0, "left")),
+    Sample(nn.utils.rnn.pad_sequence, ([A[:, 0], B[:, 0]],), {"padding_value": 2.0}),
     Sample(torch.cat, ([A, normal(5, 1)], -1)),
     Sample(torch.cat, ([A, NOTHING, B],), constant=(1,)),
     Sample(torch.cat, ([NOTHING, NOTHING],)),

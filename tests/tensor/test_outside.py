@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Mesh, Replicate, distribute_tensor, rank
+from shardwise import Mesh, Replicate, Shard, distribute_tensor, rank
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from tools.program_judge import Outcome, verdict
@@ -76,3 +76,34 @@ def test_no_plain_tensor_is_written_from_a_mesh_that_this_rank_is_outside_of(
     else:
         with pytest.raises(RuleError, match="is outside Mesh"):
             write(torch.zeros(3), x)
+
+
+@torch.library.custom_op("shardwise_tests::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+@double_.register_fake
+def _(x: torch.Tensor) -> None:
+    return None
+
+
+@world(2)
+def test_calls_that_do_not_depend_on_data_go_on_outside_the_mesh() -> None:
+    x = distribute_tensor(torch.ones(3), Mesh((1,), (1,)), [Shard(0)]).requires_grad_()
+    other = torch.ones(2, dtype=torch.float64)
+    for y in (x.to("cpu", torch.float64), x.to(torch.device("cpu"), torch.float64), x.to(other), x.type_as(other)):
+        assert y.dtype == torch.float64
+        assert y.shape == (3,)
+    torch.autograd.backward([(x * x).sum(), x * x], [torch.tensor(2.0), torch.ones(3)])
+    assert x.grad is not None
+    (grad,) = torch.autograd.grad([x * x], [x], [torch.ones(3)])
+    assert grad.shape == (3,)
+    assert double_(x.detach()) is None
+
+
+@world(2)
+def test_a_gradient_of_another_shape_is_refused_outside_the_mesh_too() -> None:
+    x = distribute_tensor(torch.ones(3), Mesh((1,), (1,)), [Shard(0)]).requires_grad_()
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        torch.autograd.backward([x * x], [torch.ones(2)])

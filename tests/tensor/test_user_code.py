@@ -440,3 +440,34 @@ def test_a_gradient_that_crossed_a_border_crosses_it_again(given: Placement, hel
 
     for ranks in (2, 3):
         world(ranks).run(body)
+
+
+def filled(x: Tensor) -> Tensor:
+    out = torch.zeros([7, 3], dtype=torch.float64)
+    for i in range(7):
+        out[i] = x[i] * 2
+    return out
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+@world(3)
+def test_a_scripted_function_that_fills_a_buffer_of_its_own_is_refused_if_it_needs_gradients(
+    placement: Placement,
+) -> None:
+    """Autograd would see each write twice, and the second time without the tensor that is written."""
+    x, scripted = leaf(placement), torch.jit.script(filled)
+    assert_close(scripted(x.detach()), 2 * FULL)
+    with pytest.raises(RuntimeError, match="TorchScript interpreter"):
+        scripted(x)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.filterwarnings("ignore:non-inplace resize")
+@world(3)
+def test_resized_tensors_have_gradients(placement: Placement) -> None:
+    for shape in ((3, 7), (21,)):
+        x = leaf(placement)
+        y = x.resize(*shape) if len(shape) > 1 else x.resize_as(torch.zeros(shape))  # type: ignore[no-untyped-call]
+        as_dtensor(y.square().sum()).backward()
+        assert_close(as_dtensor(x.grad).full_tensor(), 2 * FULL)

@@ -354,6 +354,22 @@ def _windows(
     return own.unfold(dim, size, step) if own.shape[dim] else own.unsqueeze(-1).expand(*own.shape, size)
 
 
+def _pad_sequence(
+    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> Tensor:
+    """out[i, j] = sequences[i][j], or the padding value; the first two dims change places if not `batch_first`."""
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"Expected padding_side to be one of left or right, but got {padding_side}.")
+    length = max((len(x) for x in sequences), default=0)
+    missing = [(0, length - len(x)) if padding_side == "right" else (length - len(x), 0) for x in sequences]
+    padded = [
+        F.pad(x.to(sequences[0].dtype), [0] * 2 * (x.ndim - 1) + [*amount], value=padding_value)
+        for x, amount in zip(sequences, missing, strict=True)
+    ]
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
+register(OpRule(decomposition=_pad_sequence), torch._C._nn.pad_sequence)
 register(OpRule(cat, shape=_cat_shape), *functions_named("cat", "concat", "concatenate"), aten.cat.default)
 register(OpRule(stack, shape=_stack_shape, shape_independent=True), torch.stack, aten.stack.default)
 register(OpRule(roll, shape=shape_of_first), *functions_named("roll"), aten.roll.default)

@@ -216,3 +216,6 @@ for _op in _reshapes:
     register(OpRule(partial(reshaped, _op), view=True), _op)
 register(OpRule(viewed, view=True, decomposition=aten.view.dtype), Tensor.view)
 register(OpRule(other_dtype, typed=True, view=True), aten.view.dtype)
+# Torch's own asks for `requires_grad` in Python, which the wrapper of a decomposed function does not have.
+register(OpRule(decomposition=lambda x, *sizes: x.reshape(*sizes)), Tensor.resize)
+register(OpRule(decomposition=lambda x, other: x.reshape(other.shape)), Tensor.resize_as)

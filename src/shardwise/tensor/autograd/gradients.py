@@ -143,6 +143,8 @@ def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout, _START)
     _note_full(gradient, layout, "backward: the plain gradient")
+    if layout.mesh.coordinate(collectives.rank()) is None and tuple(gradient.shape) == layout.shape:
+        gradient = gradient.new_empty(full.local_shape(collectives.rank()))
     return as_cotangent(gradient, full, layout, _START)
 
 

@@ -52,11 +52,28 @@ class Wrapper(torch.Tensor):
         cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         args, kwargs = pytree.tree_map(lambda x: x.dtensor if isinstance(x, Wrapper) else x, (args, kwargs or {}))
+        if func._schema.is_mutable:
+            _refuse_to_fill(func, args, kwargs)
         with enable_reentrant_dispatch():
             out = _run_aten(func, args, kwargs)
         if func._schema.is_mutable:
             return out
         return pytree.tree_map(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
+
+
+def _refuse_to_fill(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Raise where a plain tensor inside a decomposed function would get gradients.
+
+    Autograd would record the op twice: here, with the local tensors, and for the caller, which sees wrappers that do
+    not require grad.
+    """
+    if not torch.is_grad_enabled() or all(type(x) is DTensor for x in _written_operands(func, args, kwargs)):
+        return
+    if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
+        raise RuleError(
+            f"{func}: a function that torch decomposes writes a DTensor into a plain tensor of its own; the gradient "
+            f"would be lost. Fix: run it on detached or full tensors, or make the result with torch.stack or torch.cat."
+        )
 
 
 def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> object:

@@ -165,6 +165,8 @@ def _call(func: Op, args: Args, kwargs: Kwargs, in_place: bool = False) -> tuple
     found = [(i, x) for i, x in enumerate(leaves) if type(x) is DTensor]
     autocast = Autocast.of(found[0][1]._layout.mesh.device_type)
     others = [x if type(x) is DTensor or autocast.dtype is not None else on_device(x, "meta") for x in leaves]
+    if func is Tensor.to and len(others) > 1 and isinstance(others[1], str | int | torch.device):
+        others[1] = "meta"
 
     def function(*tensors: Tensor) -> Any:
         for (i, _), x in zip(found, tensors, strict=True):
@@ -255,7 +257,13 @@ def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
             changed = _EmptyResult.apply(changed, result, *map(_source, operands))
         Tensor.copy_(x, changed)
         _check(func, x, saved, versions)
-    return x
+    return x if returns_something(func) else None
+
+
+def returns_something(func: Op) -> bool:
+    """Whether an op that works in place returns what it changed; custom ops may return nothing."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or bool(schema.returns)
 
 
 def _check(func: Op, out: Any, saved: frozenset[int], versions: Sequence[Any]) -> None:
