@@ -18,7 +18,7 @@ from measure import machine, print_table
 from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard
 from shardwise.redistribute.exchange import program_of
 from shardwise.redistribute.native import native_program
-from shardwise.redistribute.plan import Exchange, RedistributePlan, plan_redistribute
+from shardwise.redistribute.plan import Exchange, plan_redistribute
 
 RANKS = (8, 64, 512, 4096)
 Pair = tuple[Layout, Layout]
@@ -77,14 +77,13 @@ PAIRS: dict[str, Callable[[int, int], Pair]] = {
 }  # fmt: skip
 
 
-def plan(pair: Pair) -> RedistributePlan:
+def plan(pair: Pair) -> list[object]:
+    """The plan, and what one rank does in each step."""
     found = plan_redistribute(*pair)
     _ = found.cost
     rank = found.ranks[len(found.ranks) // 3]
-    for step in found.comm_steps:
-        if isinstance(step, Exchange):
-            native_program(step, rank) or program_of(step, rank)
-    return found
+    steps = [step for step in found.comm_steps if isinstance(step, Exchange)]
+    return [found, *(native_program(step, rank) or program_of(step, rank) for step in steps)]
 
 
 def measured(make: Callable[[int, int], Pair], ranks: int, rounds: int) -> tuple[float, float]:

@@ -8,13 +8,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard, distribute_tensor, shard_module
+from shardwise import (
+    Boxes,
+    Layout,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    shard_module,
+)
 from shardwise.layout import Box
 from shardwise.layout.boxes import BoxIndex
 from shardwise.layout.division import Chunks, GivenSizes
 from shardwise.layout.placement import chunk
 from shardwise.models import MLPModule
-from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.native import native_program
+from shardwise.redistribute.plan import Exchange, plan_redistribute
 from shardwise.redistribute.volume import held, largest
 from shardwise.testing import world
 from tests.strategies import Written, laws, layouts
@@ -29,7 +41,7 @@ def test_chunks_are_those_of_torch_and_those_that_touch_a_range_are_found(size: 
     assert [len(x) for x in torch.empty(size).chunk(n)] == [s for s in sizes if s] or not size
     for division in (Chunks(size, n), GivenSizes(sizes)):
         found = [division.shard(i) for i in range(n)]
-        assert [length for _, length in found] == list(sizes)
+        assert [length for _, length in found] == list(sizes) == list(division.sizes)
         assert [start for start, _ in found] == [0, *accumulate(sizes)][:n]
         touching = {i for i, (start, length) in enumerate(found) if max(a, start) < min(b, start + length)}
         assert touching <= set(division.touching(a, b)) <= set(range(n))
@@ -80,6 +92,23 @@ def test_a_plan_for_thousands_of_ranks_is_small(src: Shard, dst: Shard) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8e6
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Partial(), Shard(0)), (Shard(0), Shard(1))])
+@pytest.mark.parametrize("rows", [MANY, MANY * 3 + 5])
+def test_what_one_of_thousands_of_ranks_does_along_an_axis_is_small(
+    placements: tuple[Placement, Placement], rows: int
+) -> None:
+    """A number for each rank, no box."""
+    src, dst = (Layout(Mesh((MANY,)), [p], (rows, MANY)) for p in placements)
+    (step,) = plan_redistribute(src, dst).comm_steps
+    assert isinstance(step, Exchange)
+    tracemalloc.start()
+    program = native_program(step, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert program is not None
+    assert peak < 1e6
 
 
 @world(2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_NAMES = {"all_to_all": "all_to_all_single"}
+_NAMES = {"all_to_all": "all_to_all_single", "all_gather": "all_gather_into_tensor"}
 
 
 @cache

@@ -77,8 +77,8 @@ class CommDebugMode(Listener):
     """Counts the collectives of this rank and the bytes it sends, by module, forward and backward.
 
     A context manager with the methods of `torch.distributed.tensor.debug.CommDebugMode`. Collectives are counted under
-    the same keys, ops of `torch.ops.c10d_functional`; a redistribution is one `all_to_all_single` or `all_reduce`,
-    whatever torch's DTensor would use. Checks that ranks agree count too. Gradients that `.grad` reduces count as
+    the same keys, ops of `torch.ops.c10d_functional`; a redistribution is the collective that was planned, which may be
+    another one than that of torch's DTensor. Checks that ranks agree count too. Gradients that `.grad` reduces count as
     backward of no module ("Global").
 
     `c10d_functional` has its ops once `torch.distributed._functional_collectives` is imported.

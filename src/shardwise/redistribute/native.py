@@ -20,38 +20,31 @@ from shardwise.redistribute.plan import AllGather, Broadcast, Exchange, group_ax
 
 
 @dataclass(frozen=True)
-class _Split:
-    """How a local tensor is divided among the ranks of a group."""
-
-    dim: int
-    sizes: tuple[int, ...]  # along the dim, by position on the axis
-    counts: tuple[int, ...]  # elements for each rank
-
-
-@dataclass(frozen=True)
 class _AlongAxis:
-    """What one rank does in an all-gather, or in an all-to-all in which it divides its local tensor."""
+    """What one rank does in an all-gather or an all-to-all."""
 
     ranks: tuple[int, ...]
     order: tuple[int, ...] | None  # the positions of the ranks on the axis; None: these rise
-    split: _Split | None  # None: all-gather
-    counts: tuple[int, ...]  # elements from each rank
-    dim: int | None  # along which the parts are joined; None: they are partial sums, which are added
+    sent: tuple[int, ...] | None  # elements to each rank; None: all-gather
+    split: tuple[int, tuple[int, ...]] | None  # the dim that is split, the sizes by position; None: all to every rank
+    received: tuple[int, ...]  # elements from each rank
+    joined: int | None  # the dim along which parts are joined; None: they are partial sums, which are added
     shape: tuple[int, ...]  # of the local tensor afterwards
 
     def start(self, local: Tensor) -> Finish:
-        if self.split is None:
-            send = local.reshape(-1)
-            wait = collectives.start_all_gather(send, self.counts, self.ranks)
+        if self.sent is None:
+            wait = collectives.start_all_gather(local.reshape(-1), self.received, self.ranks)
         else:
-            send = self._divided(local, self.split)
-            wait = collectives.start_all_to_all(send, self.split.counts, self.counts, self.ranks)
+            wait = collectives.start_all_to_all(self._message(local), self.sent, self.received, self.ranks)
         return lambda: _joined(wait(), self)
 
-    def _divided(self, local: Tensor, split: _Split) -> Tensor:
-        if self.order is None and (not local.numel() or prod(local.shape[: split.dim]) == 1):
+    def _message(self, local: Tensor) -> Tensor:
+        if self.split is None:
+            return local.reshape(-1).repeat(len(self.ranks))
+        dim, sizes = self.split
+        if self.order is None and (not local.numel() or prod(local.shape[:dim]) == 1):
             return local.reshape(-1)
-        parts = local.split(split.sizes, split.dim)
+        parts = local.split(sizes, dim)
         return torch.cat([parts[position].reshape(-1) for position in self.order or range(len(parts))])
 
 
@@ -81,17 +74,19 @@ def native_program(step: Exchange, rank: int) -> _AlongAxis | _Broadcast | None:
         return None
     if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
         return None  # neighbors exchange some rows
-    order = _order_of(step.src.mesh.axis_ranks(rank, axis))
-    shape, split = step.dst.local_shape(rank), None
+    order, count = _order_of(step.src.mesh.axis_ranks(rank, axis)), len(ranks)
+    local, shape = step.src.local_shape(rank), step.dst.local_shape(rank)
+    sent: tuple[int, ...] | None = None
+    split = None
     if isinstance(after, Shard):
         sizes = sizes_along(step.dst, axis, rank)
-        split = _Split(after.dim, sizes, _counts(step.src.local_shape(rank), after.dim, sizes, order))
+        sent, split = _counts(local, after.dim, sizes, order), (after.dim, sizes)
     elif not isinstance(step, AllGather):
-        return None
+        sent = (prod(local),) * count
     if isinstance(before, Partial):
-        return _AlongAxis(ranks, order, split, (prod(shape),) * len(ranks), None, shape)
-    counts = _counts(shape, before.dim, sizes_along(step.src, axis, rank), order)
-    return _AlongAxis(ranks, order, split, counts, before.dim, shape)
+        return _AlongAxis(ranks, order, sent, split, (prod(shape),) * count, None, shape)
+    received = _counts(shape, before.dim, sizes_along(step.src, axis, rank), order)
+    return _AlongAxis(ranks, order, sent, split, received, before.dim, shape)
 
 
 def _order_of(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -106,11 +101,11 @@ def _counts(shape: Sequence[int], dim: int, sizes: Sequence[int], order: Sequenc
 
 
 def _joined(received: Tensor, program: _AlongAxis) -> Tensor:
-    shape, dim = program.shape, program.dim
+    shape, dim = program.shape, program.joined
     in_order = dim is not None and program.order is None and prod(shape[:dim]) == 1
     if in_order or not prod(shape):
         return as_result(received, shape)
-    parts: Sequence[Tensor] = received.split(program.counts)
+    parts: Sequence[Tensor] = received.split(program.received)
     if program.order is not None:
         by_position = dict(zip(program.order, parts, strict=True))
         parts = [by_position[position] for position in range(len(parts))]

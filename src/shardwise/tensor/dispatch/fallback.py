@@ -61,7 +61,7 @@ class Wrapper(torch.Tensor):
         return pytree.tree_map(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
 
 
-def _refuse_to_fill(func: Any, args: Args, kwargs: Kwargs) -> None:
+def _refuse_to_fill(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Raise where a plain tensor inside a decomposed function would get gradients.
 
     Autograd would record the op twice: here, with the local tensors, and for the caller, which sees wrappers that do
