@@ -46,6 +46,7 @@ class Layout:
         "__weakref__",
         "_boxes",
         "_dual",
+        "_has_empty",
         "_hash",
         "_value",
         "key",
@@ -72,6 +73,7 @@ class Layout:
     _hash: int
     _boxes: dict[int, tuple[Box, ...]]  # by rank, as far as they were computed
     _dual: "Layout | None"
+    _has_empty: bool | None  # None: not asked yet
 
     def __new__(
         cls,
@@ -109,6 +111,7 @@ class Layout:
         put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
         put(self, "_boxes", {})
         put(self, "_dual", None)
+        put(self, "_has_empty", None)
         put(self, "_value", None)
         put(self, "owner", None)
         put(self, "key", LayoutKey(self))
@@ -200,7 +203,13 @@ class Layout:
 
     @property
     def has_empty_shards(self) -> bool:
-        """Whether some rank of the mesh has no elements; found without asking each."""
+        """Whether some rank of the mesh has no elements."""
+        if self._has_empty is None:
+            object.__setattr__(self, "_has_empty", self._finds_empty())
+        return bool(self._has_empty)
+
+    def _finds_empty(self) -> bool:
+        """`has_empty_shards`, without asking each rank."""
         lengths = {dim: {size} for dim, size in enumerate(self.shape)}
         for axis in self.shard_order:
             placement, count = self.placements[axis], self.mesh.shape[axis]

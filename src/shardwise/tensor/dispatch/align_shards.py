@@ -122,6 +122,8 @@ def output_at(row: Row, index: int | None) -> Placement:
 def _output_layout(
     layouts: Sequence[Layout], chosen: Sequence[Row], shape: tuple[int, ...], index: int | None
 ) -> Layout:
+    if _is_like_first(layouts, chosen, shape, index):
+        return layouts[0].row_major
     placements: list[Placement] = []
     for axis, row in enumerate(chosen):
         output = output_at(row, index)
@@ -133,6 +135,22 @@ def _output_layout(
         keys = [_sort_key(layouts, row, axis, p) for axis, (p, row) in enumerate(zip(placements, chosen, strict=True))]
         order = tuple(sorted(range(len(keys)), key=keys.__getitem__))
     return Layout(layouts[0].mesh, placements, shape, order)
+
+
+def _is_like_first(layouts: Sequence[Layout], chosen: Sequence[Row], shape: tuple[int, ...], index: int | None) -> bool:
+    """Whether a result is sharded as the first operand: of most calls, so the layout is not made again."""
+    first = layouts[0]
+    if shape != first.shape or leader(layouts).shard_order != first.shard_order:
+        return False
+    if len(first.shard_order) > 1 and _is_free(chosen):  # then the order of its axes is another one
+        return False
+    for row in chosen:
+        output = output_at(row, index)
+        if output != row.inputs[0] or row.map_index is not None:
+            return False
+        if isinstance(output, Shard) and _source_of(row) != 0:
+            return False
+    return True
 
 
 def _sort_key(layouts: Sequence[Layout], row: Row, axis: int, output: Placement) -> tuple[int, int]:
