@@ -55,6 +55,9 @@ RIGHT = {
     "real partial maxima, which are their own conjugates": (
         leaf((4, 3), "Partial('max')", False), "v2 = x1.conj()", "v3 = torch.positive(x1)", "v2.mul_(2)", "v3.mul_(2)"
     ),
+    "a product of two dtypes, summed over one element": (
+        leaf((3, 1), "Shard(1)", dtype="float32"), 'v2 = torch.einsum("ij,kj->ik", torch.ones(2, 1).double(), x1)'
+    ),
     "what contiguous returns under saved-tensor hooks": (
         leaf((4,), "Replicate()", False),
         "with torch.autograd.graph.save_on_cpu(): v2 = x1.contiguous()",

@@ -86,7 +86,7 @@ def _at(letter: str, letters: str) -> Placement:
     return Shard(letters.index(letter)) if letter in letters else REPLICATE
 
 
-def register_product(indices: Callable[..., Product], *ops: Op, in_place: bool = False) -> None:
+def register_product(indices: Callable[..., Product], *ops: Op, in_place: bool = False, typed: bool = False) -> None:
     """Register ops with the rows of the product that `indices` returns for their arguments."""
 
     def rows(*args: object, **kwargs: object) -> list[Row]:
@@ -99,7 +99,7 @@ def register_product(indices: Callable[..., Product], *ops: Op, in_place: bool =
         product = indices(*args, **kwargs)
         return tuple(map(product.sizes().__getitem__, product.output))
 
-    register(OpRule(rows, in_place, shape, shape_independent=True), *ops)
+    register(OpRule(rows, in_place, shape, shape_independent=True, typed=typed), *ops)
 
 
 # ---- the ops ------------------------------------------------------------------------------------------------
@@ -158,6 +158,8 @@ def tensordot(a: Meta, b: Meta, dims: Any = 2, out: None = None) -> Product:
 def einsum(equation: str, *operands: Any) -> Product:
     """The equation's product. Letters that an operand repeats are its diagonal."""
     tensors: list[Meta] = list(operands if isinstance(operands[0], Meta) else operands[0])
+    if len({x.dtype for x in tensors}) > 1:
+        raise NotImplementedError("of other dtypes torch multiplies where it sums over dims of size 1, by global sizes")
     left, arrow, output = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     free = [c for c in ascii_letters if c not in equation]
@@ -207,7 +209,7 @@ register_product(
 register_product(dot, torch.dot, Tensor.dot, aten.dot.default, torch.vdot, Tensor.vdot, aten.vdot.default)
 register(OpRule(decomposition=_inner), torch.inner, Tensor.inner)
 register_product(tensordot, torch.tensordot)
-register_product(einsum, torch.einsum)
+register_product(einsum, torch.einsum, typed=True)
 for _name, _letters in {
     "addmm": ("mn", "mk", "kn", "mn"), "addmv": ("m", "mk", "k", "m"), "addr": ("mn", "m", "n", "mn"),
     "addbmm": ("mn", "bmk", "bkn", "mn"), "baddbmm": ("bmn", "bmk", "bkn", "bmn"),
