@@ -73,7 +73,7 @@ class Layout:
     _hash: int
     _boxes: dict[int, tuple[Box, ...]]  # by rank, as far as they were computed
     _dual: "Layout | None"
-    _has_empty: bool | None  # None: not asked yet
+    _has_empty: bool | None  # None: not computed yet
 
     def __new__(
         cls,
