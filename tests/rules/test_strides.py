@@ -12,9 +12,10 @@ from torch.testing import assert_close
 
 from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Box
+from shardwise.layout import Box, Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.local_shards import dtensor_from_full
 
 Step = Callable[[Any], Any]
 VALUES = torch.arange(1.0, 25).view(4, 3, 2)
@@ -102,6 +103,34 @@ def test_views_copies_and_strides_are_those_of_one_process(mesh: tuple[int, ...]
         if gots[-1][-1] == "on other ranks":  # which hold the original
             gots[-1] = (*gots[-1][:-1], want[-1])
         assert gots[-1] == want, (names, last, "outside the mesh")
+
+
+PARTIAL_AND_SHARDED: list[list[Placement]] = [
+    [Partial(), Shard(1)],
+    [Shard(1), Partial()],
+    [Partial("avg"), Shard(1, [0, 3])],
+    [Partial("max"), Shard(2)],
+    [Partial(), Shard(0)],
+]
+
+
+@pytest.mark.parametrize("placements", PARTIAL_AND_SHARDED, ids=str)
+@pytest.mark.parametrize("shape", [(-1,), (6, 4), (3, 8), (4, 2, 3)])
+def test_a_reshape_that_copies_mixes_no_partial_values_of_several_ranks(
+    placements: list[Placement], shape: tuple[int, ...]
+) -> None:
+    def body() -> tuple[Tensor, Tensor]:
+        x: Any = dtensor_from_full(VALUES, Layout(Mesh((2, 2)), placements, VALUES.shape)).requires_grad_()
+        out = x.transpose(0, 2).reshape(shape)
+        (out.full_tensor() * torch.arange(24).view(shape)).sum().backward()
+        return out.detach().full_tensor(), x.grad.full_tensor()
+
+    want = VALUES.transpose(0, 2).reshape(shape)
+    gradient = torch.arange(24.0).view(2, 3, 4).transpose(0, 2)
+    for out, grad in world(4).run(body):
+        assert_close(out, want)
+        if not placements[0].is_partial("max"):  # of equal maxima each rank has a share
+            assert_close(grad, gradient)
 
 
 @world(3)

@@ -58,13 +58,18 @@ class LocalContext(Protocol):
         ...
 
     def fetch_boxes(
-        self, xs: Sequence[Tensor], held: Sequence[Sequence[Box]], wanted: Callable[[int], Sequence[tuple[int, Box]]]
+        self,
+        xs: Sequence[Tensor],
+        held: Sequence[Sequence[Box]],
+        wanted: Callable[[int], Sequence[tuple[int, Box]]],
+        ranks: tuple[int, ...] | None = None,
     ) -> list[Tensor]:
         """Several boxes, of several tensors of one dtype, in one all-to-all.
 
         Args:
-            held: for each tensor, its box on each of `ranks()`.
+            held: for each tensor, its box on each of the ranks.
             wanted: from a rank to (index of a tensor, box of it).
+            ranks: those that take part (None: `ranks()`).
         """
         ...
 

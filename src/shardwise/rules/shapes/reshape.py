@@ -115,7 +115,9 @@ def _local_reshape(
 
 
 def _held(ctx: LocalContext) -> dict[int, Box]:
-    return {rank: ctx.layouts[0].box(rank) for rank in ctx.ranks()}
+    """The box of each rank that exchanges elements with this one: partial sums stay on their position of an axis."""
+    layout = ctx.layouts[0]
+    return {rank: layout.box(rank) for rank in ctx.ranks([a for a in ctx.axes if a not in layout.partial_axes])}
 
 
 def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
@@ -157,7 +159,7 @@ def _regrouped(
         goals[rank] = _with_dims(box, old, Box((low,), (span,)))
         found = _flat_boxes(low, low + span, tuple(shape[d] for d in old)) or [Box((0,) * len(old), (0,) * len(old))]
         wanted[rank] = [(0, _with_dims(box, old, dims)) for dims in found]
-    blocks = ctx.fetch_boxes([x], [list(held.values())], wanted.__getitem__)
+    blocks = ctx.fetch_boxes([x], [list(held.values())], wanted.__getitem__, tuple(held))
     flat = [block.flatten(old.start, old.stop - 1) for block in blocks]
     return flat[0] if len(flat) == 1 else torch.cat(flat, old.start), goals
 

@@ -83,8 +83,9 @@ class RankContext:
         xs: Sequence[Tensor],
         held: Sequence[Sequence[Box]],
         wanted: Callable[[int], Sequence[tuple[int, Box]]],
+        ranks: tuple[int, ...] | None = None,
     ) -> list[Tensor]:
-        ranks = self.ranks()
+        ranks = self.ranks() if ranks is None else ranks
         goals = tuple([tuple(wanted(rank)) for rank in ranks])
         return fetch(xs, ranks, self.rank, tuple(map(tuple, held)), goals, self.cause)
 
