@@ -116,12 +116,6 @@ SAMPLES = [
     # Padding.
     Sample(aten.reflection_pad3d.default, (normal(1, 3, 4, 2, 2), [1, 0, 1, 0, 2, 1])),
     Sample(aten.replication_pad3d.default, (normal(1, 3, 4, 2, 2), [1, 0, 1, 0, 2, 1])),
-    # Attention of several examples at once.
-    Sample(
-        F.multi_head_attention_forward,
-        (*(normal(n, 3, 4) for n in (5, 4, 4)), 4, 2, normal(12, 4), normal(12), None, None, False, 0.0, normal(4, 4)),
-        {"out_proj_bias": normal(4)},
-    ),
     # Normalisations.
     Sample(aten.softmax.int, (X, 1)),
     Sample(aten.log_softmax.int, (X, 1)),

@@ -13,7 +13,7 @@ from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_t
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
+from shardwise.testing.rule_checks import assert_equals_one_process, check_rows
 
 GENERATOR = torch.Generator().manual_seed(4)
 MESHES = (Mesh((3,)), Mesh((2, 2)))
@@ -77,6 +77,23 @@ if not is_refused_by_torch(causal_and_masked, *CAUSAL_AND_MASKED):
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_attention_equals_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=7).cases >= 14
+
+
+PROJECTIONS = (normal(12, 4), normal(12), None, None, False, 0.0, normal(4, 4), normal(4))
+MULTI_HEAD = [  # of three examples and of one: results of every number of dims
+    Sample(
+        F.multi_head_attention_forward,
+        (*(normal(length, *examples, 4) for length in (5, 4, 4)), 4, 2, *PROJECTIONS),
+        options,
+    )
+    for examples in ((3,), ())
+    for options in ({}, {"average_attn_weights": False}, {"need_weights": False})
+]
+
+
+@pytest.mark.parametrize("sample", MULTI_HEAD, ids=lambda sample: f"{sample.args[0].ndim}d-{sample.kwargs}")
+def test_each_row_of_multi_head_attention_equals_one_process(sample: Sample) -> None:
+    check_rows(sample.op, sample.args, sample.kwargs, limit=4)
 
 
 @world(4)
@@ -178,6 +195,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
     (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {"key_padding_mask": PADDING}),
     (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {"attn_mask": torch.ones(5, 5).triu(1).bool()}),
     (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {"attn_mask": INPUT[:, :, :5].repeat_interleave(2, 0)}),
+    (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3, {"average_attn_weights": False}),
     (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 1, {"src_key_padding_mask": PADDING}),
     (lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True), 2, {}),
 ]

@@ -198,7 +198,8 @@ def multi_head(*args: object, **kwargs: object) -> list[Row]:
         inputs = tuple(Shard(dims[name]) if name in dims else REPLICATE for name in operands)
         filled_dims = {"query": operands["query"].ndim, "attn_mask": 2}
         local = local_with(never_empty, tuple(filled_dims.get(name, 0) for name in operands))
-        rows.append(Row(inputs, (Shard(0), Shard(int(batched))), "query-sharded", local))
+        of_weights = int(batched) + (not named["average_attn_weights"])  # behind the batch and the heads
+        rows.append(Row(inputs, (Shard(0), Shard(of_weights)), "query-sharded", local))
     return rows
 
 
