@@ -217,6 +217,40 @@ def test_running_statistics_on_grids_are_those_of_all_ranks(
         torch.testing.assert_close(got, [want, *plain])
 
 
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("sharded", [R, S1, Shard(0, [0, 1, 2])], ids=str)
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("op", [F.batch_norm, F.instance_norm], ids=lambda f: f.__name__)
+def test_two_calls_before_a_backward_share_running_statistics_as_in_one_process(
+    op: Callable[..., Tensor], change: bool, sharded: Placement, kept: Placement
+) -> None:
+    """Calls change no version that a backward checks; a change by the program is an error, also outside the mesh."""
+
+    def run(x: Any, *statistics: Any) -> tuple[str, list[Any]]:
+        outs = [op(y, *statistics, None, None, True).pow(3).sum() for y in (x.requires_grad_(), x * 2)]
+        if change:
+            statistics[0].add_(1)
+        try:
+            (outs[0] + outs[1]).backward()
+        except RuntimeError as error:
+            return str(error)[:80], []
+        return "", [x.grad, *(s._version for s in statistics)]
+
+    full = [IMAGES, torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)]
+    error, want = run(*(x.clone() for x in full))
+
+    def body() -> tuple[str, list[Any]]:
+        placements = [sharded, kept, kept]
+        x = [distribute_tensor(x.clone(), Mesh((3,)), [p]) for x, p in zip(full, placements, strict=True)]
+        error, got = run(*x)
+        return error, [x.full_tensor() if isinstance(x, Tensor) else x for x in got]
+
+    gots = world(4).run(body)
+    assert [got[0] for got in gots] == [error] * 4
+    for _, got in gots[:3]:
+        torch.testing.assert_close(got, want)
+
+
 @world(2)
 def test_statistics_that_could_not_change_in_place_are_refused() -> None:
     mesh = Mesh((2,))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Box, Boxes, Partial, Placement, Shard
@@ -267,7 +268,7 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
     variance = squares / count.clamp(min=1)
     if tracked:
         members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)
-        _update(ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
+        _update(op, ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
     mean, variance = (m[before : before + examples, group].unsqueeze(2) for m in (mean, variance))
     weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
     centered = _without_mean(full, mean)
@@ -301,11 +302,14 @@ def _shared(ctx: LocalContext, ranks: tuple[int, ...], operand: dict[str, int], 
 
 
 @torch.no_grad()
-def _update(ctx: LocalContext, named: Named, operand: dict[str, int], mean: Tensor, variance: Tensor) -> None:
+def _update(op: Op, ctx: LocalContext, named: Named, operand: dict[str, int], mean: Tensor, variance: Tensor) -> None:
     for name, new in zip(STATISTICS, (mean.mean(0), variance.mean(0)), strict=True):
-        for box in ctx.layouts[operand[name]].boxes(ctx.rank):
-            own = new[box.offsets[0] : box.offsets[0] + box.sizes[0]]
-            named[name].mul_(1 - named["momentum"]).add_(own, alpha=named["momentum"])
+        box, changed = ctx.layouts[operand[name]].box(ctx.rank), named[name]
+        own = new[box.offsets[0] : box.offsets[0] + box.sizes[0]]
+        # Torch's batch_norm saves the statistics and changes them under the same version: a second call is no error.
+        kept = () if op in INSTANCE or changed.is_inference() else (changed,)
+        with _unsafe_preserve_version_counter(kept):
+            changed.copy_(changed * (1 - named["momentum"]) + own * named["momentum"])
 
 
 def _local_channels(ctx: LocalContext, named: Named, operand: dict[str, int], name: str) -> Maybe:
