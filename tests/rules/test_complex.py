@@ -1,10 +1,14 @@
 """Complex numbers on sharded operands: parts, pairs, conjugates, sums, and their gradients."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Mesh, Partial, Shard, count_comms, distribute_tensor
+from shardwise import Mesh, OnRanks, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
@@ -40,6 +44,45 @@ SAMPLES = [
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_complex_numbers_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], (Mesh((3,)), Mesh((2, 2))), limit=6).cases >= 9
+
+
+def conjugated(resolve: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    return torch.view_as_real(resolve(z.conj()))
+
+
+def negated(resolve: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    x = z.conj().imag
+    out = resolve(x)
+    assert [x.is_neg(), out.is_neg(), resolve(out) is out] == [True, False, True]
+    return out
+
+
+RESOLVED = [
+    (conjugated, (torch.resolve_conj, Tensor.resolve_conj, torch.ops.aten.resolve_conj.default)),
+    (negated, (torch.resolve_neg, Tensor.resolve_neg, torch.ops.aten.resolve_neg.default)),
+]
+
+
+@pytest.mark.parametrize(("function", "op"), [(function, op) for function, ops in RESOLVED for op in ops], ids=str)
+def test_resolved_conjugates_and_negatives_equal_one_process(function: Any, op: Any) -> None:
+    samples = [Sample(partial(function, op), (z,)) for z in (Z, Z.mT, Z[:, :0])]
+    assert assert_equals_one_process(samples, (Mesh((3,)), Mesh((2, 2))), limit=8).cases >= 36
+
+
+@world(3)
+def test_resolving_needs_no_communication_and_changes_nothing_that_is_resolved() -> None:
+    for placement in (Shard(0), Shard(1, [0, 3, 0]), Replicate(), Partial(), OnRanks(1)):
+        z = distribute_tensor(Z, Mesh((3,)), [placement])
+        with count_comms() as comms:
+            out = as_dtensor(z.conj().resolve_conj())
+        assert (comms.total_calls, out.placements, out.is_conj()) == (0, z.placements, False)
+        assert out.stride() == Z.conj().resolve_conj().stride()
+        for same in (z, z.conj().imag.exp(), z.real):
+            assert same.resolve_conj() is same
+            assert same.resolve_neg() is same
+        conjugate = z.conj()
+        conjugate.resolve_conj().zero_()
+        torch.testing.assert_close(as_dtensor(conjugate).full_tensor(), Z.conj())
 
 
 @world(2)

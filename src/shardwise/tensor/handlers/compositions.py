@@ -1,4 +1,4 @@
-"""Ops with a decomposition of their own, because torch's would communicate more."""
+"""Ops with a decomposition of their own, because torch's would communicate more, or would miss something."""
 
 from collections.abc import Sequence
 
@@ -41,6 +41,17 @@ def _block_diag(*tensors: Tensor) -> Tensor:
         rows.append(F.pad(x, (before, width - before - x.shape[1])))
         before += x.shape[1]
     return torch.cat(rows)
+
+
+@replacement(torch.resolve_conj, Tensor.resolve_conj, torch.ops.aten.resolve_conj.default)
+def _resolve_conj(input: Tensor) -> Tensor:
+    """As torch: local tensors say whether their conjugate is still to be computed, which the meta device does not."""
+    return input.clone() if input.is_conj() else input
+
+
+@replacement(torch.resolve_neg, Tensor.resolve_neg, torch.ops.aten.resolve_neg.default)
+def _resolve_neg(input: Tensor) -> Tensor:
+    return input.clone() if input.is_neg() else input
 
 
 @handler(torch.tensor_split, Tensor.tensor_split, no_row=True)
