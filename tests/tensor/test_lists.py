@@ -1,5 +1,8 @@
 """Ops on lists of tensors equal those of one process; the norms of a model take one exchange."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -150,6 +153,63 @@ def test_lists_of_other_layouts_are_brought_to_those_of_the_first() -> None:
     for x, v in zip(first, VALUES, strict=True):
         assert as_dtensor(x).placements == (S0,)
         assert_close(as_dtensor(x).full_tensor(), v + v)
+
+
+ROWS = [v[:1] for v in VALUES]
+COLUMNS = [v[:, :1].abs() + 1 for v in VALUES]
+FACTORS = [0.5, 2.0, 3.0, -1.0, 4.0]
+BROADCAST: dict[str, Callable[[Any, Any, Any], Any]] = {  # of tensors, rows and columns
+    "mul": lambda x, r, c: torch._foreach_mul(x, r),
+    "mul, larger second": lambda x, r, c: torch._foreach_mul(r, c),
+    "add": lambda x, r, c: torch._foreach_add(x, r, alpha=2),
+    "sub": lambda x, r, c: torch._foreach_sub(x, other=c),
+    "div": lambda x, r, c: torch._foreach_div(x, c),
+    "pow": lambda x, r, c: torch._foreach_pow(c, x),
+    "maximum": lambda x, r, c: torch._foreach_maximum(x, c),
+    "clamp_min": lambda x, r, c: torch._foreach_clamp_min(x, r),
+    "lerp": lambda x, r, c: torch._foreach_lerp(x, r, weights=c),
+    "lerp with numbers": lambda x, r, c: torch._foreach_lerp(x, r, FACTORS),
+    "addcmul": lambda x, r, c: torch._foreach_addcmul(x, r, c, 0.5),
+    "addcmul with numbers": lambda x, r, c: torch._foreach_addcmul(x, r, c, scalars=FACTORS),
+    "addcdiv with a tensor of numbers": lambda x, r, c: torch._foreach_addcdiv(x, r, c, torch.tensor(FACTORS)),
+    "addcdiv": lambda x, r, c: torch._foreach_addcdiv(x, r, c, value=2.0),
+    "an overload": lambda x, r, c: torch.ops.aten._foreach_mul.List(x, r),
+    "some of equal shape": lambda x, r, c: torch._foreach_mul(x, [r[0], *x[1:]]),
+    "mul_": lambda x, r, c: torch._foreach_mul_(x, r),
+    "copy_": lambda x, r, c: torch._foreach_copy_(x, r),
+    "addcmul_": lambda x, r, c: torch._foreach_addcmul_(x, r, c, FACTORS),
+    "mm": lambda x, r, c: torch._foreach_mm(c, r),
+    "mm of squares": lambda x, r, c: torch._foreach_mm([y[:3] for y in x[::2]], [y[-3:] for y in x[::2]]),
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_tensors_of_several_shapes_at_one_position_are_broadcast_as_in_one_process(name: str) -> None:
+    x, rows, columns = ([v.clone() for v in a] for a in (VALUES, ROWS, COLUMNS))
+    want = BROADCAST[name](x, rows, columns)
+
+    @world(3)
+    def body() -> None:
+        mesh = Mesh((3,))
+        for line in ("rows", "columns", "copies", "uneven", "on ranks"):
+            ours: list[Tensor] = [distribute_tensor(v, mesh, [p]) for v, p in zip(VALUES, LINES[line], strict=True)]
+            for first, second in ((R, R), (S0, S0), (S1, R)):
+                tensors = [y.clone() for y in ours]
+                r, c = ([distribute_tensor(v, mesh, [p]) for v in a] for p, a in ((first, ROWS), (second, COLUMNS)))
+                got = BROADCAST[name](tensors, r, c)
+                assert_close([as_dtensor(y).full_tensor() for y in got], [*want])
+                if name.endswith("_"):
+                    assert all(a is b for a, b in zip(got, tensors, strict=True))
+                    assert [as_dtensor(y).placements for y in got] == [as_dtensor(y).placements for y in ours]
+
+    body()
+
+
+@world(2)
+def test_overloads_of_reductions_of_lists_reduce_over_all_ranks() -> None:
+    x = torch.tensor([[3.0], [4.0]])
+    (norm,) = torch.ops.aten._foreach_norm.Scalar([distribute_tensor(x, Mesh((2,)), [S0])], 2)
+    assert float(norm) == 5
 
 
 @world(3)

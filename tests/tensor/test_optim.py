@@ -100,6 +100,23 @@ def test_steps_equal_one_process_for_every_layout(name: str, way: str) -> None:
     world(3).run(body)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adafactor_whose_factors_have_other_shapes_equals_one_process(foreach: bool) -> None:
+    settings = {"lr": 0.05, "weight_decay": 0.1, "foreach": foreach}
+    expected = [nn.Parameter(value.clone()) for value in VALUES]
+    train(expected, torch.optim.Adafactor, settings, X, Y)
+
+    def body() -> None:
+        for layout, places in LAYOUTS.items():
+            weights = sharded(layout, Mesh((3,)))
+            train(weights, torch.optim.Adafactor, settings, *(distribute_tensor(t, Mesh((3,)), [S0]) for t in (X, Y)))
+            for weight, want, place in zip(weights, expected, places, strict=True):
+                assert as_dtensor(weight).placements == (place,)
+                assert_close(as_dtensor(weight.detach()).full_tensor(), want.detach())
+
+    world(3).run(body)
+
+
 def assert_state_fits(state: dict[str, Any], shard: Tensor) -> None:
     """No state is larger than the shard it belongs to; numbers (step counts) aside."""
     for key, value in state.items():

@@ -26,6 +26,7 @@ ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
     "_foreach_max": torch.max,
 }
+KEYWORDS = {"alpha": "alpha", "value": "value", "scalars": "value", "non_blocking": "non_blocking"}  # of ordinary ops
 _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs reduced values")
 
 
@@ -34,13 +35,15 @@ _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs r
 )
 def run(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Run a list op. Tensors at one position of the lists are redistributed to the layout in the first list."""
-    name: str = func.__name__
+    name = func.__name__.partition(".")[0]  # without that of an overload
     if name in ONE_BY_ONE:
         return _reductions(name, *args, **kwargs)
     lead = next(a for a in args if _is_tensor_list(a))
     in_place = name.endswith("_")
-    copies = before_changes(name, lead) if in_place else []
     layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
+    if name == "_foreach_mm" or (layouts is None and _broadcasts(name, lead, (*args, *kwargs.values()))):
+        return _one_by_one(name, lead, args, kwargs)
+    copies = before_changes(name, lead) if in_place else []
     if layouts is None:
         layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
         args = tuple(_laid_out(name, a, layouts, in_place and a is lead) for a in args)
@@ -88,6 +91,35 @@ def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
 
 def _is_tensor_list(a: object) -> bool:
     return isinstance(a, list | tuple) and bool(a) and isinstance(a[0], Tensor)
+
+
+def _broadcasts(name: str, lead: Sequence[Tensor], args: Sequence[Any]) -> bool:
+    """Whether tensors of several shapes, numbers apart, are at one position of the lists of an elementwise op."""
+    lists = [a for a in args if _is_tensor_list(a) and len(a) == len(lead)] if name.startswith("_foreach_") else []
+    return any(_shape(x) not in ((), _shape(first)) for a in lists for first, x in zip(lead, a, strict=True))
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return x._layout.shape if type(x) is DTensor else tuple(x.shape)
+
+
+def _one_by_one(name: str, lead: Sequence[Tensor], args: Args, kwargs: Kwargs) -> object:
+    """Each position of the lists by the ordinary op, as torch does where shapes differ."""
+    one = getattr(Tensor, name.removeprefix("_foreach_"))
+    operands = [*args, *(a for k, a in kwargs.items() if k not in KEYWORDS)]
+    named = {KEYWORDS[k]: a for k, a in kwargs.items() if k in KEYWORDS}
+    if len(operands) == 4:  # addcmul and addcdiv take their factor by position too
+        named["value"] = operands.pop()
+    if isinstance(factors := named.get("value"), Tensor):
+        named["value"] = factors.tolist()
+
+    def at(i: int, a: Any) -> Any:
+        return a[i] if isinstance(a, list | tuple) else a
+
+    out = tuple(
+        [one(*[at(i, a) for a in operands], **{k: at(i, a) for k, a in named.items()}) for i in range(len(lead))]
+    )
+    return lead if name.endswith("_") else out
 
 
 def _layout_at(name: str, args: Sequence[Any], kwargs: Kwargs, index: int, first: Tensor) -> Layout | None:
