@@ -243,7 +243,7 @@ def test_two_calls_before_a_backward_share_running_statistics_as_in_one_process(
         placements = [sharded, kept, kept]
         x = [distribute_tensor(x.clone(), Mesh((3,)), [p]) for x, p in zip(full, placements, strict=True)]
         error, got = run(*x)
-        return error, [x.full_tensor() if isinstance(x, Tensor) else x for x in got]
+        return error, [as_dtensor(x).full_tensor() if isinstance(x, Tensor) else x for x in got]
 
     gots = world(4).run(body)
     assert [got[0] for got in gots] == [error] * 4
