@@ -177,6 +177,11 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "save of numpy": lambda d: np.save(io.BytesIO(), d.detach()),
     "trace": lambda d: torch.jit.trace(doubled, d.detach()),
     "trace of a function that uses one": lambda d: torch.jit.trace(lambda x: x * d.detach(), FULL),
+    "apply_": lambda d: d.detach().apply_(lambda value: value * 2),
+    "unbound apply_": lambda d: torch.Tensor.apply_(d.detach(), lambda value: value * 2),
+    "map_": lambda d: d.detach().map_(zeros(), lambda a, b: a + b),
+    "map_ of a plain tensor": lambda d: zeros().map_(d.detach(), lambda a, b: a + b),
+    "map2_": lambda d: d.detach().map2_(zeros(), zeros(), lambda a, b, c: a + b + c),
     "list of plain tensors written": lambda d: torch._foreach_copy_([zeros()], [d.detach()]),
 }
 FAILS_AS_IN_TORCH: dict[str, Callable[[Any], Any]] = {

@@ -218,6 +218,7 @@ _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._op
 
 @handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith(_COMMUNICATES), is_op=True)
 @handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
+@handler(Tensor.apply_, Tensor.map_, Tensor.map2_)
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
     if TracingContext.try_get() is not None:  # torch.compile calls `untyped_storage` first
