@@ -79,6 +79,60 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
+def sum_of_list(xs: list[Tensor]) -> Tensor:
+    return xs[0].sum()
+
+
+def sum_of_dict(xs: dict[str, Tensor]) -> Tensor:
+    return xs["x"].sum()
+
+
+def sum_of_pair(xs: tuple[Tensor, Tensor]) -> Tensor:
+    return xs[1].sum()
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class OfDict(nn.Module):
+    def forward(self, xs: dict[str, Tensor]) -> Tensor:
+        return xs["x"].sum()
+
+
+class WithWeight(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class WithBuffer(nn.Module):
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+def scripted_before(value: Tensor) -> Tensor:
+    module = torch.jit.script(WithWeight(nn.Parameter(zeros())))
+    module.weight = value
+    return full(module(zeros()))
+
+
+def appended(d: Tensor) -> Tensor:
+    several = torch.jit.script([zeros()])
+    several.append(d)
+    return full(torch.jit.script(sum_of_list)(several))
+
+
 # With strict() the plain tensors beside DTensors among these are refused.
 GIVES_THE_VALUE: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda d: torch.tensor(d, dtype=None),
@@ -125,6 +179,11 @@ GIVES_THE_VALUE: dict[str, Callable[[Any], Any]] = {
     "deepcopy": lambda d: copy.deepcopy(d.detach()),
     "data": lambda d: d.data,
     "scripted": lambda d: torch.jit.script(doubled)(d.detach()),
+    "scripted with a list": lambda d: torch.jit.script(sum_of_list)([d.detach()]),
+    "scripted with a dict": lambda d: torch.jit.script(sum_of_dict)({"x": d.detach()}),
+    "scripted with a pair": lambda d: torch.jit.script(sum_of_pair)((zeros(), d.detach())),
+    "scripted module": lambda d: torch.jit.script(Doubled())(d.detach()),
+    "scripted module with a dict": lambda d: torch.jit.script(OfDict())({"x": d.detach()}),
     "tolist": lambda d: d.tolist(),
     "unbound tolist": torch.Tensor.tolist,
     "item": lambda d: d.sum().item(),
@@ -177,6 +236,15 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "save of numpy": lambda d: np.save(io.BytesIO(), d.detach()),
     "trace": lambda d: torch.jit.trace(doubled, d.detach()),
     "trace of a function that uses one": lambda d: torch.jit.trace(lambda x: x * d.detach(), FULL),
+    "trace of a module": lambda d: torch.jit.trace(WithWeight(nn.Parameter(d.detach())), FULL),
+    "script of a module with a parameter": lambda d: torch.jit.script(WithWeight(nn.Parameter(d.detach()))),
+    "script of a module with a buffer": lambda d: torch.jit.script(WithBuffer(d)),
+    "script of a module with an attribute": lambda d: torch.jit.script(WithWeight(d.detach())),
+    "script of a module inside another": lambda d: torch.jit.script(nn.Sequential(WithBuffer(d))),
+    "parameter of a scripted module =": lambda d: scripted_before(nn.Parameter(d.detach())),
+    "script of a list": lambda d: torch.jit.script([d]),
+    "script of a dict": lambda d: torch.jit.script({"x": d}),
+    "element of a scripted list": appended,
     "apply_": lambda d: d.detach().apply_(lambda value: value * 2),
     "unbound apply_": lambda d: torch.Tensor.apply_(d.detach(), lambda value: value * 2),
     "map_": lambda d: d.detach().map_(zeros(), lambda a, b: a + b),

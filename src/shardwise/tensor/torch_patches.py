@@ -29,16 +29,15 @@ from shardwise.tensor.handlers.assigned_state import keeping_layouts
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise.tensor.handlers.optimisers import step_on_locals
 from shardwise.tensor.handlers.replicas import checking
+from shardwise.tensor.handlers.scripts import calling_scripts, without_attributes, without_dtensors, without_elements
 from shardwise.tensor.handlers.unasked import (
     asking,
-    asking_method,
     data_of_alike,
     full_gradients,
     new_without_dtensors,
     refusing_anywhere,
     refusing_lists,
     taking_numbers,
-    without_dtensors,
 )
 
 TESTED = ("2.13", "2.14")
@@ -280,7 +279,26 @@ PATCHES = (
     ),
     *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "torch.Tensor.data"),
     *_made_of_local_shards(
-        asking_method, "Runs a scripted or traced function on the ops of DTensors.", "torch.jit.ScriptFunction.__call__"
+        calling_scripts,
+        "Runs a scripted or traced function or method on the ops of DTensors, also of those in lists and dicts.",
+        "torch.jit.ScriptFunction.__call__",
+        "torch.ScriptMethod.__call__",
+    ),
+    *_made_of_local_shards(
+        without_attributes,
+        "Refuses a DTensor as a parameter, buffer or other attribute of a scripted module.",
+        "torch.ScriptObject.setattr",
+    ),
+    *_made_of_local_shards(
+        without_elements,
+        "Refuses DTensors in lists and dicts of TorchScript.",
+        "torch.ScriptList.__init__",
+        "torch.ScriptList.__setitem__",
+        "torch.ScriptList.append",
+        "torch.ScriptList.extend",
+        "torch.ScriptList.insert",
+        "torch.ScriptDict.__init__",
+        "torch.ScriptDict.__setitem__",
     ),
     *_made_of_local_shards(
         full_gradients,

@@ -11,7 +11,7 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from shardwise.errors import RuleError
 from shardwise.rules.registry import handler, replacement
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.fallback import run_decomposed
-from shardwise.tensor.dispatch.hooks import hook_calls
-from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
 from shardwise.tensor.dtensor import DTensor, call
 from shardwise.tensor.handlers.attributes import refuse, set_
@@ -50,11 +48,6 @@ def asking(original: Op) -> Op:
         return original(*args, **kwargs)
 
     return _in_place_of(original, function)
-
-
-def asking_method(original: Op) -> object:
-    """The same for a method that pybind11 made, which cannot be looked up in a dict, or that somebody replaced."""
-    return asking(getattr(original, "__func__", original))
 
 
 def taking_numbers(first: int) -> Callable[[Op], Op]:
@@ -119,23 +112,6 @@ def refusing_anywhere(original: Op) -> Op:
         if kwargs:
             check(kwargs.values())
         return method(*args, **kwargs)
-
-    return function
-
-
-def without_dtensors(original: Op) -> Op:
-    """`torch.jit.trace`, refusing the call of any function with a DTensor inside."""
-
-    def refuse_call(proceed: object, func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
-        raise RuleError(
-            f"torch.jit.{original.__name__}() would record what {name_of(func)}() does to the local tensor of a "
-            f"DTensor. Fix: shardwise.capture(module), which captures the step with its communication."
-        )
-
-    @wraps(original)
-    def function(*args: object, **kwargs: object) -> object:
-        with hook_calls(refuse_call):
-            return original(*args, **kwargs)
 
     return function
 
