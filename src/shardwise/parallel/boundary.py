@@ -20,6 +20,7 @@ from shardwise.tensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.arguments import TORCH_DTENSOR, check_dense, is_torch_dtensor
 from shardwise.tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
 from shardwise.tensor.conversion import layout_of_local_shapes
+from shardwise.tensor.transforms import check_no_transform, check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable
 from shardwise.trace.comm_trace import Cause
@@ -199,6 +200,7 @@ class BoundaryRedistribution:
             return self._once(x, target, lambda: to_layout(x, target, self.cause))
         if type(x) is not Tensor:
             self._check_tensor(x)
+        check_untransformed(x, self.what)
         plan = self._plain_plans.get(x.shape) or self._plan_from_plain(x)
         out = self._once(x, plan, lambda: _from_plain(x, plan, self.cause))
         return self._to_local(out) if self.use_local_output else out
@@ -212,6 +214,7 @@ class BoundaryRedistribution:
             raise LayoutError(f"{self.what} must be a tensor, got torch's DTensor. Fix: {TORCH_DTENSOR}.")
 
     def _to_local(self, x: DTensor) -> Tensor:
+        check_no_transform(self.what)
         return _to_plain(x, self._dtensor_plans.get(x._layout) or self._plan_to_plain(x._layout), self.cause)
 
     def _once(self, x: Tensor, key: object, redistribute: Callable[[], DTensor]) -> DTensor:

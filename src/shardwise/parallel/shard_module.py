@@ -15,6 +15,7 @@ from shardwise.tensor.conversion import distribute_tensor, wrap
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.tensor.handlers.replicas import note_local_shard
 from shardwise.tensor.replaced_parameters import note_replaced
+from shardwise.tensor.transforms import check_untransformed
 
 M = TypeVar("M", bound=nn.Module)
 ParameterLayout = Placement | Placements | Layout | ShardingSpec
@@ -212,6 +213,7 @@ def _dtensor_property(name: str, layout: Layout) -> property:
         assert local is not None
         expected = layout.local_shape(collectives.rank())
         assert local.shape == expected, f"{name}: expected a local shard of shape {expected}, got {tuple(local.shape)}"
+        check_untransformed(local, name)
         x = wrap(local, layout)
         x._name = name
         return x

@@ -16,6 +16,7 @@ from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
 from shardwise.tensor import factories
 from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.dtensor import DTensor, plain, register_method, tag, to_layout
+from shardwise.tensor.transforms import check_untransformed
 
 ShardedTensor = DTensor
 
@@ -179,6 +180,9 @@ def init_from_local_shards(
             placed on another rank or kind of device, or is no `LocalShard`.
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
+    for s in local_shards:
+        if isinstance(s, LocalShard):
+            check_untransformed(s.tensor, "init_from_local_shards")
     ranks = collectives.group_ranks(process_group)
     size = list(factories.shape_of(global_size))
     facts: dict[str, Any] = {

@@ -35,12 +35,14 @@ from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.dtensor import DTensor, Tiling, check_owners, default_mesh, plain, tag
 from shardwise.tensor.handlers.copies import track
+from shardwise.tensor.transforms import check_no_transform, check_untransformed
 
 
 def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
     layout = x._layout
     if collectives.world_size() > 1:  # elsewhere the local tensors that simulated ranks returned may be read
         check_owners("to_local", (layout,))
+    check_no_transform("to_local")
     with DisableTorchFunctionSubclass():
         local = plain(x)
         grad_layout = None if grad_placements is None else layout.replace(grad_placements)
@@ -94,6 +96,7 @@ def from_local(
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
     check_dense(local, "from_local")
+    check_untransformed(local, "from_local")
     tiling: Tiling | None = getattr(local, "tiling", None)
     if tiling is not None:
         local = plain(local)
@@ -363,6 +366,7 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return tensor.redistribute(device_mesh, placements, shard_order=shard_order)
     check_dense(tensor, "distribute_tensor")
+    check_untransformed(tensor, "distribute_tensor")
     mesh = mesh_for(tensor, device_mesh)
     layout = Layout(mesh, as_placements(mesh, placements), tensor.shape, shard_order)
     ranks, rank = tuple(sorted(mesh.ranks)), collectives.rank()

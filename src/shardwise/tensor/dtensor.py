@@ -19,6 +19,7 @@ from shardwise.errors import MeshError, RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.row import Args, Handler, Kwargs, Op
+from shardwise.tensor.transforms import check_no_transform
 from shardwise.trace.comm_trace import EXPLICIT, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
@@ -479,6 +480,7 @@ def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
     if x._layout == layout or x._layout.row_major == layout.row_major:
         return x
+    check_no_transform(cause.op or "redistribute")
     check_owners(cause.op or "redistribute", (x._layout,))
     with DisableTorchFunctionSubclass():
         if x.is_sparse:

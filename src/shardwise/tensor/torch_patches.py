@@ -39,6 +39,7 @@ from shardwise.tensor.handlers.unasked import (
     refusing_lists,
     taking_numbers,
 )
+from shardwise.tensor.transforms import FORWARD_MODE
 
 TESTED = ("2.13", "2.14")
 
@@ -100,6 +101,7 @@ def _made_of_local_shards(replacement: Callable[[Any], Any], what: str, *targets
 # Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
 _OWN_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 _SUBCLASS = "torch offers `__torch_function__` for ops only"
+_DERIVATIVES = "torch.func.grad, vjp, jvp or a jacobian"
 _BINDING = "A function of C++ that takes a list of tensors, without `__torch_function__`."
 
 PATCHES = (
@@ -138,18 +140,39 @@ PATCHES = (
         refusing("torch.func.vmap"),
     ),
     Patch(
+        "torch._functorch.vmap._remove_batch_dim",
+        "Refuses a DTensor that a function under `torch.func.vmap` returns.",
+        "The same as for what it is called with.",
+        "the result of vmap is silently made of the local shard",
+        refusing("torch.func.vmap"),
+    ),
+    Patch(
         "torch._functorch.eager_transforms._wrap_tensor_for_grad",
         "Refuses a DTensor under `torch.func.grad`, `vjp`, `jvp` and the jacobians with an error.",
         "The same as for vmap.",
         "torch.func.grad silently differentiates with respect to the local shard",
-        refusing("torch.func.grad, vjp, jvp or a jacobian"),
+        refusing(_DERIVATIVES),
+    ),
+    Patch(
+        "torch._functorch.eager_transforms._unwrap_for_grad",
+        "Refuses a DTensor that a function under `torch.func.grad`, `vjp`, `jvp` or a jacobian returns.",
+        "The same as for vmap.",
+        "a jacobian silently has the shape of the local shard",
+        refusing(_DERIVATIVES),
     ),
     Patch(
         "torch._functorch.predispatch._make_dual",
         "Refuses a DTensor in forward-mode autograd with an error.",
         "The same as for vmap.",
         "forward-mode autograd silently uses local tangents",
-        refusing("forward-mode autograd"),
+        refusing(FORWARD_MODE),
+    ),
+    Patch(
+        "torch._functorch.predispatch._unpack_dual",
+        "Refuses a DTensor in forward-mode autograd with an error.",
+        "The same as for vmap.",
+        "forward-mode autograd silently uses local tangents",
+        refusing(FORWARD_MODE),
     ),
     Patch(
         "torch.optim.optimizer._foreach_supported_types",

@@ -17,13 +17,13 @@ from torch.autograd.function import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import _functions as of_modules
 
-from shardwise.errors import RuleError
 from shardwise.layout import Layout, Partial
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.gradients import as_cotangent
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import track
+from shardwise.tensor.transforms import refuse_transform
 from shardwise.trace.autograd_function import TensorFunction
 
 Layouts = tuple[Layout | None, ...]
@@ -246,18 +246,14 @@ def with_layouts(original: Callable[[_Frame], Sequence[object]]) -> Callable[[_F
 
 
 def refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """From a function of `torch.func` to one that refuses a DTensor as its first argument."""
+    """From a function that begins or ends a transform of a tensor to one that refuses DTensors."""
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def refuse(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if type(x) is DTensor:
-                raise RuleError(
-                    f"{what} would transform the local tensor of a DTensor as if it were the full tensor. Fix: "
-                    f"transform a function of local tensors inside shardwise.experimental.local_map, or use "
-                    f"torch.autograd."
-                )
-            return original(x, *args, **kwargs)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if any(type(x) is DTensor for x in args):
+                refuse_transform(what)
+            return original(*args, **kwargs)
 
         return refuse
 

@@ -22,6 +22,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.bucket_plan import axes_to_reduce, local_gradient, readable
 from shardwise.tensor.autograd.buckets import raw_grad, reduce_alone, reduce_pending
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
+from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause
 
@@ -94,6 +95,7 @@ def tag_full(value: Tensor, of: Layout, what: str) -> DTensor:
 
 
 def _note_full(value: Tensor, of: Layout, what: str) -> None:
+    check_untransformed(value, what)
     collectives.expect_equal(value, tuple(sorted(of.mesh.ranks)), what)
 
 

@@ -17,6 +17,7 @@ from shardwise.tensor.arguments import TORCH_DTENSOR, is_torch_dtensor, not_dens
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, tag, to_layout
+from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
 _strict: ContextVar[bool] = ContextVar("shardwise_strict", default=False)
@@ -102,5 +103,6 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
             f"{name}: a {not_dense(x)} tensor beside DTensors is not supported. "
             f"Fix: to_dense() it, or work on local tensors inside shardwise.experimental.local_map."
         )
+    check_untransformed(x, f"{name}: a plain tensor beside DTensors")
     collectives.expect_equal(x, tuple(sorted(mesh.ranks)), f"{name}: the plain tensor beside DTensors")
     return wrap(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride()))

@@ -22,6 +22,7 @@ from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, remembering, tag, to_layout
 from shardwise.tensor.handlers.copies import LIVING, copies_of_memory, invalidate, track
+from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
 # Attributes and methods whose result for the local tensor is right for the global one.
@@ -145,6 +146,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
         if type(returned) is DTensor:
             return gradients.as_cotangent(plain(returned), returned._layout, layout)
         what = f"the plain gradient that a hook of {x._name or 'a tensor'} returned"
+        check_untransformed(returned, what)
         collectives.expect_equal(returned, tuple(sorted(layout.mesh.ranks)), what, by_hook=True)
         return gradients.as_cotangent(returned, layout.replicated(), layout)
 

@@ -1,0 +1,50 @@
+"""Errors where `torch.func` or forward-mode autograd meets DTensors: both transform plain tensors only.
+
+torch.func.grad(lambda v: (v * w).sum())(v)                    refused if v or w is a DTensor
+torch.func.grad(lambda v: (v * w.full_tensor()).sum())(v)      refused: w would lose its gradient
+full = w.full_tensor()
+torch.func.grad(lambda v: (v * full).sum())(v)
+"""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from shardwise.errors import RuleError
+
+FORWARD_MODE = "forward-mode autograd"
+FUNC = "torch.func"
+
+_is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def refuse_transform(what: str) -> NoReturn:
+    raise RuleError(
+        f"{what} would transform the local tensor of a DTensor as if it were the full tensor. Fix: transform a "
+        f"function of local tensors inside shardwise.experimental.local_map, or use torch.autograd; a DTensor that is "
+        f"constant in the function may be gathered before, with full_tensor()."
+    )
+
+
+def check_untransformed(x: Tensor, where: str) -> None:
+    """Refuse a plain tensor beside DTensors that `torch.func` transforms or that has a tangent: it would lose both.
+
+    Runs for every plain operand, so it only reads flags.
+    """
+    if _is_transformed(x):
+        refuse_transform(f"{where}: {FUNC}")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        refuse_transform(f"{where}: {FORWARD_MODE}")
+
+
+def check_no_transform(where: str) -> None:
+    """Refuse to redistribute or convert a DTensor in a function that `torch.func` transforms.
+
+    There no result says that it requires grad, so what it would lose is not known.
+    """
+    if _are_transforms_active() and torch.is_grad_enabled():
+        refuse_transform(f"{where}: {FUNC}")
