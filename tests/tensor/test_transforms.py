@@ -219,8 +219,12 @@ def test_a_constant_may_be_gathered_inside_a_transform_without_gradients() -> No
     assert_close(torch.func.vmap(scaled)(ROWS), ROWS * FULL)
 
 
+def normal(row: Tensor) -> Tensor:
+    return row / row.sum()
+
+
 @world(2)
 def test_functions_of_local_tensors_are_transformed_inside_local_map() -> None:
     rows = distribute_tensor(ROWS.cumsum(0), Mesh((2,)), [Shard(0)])
-    normalized = local_map(torch.func.vmap(lambda row: row / row.sum()), out_placements=[Shard(0)])(rows)
+    normalized = local_map(torch.func.vmap(normal), out_placements=[Shard(0)])(rows)
     assert_close(normalized.full_tensor(), ROWS / 4)
