@@ -99,6 +99,7 @@ LOSES_THE_TANGENT: dict[str, Callable[[Any, Tensor], object]] = {
     "copy_": lambda x, dual: x.copy_(dual),
     "x[0] =": set_row,
     "fill_": lambda x, dual: x.fill_(dual[0]),
+    "a list op": lambda x, dual: torch._foreach_mul([x], [dual]),
     "data =": set_data,
     "grad =": set_grad,
     "gradient": lambda x, dual: x.requires_grad_().sin().backward(dual),

@@ -18,6 +18,7 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.meshes import is_outside
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_changes, invalidate
+from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
 LINEAR = ("_foreach_neg", "_foreach_zero")  # for Partial tensors as well
@@ -113,7 +114,7 @@ def _one_by_one(name: str, lead: Sequence[Tensor], args: Args, kwargs: Kwargs) -
     if isinstance(factors := named.get("value"), Tensor):
         named["value"] = factors.tolist()
 
-    def at(i: int, a: Any) -> Any:
+    def at(i: int, a: object) -> object:
         return a[i] if isinstance(a, list | tuple) else a
 
     out = tuple(
@@ -161,6 +162,7 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
     if type(x) is not DTensor:
         if x.ndim == 0:  # a step counter or another number
             return x
+        check_untransformed(x, name)
         x = tag(x.detach(), Layout(layout.mesh, [REPLICATE] * layout.mesh.ndim, x.shape))
     if x._layout.shape == () != layout.shape:
         return _scalar(name, x)
