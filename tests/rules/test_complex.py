@@ -63,7 +63,7 @@ RESOLVED = [
 ]
 
 
-@pytest.mark.parametrize(("function", "op"), [(function, op) for function, ops in RESOLVED for op in ops], ids=str)
+@pytest.mark.parametrize(("function", "op"), [(function, op) for function, ops in RESOLVED for op in ops])
 def test_resolved_conjugates_and_negatives_equal_one_process(function: Any, op: Any) -> None:
     samples = [Sample(partial(function, op), (z,)) for z in (Z, Z.mT, Z[:, :0])]
     assert assert_equals_one_process(samples, (Mesh((3,)), Mesh((2, 2))), limit=8).cases >= 36
