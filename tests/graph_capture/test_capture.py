@@ -339,3 +339,24 @@ def test_a_rank_that_fails_between_replays_is_named_to_those_that_replay() -> No
     with pytest.raises(ValueError, match="out of memory"):
         world(2).run(check)
     assert "ValueError: out of memory" in str(received[0])
+
+
+@world(4)
+def test_broadcasts_and_all_gathers_are_replayed() -> None:
+    mesh = sw.Mesh((4,))
+    on_one = sw.distribute_tensor(torch.arange(6.0), mesh, [sw.OnRanks(1)]).requires_grad_()
+    rows = sw.distribute_tensor(torch.ones(2048, 1024), mesh, [sw.Shard(0)]).requires_grad_()
+
+    def step(x: sw.DTensor, y: sw.DTensor) -> Tensor:
+        full = (z.redistribute(placements=[sw.Replicate()]) for z in (x, y))
+        loss = sum(z.sum() for z in full)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss
+
+    captured = sw.capture(step)
+    with sw.count_comms() as comms:
+        found = [full_value(captured(on_one, rows)).item() for _ in range(3)]
+    assert found == [15.0 + 2048 * 1024] * 3
+    assert (comms.calls["broadcast"], comms.calls["all_gather"]) == (3, 3)
+    assert full_value(on_one.grad).tolist() == [3.0] * 6
