@@ -123,7 +123,7 @@ def _output_layout(
     layouts: Sequence[Layout], chosen: Sequence[Row], shape: tuple[int, ...], index: int | None
 ) -> Layout:
     if _is_like_first(layouts, chosen, shape, index):
-        return layouts[0].row_major
+        return layouts[0].unowned.row_major
     placements: list[Placement] = []
     for axis, row in enumerate(chosen):
         output = output_at(row, index)
