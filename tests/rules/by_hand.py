@@ -55,6 +55,8 @@ SAMPLES = [
             aten.divide_.Scalar_mode,
         )
     ),
+    # Shapes.
+    Sample(Tensor.resize, (normal(4, 3), 2, 6)),
     # Conversions.
     Sample(Tensor.to, (X, COUNTS)),
     Sample(Tensor.type_as, (COUNTS, X)),

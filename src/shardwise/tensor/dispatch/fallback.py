@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
@@ -161,10 +162,13 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     saved, versions = _saved_of_gathered(func, args, kwargs)
     args, kwargs = pytree.tree_map(operand, (args, kwargs))
     seed = seeds.same_on_all_ranks(mesh, generator, first.device) if seeded else nullcontext()
+    before = {id(x): full[id(x)]._version for x in written}
     with DisableTorchFunctionSubclass(), seed:
         out = func(*args, **kwargs)
         for x in {id(x): x for x in written}.values():
-            _reshard_written(func, x, full[id(x)])
+            # Batch norm changes running statistics under the same version.
+            with _unsafe_preserve_version_counter(() if full[id(x)]._version > before[id(x)] else (plain(x),)):
+                _reshard_written(func, x, full[id(x)])
     invalidate(copies)
     originals = {id(full[id(x)]): x for x in written}
 
