@@ -1,6 +1,7 @@
 """All-gather and broadcast give every rank of a group what the others have, simulated or real, whatever the sizes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -97,9 +98,9 @@ def another_kind() -> None:
         collectives.broadcast(torch.ones(2), 2, 0, (0, 1))
 
 
-def after_check_ranks(checked: bool, act: Callable[[], None]) -> None:
-    collectives.check_ranks(checked)
-    act()
+def compared(checked: bool, act: Callable[[], None]) -> None:
+    with collectives.fingerprint() if checked else nullcontext():
+        act()
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
@@ -107,4 +108,4 @@ def after_check_ranks(checked: bool, act: Callable[[], None]) -> None:
 @pytest.mark.parametrize("checked", [False, True])
 def test_ranks_that_disagree_raise(act: Callable[[], None], real: bool, checked: bool) -> None:
     with pytest.raises(MismatchError, match="must make the same call"):
-        world(2, real=real).run(after_check_ranks, checked, act)
+        world(2, real=real).run(compared, checked, act)
