@@ -106,6 +106,7 @@ def differences(sample: Sample, gradients: bool, placement: Placement) -> list[s
     ]
 
 
+@pytest.mark.filterwarnings("ignore:non-inplace resize")
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_results_say_what_they_say_in_one_process(placement: Placement, gradients: bool) -> None:
