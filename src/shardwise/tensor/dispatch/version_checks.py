@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -119,8 +120,9 @@ def recording_saved(metas: Sequence[Tensor]) -> Iterator[Callable[[object], froz
 
 def _share_version(x: Tensor, y: Tensor) -> bool:
     before = y._version
-    increment_version(x)
-    return y._version != before
+    with _unsafe_preserve_version_counter((x,)):  # a view with another version would get another node of the graph
+        increment_version(x)
+        return y._version != before
 
 
 def saved_by(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast) -> frozenset[int]:
@@ -212,9 +214,9 @@ def check_versions(name: Op, out: object, saved: frozenset[int], versions: Seque
     results = tensors_in(out)
     versions = [*versions, *versions_of(frozenset(~i for i in saved if i < 0), results)]
     stale = STALE in saved
-    nodes = {x.grad_fn for x in results if x.grad_fn is not None}
     if not versions and not stale:
         return
+    nodes = {x.grad_fn for x in results if x.grad_fn is not None}
 
     def check(grads: object) -> None:
         for version in versions:
