@@ -80,6 +80,14 @@ RIGHT = {
     "a view without gradients that is written": (
         "x1 = leaf(30, (), torch.float64, True, Mesh((2,)), [Partial()])", "with torch.no_grad(): x1[None] = 3"
     ),
+    "a partial minimum that is changed without gradients": (
+        leaf((7, 3), "Shard(0)"),
+        "v2 = redistribute(x1, Mesh((4,)), [Partial('min')])",
+        "with torch.no_grad(): v2.mul_(2)",
+    ),
+    "data of a partial maximum": (
+        leaf((7, 3), "Shard(0)"), "v2 = redistribute(x1, Mesh((4,)), [Partial('max')])", "v2.data.mul_(True)"
+    ),
     "indices, which torch has in columns": (
         leaf((3, 4), "Shard(0)", False), "v2 = (x1 > 0).nonzero()", "v2.reshape(-1).add_(1)"
     ),

@@ -18,7 +18,8 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import RuleError
-from shardwise.layout import REPLICATE, Layout
+from shardwise.layout import REPLICATE, Layout, Partial
+from shardwise.redistribute.exchange import identity
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import OpRule, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
@@ -163,12 +164,13 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     args, kwargs = pytree.tree_map(operand, (args, kwargs))
     seed = seeds.same_on_all_ranks(mesh, generator, first.device) if seeded else nullcontext()
     before = {id(x): full[id(x)]._version for x in written}
+    extremes = {id(x): full[id(x)].detach().clone() for x in written if _is_extreme(x._layout)}
     with DisableTorchFunctionSubclass(), seed:
         out = func(*args, **kwargs)
         for x in {id(x): x for x in written}.values():
             # Batch norm changes running statistics under the same version.
             with _unsafe_preserve_version_counter(() if full[id(x)]._version > before[id(x)] else (plain(x),)):
-                _reshard_written(func, x, full[id(x)])
+                _reshard_written(func, x, full[id(x)], extremes.get(id(x)))
     invalidate(copies)
     originals = {id(full[id(x)]): x for x in written}
 
@@ -232,13 +234,31 @@ def _gathered(func: Op, leaves: Sequence[Any], written: Sequence[DTensor], why: 
     return full
 
 
-def _reshard_written(func: Op, x: DTensor, full: Tensor) -> None:
-    """Give `x` the value of the full tensor that was written, in the layout it has."""
+def _reshard_written(func: Op, x: DTensor, full: Tensor, before: Tensor | None) -> None:
+    """Give `x` the value of the full tensor that was written, in the layout it has.
+
+    Args:
+        before: the full tensor before, of a Partial maximum or minimum.
+    """
     if tuple(full.shape) != x._layout.shape:
         raise RuleError(
             f"{func} would change the shape of a distributed tensor from {x._layout.shape} to {tuple(full.shape)} "
             f"in place. Fix: use the op that returns a new tensor."
         )
-    if not x._layout.is_replicated:
-        cause = Cause("no rule", str(func), x._name or "the result", "the full tensor that was written is resharded")
+    if x._layout.is_replicated:
+        return
+    cause = Cause("no rule", str(func), x._name or "the result", "the full tensor that was written is resharded")
+    if before is None:
         plain(x).copy_(redistribute_local(full, x._layout.replicated(), x._layout, cause))
+        return
+    # The ranks that have the extreme keep it: gradients that were recorded before go to them.
+    held = x._layout.reduced()
+    new, old = (redistribute_local(y, x._layout.replicated(), held, cause) for y in (full, before))
+    own = plain(x)
+    is_holder = (own == old) | own.isnan()
+    reduce_op = next(p.reduce_op for p in x._layout.placements if isinstance(p, Partial))
+    own.copy_(torch.where(is_holder, new, identity(reduce_op, own.dtype)))
+
+
+def _is_extreme(layout: Layout) -> bool:
+    return any(p.is_partial("max") or p.is_partial("min") for p in layout.placements)
