@@ -93,6 +93,7 @@ def test_what_ranks_do_not_need_is_not_gathered() -> None:
         ([Shard(0), Replicate()], [OnRanks(0), Replicate()]),
         ([OnRanks(0), OnRanks(1)], [Replicate(), Replicate()]),
         ([Partial(), Shard(0)], [Shard(0), Replicate()]),
+        ([Partial(), Replicate()], [Replicate(), Replicate()]),
         ([Replicate(), Replicate()], [Shard(0), Replicate()]),
     ]:
         assert native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, dst, (8, 8)))) is None  # type: ignore[arg-type]
@@ -100,10 +101,11 @@ def test_what_ranks_do_not_need_is_not_gathered() -> None:
 
 def test_which_collective_it_is() -> None:
     mesh = Mesh((2, 2))
-    for src, kind in [
+    cases: list[tuple[list[Placement], type[Exchange]]] = [
         ([Shard(0), Replicate()], AllGather),
-        ([Partial(), Shard(1)], AllGather),
+        ([Shard(0), Shard(1)], AllGather),
         ([OnRanks(1), Replicate()], Broadcast),
-    ]:
+    ]
+    for src, kind in cases:
         step = native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, [Replicate()] * 2, (8, 8))))
         assert type(step) is kind

@@ -283,7 +283,8 @@ def test_a_small_sum_is_exchanged_in_one_collective_and_a_large_one_goes_round_a
     uneven = plan(4, 100_003)
     assert uneven.total_elements == 2 * 3 * 100_003
     assert uneven.sent_bytes(2, 1) == ring_elements(100_003, 4, 2)
-    assert plan(2, 1024, 1024).collectives == ("all_gather",)  # as many bytes as a ring, and half the rounds
+    assert plan(2, 512, 512).collectives == ("all_to_all",)  # as many bytes as a ring, and half the rounds
+    assert plan(2, 1024, 1024).collectives == ("all_reduce",)
 
 
 def test_a_plan_never_costs_more_than_going_through_the_whole_tensor() -> None:

@@ -161,7 +161,8 @@ def cost_of(step: Exchange | AllReduce) -> float:
     """The cost of a step, in bytes; see `costs`."""
     if step.is_local:
         return 0.0
-    cost = COSTS[step.collective]
+    adds = isinstance(step, Exchange) and step.dst.is_replicated and bool(step.src.partial_axes)
+    cost = COSTS["all_to_all and sum" if adds else step.collective]
     return cost.latency + 4 * step.received.busiest * cost.per_byte
 
 
@@ -386,7 +387,7 @@ def native_step(step: Exchange) -> Exchange | None:
     if not axes or not all(step.dst.placements[axis].is_replicate() for axis in axes):
         return None
     before = [step.src.placements[axis] for axis in axes]
-    if all(isinstance(p, Shard | Partial) for p in before):
+    if all(isinstance(p, Shard) for p in before):
         return AllGather(step.src, step.dst)
     return Broadcast(step.src, step.dst) if len(axes) == 1 and isinstance(before[0], OnRanks) else None
 
