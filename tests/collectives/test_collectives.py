@@ -68,8 +68,8 @@ def counted() -> tuple[dict[str, int], dict[str, int]]:
 def test_what_a_rank_sends_is_counted() -> None:
     """Uneven tensors are padded; the last of a chain sends nothing."""
     once = {"all_gather": 1, "broadcast": 1}
-    padded, whole = 2 * 3 * 4, 5 * 4
-    assert world(3).run(counted) == [(once, {"all_gather": padded, "broadcast": sent}) for sent in (0, whole, whole)]
+    padded, full = 2 * 3 * 4, 5 * 4
+    assert world(3).run(counted) == [(once, {"all_gather": padded, "broadcast": sent}) for sent in (0, full, full)]
 
 
 def of_one_rank() -> None:

@@ -159,10 +159,7 @@ def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
 def _start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
     if len(ranks) == 1:
         return local.clone
-    here, kind = _transport_of(ranks), f"all_reduce {reduce_op}"
-    if fingerprints.are_on(here):
-        fingerprints.compare(here, call_of(kind, local, local.shape), ranks)
-    _log_call(here, ranks, kind, local.dtype, tuple(local.shape))
+    here = _announced(f"all_reduce {reduce_op}", local, local.shape, ranks)
     if comm_trace.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
         comm_trace.record_collective("all_reduce", sent)
@@ -186,10 +183,7 @@ def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Fini
 def _start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
     if len(ranks) == 1:
         return local.clone
-    here = _transport_of(ranks)
-    if fingerprints.are_on(here):
-        fingerprints.compare(here, call_of(ALL_GATHER, local, counts), ranks)
-    _log_call(here, ranks, ALL_GATHER, local.dtype, tuple(counts))
+    here = _announced(ALL_GATHER, local, counts, ranks)
     if comm_trace.listening():
         comm_trace.record_collective(ALL_GATHER, (len(ranks) - 1) * max(counts) * local.element_size())
     return here.start_all_gather(local, counts, ranks)
@@ -215,14 +209,20 @@ def start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finis
 def _start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
     if len(ranks) == 1:
         return local.clone
-    here, kind = _transport_of(ranks), f"broadcast from {root}"
-    if fingerprints.are_on(here):
-        fingerprints.compare(here, call_of(kind, local, (count,)), ranks)
-    _log_call(here, ranks, kind, local.dtype, (count,))
+    here = _announced(f"broadcast from {root}", local, (count,), ranks)
     if comm_trace.listening():
         last = ranks[ranks.index(root) - 1]
         comm_trace.record_collective("broadcast", 0 if here.rank == last else count * local.element_size())
     return here.start_broadcast(local, count, root, ranks)
+
+
+def _announced(kind: str, local: Tensor, shape: Sequence[int], ranks: Ranks) -> Transport:
+    """The transport, after a collective other than an all-to-all was compared with other ranks and recorded."""
+    here = _transport_of(ranks)
+    if fingerprints.are_on(here):
+        fingerprints.compare(here, call_of(kind, local, shape), ranks)
+    _log_call(here, ranks, kind, local.dtype, tuple(shape))
+    return here
 
 
 def _log_call(

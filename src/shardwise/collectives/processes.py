@@ -263,7 +263,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             out, number = local.clone(memory_format=torch.contiguous_format), self.calls.get(ranks, 0)
             wait = self._started(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
-                lambda: PendingCollective(call_of(f"all_reduce {reduce_op}", local, local.shape), number, ranks),
+                partial(self._pending, f"all_reduce {reduce_op}", local, local.shape, number, ranks),
                 self._timeout(ranks, local.device.type),
             )
             return lambda: (wait(), out)[1]

@@ -1,15 +1,18 @@
 """Redistribution plans: the steps from one layout to another, with the exact bytes every rank sends.
 
     Shard(0) -> Shard(1)                an `Exchange`
+    Shard(0) -> Replicate()             an `AllGather`; an `Exchange` if the tensor is small
+    OnRanks(0) -> Replicate()           a `Broadcast`
     Partial() -> Replicate()            an `AllReduce`; an `Exchange` if the tensor is small
     Partial("avg") -> Replicate()       a `Scale`, then the same
     Partial("max") -> Replicate()       a `Restack`, an `Exchange`, a `ReduceStack`
 
-Plans are computed from layouts alone: integers, no tensors. Two steps communicate:
+Plans are computed from layouts alone: integers, no tensors. These steps communicate:
 
 * `Exchange`: every element that a rank needs and does not hold is sent to it once, by one rank; the partial sums of a
   Partial source are added on arrival. All-gather, scatter, reduce-scatter, slicing, padding a shard to a Partial,
-  redistribution between meshes and between explicit boxes are all this one step.
+  redistribution between meshes and between explicit boxes can all be this one step.
+* `AllGather`, `Broadcast`: exchanges in which a rank sends all it has to its group, where these collectives cost less.
 * `AllReduce`: Partial to Replicate where a ring all-reduce costs less.
 
 For max, min and product the local tensors are stacked along a new leading dim. The stack is an ordinary Shard(0), which
@@ -69,8 +72,17 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class AllGather(Exchange):
-    """An exchange in which every rank of a group sends all it has to the others, padded to the largest of them."""
+class _OfGroup(Exchange):
+    """An exchange in which ranks send all they have to all ranks of their group."""
+
+    @cached_property
+    def _axes(self) -> tuple[int, ...]:
+        return moving_axes(self.src, self.dst) or ()
+
+
+@dataclass(frozen=True)
+class AllGather(_OfGroup):
+    """Every rank of a group sends its shard to the others, padded to the largest of them."""
 
     collective = "all_gather"
 
@@ -81,10 +93,11 @@ class AllGather(Exchange):
     def _largest_of_group(self, rank: int) -> int:
         if len(self._axes) > 1:
             return largest(self.src)
-        (axis,) = self._axes
-        placement, numel = self.src.placements[axis], self.dst.local_numel(rank)
-        if not isinstance(placement, Shard) or not numel:
-            return numel
+        (axis,), numel = self._axes, self.dst.local_numel(rank)
+        placement = self.src.placements[axis]
+        assert isinstance(placement, Shard)
+        if not numel:
+            return 0
         return numel // self.dst.box(rank).sizes[placement.dim] * max(sizes_along(self.src, axis, rank))
 
     @cached_property
@@ -93,14 +106,10 @@ class AllGather(Exchange):
         busiest = (prod(mesh.shape[axis] for axis in self._axes) - 1) * largest(self.src)
         return Volume(busiest * mesh.size(), busiest)
 
-    @cached_property
-    def _axes(self) -> tuple[int, ...]:
-        return moving_axes(self.src, self.dst) or ()
-
 
 @dataclass(frozen=True)
-class Broadcast(Exchange):
-    """An exchange along one mesh axis in which one rank of a group sends all it has to the others."""
+class Broadcast(_OfGroup):
+    """Along one mesh axis one rank of a group sends all it has to the others."""
 
     collective = "broadcast"
 
@@ -114,10 +123,6 @@ class Broadcast(Exchange):
     def received(self) -> Volume:
         positions = self.src.mesh.shape[self._axes[0]]
         return Volume((positions - 1) * held(self.dst) // positions, largest(self.dst))
-
-    @cached_property
-    def _axes(self) -> tuple[int, ...]:
-        return moving_axes(self.src, self.dst) or ()
 
     def root(self, rank: int) -> int:
         """The rank of the group of `rank` that sends."""

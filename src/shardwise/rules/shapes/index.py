@@ -25,14 +25,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import PlaceError
-from shardwise.layout import (
-    PARTIAL,
-    REPLICATE,
-    OnRanks,
-    Placement,
-    Shard,
-    contiguous_strides,
-)
+from shardwise.layout import PARTIAL, REPLICATE, OnRanks, Placement, Shard, contiguous_strides
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
 from shardwise.rules.registry import OpRule, register

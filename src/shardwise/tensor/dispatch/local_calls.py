@@ -153,7 +153,10 @@ class _RedistributeCall(ReadsLayouts):
             out = copies_of(_first_dtensor(args, kwargs), out)
         elif not self.makes_views:
             out = no_views(out, args, layouts)
-        return as_dtensors(out, layouts) if recipe.rows and layouts is not None else out
+        if not recipe.rows:
+            return out
+        assert layouts is not None
+        return as_dtensors(out, layouts)
 
 
 def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> PreparedCall:

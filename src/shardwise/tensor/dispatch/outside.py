@@ -257,10 +257,10 @@ def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
             changed = _EmptyResult.apply(changed, result, *map(_source, operands))
         Tensor.copy_(x, changed)
         _check(func, x, saved, versions)
-    return x if returns_something(func) else None
+    return x if _returns_something(func) else None
 
 
-def returns_something(func: Op) -> bool:
+def _returns_something(func: Op) -> bool:
     """Whether an op that works in place returns what it changed; custom ops may return nothing."""
     schema = getattr(func, "_schema", None)
     return schema is None or bool(schema.returns)
