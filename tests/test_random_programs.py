@@ -68,6 +68,12 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
         # Is the row read before it is written?
         ((ON_THREE.replace("[Replicate()]", "[Shard(1)]"), "v2 = x1 * 1", "v2.t_()",
           "v2.addcmul_(v2[0], torch.tensor(2.0, dtype=v2.dtype))"), Outcome.UNSTABLE),
+        # Which of the values of one index is written?
+        (("x1 = leaf(94, (4, 7), torch.float64, False, None)",
+          "x2 = leaf(80, (2, 2), torch.int64, False, Mesh((3,)), [Shard(1, [1, 0, 1])]) % 4",
+          "v3 = x1.index_put((x2,), x1[leaf(83, (2, 2), torch.int64, False, Mesh((3,)), [Replicate()]) % 4] * 2)"),
+         Outcome.UNSTABLE),
+        ((SHARDED, f"v2 = x1.index_put((torch.tensor([0, 1]),), x1[5:] * {RANK})"), Outcome.WRONG),
         # Backward of plain torch meets the changed tensor, because `save_on_cpu` keeps it.
         ((ON_THREE, "x1.requires_grad_()", "v2 = x1 * 1", "with torch.autograd.graph.save_on_cpu(): v3 = v2.amax(0)",
           "v2 += 1"), Outcome.RIGHT),

@@ -311,8 +311,8 @@ def _sums_rounded(lines: Sequence[str], factor: float) -> Seen:
 class _Undefined(TorchDispatchMode):
     """Does otherwise what torch does not define.
 
-    Ops that may choose any of equal elements choose another one. An op in place reads its operands before it writes,
-    also those that overlap with what it writes.
+    Ops that may choose any of equal elements choose another one. `index_put` of repeated indices writes the first
+    value last. An op in place reads its operands before it writes, also those that overlap with what it writes.
     """
 
     CHOOSING = tuple(
@@ -321,6 +321,12 @@ class _Undefined(TorchDispatchMode):
                                ("topk", "default"), ("sort", "default"), ("sort", "stable")]
     )  # fmt: skip
 
+    PUTTING = (
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._index_put_impl_.default,
+    )
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -328,9 +334,19 @@ class _Undefined(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in self.CHOOSING and args[0].ndim and not kwargs.get("stable"):
             return self._chosen(func, args, kwargs)
+        if func in self.PUTTING and not any(args[3:4]) and not kwargs.get("accumulate"):
+            return self._put(args[0], args[1], args[2], func._schema.is_mutable)
         if func._schema.is_mutable:
             args = (args[0], *(a.clone() if isinstance(a, Tensor) else a for a in args[1:]))
         return func(*args, **kwargs)
+
+    @staticmethod
+    def _put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, in_place: bool) -> Tensor:
+        where = tuple(slice(None) if index is None else index for index in indices)
+        positions = torch.arange(x.numel()).reshape(x.shape)[where]
+        out = x.flatten().clone()
+        out[positions.flatten().flip(0)] = values.expand(positions.shape).flatten().flip(0)
+        return x.copy_(out.reshape(x.shape)) if in_place else out.reshape(x.shape)
 
     @staticmethod
     def _chosen(func: Any, args: Any, kwargs: Any) -> Any:
