@@ -86,6 +86,13 @@ def test_what_plain_torch_does_not_define_is_not_wrong(lines: tuple[str, ...], o
     assert found.outcome is outcome, found
 
 
+def test_a_copy_where_torch_raises_and_a_changed_value_where_it_does_not_are_lenient() -> None:
+    """`kron` saves what shares no version with x1; relu saves its result."""
+    lines = "v2 = torch.kron(x1, x1)", "v2.relu_()", "x1.detach().add_(1)", "with torch.no_grad(): v2.mul_(2)"
+    found = verdict(Program(1, ("x1 = leaf(1, (1,), torch.float64, True, Mesh((1,)), [Shard(0)])", *lines)))
+    assert found.outcome is Outcome.LENIENT, found
+
+
 def test_a_failure_is_shrunk_to_the_lines_that_make_it() -> None:
     what = Program(2, (LEAF, "v2 = x1 * 2", f"v3 = v2 + {RANK}", "v4 = v3.sum()", "x1.grad = None"))
     least = shrunk(what)

@@ -63,6 +63,22 @@ RIGHT = {
         "with torch.autograd.graph.save_on_cpu(): v2 = x1.contiguous()",
         "v2.unsqueeze_(0)",
     ),
+    "a hook of a plain leaf in the dtype of a DTensor, which is the leaf itself": (
+        WHOLE, "x2 = leaf(7, (5,), torch.float64, True, None)", "v3 = x2.type_as(x1)", "v4 = x2.to(x1)",
+        "v3.register_hook(lambda g: g.clamp(-0.5, 1))", "v5 = v4.sin()",
+    ),
+    "a view of a plain tensor in the shape of a DTensor": (
+        WHOLE, "x2 = leaf(7, (12,), torch.float64, False, None)", "v3 = x2.view_as(x1)", "v3.mul_(2)",
+        "v4 = x2.reshape_as(x1)", "v4.add_(1)", "v5 = x2[:3].expand_as(x1)",
+    ),
+    "a gradient of an empty shard, detached in place": (
+        leaf((1, 2), "Shard(0)", mesh=(2,)),
+        "v2 = torch.autograd.grad((x1[0] ** 2).sum(), [x1], create_graph=True)[0]", "v2.detach_()", "v2.mul_(2)",
+    ),
+    "a gradient that torch returns as a view": (
+        WHOLE, "v2 = torch.autograd.grad((x1.view(12) ** 3).sum(), [x1], create_graph=True)[0]",
+        "v3 = torch.autograd.grad((v2 * v2).sum(), [x1])[0]", "v2.mul_(2)",
+    ),
     "a hook of attention that was changed without gradients": (
         leaf((1, 2, 4), "Shard(0)"),
         "v2 = F.scaled_dot_product_attention(x1, x1, x1)",

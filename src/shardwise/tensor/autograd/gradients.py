@@ -220,9 +220,28 @@ def grad(func: object, args: Args, kwargs: Kwargs) -> tuple[Tensor | None, ...]:
     def in_layout_of(x: Tensor, g: Tensor | None) -> Tensor | None:
         if g is None:
             return torch.zeros_like(x, requires_grad=bool(kwargs.get("create_graph"))) if materialize else None
-        return to_layout(tag(g, local_gradient(x._layout)), readable(x._layout), _GRAD) if type(x) is DTensor else g
+        if type(x) is not DTensor:
+            return g
+        return to_layout(tag(_not_a_view(g), local_gradient(x._layout)), readable(x._layout), _GRAD)
 
     return tuple(in_layout_of(x, g) for x, g in zip(inputs, found, strict=True))
+
+
+class _NotAView(TensorFunction):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _not_a_view(gradient: Tensor) -> Tensor:
+    """The same memory. Ranks with an empty shard, or with none, compute gradients otherwise: not all would be views."""
+    if not gradient._is_view():
+        return gradient
+    return _NotAView.apply(gradient) if gradient.requires_grad else gradient.detach()
 
 
 # ---- conversions to and from plain tensors ----------------------------------------------------------------------

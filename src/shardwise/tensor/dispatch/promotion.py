@@ -60,6 +60,20 @@ def has_plain_tensors(args: Sequence[Any]) -> bool:
     )
 
 
+WITHOUT_VALUES = frozenset(
+    (Tensor.to, Tensor.type_as, torch.ops.aten.to.other, torch.ops.aten.type_as.default)
+)  # ops that take only the dtype and the device of another tensor
+
+
+def run_without_values(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Run one of `WITHOUT_VALUES` on a plain tensor: the result is plain, and may be the tensor itself."""
+
+    def empty_like(x: object) -> Any:
+        return torch.empty(0, dtype=x.dtype, device=x.device) if type(x) is DTensor else x
+
+    return func(*map(empty_like, args), **{name: empty_like(x) for name, x in kwargs.items()})
+
+
 def into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run an op that writes to a plain tensor, on every rank, with gathered DTensor operands.
 

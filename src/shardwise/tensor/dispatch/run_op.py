@@ -26,7 +26,13 @@ from shardwise.tensor.dispatch.fallback import run_without_row
 from shardwise.tensor.dispatch.keys import NO_KEY, by_value, call_key
 from shardwise.tensor.dispatch.local_calls import PreparedCall, call_under_hooks, local_call, prepare_operands
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.promotion import all_promoted, has_plain_tensors, into_plain
+from shardwise.tensor.dispatch.promotion import (
+    WITHOUT_VALUES,
+    all_promoted,
+    has_plain_tensors,
+    into_plain,
+    run_without_values,
+)
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
 from shardwise.tensor.dispatch.results import as_dtensors
 from shardwise.tensor.dtensor import DTensor, check_owners
@@ -97,8 +103,8 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         # Rules expect the first operand, which has many names, by position, and so does a cached call.
         return run(func, rule, (kwargs[first],), {name: x for name, x in kwargs.items() if name != first})
     if NO_KEY in key and has_plain_tensors((*args, *kwargs.values())):
-        if rule.in_place and type(args[0]) is not DTensor:
-            return into_plain(func, args, kwargs)
+        if (rule.in_place or func in WITHOUT_VALUES) and type(args[0]) is not DTensor:
+            return (into_plain if rule.in_place else run_without_values)(func, args, kwargs)
         return run(func, rule, *all_promoted(func, args, kwargs))
     try:
         runnable = recipes.find_recipe(value, func, rule, args, kwargs)

@@ -13,7 +13,7 @@ from shardwise import collectives
 from shardwise.errors import CaptureError, RuleError
 from shardwise.layout import REPLICATE
 from shardwise.rules.pointwise import is_contiguous
-from shardwise.rules.registry import handler, handler_of_family
+from shardwise.rules.registry import handler, handler_of_family, replacement
 from shardwise.rules.row import Args, Kwargs, Meta, Op
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.autograd.bucket_plan import local_gradient
@@ -205,14 +205,24 @@ def _to_sparse(func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
     raise RuleError(f"{name_of(func)}(): a DTensor has no sparse form. Fix: call it on full_tensor() or to_local().")
 
 
-@handler(Tensor.view_as)
-def _view_as(func: Op, args: Args, kwargs: Kwargs) -> object:
+@replacement(Tensor.view_as, torch.ops.aten.view_as.default)
+def _view_as(input: Tensor, other: Tensor) -> Tensor:
     """`x.view_as(x)` is an alias with its own autograd node; torch uses it to find the leaf of a gradient."""
-    x, other = args
-    if x is not other:
-        return x.view(other.shape) if type(x) is DTensor else run_decomposed(func, args, kwargs)
+    if input is not other or type(input) is not DTensor:
+        return input.view(other.shape)
     with DisableTorchFunctionSubclass():
-        return tag(func(x, x), x._layout)
+        return tag(input.view_as(input), input._layout)
+
+
+@replacement(Tensor.expand_as, torch.ops.aten.expand_as.default)
+def _expand_as(input: Tensor, other: Tensor) -> Tensor:
+    """A plain tensor of the shape of a DTensor stays plain, so that changes of the view are changes of the tensor."""
+    return input.expand(other.shape)
+
+
+@replacement(Tensor.reshape_as, torch.ops.aten.reshape_as.default)
+def _reshape_as(input: Tensor, other: Tensor) -> Tensor:
+    return input.reshape(other.shape)
 
 
 _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._ops.c10d")  # modules of functions
