@@ -18,7 +18,8 @@ from measure import machine, print_table
 from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard
 from shardwise.redistribute.exchange import program_of
 from shardwise.redistribute.native import native_program
-from shardwise.redistribute.plan import Exchange, plan_redistribute
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.steps import Exchange
 
 RANKS = (8, 64, 512, 4096)
 Pair = tuple[Layout, Layout]

@@ -26,7 +26,8 @@ from shardwise.layout.division import Chunks, GivenSizes
 from shardwise.layout.placement import chunk
 from shardwise.models import MLPModule
 from shardwise.redistribute.native import native_program
-from shardwise.redistribute.plan import Exchange, plan_redistribute
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.steps import Exchange
 from shardwise.redistribute.volume import held, largest
 from shardwise.testing import world
 from tests.strategies import Written, laws, layouts

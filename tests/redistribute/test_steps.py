@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
-from shardwise.redistribute.plan import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    Exchange,
-    RedistributePlan,
-    plan_redistribute,
-    same_local_shards,
-)
+from shardwise.redistribute.plan import RedistributePlan, plan_redistribute, same_local_shards
+from shardwise.redistribute.steps import AllGather, AllReduce, Broadcast, Exchange
 from shardwise.testing.local_shards import (
     local_tensor,
     mesh_position,

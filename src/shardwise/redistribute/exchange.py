@@ -12,7 +12,7 @@ from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Box, Partial, split_by_boxes
 from shardwise.redistribute.native import as_result, native_program, total
-from shardwise.redistribute.plan import AllGather, Exchange
+from shardwise.redistribute.steps import AllGather, Exchange
 from shardwise.redistribute.transfers import Region, Schedule, pack, schedule, unpack
 
 

@@ -16,7 +16,7 @@ from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Partial, Replicate, Shard
 from shardwise.redistribute.neighbors import sizes_along
-from shardwise.redistribute.plan import AllGather, Broadcast, Exchange, group_axes
+from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, group_axes
 
 
 @dataclass(frozen=True)

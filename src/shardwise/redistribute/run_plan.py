@@ -17,16 +17,8 @@ from shardwise.collectives import Finish
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Partial
 from shardwise.redistribute.exchange import run_exchange, start_exchange
-from shardwise.redistribute.plan import (
-    AllReduce,
-    Exchange,
-    RedistributePlan,
-    ReduceStack,
-    Restack,
-    Scale,
-    Step,
-    plan_redistribute,
-)
+from shardwise.redistribute.plan import RedistributePlan, plan_redistribute
+from shardwise.redistribute.steps import AllReduce, Exchange, ReduceStack, Restack, Scale, Step
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
