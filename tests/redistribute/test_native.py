@@ -9,7 +9,7 @@ import torch
 from shardwise import collectives
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.exchange import run_exchange, start_exchange
-from shardwise.redistribute.plan import native_step
+from shardwise.redistribute.search import native_step
 from shardwise.redistribute.steps import AllGather, Broadcast, Exchange
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor, partial_index, partial_indices, small_integers

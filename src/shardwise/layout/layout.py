@@ -4,7 +4,6 @@ Layout(Mesh((2,)), [Shard(0)], (5, 4)): rank 0 holds [0:3, 0:4], rank 1 [3:5, 0:
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
 from typing import Protocol, Self
@@ -352,7 +351,7 @@ def _without_sizes(placement: Placement) -> Placement:
 def _split(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, ...]:
     """The shard sizes by `placement` of a dim, or of shard number `outer` of it, with `size` elements."""
     if placement.sizes is None:
-        return _chunk(size, positions)
+        return chunk(size, positions)
     return _rows(placement.sizes, outer + 1)[outer]
 
 
@@ -369,9 +368,6 @@ def _rows(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:
     """One row of sizes per outer shard: those given, or the same for all `count`."""
     nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
     return sizes if nested else (sizes,) * count  # type: ignore[return-value]
-
-
-_chunk = lru_cache(maxsize=4096)(chunk)
 
 
 def _canonical_order(
@@ -434,9 +430,9 @@ def _canonical_shard(
     outer = lengths.get(dim, [shape[dim]])
     if sizes is None:
         if outer[1:] or dim != placement.dim:
-            lengths[dim] = [n for length in outer for n in _chunk(length, positions)]
+            lengths[dim] = [n for length in outer for n in chunk(length, positions)]
             return Shard(dim)
-        lengths[dim] = list(_chunk(outer[0], positions))
+        lengths[dim] = list(chunk(outer[0], positions))
         return placement
     rows = _rows(sizes, len(outer))
     if len(rows) != len(outer):
@@ -455,9 +451,10 @@ def _canonical_shard(
                 f"elements here (global shape {shape})."
             )
     lengths[dim] = [n for row in rows for n in row]
-    if all(row == _chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
+    if all(row == chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
         return Shard(dim)
-    return Shard(dim, rows[0] if all(row == rows[0] for row in rows) else rows)
+    alike = rows[0] if all(row == rows[0] for row in rows) else rows
+    return placement if dim == placement.dim and alike == sizes else Shard(dim, alike)
 
 
 def _check_boxes(

@@ -89,8 +89,13 @@ class Mesh:
         return self.names.index(name)
 
     @cached_property
-    def _indices(self) -> dict[int, int]:
-        return {rank: index for index, rank in enumerate(self.ranks)}
+    def _is_range(self) -> bool:
+        return self.ranks == tuple(range(len(self.ranks)))
+
+    @cached_property
+    def _indices(self) -> dict[int, int] | range:
+        """Where each rank is in `ranks`."""
+        return range(len(self.ranks)) if self._is_range else {rank: i for i, rank in enumerate(self.ranks)}
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -108,9 +113,9 @@ class Mesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The position of `rank` on each axis; None if it is not in the mesh."""
-        index = self._indices.get(rank)
-        if index is None:
+        if rank not in self._indices:
             return None
+        index = self._indices[rank]
         coordinate = []
         for size in reversed(self.shape):
             index, position = divmod(index, size)

@@ -76,6 +76,8 @@ class Shard(Placement):
 def _frozen_sizes(
     sizes: Sequence[int] | Sequence[Sequence[int]],
 ) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+    if isinstance(sizes, tuple | list) and set(map(type, sizes)) == {int} and min(sizes) >= 0:
+        return tuple(sizes)
     mixed = f"Shard sizes must be all integers or all tuples of integers, got {shown(sizes)}."
     if not is_listing(sizes) or len({is_integer(row) for row in sizes}) > 1:
         raise LayoutError(mixed)
@@ -182,8 +184,7 @@ def _box(value: object) -> Box:
 
 def chunk(size: int, positions: int) -> tuple[int, ...]:
     """The shard sizes of a dim by default: those of `torch.chunk`."""
-    step = -(-size // positions)
-    return tuple(max(0, min(size, (i + 1) * step) - min(size, i * step)) for i in range(positions))
+    return Chunks(size, positions).sizes
 
 
 REPLICATE = Replicate()

@@ -23,5 +23,6 @@ COSTS = {
     "all_to_all and sum": Cost(65536, 1.02),  # of full tensors; slower than an all-reduce from 4 MB on
     "all_reduce": Cost(131072, 1.0),
     "all_gather": Cost(131072, 0.95),
+    "reduce_scatter": Cost(131072, 2.5),
     "broadcast": Cost(32768, 0.25),
 }

@@ -1,7 +1,7 @@
-"""Runs steps along one mesh axis on one rank: all-gather, reduce-scatter, all-to-all of another dim, broadcast.
+"""Runs steps along one mesh axis, or along all of them, on one rank: all-gather, reduce-scatter, all-to-all, broadcast.
 
-One dim is split and another one joined, so there is no list of regions, which would be as long as there
-are ranks, with a slice for each dim.
+One dim is split and another one joined, so there is no list of regions, which would be as long as there are ranks, with
+a slice for each dim.
 """
 
 from collections.abc import Sequence
@@ -14,38 +14,74 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.collectives import Finish
-from shardwise.layout import Partial, Replicate, Shard
+from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.neighbors import sizes_along
-from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, group_axes
+from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter, group_axes
+from shardwise.redistribute.volume import sizes_of_ranks
 
 
 @dataclass(frozen=True)
-class _AlongAxis:
-    """What one rank does in an all-gather or an all-to-all."""
+class _Shards:
+    """The shards of the ranks of a group: they divide one dim."""
 
+    dim: int
+    sizes: tuple[int, ...]  # from the first to the last along the dim
+    order: tuple[int, ...] | None  # for each rank, which of them it has; None: these rise
+
+    def numels(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The elements of each rank's shard of a tensor of this shape."""
+        width = prod(n for d, n in enumerate(shape) if d != self.dim)
+        numel = {size: width * size for size in set(self.sizes)}  # few objects for many ranks
+        sizes = self.sizes if self.order is None else [self.sizes[position] for position in self.order]
+        return tuple([numel[size] for size in sizes])
+
+
+@dataclass(frozen=True)
+class _OfShards:
+    """What one rank does in an all-gather, a reduce-scatter or an all-to-all."""
+
+    collective: str
     ranks: tuple[int, ...]
-    order: tuple[int, ...] | None  # the positions of the ranks on the axis; None: these rise
-    sent: tuple[int, ...] | None  # elements to each rank; None: all-gather
-    split: tuple[int, tuple[int, ...]] | None  # the dim that is split, the sizes by position; None: all to every rank
+    split: _Shards | None  # what each rank is sent; None: everything
+    sent: tuple[int, ...]  # elements to each rank
+    joined: _Shards | None  # what each rank sends; None: partial sums, which are added
     received: tuple[int, ...]  # elements from each rank
-    joined: int | None  # the dim along which parts are joined; None: they are partial sums, which are added
     shape: tuple[int, ...]  # of the local tensor afterwards
 
     def start(self, local: Tensor) -> Finish:
-        if self.sent is None:
-            wait = collectives.start_all_gather(local.reshape(-1), self.received, self.ranks)
-        else:
-            wait = collectives.start_all_to_all(self._message(local), self.sent, self.received, self.ranks)
-        return lambda: _joined(wait(), self)
+        match self.collective:
+            case "all_gather":
+                wait = collectives.start_all_gather(local.reshape(-1), self.received, self.ranks)
+            case "reduce_scatter":
+                scatter = collectives.start_reduce_scatter(self._message(local), self.sent, self.ranks)
+                return lambda: as_result(scatter(), self.shape)
+            case _:
+                wait = collectives.start_all_to_all(self._message(local), self.sent, self.received, self.ranks)
+        return lambda: self._joined(wait())
 
     def _message(self, local: Tensor) -> Tensor:
         if self.split is None:
             return local.reshape(-1).repeat(len(self.ranks))
-        dim, sizes = self.split
-        if self.order is None and (not local.numel() or prod(local.shape[:dim]) == 1):
+        dim, order = self.split.dim, self.split.order
+        if order is None and (not local.numel() or prod(local.shape[:dim]) == 1):
             return local.reshape(-1)
-        parts = local.split(sizes, dim)
-        return torch.cat([parts[position].reshape(-1) for position in self.order or range(len(parts))])
+        parts = local.split(self.split.sizes, dim)
+        return torch.cat([parts[position].reshape(-1) for position in order or range(len(parts))])
+
+    def _joined(self, received: Tensor) -> Tensor:
+        shape, joined = self.shape, self.joined
+        if not prod(shape):
+            return as_result(received, shape)
+        if joined is None:
+            return total([part.view(shape) for part in received.split(self.received)])
+        before, after = shape[: joined.dim], shape[joined.dim + 1 :]
+        if joined.order is None and prod(before) == 1:
+            return as_result(received, shape)
+        parts: Sequence[Tensor] = received.split(self.received)
+        if joined.order is not None:
+            by_position = dict(zip(joined.order, parts, strict=True))
+            parts = [by_position[position] for position in range(len(parts))]
+        return torch.cat([p.view(*before, n, *after) for p, n in zip(parts, joined.sizes, strict=True)], joined.dim)
 
 
 @dataclass(frozen=True)
@@ -61,59 +97,48 @@ class _Broadcast:
         return lambda: as_result(wait(), self.shape)
 
 
-def native_program(step: Exchange, rank: int) -> _AlongAxis | _Broadcast | None:
-    """What `rank` does in a step along one mesh axis; None for other steps, and outside the mesh."""
+def native_program(step: Exchange, rank: int) -> _OfShards | _Broadcast | None:
+    """What `rank` does in a step along one mesh axis, or along all of them; None for others, and outside the mesh."""
     axes, ranks = group_axes(step.src, step.dst), step.group(rank)
-    if len(axes) != 1 or not ranks:
+    if not axes or not ranks:
         return None
     if isinstance(step, Broadcast):
         return _Broadcast(ranks, step.root(rank), step.dst.local_shape(rank))
-    (axis,) = axes
-    before, after = step.src.placements[axis], step.dst.placements[axis]
-    if not isinstance(before, Shard | Partial) or not isinstance(after, Shard | Replicate):
-        return None
-    if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
-        return None  # neighbors exchange some rows
-    order, count = _order_of(step.src.mesh.axis_ranks(rank, axis)), len(ranks)
-    local, shape = step.src.local_shape(rank), step.dst.local_shape(rank)
-    sent: tuple[int, ...] | None = None
-    split = None
-    if isinstance(after, Shard):
-        sizes = sizes_along(step.dst, axis, rank)
-        sent, split = _counts(local, after.dim, sizes, order), (after.dim, sizes)
-    elif not isinstance(step, AllGather):
-        sent = (prod(local),) * count
-    if isinstance(before, Partial):
-        return _AlongAxis(ranks, order, sent, split, (prod(shape),) * count, None, shape)
-    received = _counts(shape, before.dim, sizes_along(step.src, axis, rank), order)
-    return _AlongAxis(ranks, order, sent, split, received, before.dim, shape)
+    joined, split = _dim_of(step.src, axes, Partial), _dim_of(step.dst, axes, Replicate)
+    if joined is None or split is None or joined == split != _NO_DIM:
+        return None  # of one dim, neighbors exchange some rows
+    local, shape, count = step.src.local_shape(rank), step.dst.local_shape(rank), len(ranks)
+    to = None if split == _NO_DIM else _shards(step.dst, axes, split, rank)
+    of = None if joined == _NO_DIM else _shards(step.src, axes, joined, rank)
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    if not isinstance(step, AllGather):
+        sent = (prod(local),) * count if to is None else to.numels(local)
+    if not isinstance(step, ReduceScatter):
+        received = (prod(shape),) * count if of is None else of.numels(shape)
+    return _OfShards(step.collective, ranks, to, sent, of, received, shape)
 
 
-def _order_of(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The positions of the ranks, by rank; None if both rise together."""
-    return None if all(map(lt, ranks, ranks[1:])) else tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+_NO_DIM = -1
 
 
-def _counts(shape: Sequence[int], dim: int, sizes: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
-    """The elements of the parts of `shape` with these sizes along `dim`, in this order."""
-    width = prod(n for d, n in enumerate(shape) if d != dim)
-    return tuple([width * size for size in (sizes if order is None else [sizes[position] for position in order])])
+def _dim_of(layout: Layout, axes: Sequence[int], other: type[Placement]) -> int | None:
+    """The dim that all these axes shard; _NO_DIM if all have the `other` placement; None otherwise."""
+    placements = [layout.placements[axis] for axis in axes]
+    if all(isinstance(p, other) for p in placements):
+        return _NO_DIM
+    dims = {p.dim if isinstance(p, Shard) else None for p in placements}
+    return dims.pop() if len(dims) == 1 else None
 
 
-def _joined(received: Tensor, program: _AlongAxis) -> Tensor:
-    shape, dim = program.shape, program.joined
-    in_order = dim is not None and program.order is None and prod(shape[:dim]) == 1
-    if in_order or not prod(shape):
-        return as_result(received, shape)
-    parts: Sequence[Tensor] = received.split(program.received)
-    if program.order is not None:
-        by_position = dict(zip(program.order, parts, strict=True))
-        parts = [by_position[position] for position in range(len(parts))]
-    if dim is None:
-        return total([part.view(shape) for part in parts])
-    before, after = shape[:dim], shape[dim + 1 :]
-    width = prod(before) * prod(after)
-    return torch.cat([part.view(*before, part.numel() // width, *after) for part in parts], dim)
+def _shards(layout: Layout, axes: Sequence[int], dim: int, rank: int) -> _Shards:
+    """The shards of `dim` along these axes through `rank`; of several axes, all ranks of the mesh."""
+    if len(axes) == 1:
+        ranks, sizes = layout.mesh.axis_ranks(rank, axes[0]), sizes_along(layout, axes[0], rank)
+    else:
+        ranks, sizes = sizes_of_ranks(layout, dim)
+    order = None if all(map(lt, ranks, ranks[1:])) else tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+    return _Shards(dim, sizes, order)
 
 
 def as_result(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -19,25 +19,14 @@ For max, min and product the local tensors are stacked along a new leading dim. 
 is redistributed like any other and then reduced locally, so its gradients are torch's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shardwise.errors import LayoutError
-from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Partial, Placement, Shard
-from shardwise.redistribute.steps import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    Exchange,
-    ReduceStack,
-    Restack,
-    Scale,
-    Step,
-    cost_of,
-    group_axes,
-    ranks_of,
-)
+from shardwise.layout import Boxes, Layout, Partial, Placement, Shard
+from shardwise.redistribute.search import cheapest_sequence
+from shardwise.redistribute.steps import CommStep, ReduceStack, Restack, Scale, Step, cost_of, ranks_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +43,8 @@ class RedistributePlan:
         return ranks_of(self.src.mesh, self.dst.mesh)
 
     @property
-    def comm_steps(self) -> tuple[Exchange | AllReduce, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Exchange | AllReduce))
+    def comm_steps(self) -> tuple[CommStep, ...]:
+        return tuple(s for s in self.steps if isinstance(s, CommStep))
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
@@ -125,6 +114,8 @@ def _reductions(layout: Layout) -> set[str]:
 
 def _scaled(layout: Layout, other: Layout | None, power: int) -> tuple[tuple[Step, ...], Layout]:
     """`layout` with Partial("sum") for Partial("avg"), and the scaling to it (power -1) or back from it (power 1)."""
+    if Partial("avg") not in layout.placements:
+        return (), layout.row_major
     factor, placements = 1.0, list(layout.placements)
     for axis, placement in enumerate(layout.placements):
         if placement == Partial("avg"):
@@ -146,13 +137,13 @@ def _plan_stacked(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """Steps for sources that may be Partial by max, min or product: these are stacked, the stack is exchanged."""
     axes = _nonlinear(src)
     if not axes:
-        return _plan_sums(src, dst)
+        return cheapest_sequence(src, dst)
     same_mesh = src.mesh == dst.mesh
     kept = [axis for axis in axes if same_mesh and dst.placements[axis] == src.placements[axis]]
     lengths = [src.mesh.shape[axis] for axis in axes]
     stacked_src = _stacked(src, lengths, {axis: i for i, axis in enumerate(axes)})
     stacked_dst = _stacked(dst, lengths, {axis: axes.index(axis) for axis in kept})
-    steps: list[Step] = [Restack(stacked_src), *_plan_sums(stacked_src, stacked_dst)]
+    steps: list[Step] = [Restack(stacked_src), *cheapest_sequence(stacked_src, stacked_dst)]
     current = stacked_dst
     for dim in reversed(range(len(axes))):
         if axes[dim] in kept:
@@ -181,69 +172,3 @@ def _without_dim(layout: Layout, dim: int) -> Layout:
 
 def _shifted(placement: Placement, count: int) -> Placement:
     return Shard(placement.dim + count, placement.sizes) if isinstance(placement, Shard) else placement
-
-
-# ---- sums ---------------------------------------------------------------------------------------------------
-
-
-def _plan_sums(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """The cheapest of: one exchange; all-reduces, then an exchange; an exchange, then all-reduces."""
-    if src == dst:
-        return ()
-    exchange: tuple[Step, ...] = (_exchange(src, dst),)
-    if src.mesh != dst.mesh:
-        reduced = src.reduced()
-        if reduced == src:
-            return exchange
-        return _cheapest(src, dst, [exchange, (*_all_reduces(src, reduced), Exchange(reduced, dst))])
-    pairs = list(zip(src.placements, dst.placements, strict=True))
-    to_reduce = [axis for axis, (a, b) in enumerate(pairs) if a.is_partial() and b.is_replicate()]
-    if not to_reduce:
-        return exchange
-    early = src.replace([b if axis in to_reduce else a for axis, (a, b) in enumerate(pairs)])
-    late = src.replace([a if axis in to_reduce else b for axis, (a, b) in enumerate(pairs)])
-    late = Layout(late.mesh, late.placements, late.shape, dst.shard_order)
-    candidates = [
-        exchange,
-        (*_all_reduces(src, early), *_exchange_unless_equal(early, dst)),
-        (*_exchange_unless_equal(src, late), *_all_reduces(late, dst)),
-    ]
-    return _cheapest(src, dst, candidates)
-
-
-def _cheapest(src: Layout, dst: Layout, candidates: list[tuple[Step, ...]]) -> tuple[Step, ...]:
-    return min(candidates, key=lambda steps: RedistributePlan(src, dst, steps).cost)
-
-
-def _exchange_unless_equal(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    return () if src == dst else (_exchange(src, dst),)
-
-
-def _exchange(src: Layout, dst: Layout) -> Exchange:
-    """The cheapest collective that fills `dst` from `src`."""
-    exchange = Exchange(src, dst)
-    collective = native_step(exchange)
-    return exchange if collective is None else min(exchange, collective, key=cost_of)
-
-
-def native_step(step: Exchange) -> Exchange | None:
-    """The step as an all-gather or a broadcast, if ranks need all that the ranks of their group have."""
-    axes = () if step.is_local else group_axes(step.src, step.dst)
-    if not axes or not all(step.dst.placements[axis].is_replicate() for axis in axes):
-        return None
-    before = [step.src.placements[axis] for axis in axes]
-    if all(isinstance(p, Shard) for p in before):
-        return AllGather(step.src, step.dst)
-    return Broadcast(step.src, step.dst) if len(axes) == 1 and isinstance(before[0], OnRanks) else None
-
-
-def _all_reduces(src: Layout, dst: Layout) -> Iterator[Step]:
-    """One all-reduce for each axis; a single one if every axis of the mesh is reduced."""
-    axes = [axis for axis, p in enumerate(src.placements) if p.is_partial() and dst.placements[axis].is_replicate()]
-    if len(axes) == src.mesh.ndim:
-        yield AllReduce(src, dst, None if len(axes) > 1 else 0)
-        return
-    for axis in axes:
-        after = src.with_axis(axis, REPLICATE)
-        yield AllReduce(src, after, axis)
-        src = after

@@ -18,7 +18,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, Partial
 from shardwise.redistribute.exchange import run_exchange, start_exchange
 from shardwise.redistribute.plan import RedistributePlan, plan_redistribute
-from shardwise.redistribute.steps import AllReduce, Exchange, ReduceStack, Restack, Scale, Step
+from shardwise.redistribute.steps import AllReduce, CommStep, Exchange, ReduceStack, Restack, Scale, Step
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
@@ -67,7 +67,7 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     if src == dst:
         return local.clone
     plan = _plan_for(local.dtype, src, dst)
-    comm_steps = [(i, step) for i, step in enumerate(plan.steps) if isinstance(step, Exchange | AllReduce)]
+    comm_steps = [(i, step) for i, step in enumerate(plan.steps) if isinstance(step, CommStep)]
     if not comm_steps:
         return lambda: _run_steps(plan.steps, local, cause)
     index, last = comm_steps[-1]
@@ -148,14 +148,14 @@ def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...
     return local.prod(dim, dtype=local.dtype)
 
 
-def _communicate(step: Exchange | AllReduce, local: Tensor) -> Tensor:
+def _communicate(step: CommStep, local: Tensor) -> Tensor:
     if isinstance(step, Exchange):
         return run_exchange(local, step)
     group = step.group(collectives.rank())
     return collectives.all_reduce(local, "sum", group) if group else local.clone()
 
 
-def _start(step: Exchange | AllReduce, local: Tensor) -> Finish:
+def _start(step: CommStep, local: Tensor) -> Finish:
     """`_communicate`, started: call the result to wait for it."""
     if isinstance(step, Exchange):
         return start_exchange(local, step)
@@ -167,7 +167,7 @@ class _Communicate(TensorFunction):
     """A step that communicates; its backward is the dual redistribution."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, step: Exchange | AllReduce, cause: Cause) -> Tensor:
+    def forward(ctx: Any, local: Tensor, step: CommStep, cause: Cause) -> Tensor:
         ctx.step, ctx.cause = step, cause
         return _communicate(step, local)
 

@@ -70,23 +70,27 @@ class AllGather(_OfGroup):
 
     def sent_elements(self, rank: int) -> int:
         group = self.group(rank)
-        return (len(group) - 1) * self._largest_of_group(rank) if group else 0
-
-    def _largest_of_group(self, rank: int) -> int:
-        if len(self._axes) > 1:
-            return largest(self.src)
-        (axis,), numel = self._axes, self.dst.local_numel(rank)
-        placement = self.src.placements[axis]
-        assert isinstance(placement, Shard)
-        if not numel:
-            return 0
-        return numel // self.dst.box(rank).sizes[placement.dim] * max(sizes_along(self.src, axis, rank))
+        return (len(group) - 1) * _largest_of_group(self.src, self._axes, rank) if group else 0
 
     @cached_property
     def received(self) -> Volume:
-        mesh = self.src.mesh
-        busiest = (prod(mesh.shape[axis] for axis in self._axes) - 1) * largest(self.src)
-        return Volume(busiest * mesh.size(), busiest)
+        return _received_in_ring(self.src, self._axes)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_OfGroup):
+    """Every rank of a group gets the sum of one shard, padded to the largest of them."""
+
+    collective = "reduce_scatter"
+
+    def sent_elements(self, rank: int) -> int:
+        """What a ring sends: all shards but one."""
+        group = self.group(rank)
+        return (len(group) - 1) * _largest_of_group(self.dst, self._axes, rank) if group else 0
+
+    @cached_property
+    def received(self) -> Volume:
+        return _received_in_ring(self.dst, self._axes)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,24 @@ class AllReduce:
         return _group(self.src.mesh, self.src.mesh, axes, rank)
 
 
-def cost_of(step: Exchange | AllReduce) -> float:
+def _largest_of_group(layout: Layout, axes: tuple[int, ...], rank: int) -> int:
+    """The elements of the largest shard along these axes through `rank`."""
+    if len(axes) > 1:
+        return largest(layout)
+    (axis,), box = axes, layout.box(rank)
+    placement = layout.placements[axis]
+    assert isinstance(placement, Shard)
+    others = prod(n for dim, n in enumerate(box.sizes) if dim != placement.dim)
+    return others * max(sizes_along(layout, axis, rank)) if layout.boxes(rank) else 0
+
+
+def _received_in_ring(layout: Layout, axes: tuple[int, ...]) -> Volume:
+    """What all ranks receive if each shard goes round the ring of its group, padded to the largest one."""
+    busiest = (prod(layout.mesh.shape[axis] for axis in axes) - 1) * largest(layout)
+    return Volume(busiest * layout.mesh.size(), busiest)
+
+
+def cost_of(step: "CommStep") -> float:
     """The cost of a step, in bytes; see `costs`."""
     if step.is_local:
         return 0.0
@@ -179,7 +200,8 @@ class ReduceStack:
     dst: Layout
 
 
-Step = Exchange | AllReduce | Scale | Restack | ReduceStack
+CommStep = Exchange | AllReduce
+Step = CommStep | Scale | Restack | ReduceStack
 
 
 def group_axes(src: Layout, dst: Layout) -> tuple[int, ...]:

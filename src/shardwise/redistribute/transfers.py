@@ -1,5 +1,6 @@
 """All-to-alls of boxes: which regions of its tensors a rank sends and receives, and a differentiable all-to-all."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -47,16 +48,16 @@ def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[
     """The schedule of one rank.
 
     Args:
-        ranks: those that take part, in the order of the all-to-all.
+        ranks: those that take part, rising.
         sends: (receiver, region), in the order of `ranks`.
         recvs: (sender, region), in the order of `ranks`.
     """
 
     def counts(parts: Sequence[tuple[int, Region]]) -> tuple[int, ...]:
-        found: dict[int, int] = {}
-        for peer, region in parts:
-            found[peer] = found.get(peer, 0) + _numel(region)
-        return tuple([found.get(rank, 0) for rank in ranks])
+        found = [0] * len(ranks)
+        for peer, region in parts if ranks else ():
+            found[bisect_left(ranks, peer)] += _numel(region)
+        return tuple(found)
 
     received = tuple(region for _, region in recvs)
     return Schedule(

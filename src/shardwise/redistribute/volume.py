@@ -1,6 +1,7 @@
 """How much the ranks receive in an exchange, and along which mesh axes, computed for all of them at once."""
 
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -51,7 +52,17 @@ def largest(layout: Layout) -> int:
     for placement in layout.placements:
         if isinstance(placement, Boxes):
             return max(sum(box.numel for box in row) for row in placement.boxes)
-    return int(np.max(_sizes(layout)))
+    if any(isinstance(p, Shard) and p.sizes is not None for p in layout.placements):
+        return int(np.max(_sizes(layout)))
+    first = [p.position if isinstance(p, OnRanks) else 0 for p in layout.placements]  # no chunk is larger
+    return layout.local_numel(layout.mesh.rank_at(first))
+
+
+def sizes_of_ranks(layout: Layout, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks in the order of their shards of `dim`, and the sizes of these."""
+    first, last = (_flat(x, layout) for x in _intervals(layout)[dim])
+    order = np.argsort(first, kind="stable")
+    return tuple(np.array(layout.mesh.ranks)[order].tolist()), tuple((last - first)[order].tolist())
 
 
 def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...] | None:
@@ -95,9 +106,8 @@ def _received(src: Layout, dst: Layout) -> NDArray[np.int64]:
     if src.mesh == dst.mesh:
         return np.broadcast_to(takes * (summed * _available(src, dst, kept) - _overlap(src, dst)), dst.mesh.shape)
     needed = np.broadcast_to(takes * summed * _sizes(dst), dst.mesh.shape).reshape(-1).copy()
-    both = set(src.mesh.ranks) & set(dst.mesh.ranks)
-    if both:
-        at, own_at = ([mesh.index(rank) for rank in both] for mesh in (dst.mesh, src.mesh))
+    _, at, own_at = np.intersect1d(dst.mesh.ranks, src.mesh.ranks, assume_unique=True, return_indices=True)
+    if len(at):
         own = _flat(takes * _holders(dst), dst)[at] * _flat(_holders(src), src)[own_at]
         for (first, last), (own_first, own_last) in zip(_intervals(dst), _intervals(src), strict=True):
             here = (_flat(x, dst)[at] for x in (first, last))
@@ -203,22 +213,63 @@ def _intervals(layout: Layout, at: Sequence[int] | None = None) -> list[tuple[Co
 # ---- explicit boxes ------------------------------------------------------------------------------------------
 
 
+class _Boxes(NamedTuple):
+    """The boxes of all ranks of a mesh, those of a rank side by side."""
+
+    at: NDArray[np.int64]  # where in `mesh.ranks` the rank of each box is
+    first: NDArray[np.int64]  # (boxes, dims)
+    last: NDArray[np.int64]
+
+    @property
+    def numels(self) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = (self.last - self.first).prod(1, dtype=np.int64)
+        return found
+
+    def take(self, which: NDArray[np.int64]) -> "_Boxes":
+        return _Boxes(self.at[which], self.first[which], self.last[which])
+
+
+def _boxes(layout: Layout) -> _Boxes:
+    """Of every rank that holds something."""
+    size, ndim = layout.mesh.size(), len(layout.shape)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Boxes):
+            position = _flat(_positions(layout.mesh.shape, axis, axis, layout.mesh.ndim), layout)
+            counts = np.array([len(row) for row in placement.boxes])
+            numbers = np.fromiter((n for row in placement.boxes for box in row for n in chain(*box)), np.int64)
+            corners = numbers.reshape(counts.sum(), 2, ndim)
+            at, which = _pairs(position, np.repeat(np.arange(len(counts)), counts))
+            return _Boxes(at, corners[which, 0], corners[which].sum(1))
+    found = [np.stack([_flat(x, layout) for x in pair]) for pair in _intervals(layout)]
+    first, last = np.stack(found, 2) if found else np.zeros((2, size, 0), np.int64)
+    return _Boxes(np.arange(size), first, last).take(np.flatnonzero(_flat(_holders(layout), layout)))
+
+
+def _pairs(keys: NDArray[np.int64], rising: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All (i, j) with keys[i] == rising[j], by i."""
+    start, end = (np.searchsorted(rising, keys, side) for side in ("left", "right"))
+    counts = end - start
+    i = np.repeat(np.arange(len(keys)), counts)
+    return i, np.arange(len(i)) - np.repeat(counts.cumsum() - counts - start, counts)
+
+
 def _received_by_boxes(src: Layout, dst: Layout) -> NDArray[np.int64]:
-    """`_received`, rank by rank."""
+    """`_received`, where ranks may have any boxes."""
     kept, first_only = partial_axes_of_target(src, dst)
+    if any(src.mesh.shape[axis] > 1 and not isinstance(src.placements[axis], Partial) for axis in kept):
+        return np.array([_received_of_rank(src, dst, rank) for rank in dst.mesh.ranks], np.int64)
     summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
-    padded = any(src.mesh.shape[axis] > 1 and not isinstance(src.placements[axis], Partial) for axis in kept)
-    found = []
-    for rank in dst.mesh.ranks:
-        there = dst.mesh.coordinate(rank)
-        assert there is not None
-        if any(there[axis] for axis in first_only):
-            found.append(0)
-        elif padded:
-            found.append(sum(t.box.numel for t in receives(src, dst, rank) if t.sender != rank))
-        else:
-            boxes = dst.boxes(rank)
-            parts = (box.intersect(own) for box in boxes for own in src.boxes(rank))
-            own = sum(part.numel for part in parts if part is not None)
-            found.append(summed * sum(box.numel for box in boxes) - own)
-    return np.array(found, np.int64)
+    need, have = _boxes(dst), _boxes(src)
+    ranks = np.array(src.mesh.ranks)[have.at]
+    order = np.argsort(ranks, kind="stable")
+    i, j = _pairs(np.array(dst.mesh.ranks)[need.at], ranks[order])
+    own, common = have.take(order[j]), need.take(i)
+    first, last = np.maximum(common.first, own.first), np.minimum(common.last, own.last)
+    found = np.zeros(dst.mesh.size(), np.int64)
+    np.add.at(found, need.at, summed * need.numels)
+    np.add.at(found, common.at, -np.maximum(last - first, 0).prod(1, dtype=np.int64))
+    return found * _flat(_where(dst, dict.fromkeys(first_only, 0)), dst)
+
+
+def _received_of_rank(src: Layout, dst: Layout, rank: int) -> int:
+    return sum(t.box.numel for t in receives(src, dst, rank) if t.sender != rank)
