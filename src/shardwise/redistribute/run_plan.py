@@ -51,10 +51,10 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
         before = comm_trace.set_purpose(Purpose(cause, src, dst))
         try:
             if not comm_trace.listening():
-                return _run_steps(plan.steps, local, cause)
+                return run_steps(plan.steps, local, cause)
             cause = comm_trace.with_call_site(cause)
             with comm_trace.emitting(event_of(plan, local.element_size(), cause)):
-                return _run_steps(plan.steps, local, cause)
+                return run_steps(plan.steps, local, cause)
         finally:
             comm_trace.set_purpose(before)
 
@@ -69,7 +69,7 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     plan = _plan_for(local.dtype, src, dst)
     comm_steps = [(i, step) for i, step in enumerate(plan.steps) if isinstance(step, CommStep)]
     if not comm_steps:
-        return lambda: _run_steps(plan.steps, local, cause)
+        return lambda: run_steps(plan.steps, local, cause)
     index, last = comm_steps[-1]
     if index == 0:  # the caller may change its tensor meanwhile
         local = local.clone()
@@ -81,13 +81,13 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
             DisableTorchFunctionSubclass(),
             comm_trace.emitting(event_of(plan, local.element_size(), cause)),
         ):
-            wait = _start(last, _run_steps(plan.steps[:index], local, cause))
+            wait = _start(last, run_steps(plan.steps[:index], local, cause))
     finally:
         comm_trace.set_purpose(before)
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            return _run_steps(plan.steps[index + 1 :], wait(), cause)
+            return run_steps(plan.steps[index + 1 :], wait(), cause)
 
     return finish
 
@@ -100,7 +100,7 @@ def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
     return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
 
 
-def _run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:
+def run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:
     for step in steps:
         local = _run(step, local, cause)
     return local

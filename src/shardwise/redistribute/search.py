@@ -11,8 +11,9 @@ of several axes in "Horovod: fast and easy distributed deep learning in TensorFl
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import product
-from math import inf
+from math import inf, prod
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, OnRanks, Placement, Shard
@@ -39,27 +40,47 @@ def cheapest_sequence(src: Layout, dst: Layout) -> tuple[CommStep, ...]:
     if src == dst:
         return ()
     exchange = Exchange(src, dst)
-    direct = _cheapest_form(exchange)
+    direct = min(_forms(exchange), key=cost_of)
     if src.mesh != dst.mesh:
-        reduced = src.reduced()
-        steps = () if reduced == src else (*cheapest_sequence(src, reduced), Exchange(reduced, dst))
-        return steps if steps and sum(map(cost_of, steps)) < cost_of(direct) else (direct,)
+        steps = _reduced_first(src, dst)
+        return steps if steps and cost(steps) < cost_of(direct) else (direct,)
     axes = _axes(src, dst)
     if not 1 < len(axes) <= MOST_AXES or GAIN * cost_of(direct) <= _least(exchange):
         return (direct,)
-    orders = dict.fromkeys([dst.shard_order, src.shard_order])
-    found = [_search(src, dst, direct, axes, order) for order in orders]
-    return min(found, key=lambda steps: sum(map(cost_of, steps)))
+    return min((paths.cheapest(direct) for paths in _all_paths(src, dst, axes)), key=cost)
 
 
-def cheapest_step(src: Layout, dst: Layout) -> CommStep:
-    """The step from `src` to `dst` with the lowest cost."""
-    return _cheapest_form(Exchange(src, dst))
+def sequences(src: Layout, dst: Layout) -> list[tuple[CommStep, ...]]:
+    """All that `cheapest_sequence` may choose from, the cheapest first."""
+    if src == dst:
+        return []
+    found: list[tuple[CommStep, ...]] = [(step,) for step in _forms(Exchange(src, dst))]
+    axes = _axes(src, dst) if src.mesh == dst.mesh else []
+    if 1 < len(axes) <= MOST_AXES:
+        found += [steps for paths in _all_paths(src, dst, axes) for steps in paths.sequences() if len(steps) > 1]
+    elif src.mesh != dst.mesh:
+        found += [steps] if (steps := _reduced_first(src, dst)) else []
+    return sorted(dict.fromkeys(found), key=cost)
 
 
-def _cheapest_form(exchange: Exchange) -> CommStep:
+def cost(steps: tuple[CommStep, ...]) -> float:
+    """The sum of the costs of steps."""
+    return sum(map(cost_of, steps))
+
+
+def _reduced_first(src: Layout, dst: Layout) -> tuple[CommStep, ...]:
+    """All-reduces, then an exchange with another mesh; () where there is nothing to reduce."""
+    reduced = src.reduced()
+    return () if reduced == src else (*cheapest_sequence(src, reduced), Exchange(reduced, dst))
+
+
+# ---- one step ------------------------------------------------------------------------------------------------
+
+
+def _forms(exchange: Exchange) -> list[CommStep]:
+    """The collectives that make this step."""
     others = native_step(exchange), _all_reduce(exchange.src, exchange.dst)
-    return min((exchange, *(step for step in others if step is not None)), key=cost_of)
+    return [exchange, *(step for step in others if step is not None)]
 
 
 def native_step(step: Exchange) -> Exchange | None:
@@ -81,16 +102,12 @@ def _all_reduce(src: Layout, dst: Layout) -> AllReduce | None:
     """The step as an all-reduce along one axis, or along all of them."""
     if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
         return None
-    pairs = list(zip(src.placements, dst.placements, strict=True))
-    axes = [axis for axis, (p, q) in enumerate(pairs) if p != q]
-    if not all(pairs[axis][0].is_partial() and pairs[axis][1].is_replicate() for axis in axes):
+    axes = _axes(src, dst)
+    if not all(src.placements[axis].is_partial() and dst.placements[axis].is_replicate() for axis in axes):
         return None
-    if len(axes) == src.mesh.ndim > 1:
-        return AllReduce(src, dst, None)
-    return AllReduce(src, dst, axes[0]) if len(axes) == 1 else None
-
-
-# ---- one axis after the other --------------------------------------------------------------------------------
+    if len(axes) == 1:
+        return AllReduce(src, dst, axes[0])
+    return AllReduce(src, dst, None) if prod(src.mesh.shape[axis] for axis in axes) == src.mesh.size() else None
 
 
 def _axes(src: Layout, dst: Layout) -> list[int]:
@@ -102,43 +119,21 @@ def _axes(src: Layout, dst: Layout) -> list[int]:
     ]
 
 
+# ---- one axis after the other --------------------------------------------------------------------------------
+
+
 def _least(exchange: Exchange) -> float:
     """What two steps or more cost at least: every rank receives what it lacks, in whatever order axes move."""
-    kinds = [collective for collective in COSTS if collective != "broadcast" or _on_ranks(exchange.src)]
+    on_ranks = any(isinstance(p, OnRanks) for p in exchange.src.placements)
+    kinds = [COSTS[collective] for collective in COSTS if collective != "broadcast" or on_ranks]
     received = 0 if exchange.src.partial_axes else exchange.received.busiest
-    return 2 * min(COSTS[kind].latency for kind in kinds) + 4 * received * min(COSTS[kind].per_byte for kind in kinds)
+    return 2 * min(kind.latency for kind in kinds) + 4 * received * min(kind.per_byte for kind in kinds)
 
 
-def _on_ranks(layout: Layout) -> bool:
-    return any(isinstance(p, OnRanks) for p in layout.placements)
-
-
-def _search(
-    src: Layout, dst: Layout, direct: CommStep, axes: list[int], order: tuple[int, ...]
-) -> tuple[CommStep, ...]:
-    """The cheapest steps of those that keep `order` meanwhile and need no more memory than `src` or `dst`."""
-    stops = [_stops(src, dst, axis) for axis in axes]
-    start, end = (0,) * len(axes), tuple(len(on_axis) - 1 for on_axis in stops)
-    layouts: dict[State, Layout | None] = {start: src, end: dst}
-    best: dict[State, tuple[float, tuple[CommStep, ...]]] = {start: (0.0, ()), end: (GAIN * cost_of(direct), (direct,))}
-    most = max(largest(src), largest(dst))
-    for state in product(*(range(len(on_axis)) for on_axis in stops)):
-        if state not in best or state == end:
-            continue
-        cost, steps = best[state]
-        for target in _moves(state, end):
-            if target not in layouts:
-                layouts[target] = _at(src, dst, {a: s[i] for a, s, i in zip(axes, stops, target, strict=True)}, order)
-            layout = layouts[target]
-            if layout is None or (target != end and largest(layout) > most):
-                continue
-            here = layouts[state]
-            assert here is not None
-            step = cheapest_step(here, layout)
-            total = cost + cost_of(step)
-            if total < min(best[end][0], best.get(target, (inf,))[0]):
-                best[target] = total, (*steps, step)
-    return best[end][1]
+def _all_paths(src: Layout, dst: Layout, axes: list[int]) -> "list[_Paths]":
+    """With each of the orders in which axes may shard one dim meanwhile."""
+    stops = tuple(_stops(src, dst, axis) for axis in axes)
+    return [_Paths(src, dst, tuple(axes), stops, order) for order in dict.fromkeys([dst.shard_order, src.shard_order])]
 
 
 def _stops(src: Layout, dst: Layout, axis: int) -> tuple[Placement, ...]:
@@ -151,16 +146,74 @@ def _stops(src: Layout, dst: Layout, axis: int) -> tuple[Placement, ...]:
     return before, after
 
 
-def _moves(state: State, end: State) -> Iterator[State]:
-    yield end
-    for i, stop in enumerate(state):
-        yield from ((*state[:i], later, *state[i + 1 :]) for later in range(stop + 1, end[i] + 1))
+@dataclass(frozen=True)
+class _Paths:
+    """The ways from `src` to `dst` that need no more memory than these, with the axes at one stop after the other."""
 
+    src: Layout
+    dst: Layout
+    axes: tuple[int, ...]
+    stops: tuple[tuple[Placement, ...], ...]  # of each axis
+    order: tuple[int, ...]  # in which axes shard a dim
+    _layouts: dict[State, Layout | None] = field(init=False, repr=False, default_factory=dict)
 
-def _at(src: Layout, dst: Layout, placements: dict[int, Placement], order: tuple[int, ...]) -> Layout | None:
-    """The layout with these placements; None if there is no such layout."""
-    alone = [p if n > 1 else q for n, p, q in zip(src.mesh.shape, src.placements, dst.placements, strict=True)]
-    try:
-        return Layout(src.mesh, [placements.get(axis, p) for axis, p in enumerate(alone)], src.shape, order)
-    except LayoutError:
-        return None
+    @property
+    def start(self) -> State:
+        return (0,) * len(self.axes)
+
+    @property
+    def end(self) -> State:
+        return tuple(len(stops) - 1 for stops in self.stops)
+
+    def cheapest(self, direct: CommStep) -> tuple[CommStep, ...]:
+        """The cheapest steps; `direct` if others gain nothing."""
+        start, end = self.start, self.end
+        best: dict[State, tuple[float, tuple[CommStep, ...]]] = {start: (0.0, ())}
+        best[end] = GAIN * cost_of(direct), (direct,)
+        for state in product(*(range(len(stops)) for stops in self.stops)):
+            if state not in best or state == end:
+                continue
+            before, steps = best[state]
+            for target, step in self._moves(state):
+                total = before + cost_of(step)
+                if total < min(best[end][0], best.get(target, (inf,))[0]):
+                    best[target] = total, (*steps, step)
+        return best[end][1]
+
+    def sequences(self, state: State | None = None) -> Iterator[tuple[CommStep, ...]]:
+        """All of them, from a state on; None is from `src` on."""
+        state = self.start if state is None else state
+        if state == self.end:
+            yield ()
+            return
+        for target, step in self._moves(state):
+            yield from ((step, *steps) for steps in self.sequences(target))
+
+    def _moves(self, state: State) -> Iterator[tuple[State, CommStep]]:
+        """All axes to the end, or one to a later stop."""
+        ends = [self.end]
+        for i, stop in enumerate(state):
+            ends += [(*state[:i], later, *state[i + 1 :]) for later in range(stop + 1, self.end[i] + 1)]
+        here = self._layout(state)
+        for target in dict.fromkeys(ends):
+            layout = self._layout(target)
+            if here is not None and layout is not None:
+                yield target, min(_forms(Exchange(here, layout)), key=cost_of)
+
+    def _layout(self, state: State) -> Layout | None:
+        """The layout in a state; None if there is no such layout, or it is too large."""
+        if state in (self.start, self.end):
+            return self.dst if state == self.end else self.src
+        if state not in self._layouts:
+            self._layouts[state] = self._made(state)
+        return self._layouts[state]
+
+    def _made(self, state: State) -> Layout | None:
+        placements = list(self.dst.placements)
+        for axis, stops, stop in zip(self.axes, self.stops, state, strict=True):
+            placements[axis] = stops[stop]
+        try:
+            layout = Layout(self.src.mesh, placements, self.src.shape, self.order)
+        except LayoutError:
+            return None
+        return layout if largest(layout) <= max(largest(self.src), largest(self.dst)) else None
