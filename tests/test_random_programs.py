@@ -57,6 +57,9 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
         ((ON_THREE, f"v2 = x1 == {AVERAGE}"), Outcome.UNSTABLE),  # n * x / n is not always x
         ((ON_THREE, f"v2 = (x1 - {AVERAGE}).argmin()"), Outcome.UNSTABLE),
         ((ON_THREE, f"v2 = {AVERAGE} > {RANK}"), Outcome.WRONG),
+        # A sum in another order is greater or not, and so there is an element or none.
+        ((SHARDED.replace("leaf(47, (7,)", "leaf(48, (4,)").replace("True", "False"), "v2 = x1.sum()",
+          "v3 = v2 - redistribute(v2, Mesh((3,)), [Replicate()])", "v4 = v3.masked_select(v3 > 0)"), Outcome.UNSTABLE),
         ((ON_THREE, "x1.requires_grad_()", "v2 = torch.autograd.grad((x1 ** 2).sum(), [x1])[0]", "v3 = v2 == x1 * 2"),
          Outcome.UNSTABLE),  # a sum of three terms
         ((SHARDED, "with torch.no_grad(): x1[...] = 3", "v2 = x1.kthvalue(2, 0).values"), Outcome.UNSTABLE),  # which 3?

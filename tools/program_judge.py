@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from shardwise import DTensor, Layout, Mesh, Partial, Placement, capture, rank, world_size
+from shardwise import DTensor, Layout, Mesh, Placement, capture, rank, world_size
 from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
 from shardwise.errors import ShardwiseError
 from shardwise.testing import DeadlockError, world
@@ -280,6 +280,9 @@ def _unstable(what: Program, seen: Seen, plain: Seen, saved: Seen, why: str) -> 
     """Whether rounding, or what torch does not define, makes a difference: such programs prove nothing."""
     if _is_of_equals(what, seen, plain, why) or _is_undefined(what, plain, saved, why):
         return True
+    eps = 2 * torch.finfo(torch.float64).eps
+    if any(not _difference(seen, _sums_rounded(what.lines, factor)) for factor in (1 + eps, 1 - eps)):
+        return True
     short = any("float32" in line or ".float()" in line for line in what.lines)
     for sign in (1, -1):
         nudged = _on_plain(what.lines, sign * (1e-3 if what.is_coarse else 1e-6 if short else 1e-11))
@@ -312,10 +315,10 @@ def _is_of_equals(what: Program, seen: Seen, plain: Seen, why: str) -> bool:
 
 
 def _sums_rounded(lines: Sequence[str], factor: float) -> Seen:
-    """With `factor` times the averages, and times the gradients that lines compute."""
+    """With `factor` times what is redistributed, perhaps a sum, and times the gradients that lines compute."""
 
     def redistributed(x: Tensor, mesh: Mesh, placements: Sequence[Placement]) -> Tensor:
-        return _clone(x) * factor if Partial("avg") in placements and x.is_floating_point() else _clone(x)
+        return _clone(x) * factor if x.is_floating_point() else _clone(x)
 
     def grad(*args: Any, **kwargs: Any) -> list[Tensor]:
         return [g * factor for g in torch.autograd.grad(*args, **kwargs)]
