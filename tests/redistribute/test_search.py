@@ -16,6 +16,7 @@ from shardwise.redistribute.volume import largest
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor, partial_index, partial_indices, small_integers
 from shardwise.trace.comm_trace import EXPLICIT
+from tests.redistribute.one_process import Case, assert_equal_to_one_process
 from tests.strategies import small_layouts
 
 GRIDS = [Mesh((2, 2)), Mesh((2, 3), (4, 1, 0, 5, 2, 3)), Mesh((2, 1, 2)), Mesh((2, 2, 2))]
@@ -114,3 +115,28 @@ def test_sums_over_axes_may_be_scattered_on_the_way_to_replicas() -> None:
     names = [tuple(step.collective for step in steps) for steps in found]
     assert ("all_reduce",) in names
     assert ("all_to_all", "all_reduce", "all_gather") in names
+
+
+LARGE = (290, 301)
+
+
+@pytest.mark.parametrize("mesh", [Mesh((2, 3), (4, 1, 0, 5, 2, 3)), Mesh((2, 2, 2))], ids=str)
+def test_large_tensors_that_move_in_several_steps_equal_one_process(mesh: Mesh) -> None:
+    """Value, gradient, bytes."""
+    cases = [Case(src, dst, i) for i, (src, dst) in enumerate(pairs(mesh, LARGE, 120))]
+    several = [case for case in cases if len(plan_redistribute(case.src, case.dst).comm_steps) > 1]
+    assert len(several) > 10
+    assert_equal_to_one_process(several[:20])
+
+
+@pytest.mark.parametrize("op", ["max", "min", "product"])
+def test_a_large_maximum_is_reduced_by_shards(op: str) -> None:
+    cases = [
+        Case(Layout(mesh, [Partial(op), *others], LARGE), Layout(mesh, [Replicate(), *after], LARGE), i)
+        for mesh in (Mesh((5,)), Mesh((3, 2), (4, 1, 0, 5, 2, 3)))
+        for i, (others, after) in enumerate([([], []), ([Shard(1)], [Shard(1)]), ([Partial(op)], [Replicate()])])
+        if len(others) == mesh.ndim - 1
+    ]
+    for case in cases:
+        assert len(plan_redistribute(case.src, case.dst).collectives) == 2
+    assert assert_equal_to_one_process(cases) == 3

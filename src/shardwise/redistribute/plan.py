@@ -25,7 +25,8 @@ from functools import cached_property, lru_cache
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, Partial, Placement, Shard
-from shardwise.redistribute.search import cheapest_sequence
+from shardwise.redistribute.costs import COSTS
+from shardwise.redistribute.search import GAIN, cheapest_sequence, sequences
 from shardwise.redistribute.steps import CommStep, ReduceStack, Restack, Scale, Step, cost_of, ranks_of
 
 
@@ -90,7 +91,33 @@ def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
         return _via(src, src.replicated(), dst)
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
-    return RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
+    plan = RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
+    scattered = _scattered(src, dst)
+    if scattered is None or plan.cost <= 2 * COSTS["all_to_all"].latency:
+        return plan
+    in_two = _via(src, scattered, dst)
+    return in_two if in_two.cost < GAIN * plan.cost else plan
+
+
+def _scattered(src: Layout, dst: Layout) -> Layout | None:
+    """`src` with one maximum, minimum or product that `dst` replicates sharded meanwhile: each rank reduces a shard."""
+    for axis in _nonlinear(src) if src.mesh == dst.mesh else []:
+        dims = [dim for dim, size in enumerate(src.shape) if size >= src.mesh.shape[axis] > 2]
+        if dims and dst.placements[axis].is_replicate():
+            return src.with_axis(axis, Shard(dims[0]))
+    return None
+
+
+def alternatives(src: Layout, dst: Layout) -> list[RedistributePlan]:
+    """The plan, and the others from which it was chosen, those that cost least first."""
+    chosen = plan_redistribute(src, dst)
+    if len(_reductions(src) | _reductions(dst)) > 1 or _nonlinear(src) or _nonlinear(dst):
+        return [chosen]
+    same_mesh = src.mesh == dst.mesh
+    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
+    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    others = [RedistributePlan(src, dst, (*before, *steps, *after)) for steps in sequences(src_sum, dst_sum)]
+    return [chosen, *(plan for plan in others if plan != chosen)]
 
 
 def same_local_shards(src: Layout, dst: Layout) -> bool:
