@@ -1,7 +1,8 @@
-"""All-gather and broadcast give every rank of a group what the others have, simulated or real, whatever the sizes."""
+"""All-gather, reduce-scatter and broadcast, simulated and real, with sizes of every kind."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import reduce
 
 import pytest
 import torch
@@ -39,11 +40,31 @@ def gather_and_broadcast(counts: tuple[int, ...], ranks: tuple[int, ...], dtype:
     assert torch.equal(own, before)  # nothing shares its memory
 
 
+def reduce_and_scatter(counts: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype) -> None:
+    if rank() not in ranks:
+        return
+    counts = counts[: len(ranks)]
+    every = [numbers(r, sum(counts), dtype) for r in ranks]
+    every[0][:3] = 0  # so that sums of bools are not all true
+    every[1][:2] = 0
+    position = ranks.index(rank())
+    own = every[position]
+    before = own.clone()
+    total = reduce(torch.logical_or if dtype == torch.bool else torch.add, every)
+    result = collectives.start_reduce_scatter(own, counts, ranks)()
+    assert result.dtype == dtype
+    assert torch.equal(result, total.split(list(counts))[position])
+    assert result.untyped_storage().nbytes() == result.nbytes  # it keeps no padding
+    result.zero_()
+    assert torch.equal(own, before)
+
+
 @pytest.mark.parametrize("ranks", GROUPS)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_simulated_ranks_get_what_the_others_have(counts: tuple[int, ...], ranks: tuple[int, ...]) -> None:
     for dtype in DTYPES:
         world(3).run(gather_and_broadcast, counts, ranks, dtype)
+        world(3).run(reduce_and_scatter, counts, ranks, dtype)
 
 
 def every_case() -> None:
@@ -51,6 +72,7 @@ def every_case() -> None:
         for counts in COUNTS:
             for dtype in DTYPES:
                 gather_and_broadcast(counts, ranks, dtype)
+                reduce_and_scatter(counts, ranks, dtype)
 
 
 @pytest.mark.processes
@@ -58,23 +80,51 @@ def test_real_ranks_get_what_the_others_have() -> None:
     world(3, real=True).run(every_case)
 
 
+def sum_in_rank_order() -> list[float]:
+    own = [1e8, 1.0, -1e8, 1.0][rank()]
+    return collectives.reduce_scatter(torch.full((4,), own), (0, 2, 2, 0), (0, 1, 2, 3)).tolist()
+
+
+def test_simulated_ranks_add_in_their_order() -> None:
+    """1e8 + 1 is 1e8 in single precision, so that another order gives another sum."""
+    assert world(4).run(sum_in_rank_order) == [[], [1.0, 1.0], [1.0, 1.0], []]
+
+
+def scatter_strided() -> None:
+    x = torch.arange(12.0) + rank()
+    for counts in ((3, 3), (4, 2)):
+        mine = collectives.reduce_scatter(x[::2], counts, (0, 1))
+        assert torch.equal(mine, (4 * torch.arange(6.0) + 1).split(counts)[rank()])
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
+def test_what_is_reduced_need_not_be_contiguous(real: bool) -> None:
+    world(2, real=real).run(scatter_strided)
+
+
 def counted() -> tuple[dict[str, int], dict[str, int]]:
     with count_comms() as comms:
         collectives.all_gather(torch.ones(3 - rank()), (3, 2, 1), (0, 1, 2))
+        collectives.reduce_scatter(torch.ones(6), (3, 2, 1), (0, 1, 2))
         collectives.broadcast(torch.ones(5), 5, 1, (0, 1, 2))
     return comms.calls, comms.sent_bytes
 
 
 def test_what_a_rank_sends_is_counted() -> None:
     """Uneven tensors are padded; the last of a chain sends nothing."""
-    once = {"all_gather": 1, "broadcast": 1}
+    once = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
     padded, full = 2 * 3 * 4, 5 * 4
-    assert world(3).run(counted) == [(once, {"all_gather": padded, "broadcast": sent}) for sent in (0, full, full)]
+    sent = {"all_gather": padded, "reduce_scatter": padded}
+    assert world(3).run(counted) == [(once, {**sent, "broadcast": last}) for last in (0, full, full)]
 
 
 def of_one_rank() -> None:
     x = torch.arange(3.0)
-    for result in (collectives.all_gather(x, (3,), (0,)), collectives.broadcast(x, 3, 0, (0,))):
+    for result in (
+        collectives.all_gather(x, (3,), (0,)),
+        collectives.reduce_scatter(x, (3,), (0,)),
+        collectives.broadcast(x, 3, 0, (0,)),
+    ):
         assert torch.equal(result, x)
         assert result.data_ptr() != x.data_ptr()
 
@@ -91,6 +141,17 @@ def another_size() -> None:
     collectives.all_gather(torch.ones(2), (2, 2) if rank() else (2, 3), (0, 1))
 
 
+def another_shard() -> None:
+    collectives.reduce_scatter(torch.ones(4), (2, 2) if rank() else (1, 3), (0, 1))
+
+
+def gathered_and_scattered() -> None:
+    if rank():
+        collectives.all_gather(torch.ones(2), (2, 2), (0, 1))
+    else:
+        collectives.reduce_scatter(torch.ones(4), (2, 2), (0, 1))
+
+
 def another_kind() -> None:
     if rank():
         collectives.all_gather(torch.ones(2), (2, 2), (0, 1))
@@ -104,7 +165,7 @@ def compared(checked: bool, act: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
-@pytest.mark.parametrize("act", [another_root, another_size, another_kind])
+@pytest.mark.parametrize("act", [another_root, another_size, another_shard, gathered_and_scattered, another_kind])
 @pytest.mark.parametrize("checked", [False, True])
 def test_ranks_that_disagree_raise(act: Callable[[], None], real: bool, checked: bool) -> None:
     with pytest.raises(MismatchError, match="must make the same call"):

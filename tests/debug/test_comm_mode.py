@@ -119,18 +119,21 @@ def test_the_keys_are_those_of_torch() -> None:
         assert mode.get_comm_bytes()[REDUCE] == 2 * 3 * 256 * 512 * 4 // 4  # a ring: 3 of 4 chunks, twice
 
 
-def test_a_large_gather_and_a_broadcast_have_the_keys_of_torch() -> None:
+def test_all_gathers_broadcasts_and_reduce_scatters_have_the_keys_of_torch() -> None:
     def body() -> CommDebugMode:
         sharded = distribute_tensor(torch.ones(4096, 512), Mesh((4,)), [Shard(0)])
         on_one = distribute_tensor(torch.ones(2), Mesh((4,)), [OnRanks(1)])
         with CommDebugMode() as mode:
             sharded.redistribute(placements=[R])
             on_one.redistribute(placements=[R])
+            collectives.reduce_scatter(torch.ones(10), (3, 3, 3, 1), (0, 1, 2, 3))
         return mode
 
     ops = torch.ops.c10d_functional
     for mode in world(4).run(body):
-        assert mode.get_comm_counts() == {ops.all_gather_into_tensor: 1, ops.broadcast: 1}
+        kinds = (ops.all_gather_into_tensor, ops.broadcast, ops.reduce_scatter_tensor)
+        assert mode.get_comm_counts() == dict.fromkeys(kinds, 1)
+        assert mode.get_comm_bytes()[ops.reduce_scatter_tensor] == 3 * 3 * 4
         assert mode.get_comm_bytes()[ops.all_gather_into_tensor] == 3 * 1024 * 512 * 4
 
 

@@ -1,9 +1,8 @@
 """The only package that uses `torch.distributed`.
 
 The rest of the library uses a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
-process (`shardwise.testing`). Two collectives send all data: an all-to-all with split sizes, and an
-all-reduce. `shardwise.trace.comm_trace` records them, so plans can be checked against it. A rank that fails
-publishes that in the store of the world (`failures`), so all ranks raise the same error.
+process (`shardwise.testing`). `shardwise.trace.comm_trace` records the collectives, so plans can be checked against it.
+A rank that fails publishes that in the store of the world (`failures`), so all ranks raise the same error.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,10 +23,12 @@ from shardwise.collectives.api import (
     owner,
     rank,
     rank_of_thread,
+    reduce_scatter,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
     start_broadcast,
+    start_reduce_scatter,
     transport,
     using,
     watches_numbers,
@@ -50,7 +51,7 @@ __all__ = [
     "current_mesh", "describing", "device_mesh", "draw_from_torch", "expect_equal", "expect_equal_numbers",
     "fingerprint", "gather_bytes", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
     "init_from_environment", "init_processes", "is_simulated", "load_with_process_group", "outside_ranks", "owner",
-    "process_group", "rank", "rank_of_thread", "reduce_stack", "report_failure", "shutdown", "start_all_gather",
-    "start_all_reduce", "start_all_to_all", "start_broadcast", "storage_metadata", "transport", "using",
-    "watches_numbers", "when_watching", "world_size", "write_items",
+    "process_group", "rank", "rank_of_thread", "reduce_scatter", "reduce_stack", "report_failure", "shutdown",
+    "start_all_gather", "start_all_reduce", "start_all_to_all", "start_broadcast", "start_reduce_scatter",
+    "storage_metadata", "transport", "using", "watches_numbers", "when_watching", "world_size", "write_items",
 ]  # fmt: skip

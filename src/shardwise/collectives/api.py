@@ -1,4 +1,4 @@
-"""The functions that the rest of the library calls: the transport of this thread, and the two collectives."""
+"""The functions that the rest of the library calls: the transport of this thread, and the collectives."""
 
 import os
 import threading
@@ -15,7 +15,14 @@ from torch import Tensor
 from shardwise.collectives import fingerprints
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.child_processes import CANNOT_COMMUNICATE, RankAndSize, inherited_rank, share_rank
-from shardwise.collectives.collective_call import ALL_GATHER, ALL_TO_ALL, Ranks, call_of, exchange_call
+from shardwise.collectives.collective_call import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Ranks,
+    call_of,
+    exchange_call,
+)
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
@@ -187,6 +194,29 @@ def _start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Fin
     if comm_trace.listening():
         comm_trace.record_collective(ALL_GATHER, (len(ranks) - 1) * max(counts) * local.element_size())
     return here.start_all_gather(local, counts, ranks)
+
+
+@allow_in_graph
+def reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """This rank's elements of the sum of the 1-D tensors of all ranks, which have `counts` for each rank, in order."""
+    return _start_reduce_scatter(local, counts, ranks)()
+
+
+def start_reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    """Start `reduce_scatter`; the returned function waits for it and returns the result."""
+    if is_capturing() and len(ranks) > 1:
+        reduced = reduce_scatter(local, counts, ranks)
+        return lambda: reduced
+    return _start_reduce_scatter(local, counts, ranks)
+
+
+def _start_reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    if len(ranks) == 1:
+        return local.clone
+    here = _announced(REDUCE_SCATTER, local, counts, ranks)
+    if comm_trace.listening():
+        comm_trace.record_collective(REDUCE_SCATTER, (len(ranks) - 1) * max(counts) * local.element_size())
+    return here.start_reduce_scatter(local, counts, ranks)
 
 
 @allow_in_graph

@@ -10,7 +10,7 @@ from torch import Tensor
 
 Ranks = tuple[int, ...]
 
-ALL_TO_ALL, ALL_GATHER = "all_to_all", "all_gather"
+ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = "all_to_all", "all_gather", "reduce_scatter"
 SAME_CALLS = "make all ranks of a group call the same collectives in the same order"
 
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("purpose", default=None)
@@ -40,8 +40,9 @@ class CollectiveCall:
     """One rank's call of a collective.
 
     Attributes:
-        shape: of the local tensor; for all-gathers the elements of each rank, for broadcasts those of the root.
-        kind: `ALL_TO_ALL`, `ALL_GATHER`, or such as "all_reduce sum" and "broadcast from 2".
+        shape: of the local tensor; for all-gathers and reduce-scatters the elements of each rank, for broadcasts those
+            of the root.
+        kind: `ALL_TO_ALL`, `ALL_GATHER`, `REDUCE_SCATTER`, or such as "all_reduce sum" and "broadcast from 2".
         send_counts, recv_counts: of an all-to-all, elements to and from each rank.
         purpose: such as the op and the layouts of its operands.
     """

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
-_NAMES = {"all_to_all": "all_to_all_single", "all_gather": "all_gather_into_tensor"}
+_NAMES = {
+    "all_to_all": "all_to_all_single",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+}
 
 
 @cache

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from hashlib import blake2b
 from time import monotonic, sleep
 from typing import TypeVar
 from weakref import ReferenceType, ref
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.collectives.call_log import CallLog, Difference
 from shardwise.collectives.collective_call import (
     ALL_GATHER,
+    REDUCE_SCATTER,
     DescribedCall,
     PendingCollective,
     Ranks,
@@ -47,6 +47,7 @@ from shardwise.collectives.failures.reports import (
 )
 from shardwise.collectives.failures.store import DifferentCalls, FailureReport
 from shardwise.collectives.open_works import OpenWorks
+from shardwise.collectives.pairwise import start_pairwise, wait_limit, wait_pairwise
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords
@@ -243,7 +244,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
         def start() -> Sequence[dist.Work]:
             if group is None:
-                return self._start_pairwise(wire_out, wire_send, send_counts, recv_counts, ranks)
+                return start_pairwise(wire_out, wire_send, send_counts, recv_counts, ranks, here, number)
             counts = list(recv_counts), list(send_counts)
             return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
 
@@ -296,6 +297,25 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return torch.cat([part[:count] for part, count in zip(out.split(width), counts, strict=True)])
 
         return finish
+
+    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        self.attach()
+        group, own, number = self._group(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
+        if group is None or local.dtype in _NOT_REDUCED_BY_GLOO:
+            receive = self.start_all_to_all(local, counts, [counts[own]] * len(ranks), ranks)
+            return lambda: reduce_stack(receive().view(len(ranks), counts[own]), "sum")
+        width = max(counts)
+        padded = local.contiguous()
+        if min(counts) != width:
+            parts = padded.split(list(counts))
+            padded = torch.cat([F.pad(part, (0, width - part.numel())) for part in parts])
+        out = local.new_empty(width)
+        wait = self._started(
+            lambda: [dist.reduce_scatter_single(_as_real(out), _as_real(padded), group=group, async_op=True)],
+            partial(self._pending, REDUCE_SCATTER, local, counts, number, ranks),
+            self._timeout(ranks, local.device.type),
+        )
+        return lambda: (wait(), out if counts[own] == width else out[: counts[own]].clone())[1]
 
     def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
         self.attach()
@@ -364,7 +384,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             elif len(works) == 1:
                 self._wait(works[0], monotonic() + timeout_seconds)
             else:
-                _wait_pairwise(works, monotonic() + timeout_seconds)
+                wait_pairwise(works, monotonic() + timeout_seconds)
             self.open_works.remove(key)
 
         return lambda: self._explained(pending, wait, started=bool(works))
@@ -389,7 +409,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         while True:
             seconds = SHORT_SLICE_SECONDS if self.monitor.failed else SLICE_SECONDS
             try:
-                work.wait(_timedelta(min(seconds, deadline - monotonic())))
+                work.wait(wait_limit(min(seconds, deadline - monotonic())))
                 return
             except RuntimeError as error:
                 if work.is_completed():
@@ -399,24 +419,6 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
                     raise
                 if self.monitor.root is not None:
                     raise WaitAbortedError from error
-
-    def _start_pairwise(
-        self, out: Tensor, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
-    ) -> Sequence[dist.Work]:
-        """Send and receive pairwise among ranks that share no process group: making one would involve all ranks."""
-        here, ops = self.rank, []
-        tag = _tag(ranks, self.calls.get(ranks, 0))
-        for peer, outgoing, incoming in zip(
-            ranks, send.split(list(send_counts)), out.split(list(recv_counts)), strict=True
-        ):
-            if peer == here:
-                incoming.copy_(outgoing)
-                continue
-            if outgoing.numel():
-                ops.append(dist.P2POp(dist.isend, outgoing, peer, tag=tag))
-            if incoming.numel():
-                ops.append(dist.P2POp(dist.irecv, incoming, peer, tag=tag))
-        return dist.batch_isend_irecv(ops) if ops else []
 
 
 def _absurd_length(log: CallLog) -> Difference | None:
@@ -430,23 +432,6 @@ def _absurd_length(log: CallLog) -> Difference | None:
     return None
 
 
-def _wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:
-    """Wait for all; after a failure abandon the others, so that those peers fail as well."""
-    failure = None
-    for work in works:
-        try:
-            work.wait(_timedelta(deadline - monotonic() if failure is None else 0.0))
-        except RuntimeError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
-def _timedelta(seconds: float) -> timedelta:
-    """As torch takes it: zero would be no limit."""
-    return timedelta(seconds=max(seconds, 0.002))
-
-
 def _unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> str:
     return (
         f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
@@ -455,9 +440,9 @@ def _unequal(source: int, target: int, sent: int | str, expected: int, pending: 
     )
 
 
-def _tag(ranks: Ranks, number: int) -> int:
-    """Identifies one exchange, so that surplus messages of an earlier one are never received in it."""
-    return int.from_bytes(blake2b(repr((ranks, number)).encode(), digest_size=4).digest()) >> 1
+def _as_real(x: Tensor) -> Tensor:
+    """The same memory in a dtype that NCCL adds: a row of two numbers for a complex one."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 _NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}

@@ -72,6 +72,13 @@ class Transport(Protocol):
         """The 1-D tensors of all ranks, one after the other; they have `counts` elements."""
         ...
 
+    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        """A new tensor: this rank's `counts[i]` elements of the sum of the 1-D `local`, which has those of all ranks.
+
+        `local` must not change until the collective is finished.
+        """
+        ...
+
     def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
         """A new tensor: the 1-D tensor of `root`, which has `count` elements."""
         ...
@@ -110,6 +117,9 @@ class SingleRankTransport:
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
         raise AssertionError("a group of one rank gathers nothing")
+
+    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        raise AssertionError("a group of one rank reduces nothing")
 
     def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
         raise AssertionError("a group of one rank sends nothing")

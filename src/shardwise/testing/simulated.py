@@ -21,6 +21,7 @@ from shardwise.collectives import Finish, Ranks, draw_from_torch, reduce_stack, 
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import (
     ALL_GATHER,
+    REDUCE_SCATTER,
     SAME_CALLS,
     CollectiveCall,
     PendingCollective,
@@ -101,6 +102,9 @@ class _Rank:
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
         return self.finished(call_of(ALL_GATHER, local, counts), local, ranks)
+
+    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        return self.finished(call_of(REDUCE_SCATTER, local, counts), local, ranks)
 
     def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
         return self.finished(call_of(f"broadcast from {root}", local, (count,)), local, ranks)
@@ -354,6 +358,12 @@ def results(ranks: Ranks, calls: Sequence[tuple[CollectiveCall, Tensor]]) -> lis
             for (call, tensor), count in zip(calls, calls[0][0].shape, strict=True):
                 assert tensor.shape == (count,), f"{call}: a rank has {tuple(tensor.shape)}"
             return [torch.cat([tensor for _, tensor in calls]) for _ in calls]
+        if kind == REDUCE_SCATTER:
+            counts = calls[0][0].shape
+            for call, tensor in calls:
+                assert tensor.shape == (sum(counts),), f"{call}: a rank has {tuple(tensor.shape)}"
+            total = reduce_stack(torch.stack([tensor for _, tensor in calls]), "sum")
+            return [part.clone() for part in total.split(list(counts))]
         if kind == "broadcast":
             sent_by_root = calls[ranks.index(int(argument.removeprefix("from ")))][1]
             assert sent_by_root.shape == calls[0][0].shape, f"{calls[0][0]}: the root has {tuple(sent_by_root.shape)}"
