@@ -356,7 +356,9 @@ class _Undefined(TorchDispatchMode):
         if func in self.PUTTING and not any(args[3:4]) and not kwargs.get("accumulate"):
             return self._put(args[0], args[1], args[2], func._schema.is_mutable)
         if func._schema.is_mutable:
-            args = (args[0], *(a.clone() if isinstance(a, Tensor) else a for a in args[1:]))
+            written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+            pairs = zip(args, written, strict=False)
+            args = tuple(a if to or not isinstance(a, Tensor) else a.clone() for a, to in pairs)
         return func(*args, **kwargs)
 
     @staticmethod

@@ -100,12 +100,19 @@ def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
 
 
 def _scattered(src: Layout, dst: Layout) -> Layout | None:
-    """`src` with one maximum, minimum or product that `dst` replicates sharded meanwhile: each rank reduces a shard."""
-    for axis in _nonlinear(src) if src.mesh == dst.mesh else []:
-        dims = [dim for dim, size in enumerate(src.shape) if size >= src.mesh.shape[axis] > 2]
-        if dims and dst.placements[axis].is_replicate():
-            return src.with_axis(axis, Shard(dims[0]))
-    return None
+    """`src` with the last maximum, minimum or product that is reduced as a shard, if `dst` replicates it.
+
+    The last one first, as in one step: in which order axes are reduced decides how equal maxima share a gradient.
+    """
+    axes = (
+        [axis for axis in _nonlinear(src) if src.placements[axis] != dst.placements[axis]]
+        if src.mesh == dst.mesh
+        else []
+    )
+    dims = [dim for dim, size in enumerate(src.shape) if axes and size >= src.mesh.shape[axes[-1]] > 1]
+    if not dims or not dst.placements[axes[-1]].is_replicate():
+        return None
+    return src.with_axis(axes[-1], Shard(dims[0]))
 
 
 def alternatives(src: Layout, dst: Layout) -> list[RedistributePlan]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial, Placement, Shard
-from shardwise.rules.local_context import local_with
+from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Meta, Op, Row
 
@@ -190,15 +190,24 @@ def kron(input: Meta, other: Meta) -> list[Row]:
     """out[i n + j] = input[i] other[j] in every dim, n the size of that dim of `other`."""
     ndim = max(input.ndim, other.ndim)
     first, second = ((1,) * (ndim - x.ndim) + x.shape for x in (input, other))
-    rows = [Row((Partial(), REPLICATE), Partial(), "linear"), Row((REPLICATE, Partial()), Partial(), "linear")]
+    rows = [
+        Row((Partial(), REPLICATE), Partial(), "linear", _kron),
+        Row((REPLICATE, Partial()), Partial(), "linear", _kron),
+        Row((REPLICATE, REPLICATE), REPLICATE, "every rank has everything", _kron),
+    ]
     for d in range(ndim):
         own, second_dim = d - (ndim - input.ndim), d - (ndim - other.ndim)
         if own >= 0:
             map_index = local_with(mul, second[d])
-            rows.append(Row((Shard(own), REPLICATE), Shard(d), "sharded first factor", map_index=map_index))
+            rows.append(Row((Shard(own), REPLICATE), Shard(d), "sharded first factor", _kron, map_index=map_index))
         if second_dim >= 0 and first[d] == 1:
-            rows.append(Row((REPLICATE, Shard(second_dim)), Shard(d), "sharded second factor"))
+            rows.append(Row((REPLICATE, Shard(second_dim)), Shard(d), "sharded second factor", _kron))
     return rows
+
+
+def _kron(ctx: LocalContext, input: Tensor, other: Tensor) -> Tensor:
+    """torch views its product in the shape of the result, which fails for some strides."""
+    return torch.kron(input.contiguous(), other.contiguous())
 
 
 register_product(linear, F.linear, aten.linear.default)
