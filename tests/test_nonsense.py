@@ -415,6 +415,14 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.debug.CommDebugMode": lambda: (debug.CommDebugMode, {}),
     "shardwise.debug.Explanation": lambda: (debug.Explanation, {}),
     "shardwise.debug.explain": lambda: (debug.explain, {"*fn": lambda: None}),
+    "shardwise.debug.explain_redistribute": lambda: (
+        debug.explain_redistribute,
+        {
+            "src": Layout(Mesh((2,)), [Shard(0)], (4, 3)),
+            "dst": Layout(Mesh((2,)), [Replicate()], (4, 3)),
+            "itemsize": 4,
+        },
+    ),
     "shardwise.debug.shadow": lambda: (debug.shadow, {"every": 1, "ops": None, "rtol": 1e-3, "atol": 1e-3}),
     "shardwise.debug.visualize_sharding": lambda: (
         debug.visualize_sharding,

@@ -1,4 +1,4 @@
-"""All-gathers and broadcasts give each rank what the exchange that they stand for gives it."""
+"""All-gathers, reduce-scatters and broadcasts give each rank what the exchange that they stand for gives it."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -10,7 +10,7 @@ from shardwise import collectives
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.exchange import run_exchange, start_exchange
 from shardwise.redistribute.search import native_step
-from shardwise.redistribute.steps import AllGather, Broadcast, Exchange
+from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor, partial_index, partial_indices, small_integers
 
@@ -36,8 +36,8 @@ def sources(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Layout]:
 def steps(mesh: Mesh, shape: tuple[int, ...]) -> list[Exchange]:
     found = []
     for src in sources(mesh, shape):
-        for replicated in product([False, True], repeat=mesh.ndim):
-            placements = [Replicate() if r else p for r, p in zip(replicated, src.placements, strict=True)]
+        for changed, after in product(product([False, True], repeat=mesh.ndim), [Replicate(), Shard(0)]):
+            placements = [after if c else p for c, p in zip(changed, src.placements, strict=True)]
             dst = Layout(mesh, placements, shape, src.shard_order)
             step = native_step(Exchange(src, dst)) if src != dst else None
             if step is not None:
@@ -107,6 +107,7 @@ def test_which_collective_it_is() -> None:
         ([Shard(0), Shard(1)], AllGather),
         ([OnRanks(1), Replicate()], Broadcast),
     ]
+    assert type(native_step(Exchange(*(Layout(mesh, [p] * 2, (8, 8)) for p in (Partial(), Shard(1)))))) is ReduceScatter
     for src, kind in cases:
         step = native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, [Replicate()] * 2, (8, 8))))
         assert type(step) is kind

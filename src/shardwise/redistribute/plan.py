@@ -92,10 +92,8 @@ def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
     plan = RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
-    scattered = _scattered(src, dst)
-    if scattered is None or plan.cost <= 2 * COSTS["all_to_all"].latency:
-        return plan
-    in_two = _via(src, scattered, dst)
+    scattered = _scattered(src, dst) if plan.cost > 2 * COSTS["all_to_all"].latency else None
+    in_two = plan if scattered is None else _via(src, scattered, dst)
     return in_two if in_two.cost < GAIN * plan.cost else plan
 
 
@@ -104,15 +102,12 @@ def _scattered(src: Layout, dst: Layout) -> Layout | None:
 
     The last one first, as in one step: in which order axes are reduced decides how equal maxima share a gradient.
     """
-    axes = (
-        [axis for axis in _nonlinear(src) if src.placements[axis] != dst.placements[axis]]
-        if src.mesh == dst.mesh
-        else []
-    )
-    dims = [dim for dim, size in enumerate(src.shape) if axes and size >= src.mesh.shape[axes[-1]] > 1]
-    if not dims or not dst.placements[axes[-1]].is_replicate():
+    axes = [axis for axis in _nonlinear(src) if src.mesh == dst.mesh and src.placements[axis] != dst.placements[axis]]
+    if not axes or not dst.placements[axes[-1]].is_replicate():
         return None
-    return src.with_axis(axes[-1], Shard(dims[0]))
+    free = [dim for dim in range(len(src.shape)) if not any(p.is_shard(dim) for p in src.placements)]
+    dims = [dim for dim in free if src.shape[dim] >= src.mesh.shape[axes[-1]] > 1]
+    return src.with_axis(axes[-1], Shard(dims[0])) if dims else None
 
 
 def alternatives(src: Layout, dst: Layout) -> list[RedistributePlan]:

@@ -227,21 +227,9 @@ def grad(func: object, args: Args, kwargs: Kwargs) -> tuple[Tensor | None, ...]:
     return tuple(in_layout_of(x, g) for x, g in zip(inputs, found, strict=True))
 
 
-class _NotAView(TensorFunction):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def _not_a_view(gradient: Tensor) -> Tensor:
     """The same memory. Ranks with an empty shard, or with none, compute gradients otherwise: not all would be views."""
-    if not gradient._is_view():
-        return gradient
-    return _NotAView.apply(gradient) if gradient.requires_grad else gradient.detach()
+    return torch.ops.aten._unsafe_view(gradient, gradient.shape) if gradient._is_view() else gradient
 
 
 # ---- conversions to and from plain tensors ----------------------------------------------------------------------

@@ -65,10 +65,10 @@ WITHOUT_VALUES = frozenset(
 )  # ops that take only the dtype and the device of another tensor
 
 
-def run_without_values(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def run_without_values(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Run one of `WITHOUT_VALUES` on a plain tensor: the result is plain, and may be the tensor itself."""
 
-    def empty_like(x: object) -> Any:
+    def empty_like(x: object) -> object:
         return torch.empty(0, dtype=x.dtype, device=x.device) if type(x) is DTensor else x
 
     return func(*map(empty_like, args), **{name: empty_like(x) for name, x in kwargs.items()})
