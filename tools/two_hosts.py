@@ -70,11 +70,10 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks of each host")
     parser.add_argument("--mbit", type=float, help="megabits a second of the link, in each direction")
     parser.add_argument("--lifeline", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="and its arguments, as torchrun takes them")
-    found = parser.parse_args(arguments)
-    if not found.script:
-        parser.error("which script?")
-    return found
+    parser.add_argument("-m", dest="module", action="store_const", const="-m", help="the script is a module")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="of the script")
+    return parser.parse_args(arguments)
 
 
 def run_hosts(given: argparse.Namespace) -> int:
@@ -107,7 +106,7 @@ class Host:
         self.index = index
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(index)]
         torchrun += ["--nproc-per-node", str(given.nproc_per_node)]
-        torchrun += ["--master-addr", ADDRESSES[0], "--master-port", str(PORT), *given.script]
+        torchrun += ["--master-addr", ADDRESSES[0], "--master-port", str(PORT), *filter(None, [given.module]), given.script, *given.args]
         self.process = subprocess.Popen(
             [*HOST, "sh", "-c", START, "sh", f"host{index}", ADDRESSES[index], *torchrun],
             stdin=subprocess.PIPE,

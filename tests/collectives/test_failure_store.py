@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from shardwise.collectives.failures.store import (
     FailureStore,
     ProcessIdentity,
     address,
+    connection_error,
+    is_on_this_host,
     is_reachable,
     report_of,
     this_process,
@@ -92,6 +95,14 @@ def test_the_first_root_is_kept(stores: tuple[FailureStore, FailureStore]) -> No
     assert ours.are_states_requested()
 
 
+@dataclass(frozen=True)
+class Server:
+    """Of a store, as far as its address goes."""
+
+    host: str
+    port: int
+
+
 def test_a_server_that_is_gone_is_not_reachable_and_nothing_else_has_an_address() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = PrefixStore("a", PrefixStore("b", server))
@@ -103,13 +114,25 @@ def test_a_server_that_is_gone_is_not_reachable_and_nothing_else_has_an_address(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    class Gone:
-        host = "127.0.0.1"
+    assert not is_reachable(Server("127.0.0.1", port))  # type: ignore[arg-type] # the rest is not asked for
 
-        def __init__(self) -> None:
-            self.port = port
 
-    assert not is_reachable(Gone())  # type: ignore[arg-type] # the rest is not asked for
+def test_only_an_address_of_this_host_is_on_this_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert is_on_this_host(server.getsockname())  # also where its port is in use
+    assert is_on_this_host(("localhost", 80))
+    assert not is_on_this_host(("192.0.2.1", 80))  # kept free for documentation, by RFC 5737
+    assert not is_on_this_host(("no such host", 80))
+
+
+def test_a_server_that_does_not_answer_is_distinguished_from_one_that_refuses() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        server = Server(*full.getsockname())
+        assert isinstance(connection_error(server), ConnectionRefusedError)  # type: ignore[arg-type]
+        full.listen(0)
+        assert connection_error(server) is None  # type: ignore[arg-type] # accepted by nobody, so the queue is full
+        assert isinstance(connection_error(server), TimeoutError)  # type: ignore[arg-type]
 
 
 def fail() -> None:

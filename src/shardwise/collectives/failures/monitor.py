@@ -14,6 +14,7 @@ from shardwise.collectives.failures.store import (
     ProcessIdentity,
     address,
     identity_of,
+    is_on_this_host,
     is_reachable,
 )
 from shardwise.trace.user_stack import format_running, frames_of
@@ -89,10 +90,16 @@ class FailureMonitor:
         """Look at the store; whether to do so again."""
         with suppress(Exception):  # an unreachable world is not monitored
             store = store_of_world()
-            if store is None or not is_reachable(store.store):
+            if store is None:
                 return False
-            if self.keeper is None and address(store.store):
-                self.keeper = identity_of(launcher) if has_agent_store() and launcher else store.process(0)
+            if not is_reachable(store.store):
+                return True  # a network may recover
+            server = address(store.store)
+            if self.keeper is None and server is not None:
+                if not has_agent_store():
+                    self.keeper = store.process(0)
+                elif launcher is not None and is_on_this_host(server):  # else the agent of another host has it
+                    self.keeper = identity_of(launcher)
             if not self.failed and store.are_states_requested():
                 self._publish(store, main)
                 self.failed = True

@@ -7,6 +7,7 @@ rank 2 because of rank 1, rank 2 names rank 0.
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from socket import gethostname
 from time import monotonic, sleep
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from shardwise.collectives.failures.store import (
     FailureStore,
     ProcessIdentity,
     address,
+    connection_error,
     is_reachable,
     remote_error,
     report_of,
@@ -50,6 +52,9 @@ LOOK_THERE = (
     "look at the end of its output and, on Linux, for the out-of-memory killer in dmesg. Gloo aborts a process that "
     "receives more than it expects; shardwise.collectives.check_ranks() finds that before it happens."
 )
+
+
+LOOK_AT_HOSTS = "look at the network between the hosts, and at the output of the ranks and launchers on the other hosts."
 
 
 def store_of_world() -> FailureStore | None:
@@ -178,7 +183,7 @@ def _report_on_silent_store(pending: PendingCollective, keeper: ProcessIdentity 
     """The report where the store accepts connections and does not answer, as that of a stopped process does."""
     if keeper is None:
         text = f"Collective #{pending.number} of ranks {pending.ranks} failed, and the store of the world is silent."
-        return FailureReport(None, text, fix="look at the output of the other ranks, and at the network.")
+        return FailureReport(None, text, fix=LOOK_AT_HOSTS)
     who, rank = ("The launcher", None) if has_agent_store() else ("Rank 0", 0)
     state, fix = keeper.state(), LOOK_THERE
     if state == "stopped":
@@ -196,13 +201,14 @@ def _first_sentence(error: BaseException) -> str:
 def _investigate(pending: PendingCollective, waited_seconds: float) -> FailureReport:
     store = store_of_world()
     assert store is not None
-    try:
-        if is_reachable(store.store):
+    lost = connection_error(store.store)
+    if lost is None:
+        try:
             return _report_from_store(store, pending, waited_seconds)
-    except Exception:
-        if is_reachable(store.store):  # else it has just ended
-            raise
-    return _report_on_lost_store(store)
+        except Exception:
+            if (lost := connection_error(store.store)) is None:  # else it has just ended
+                raise
+    return _report_on_lost_store(store, lost)
 
 
 def _report_from_store(store: FailureStore, pending: PendingCollective, waited_seconds: float) -> FailureReport:
@@ -216,9 +222,12 @@ def _report_from_store(store: FailureStore, pending: PendingCollective, waited_s
     return report
 
 
-def _report_on_lost_store(store: FailureStore) -> FailureReport:
+def _report_on_lost_store(store: FailureStore, lost: OSError) -> FailureReport:
     host, port = address(store.store) or ("", 0)
     where = f"the store of this world at {host}:{port}"
+    if not isinstance(lost, ConnectionError):  # nobody refused it, so its host may have failed, or the way there
+        text = f"T{where[1:]} cannot be reached from host {gethostname()}: {lost.strerror or lost}."
+        return FailureReport(None, text, fix=LOOK_AT_HOSTS)
     if has_agent_store():
         return FailureReport(
             None, f"The launcher has ended, and with it {where}.", fix="look at the launcher's output."
@@ -315,7 +324,8 @@ def _report_on_missing_ranks(store: FailureStore, pending: PendingCollective, wa
     if missing:
         who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
         text = f"{who} did not join {name}, which failed after {waited_seconds:.3g} s:{table}"
-        return FailureReport(missing[0], text, fix=SAME_ORDER)
+        silent = all(_is_silent_elsewhere(store, rank) for rank in missing)
+        return FailureReport(missing[0], text, fix=LOOK_AT_HOSTS if silent else SAME_ORDER)
     if len({(other.ranks, other.number) for other in all_pending.values()}) > 1:
         text = f"Ranks {', '.join(map(str, sorted(states)))} wait for each other, in different collectives:{table}"
         return FailureReport(None, text, fix=SAME_ORDER, mismatch=True)
@@ -340,10 +350,17 @@ def _ranks_waited_for(
     return all_pending, sorted(missing)
 
 
+def _is_silent_elsewhere(store: FailureStore, rank: int) -> bool:
+    """Whether a rank of another host did not say what it does, so that all of that host may be gone."""
+    process = store.process(rank)
+    return process is not None and process.state() == "elsewhere" and store.text("running", rank) is None
+
+
 def _state_of_missing(store: FailureStore, rank: int) -> str:
     running, process, thread_error = store.text("running", rank), store.process(rank), store.text("thread_error", rank)
     unknown = "did not respond" if process else "ended, or has not used shardwise yet; its own output may say why"
     known = [running or unknown]
-    if running is None and process is not None and (state := process.state()) != "elsewhere":
-        known.append(f"its process {process.pid} is {state}")
+    if running is None and process is not None:
+        state = process.state()
+        known.append(f"its process {process.pid} is {'on host ' + process.host_name if state == 'elsewhere' else state}")
     return "; ".join(known if thread_error is None else [*known, thread_error])

@@ -10,8 +10,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 from shardwise.collectives.collective_call import DescribedCall, PendingCollective, Ranks, call_from
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
@@ -95,6 +97,10 @@ class ProcessIdentity:
     started: str
     records: str = ""
 
+    @property
+    def host_name(self) -> str:
+        return self.host.partition("/")[0]
+
     def state(self) -> str:
         """ "gone", "stopped" or "alive" as seen from here; "elsewhere" on another host."""
         if self.host != _host():
@@ -118,13 +124,19 @@ def identity_of(pid: int) -> ProcessIdentity:
     return ProcessIdentity(_host(), pid, found[1] if found else "")
 
 
+@cache
 def _host() -> str:
-    """A name that two processes share only where they can see each other's process numbers."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return "/".join(parts)
+    """A name that two processes share only where they can see each other's process numbers and files in memory.
+
+    Host names of machines and of containers may be equal, and containers may have users of their own. Without a /proc
+    of its own process namespace a process shares its name with none, because the numbers of others mean nothing to it.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "user")]
+    except OSError:
+        boot, namespaces = uuid4().hex, []
+    return "/".join([socket.gethostname(), boot, *namespaces, str(os.getuid())])
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
@@ -251,13 +263,29 @@ def address(store: Store) -> tuple[str, int] | None:
     return (host, port) if isinstance(host, str) and isinstance(port, int) else None
 
 
-def is_reachable(store: Store) -> bool:
-    """Whether the server of `store` accepts a connection; torch would print a stack where it does not."""
+def connection_error(store: Store) -> OSError | None:
+    """Why the server of `store` accepts no connection; None if it does, or if there is no server."""
     server = address(store)
     if server is None:
-        return True
+        return None
     try:
         socket.create_connection(server, CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def is_reachable(store: Store) -> bool:
+    """Whether the server of `store` accepts a connection; torch would print a stack where it does not."""
+    return connection_error(store) is None
+
+
+def is_on_this_host(server: tuple[str, int]) -> bool:
+    """Whether the address of a server is one of this host: only these can be bound."""
+    try:
+        for family, kind, protocol, _, found in socket.getaddrinfo(server[0], 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.bind(found)
     except OSError:
         return False
     return True

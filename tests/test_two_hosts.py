@@ -1,0 +1,169 @@
+"""Two hosts of two ranks each under torchrun, and what their ranks say when ranks, a host or the link end.
+
+Collected where a user may make network and process namespaces, which is tried once: many containers forbid it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.launch import launch
+from tests import two_hosts_jobs
+from tests.sessions import session
+from tests.timeouts import PATIENCE_SECONDS, under_load
+from tools.two_hosts import can_run
+
+pytestmark = pytest.mark.processes
+
+__test__ = can_run()
+
+ROOT = Path(__file__).parents[1]
+TOOL = [sys.executable, str(ROOT / "tools" / "two_hosts.py")]
+LONG = PATIENCE_SECONDS / 2  # whoever fails before it did not wait for it
+SHORT = under_load(4.0)  # a timeout that tests wait for
+PROMISED_SECONDS = 2.0  # from the timeout to the error
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank."""
+
+    returned: Any
+    error: str
+    text: str
+    seconds: float
+
+
+def outcomes(folder: Path, job: str, *args: str, timeout: float = LONG, code: int = 1) -> dict[int, Outcome]:
+    """What the ranks of two hosts wrote down; those that were killed did not."""
+    command = [*TOOL, "-m", "tests.two_hosts_jobs", str(folder), str(timeout), job, *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert re.search(r"\nlink: [\d,]+ bytes from host 0 to host 1, [\d,]+ bytes from host 1 to host 0\n$", done.stdout)
+    paths = {rank: folder / f"outcome-{rank}" for rank in two_hosts_jobs.WORLD}
+    return {rank: Outcome(**json.loads(path.read_text())) for rank, path in paths.items() if path.exists()}
+
+
+def test_two_hosts_train_as_one_host_and_as_one_process(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "train", code=0)
+    one_host = json.loads(json.dumps(launch(two_hosts_jobs.train, nproc=4)))
+    assert [outcome.returned for outcome in found.values()] == [one_host] * 4
+    losses, parameters = two_hosts_jobs.steps(None)
+    assert one_host[0] == pytest.approx(losses, rel=1e-12)
+    assert one_host[1].keys() == parameters.keys()
+    for name, full in parameters.items():
+        torch.testing.assert_close(torch.tensor(one_host[1][name]), torch.tensor(full), rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_reads_the_memory_of_its_own_host_only(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "peers", code=0)
+    assert {rank: outcome.returned for rank, outcome in found.items()} == {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
+
+
+# ---- ranks, hosts and links that end ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", r"Rank 3 failed: Broken: no such row"),
+        ("kill", r"Rank 3 ended without a report: it was killed, crashed, or called os._exit \(process \d+\)."),
+    ],
+)
+def test_ranks_of_both_hosts_name_the_rank_that_ended_and_how(how: str, said: str, tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "fail", how)
+    for survivor in (0, 1, 2):
+        assert found[survivor].error == "RemoteRankError"
+        assert re.fullmatch(said, found[survivor].text.splitlines()[0])
+        assert found[survivor].seconds < LONG
+
+
+def test_ranks_name_the_ranks_of_a_host_that_is_gone(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "fail", "host")
+    assert found.keys() == {0, 1}
+    for survivor in found.values():
+        assert_silent_host(survivor)
+        assert survivor.seconds < LONG
+
+
+def test_ranks_end_with_the_host_of_the_store(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "fail", "first host", code=137)
+    assert found.keys() == {2, 3}
+    for survivor in found.values():
+        assert survivor.error == "RemoteRankError"
+        lost = "The launcher has ended, and with it the store of this world at 10.77.0.1:29500."
+        assert survivor.text.splitlines()[0] == lost
+        assert survivor.seconds < LONG
+
+
+def test_ranks_of_both_hosts_end_when_the_link_is_down(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "fail", "link", timeout=SHORT)
+    for rank in (0, 1):
+        assert_silent_host(found[rank])
+    for rank in (2, 3):
+        assert found[rank].error == "RemoteRankError"
+        lost = "The store of this world at 10.77.0.1:29500 cannot be reached from host host1: Network is unreachable."
+        assert found[rank].text.splitlines()[0] == lost
+    assert max(outcome.seconds for outcome in found.values()) < under_load(SHORT + PROMISED_SECONDS)
+
+
+def test_the_launcher_of_another_host_is_not_taken_for_that_of_this_one(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "stop_the_first_launcher", timeout=SHORT)
+    for rank, outcome in found.items():
+        assert outcome.error == "RemoteRankError"
+        here = "The launcher, which keeps the store of this world, is stopped"
+        there = "Collective #2 of ranks (0, 1, 2, 3) failed, and the store of the world is silent."
+        assert outcome.text.startswith(here if rank < 2 else there)
+
+
+def assert_silent_host(survivor: Outcome) -> None:
+    """It waited for the ranks of the second host, which said nothing more."""
+    assert survivor.error == "RemoteRankError"
+    lines = survivor.text.splitlines()
+    assert lines[0].startswith("Ranks 2, 3 did not join collective #5 of ranks (0, 1, 2, 3), which failed after ")
+    for rank, line in zip((2, 3), lines[3:5], strict=True):
+        assert re.fullmatch(rf"  rank {rank}: did not respond; its process \d+ is on host host1", line)
+    assert lines[-1].startswith("  Fix: look at the network between the hosts")
+
+
+# ---- ranks that disagree ------------------------------------------------------------------------------------
+
+
+def test_hosts_that_make_different_calls_raise_one_table(tmp_path: Path) -> None:
+    """The third call of the job is the fourth of the group, before which hosts compare theirs."""
+    found = outcomes(tmp_path, "disagree")
+    (text,) = {outcome.text for outcome in found.values()}
+    assert [outcome.error for outcome in found.values()] == ["MismatchError"] * 4
+    assert [row for row in text.splitlines() if "called at" not in row] == [
+        "Ranks (0, 1, 2, 3) disagree on their collective #4: all ranks must make the same call.",
+        *(f"  rank {rank}: all_reduce {'sum' if rank < 2 else 'max'} of float32 (5,)" for rank in range(4)),
+        "  Fix: make all ranks of a group call the same collectives in the same order.",
+    ]
+
+
+def test_hosts_with_different_replicated_values_raise_one_error(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "differ")
+    (text,) = {outcome.text for outcome in found.values()}
+    assert [outcome.error for outcome in found.values()] == ["MismatchError"] * 4
+    assert text.startswith("add: the plain tensor beside DTensors of shape (8,), float32, must be the same on all ranks")
+
+
+# ---- the tool -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_hosts_outlives_their_tool(tmp_path: Path) -> None:
+    with session([*TOOL, "-m", "tests.two_hosts_jobs", str(tmp_path), "300", "sleep"], ROOT) as tool:
+        assert tool.stdout is not None
+        while "asleep" not in tool.stdout.readline():
+            assert tool.poll() is None
+        tool.kill()
+        assert "asleep" not in tool.stdout.read()  # its end is that of the last process that could write
