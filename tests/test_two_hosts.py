@@ -154,7 +154,9 @@ def test_hosts_with_different_replicated_values_raise_one_error(tmp_path: Path) 
     found = outcomes(tmp_path, "differ")
     (text,) = {outcome.text for outcome in found.values()}
     assert [outcome.error for outcome in found.values()] == ["MismatchError"] * 4
-    assert text.startswith("add: the plain tensor beside DTensors of shape (8,), float32, must be the same on all ranks")
+    assert text.startswith(
+        "add: the plain tensor beside DTensors of shape (8,), float32, must be the same on all ranks"
+    )
 
 
 # ---- the tool -----------------------------------------------------------------------------------------------

@@ -106,7 +106,15 @@ class Host:
         self.index = index
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(index)]
         torchrun += ["--nproc-per-node", str(given.nproc_per_node)]
-        torchrun += ["--master-addr", ADDRESSES[0], "--master-port", str(PORT), *filter(None, [given.module]), given.script, *given.args]
+        torchrun += [
+            "--master-addr",
+            ADDRESSES[0],
+            "--master-port",
+            str(PORT),
+            *filter(None, [given.module]),
+            given.script,
+            *given.args,
+        ]
         self.process = subprocess.Popen(
             [*HOST, "sh", "-c", START, "sh", f"host{index}", ADDRESSES[index], *torchrun],
             stdin=subprocess.PIPE,

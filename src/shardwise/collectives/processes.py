@@ -50,7 +50,7 @@ from shardwise.collectives.open_works import OpenWorks
 from shardwise.collectives.pairwise import start_pairwise, wait_limit, wait_pairwise
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
-from shardwise.collectives.shared_records import SharedRecords
+from shardwise.collectives.shared_records import SharedRecords, add_peers
 from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
@@ -199,23 +199,26 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             self._records.write_note(log, note)
 
     def _find_peers(self, log: CallLog, records: SharedRecords) -> None:
-        """Let `records` know those of all ranks of a group on this host, and remember whether there are others."""
+        """Let `records` know those of all ranks of a group on this host, and remember whether there are others.
+
+        A rank waits for that before its second call, or it might not compare its calls where others do.
+        """
         if (store := store_of_world()) is None:
             return
+        began, timeout = monotonic(), self._timeout(log.ranks, "cpu")
         # After one call all ranks of a group have joined the world, or soon will.
-        until = monotonic() + (0 if log.latest == 1 else JOIN_SECONDS)
-        for peer in log.ranks:
-            with suppress(Exception):  # of a store that does not work
-                while not records.knows(peer) and not self.monitor.failed:
-                    process = store.process(peer)
-                    if process is not None:
-                        records.add_peer(peer, None if process.state() == "elsewhere" else process.records)
-                    elif monotonic() >= until:
-                        break
-                    else:
-                        sleep(POLL_SECONDS)
-        if all(map(records.knows, log.ranks)):
-            records.complete.add(log)
+        until = began + (0 if log.latest == 1 else timeout or JOIN_SECONDS)
+        while add_peers(store, log.ranks, records) and not self.monitor.failed:
+            if all(map(records.knows, log.ranks)):
+                records.complete.add(log)
+                return
+            if monotonic() >= until:
+                if log.latest == 1 or timeout is None:
+                    return
+                pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
+                error = TimeoutError("Some ranks have not joined, or the store does not answer.")
+                raise explain(error, pending, monotonic() - began, self.monitor)
+            sleep(POLL_SECONDS)
 
     def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
         log = self.logs.get(ranks)

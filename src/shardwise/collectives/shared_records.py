@@ -18,6 +18,8 @@ from pathlib import Path
 from shardwise.collectives.call_log import ALL, KEPT, NUM_COUNTS, NUMBER, SEND_COUNTS, CallLog, Difference
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.digests import MASK, stable_digest
+from shardwise.collectives.failures.reports import bounded
+from shardwise.collectives.failures.store import FailureStore, ProcessIdentity
 from shardwise.collectives.spawn import MemoryFile
 from shardwise.collectives.value_notes import KEPT_NOTES, WORDS, Note
 
@@ -202,6 +204,26 @@ class SharedRecords:
                 if found is not None and theirs[NUMBER] == number:
                     return found
         return None
+
+
+def add_peers(store: FailureStore, ranks: Ranks, records: SharedRecords) -> bool:
+    """Let `records` know those of ranks that have joined; False if the store does not work."""
+
+    def look_up(peer: int) -> tuple[ProcessIdentity | None] | tuple[()]:
+        try:
+            return (store.process(peer),)
+        except Exception:  # noqa: BLE001 - whatever an unreachable store raises
+            return ()
+
+    for peer in ranks:
+        if records.knows(peer):
+            continue
+        found = bounded(partial(look_up, peer))
+        if not found:
+            return found is None  # it may answer later
+        if (process := found[0]) is not None:
+            records.add_peer(peer, None if process.state() == "elsewhere" else process.records)
+    return True
 
 
 def _note(words: "memoryview[int]", start: int, number: int) -> "array[int]":

@@ -54,7 +54,9 @@ LOOK_THERE = (
 )
 
 
-LOOK_AT_HOSTS = "look at the network between the hosts, and at the output of the ranks and launchers on the other hosts."
+LOOK_AT_HOSTS = (
+    "look at the network between the hosts, and at the output of the ranks and launchers on the other hosts."
+)
 
 
 def store_of_world() -> FailureStore | None:
@@ -362,5 +364,7 @@ def _state_of_missing(store: FailureStore, rank: int) -> str:
     known = [running or unknown]
     if running is None and process is not None:
         state = process.state()
-        known.append(f"its process {process.pid} is {'on host ' + process.host_name if state == 'elsewhere' else state}")
+        known.append(
+            f"its process {process.pid} is {'on host ' + process.host_name if state == 'elsewhere' else state}"
+        )
     return "; ".join(known if thread_error is None else [*known, thread_error])
