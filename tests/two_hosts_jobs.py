@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Mesh, Replicate, Shard, collectives, distribute_tensor, launch, shard_module
+from shardwise import DTensor, Mesh, Placement, Replicate, Shard, collectives, distribute_tensor, launch, shard_module
 from shardwise.collectives import all_reduce, barrier, rank
 from tests.timeouts import PATIENCE_SECONDS
 
@@ -50,8 +51,13 @@ def steps(mesh: Mesh | None) -> Training:
     ids, labels = torch.randint(11, (7, 4)), torch.randn(7, 3, dtype=torch.double)
     if mesh is not None:
         replicated, both, local = [Replicate()] * 2, [Shard(0)] * 2, [Replicate(), Shard(0)]
-        plan = {"items.weight": both, "hidden.*": local, "out.weight": both, "out.bias": replicated}
-        model = shard_module(model, plan, mesh=mesh)
+        plan: dict[str, Sequence[Placement]] = {
+            "items.weight": both,
+            "hidden.*": local,
+            "out.weight": both,
+            "out.bias": replicated,
+        }
+        shard_module(model, plan, mesh=mesh)
         ids, labels = (distribute_tensor(x, mesh, [Shard(0), Replicate()]) for x in (ids, labels))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     losses = []
@@ -61,7 +67,7 @@ def steps(mesh: Mesh | None) -> Training:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    full = {name: x.full_tensor() if mesh is not None else x for name, x in model.named_parameters()}
+    full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.named_parameters()}
     return losses, {name: x.tolist() for name, x in full.items()}
 
 
@@ -143,12 +149,12 @@ def peers() -> list[int]:
 JOBS = {job.__name__: job for job in (train, fail, disagree, differ, stop_the_first_launcher, sleep, peers)}
 
 
-def run(job: str, *args: str) -> None:
+def run(what: list[str]) -> None:
     started = time.monotonic()
     outcome: dict[str, Any] = {"returned": None, "error": "", "text": ""}
     try:
         collectives.barrier(WORLD)
-        outcome["returned"] = JOBS[job](*args)
+        outcome["returned"] = JOBS[what[0]](*what[1:])
     except BaseException as error:
         outcome |= {"error": type(error).__name__, "text": str(error)}
         raise
@@ -161,4 +167,4 @@ def run(job: str, *args: str) -> None:
 
 if __name__ == "__main__":
     FOLDER, seconds, *what = sys.argv[1:]
-    launch(run, *what, nproc=4, timeout_seconds=float(seconds))
+    launch(run, what, nproc=4, timeout_seconds=float(seconds))

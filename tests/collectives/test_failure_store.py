@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
 from shardwise.collectives.collective_call import CollectiveCall, PendingCollective
+from shardwise.collectives.failures.monitor import FailureMonitor
 from shardwise.collectives.failures.store import (
     FailureReport,
     FailureStore,
@@ -133,6 +136,42 @@ def test_a_server_that_does_not_answer_is_distinguished_from_one_that_refuses() 
         full.listen(0)
         assert connection_error(server) is None  # type: ignore[arg-type] # accepted by nobody, so the queue is full
         assert isinstance(connection_error(server), TimeoutError)  # type: ignore[arg-type]
+
+
+class ServedStore(HashStore):
+    """In memory, with a server that says whether it can be reached."""
+
+    def __init__(self, server: socket.socket) -> None:
+        super().__init__()
+        self.host, self.port = server.getsockname()
+
+
+def test_a_monitor_goes_on_when_the_store_can_be_reached_again() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        ours = FailureStore(ServedStore(server), 0)
+        polls, monitor = [], FailureMonitor()
+
+        def store_of_world() -> FailureStore:
+            polls.append(None)
+            return ours
+
+        monitor.start(store_of_world)
+        try:
+            wait_until(lambda: len(polls) > 1)  # it has tried once in vain
+            server.listen()
+            report = ours.publish_root(FailureReport(0, "Rank 0 failed"))
+            wait_until(lambda: monitor.root is not None)
+            assert monitor.root == report
+        finally:
+            monitor.stop()
+
+
+def wait_until(seen: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not seen():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def fail() -> None:
