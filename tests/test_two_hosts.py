@@ -6,8 +6,12 @@ Collected where a user may make network and process namespaces, which is tried o
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +73,23 @@ def test_a_rank_reads_the_memory_of_its_own_host_only(tmp_path: Path) -> None:
     assert {rank: outcome.returned for rank, outcome in found.items()} == {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
 
 
+@pytest.mark.parametrize(
+    ("apart", "same"),
+    [
+        ([], True),
+        (["unshare", "--user", "--map-root-user"], False),
+        (["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"], False),
+        (["unshare", "--user", "--map-root-user", "--pid", "--fork"], False),  # sees the /proc of other processes
+    ],
+)
+def test_containers_with_one_host_name_are_other_hosts(apart: list[str], same: bool) -> None:
+    code = "from shardwise.collectives.failures.store import this_process; print(this_process().host)"
+    command = [*apart, sys.executable, "-c", code]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first.partition("/")[0] == second.partition("/")[0] == socket.gethostname()
+    assert (first == second) is same
+
+
 # ---- ranks, hosts and links that end ------------------------------------------------------------------------
 
 
@@ -118,7 +139,8 @@ def test_ranks_of_both_hosts_end_when_the_link_is_down(tmp_path: Path) -> None:
 
 def test_the_launcher_of_another_host_is_not_taken_for_that_of_this_one(tmp_path: Path) -> None:
     found = outcomes(tmp_path, "stop_the_first_launcher", timeout=SHORT)
-    for rank, outcome in found.items():
+    for rank in (0, 1, 2):
+        outcome = found[rank]
         assert outcome.error == "RemoteRankError"
         here = "The launcher, which keeps the store of this world, is stopped"
         there = "Collective #2 of ranks (0, 1, 2, 3) failed, and the store of the world is silent."
@@ -162,10 +184,22 @@ def test_hosts_with_different_replicated_values_raise_one_error(tmp_path: Path) 
 # ---- the tool -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_the_hosts_outlives_their_tool(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_nothing_of_the_hosts_outlives_their_tool(number: int, code: int, tmp_path: Path) -> None:
+    def living() -> int:
+        count = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has just ended
+                count += str(tmp_path).encode() in path.read_bytes()
+        return count
+
     with session([*TOOL, "-m", "tests.two_hosts_jobs", str(tmp_path), "300", "sleep"], ROOT) as tool:
         assert tool.stdout is not None
         while "asleep" not in tool.stdout.readline():
             assert tool.poll() is None
-        tool.kill()
-        assert "asleep" not in tool.stdout.read()  # its end is that of the last process that could write
+        assert living() > 4
+        tool.send_signal(number)
+        assert tool.wait(PATIENCE_SECONDS) == code
+        until = time.monotonic() + PATIENCE_SECONDS
+        while living():
+            assert time.monotonic() < until

@@ -150,7 +150,7 @@ def test_a_monitor_goes_on_when_the_store_can_be_reached_again() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         ours = FailureStore(ServedStore(server), 0)
-        polls, monitor = [], FailureMonitor()
+        monitor, polls = FailureMonitor(), list[None]()
 
         def store_of_world() -> FailureStore:
             polls.append(None)
