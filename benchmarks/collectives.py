@@ -1,4 +1,5 @@
-"""The collectives of gloo beside each other, by size: what `shardwise.redistribute.costs` is made from.
+"""The collectives of gloo beside each other, by size: what the table of gloo in
+`shardwise.collectives.cost_tables` is made from.
 
     python benchmarks/collectives.py [--ranks 2 4] [--quick]
 

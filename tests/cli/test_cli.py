@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardwise import cli, errors
+from shardwise.collectives.cost_tables import read_costs
 from shardwise.errors import RankFailedError, ShardwiseError
 
 pytestmark = pytest.mark.processes
@@ -137,6 +139,21 @@ def test_a_reader_that_left_is_no_error() -> None:
     with os.fdopen(write_end, "w") as stdout:
         done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.processes
+def test_doctor_measures_what_collectives_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--calibrate", "--output", str(tmp_path / "costs.json")]) == 0
+    out = capsys.readouterr().out
+    assert "inside a host, reduce_scatter" in out
+    assert f"Written to {tmp_path / 'costs.json'}" in out
+    assert read_costs(tmp_path / "costs.json")[0] == "cpu"
+
+
+def test_doctor_cannot_measure_with_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--calibrate", "--nproc", "1", "--output", str(tmp_path / "costs.json")]) != 0
+    assert "Fix: start at least 2" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_doctor_lets_ranks_talk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
+from shardwise.collectives.cost_tables import GLOO
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.plan import RedistributePlan, plan_redistribute
 from shardwise.redistribute.run_plan import redistribute_local, run_steps
@@ -56,7 +57,7 @@ def agree(mesh: Mesh, shape: tuple[int, ...], count: int) -> int:
         local = local_tensor(parts[partial_index(src, here)], src, here)
         expected = value_and_gradient((Exchange(src, dst),), local, src, dst)
         linear = not any(isinstance(p, Partial) for p in dst.placements)  # a gradient is a function of the values
-        for steps in sequences(src, dst):
+        for steps in sequences(src, dst, GLOO):
             found = value_and_gradient(steps, local, src, dst)
             assert torch.equal(found[0], expected[0]), steps
             assert not linear or torch.equal(found[1], expected[1]), steps
@@ -80,7 +81,7 @@ def test_so_does_every_sequence_between_processes() -> None:
 @pytest.mark.parametrize("mesh", GRIDS, ids=str)
 def test_sequences_connect_and_all_ranks_of_a_group_know_it(mesh: Mesh) -> None:
     for src, dst in pairs(mesh, (5, 4), 60):
-        for steps in sequences(src, dst):
+        for steps in sequences(src, dst, GLOO):
             assert [step.src for step in steps] == [src, *(step.dst for step in steps[:-1])]
             assert steps[-1].dst == dst
             for layout in [step.dst for step in steps]:
@@ -111,7 +112,7 @@ def test_an_axis_of_one_rank_does_not_hide_an_all_reduce() -> None:
 
 def test_sums_over_axes_may_be_scattered_on_the_way_to_replicas() -> None:
     mesh, shape = Mesh((2, 4)), (1024, 1024)
-    found = sequences(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape))
+    found = sequences(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape), GLOO)
     names = [tuple(step.collective for step in steps) for steps in found]
     assert ("all_reduce",) in names
     assert ("all_to_all", "all_reduce", "all_gather") in names

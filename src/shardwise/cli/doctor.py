@@ -4,6 +4,7 @@ import argparse
 import os
 import platform
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
@@ -12,6 +13,7 @@ from shardwise.cli.versions import installed
 
 ELEMENTS = 1 << 18  # int32 that a rank sends to each rank: 1 MiB
 REPEATS = 5
+COSTS = "shardwise-costs.json"
 
 
 def add_parser(subparsers: SubParsers) -> None:
@@ -22,6 +24,12 @@ def add_parser(subparsers: SubParsers) -> None:
         description="Print versions, cores, memory and free disk; then start ranks and time an all_to_all.",
     )
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks to start (default: 2)")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure what collectives cost here, and write a file of that"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(COSTS), metavar="FILE", help=f"of --calibrate (default: {COSTS})"
+    )
     parser.set_defaults(run=run)
 
 
@@ -29,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
     """Print one line per check; a rank that fails raises RankFailedError."""
     from shardwise.launch import launch
 
+    if args.calibrate:
+        print(launch(calibrate, args.output.absolute(), nproc=args.nproc, timeout_seconds=120.0), end="")
+        return Exit.OK
     for name, finding in _machine().items():
         print(f"{name:<10} {finding}", flush=True)
     start = perf_counter()
@@ -84,3 +95,24 @@ def exchange(elements: int) -> float:
         if not torch.equal(received, expected):
             raise MismatchError(f"rank {rank} of {len(world)} received other data than was sent to it.")
     return min(times)
+
+
+def calibrate(output: Path) -> str:
+    """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
+    from shardwise import collectives
+    from shardwise.collectives import calibration
+    from shardwise.collectives.cost_tables import VARIABLE, read_costs, write_costs
+
+    device_type = calibration.device_type_of_world() if collectives.world_size() > 1 else "cpu"
+    tables = calibration.measure(device_type)
+    if collectives.rank() != 0:
+        return ""
+    source = f"{calibration.describe_world(tables)}, {datetime.now(UTC).date()}"
+    write_costs(output, device_type, source, *tables)
+    read_costs(output)
+    lines = [f"{source}, {device_type}", f"{'':30} {'latency':>10} {'each rank':>10} {'speed':>11}"]
+    for where, table in zip(("inside a host", "between hosts"), tables, strict=True):
+        for name, cost in (table or {}).items():
+            figures = f"{cost.latency_us:>7.0f} us {cost.per_rank_us:>7.0f} us {cost.megabytes_per_s:>6.0f} MB/s"
+            lines.append(f"{where + ', ' + name:<30} {figures}")
+    return "\n".join([*lines, f"Written to {output}. To plan by it: {VARIABLE}={output}", ""])

@@ -23,6 +23,14 @@ from shardwise.collectives.collective_call import (
     call_of,
     exchange_call,
 )
+from shardwise.collectives.cost_tables import (
+    SAME_COSTS,
+    Costs,
+    costs_of,
+    path_of_environment,
+    ranks_per_host_of,
+    used_costs,
+)
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
@@ -112,6 +120,27 @@ def rank_of_thread() -> Callable[[], AbstractContextManager[None]] | None:
 def owner() -> Owner:
     """The rank of its world that this thread is or belongs to."""
     return transport().owner
+
+
+def costs(device_type: str) -> Costs:
+    """What collectives cost on meshes of such devices, by `using_costs`, the file of the environment, or the backend.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    given = used_costs()
+    if given is not None:
+        return given
+    here = transport()
+    known = here.owner.calls
+    found = known.get(key := ("costs", device_type))
+    if found is None:
+        hosts = ranks_per_host_of(here.world_size) if here is TORCH_TRANSPORT else None
+        found = known[key] = costs_of(device_type, path_of_environment(), hosts)
+        if here.world_size > 1 and here.notes.on:
+            ranks, what = tuple(range(here.world_size)), "the costs of collectives"
+            _share(here, here.notes.same(found.numbers(), ranks, what, SAME_COSTS))
+    return found
 
 
 def rank() -> int:

@@ -60,6 +60,7 @@ class Note(NamedTuple):
     site: CallSite | None
     words: "array[int]"
     names: tuple[str, ...] = ()  # of numbers
+    fix: str = ""
 
 
 class ValueNotes:
@@ -106,6 +107,11 @@ class ValueNotes:
             self.stop()
         words = array("q", (key, count, 0, *_contents_of_numbers(numbers)))
         return Note(ranks, what, (), torch.float64, sites[0] if sites else None, words, tuple(numbers))
+
+    def same(self, numbers: Mapping[str, complex], ranks: Ranks, what: str, fix: str) -> Note:
+        """The note of numbers by which all ranks choose what they send."""
+        words = array("q", (stable_digest((what, ranks)), 1, 0, *_contents_of_numbers(numbers)))
+        return Note(ranks, what, (), torch.float64, None, words, tuple(numbers), fix)
 
     def note(self, x: Tensor, ranks: Ranks, what: str, by_hook: bool = False) -> Note | None:
         """Count one more call of this call site; its note if it is due."""
@@ -252,7 +258,7 @@ def _shown(x: float) -> str:
 
 def fix_of(note: Note) -> str:
     """What to write so that ranks have the same values, or may have different ones."""
-    return FIX_NUMBERS if note.names else FIX_VALUES
+    return note.fix or (FIX_NUMBERS if note.names else FIX_VALUES)
 
 
 FIX_NUMBERS = (

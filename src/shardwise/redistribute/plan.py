@@ -20,12 +20,13 @@ is redistributed like any other and then reduced locally, so its gradients are t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from shardwise import collectives
+from shardwise.collectives.cost_tables import Costs
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, Partial, Placement, Shard
-from shardwise.redistribute.costs import COSTS
 from shardwise.redistribute.search import GAIN, cheapest_sequence, sequences
 from shardwise.redistribute.steps import CommStep, ReduceStack, Restack, Scale, Step, cost_of, ranks_of
 
@@ -37,6 +38,7 @@ class RedistributePlan:
     src: Layout
     dst: Layout
     steps: tuple[Step, ...]
+    costs: Costs = field(compare=False, repr=False)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -63,37 +65,42 @@ class RedistributePlan:
 
     @cached_property
     def cost(self) -> float:
-        """To compare plans, in bytes that an all-to-all of float32 sends meanwhile."""
-        return sum(map(cost_of, self.comm_steps))
+        """To compare plans: bytes of float32 that an all-to-all inside a host sends meanwhile."""
+        return sum(cost_of(step, self.costs) for step in self.comm_steps)
 
 
-@lru_cache(maxsize=4096)
 def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
     """The plan with the lowest cost from `src` to `dst`, on the same mesh or another.
 
     Raises:
         LayoutError: the global shapes differ.
     """
+    return planned(src, dst, collectives.costs(src.mesh.device_type))
+
+
+@lru_cache(maxsize=4096)
+def planned(src: Layout, dst: Layout, costs: Costs) -> RedistributePlan:
+    """`plan_redistribute` by these costs."""
     if src.shape != dst.shape:
         raise LayoutError(f"Redistribution keeps the global shape: cannot redistribute {src} to {dst}.")
     if src == dst or same_local_shards(src, dst):
-        return RedistributePlan(src, dst, ())
+        return RedistributePlan(src, dst, (), costs)
     same_mesh = src.mesh == dst.mesh
     if len(_reductions(src) | _reductions(dst)) > 1:
-        return _via(src, src.reduced(), dst)
+        return _via(src, src.reduced(), dst, costs)
     if not same_mesh and _nonlinear(dst):
         # A max/min/product target on another mesh: a direct exchange gives the value to position 0 and the identity to
         # the others. Backward treats their gradients as replicated and could read that of an identity. Replicating on
         # the target mesh first makes position 0 use its own gradient.
-        return _via(src, dst.reduced(), dst)
+        return _via(src, dst.reduced(), dst, costs)
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
         # A rank's boxes are in one flat local tensor, which has no stack dim: go through full tensors.
-        return _via(src, src.replicated(), dst)
+        return _via(src, src.replicated(), dst, costs)
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
-    plan = RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum), *after))
-    scattered = _scattered(src, dst) if plan.cost > 2 * COSTS["all_to_all"].latency else None
-    in_two = plan if scattered is None else _via(src, scattered, dst)
+    plan = RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum, costs), *after), costs)
+    scattered = _scattered(src, dst) if plan.cost > 2 * costs.inside["all_to_all"].latency else None
+    in_two = plan if scattered is None else _via(src, scattered, dst, costs)
     return in_two if in_two.cost < GAIN * plan.cost else plan
 
 
@@ -118,7 +125,10 @@ def alternatives(src: Layout, dst: Layout) -> list[RedistributePlan]:
     same_mesh = src.mesh == dst.mesh
     before, src_sum = _scaled(src, dst if same_mesh else None, -1)
     after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
-    others = [RedistributePlan(src, dst, (*before, *steps, *after)) for steps in sequences(src_sum, dst_sum)]
+    others = [
+        RedistributePlan(src, dst, (*before, *steps, *after), chosen.costs)
+        for steps in sequences(src_sum, dst_sum, chosen.costs)
+    ]
     return [chosen, *(plan for plan in others if plan != chosen)]
 
 
@@ -132,8 +142,9 @@ def same_local_shards(src: Layout, dst: Layout) -> bool:
     )
 
 
-def _via(src: Layout, between: Layout, dst: Layout) -> RedistributePlan:
-    return RedistributePlan(src, dst, (*plan_redistribute(src, between).steps, *plan_redistribute(between, dst).steps))
+def _via(src: Layout, between: Layout, dst: Layout, costs: Costs) -> RedistributePlan:
+    steps = *planned(src, between, costs).steps, *planned(between, dst, costs).steps
+    return RedistributePlan(src, dst, steps, costs)
 
 
 def _reductions(layout: Layout) -> set[str]:
@@ -162,17 +173,17 @@ def _nonlinear(layout: Layout) -> list[int]:
     ]
 
 
-def _plan_stacked(src: Layout, dst: Layout) -> tuple[Step, ...]:
+def _plan_stacked(src: Layout, dst: Layout, costs: Costs) -> tuple[Step, ...]:
     """Steps for sources that may be Partial by max, min or product: these are stacked, the stack is exchanged."""
     axes = _nonlinear(src)
     if not axes:
-        return cheapest_sequence(src, dst)
+        return cheapest_sequence(src, dst, costs)
     same_mesh = src.mesh == dst.mesh
     kept = [axis for axis in axes if same_mesh and dst.placements[axis] == src.placements[axis]]
     lengths = [src.mesh.shape[axis] for axis in axes]
     stacked_src = _stacked(src, lengths, {axis: i for i, axis in enumerate(axes)})
     stacked_dst = _stacked(dst, lengths, {axis: axes.index(axis) for axis in kept})
-    steps: list[Step] = [Restack(stacked_src), *cheapest_sequence(stacked_src, stacked_dst)]
+    steps: list[Step] = [Restack(stacked_src), *cheapest_sequence(stacked_src, stacked_dst, costs)]
     current = stacked_dst
     for dim in reversed(range(len(axes))):
         if axes[dim] in kept:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import inf, prod
 
+from shardwise.collectives.cost_tables import Costs
 from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, OnRanks, Placement, Shard
-from shardwise.redistribute.costs import COSTS
 from shardwise.redistribute.steps import (
     AllGather,
     AllReduce,
@@ -35,46 +35,51 @@ MOST_AXES = 3
 GAIN = 0.9  # of the cost of one step, that several may have at most: measured costs vary by a tenth
 
 
-def cheapest_sequence(src: Layout, dst: Layout) -> tuple[CommStep, ...]:
+def cheapest_sequence(src: Layout, dst: Layout, costs: Costs) -> tuple[CommStep, ...]:
     """The steps from `src` to `dst` with the lowest cost."""
     if src == dst:
         return ()
     exchange = Exchange(src, dst)
-    direct = min(_forms(exchange), key=cost_of)
+    direct = _cheapest(exchange, costs)
     if src.mesh != dst.mesh:
-        steps = _reduced_first(src, dst)
-        return steps if steps and cost(steps) < cost_of(direct) else (direct,)
+        steps = _reduced_first(src, dst, costs)
+        return steps if steps and cost(steps, costs) < cost_of(direct, costs) else (direct,)
     axes = _axes(src, dst)
-    if not 1 < len(axes) <= MOST_AXES or GAIN * cost_of(direct) <= _least(exchange):
+    if not 1 < len(axes) <= MOST_AXES or GAIN * cost_of(direct, costs) <= _least(exchange, costs):
         return (direct,)
-    return min((paths.cheapest(direct) for paths in _all_paths(src, dst, axes)), key=cost)
+    found = (paths.cheapest(direct) for paths in _all_paths(src, dst, axes, costs))
+    return min(found, key=lambda steps: cost(steps, costs))
 
 
-def sequences(src: Layout, dst: Layout) -> list[tuple[CommStep, ...]]:
+def sequences(src: Layout, dst: Layout, costs: Costs) -> list[tuple[CommStep, ...]]:
     """All that `cheapest_sequence` may choose from, the cheapest first."""
     if src == dst:
         return []
     found: list[tuple[CommStep, ...]] = [(step,) for step in _forms(Exchange(src, dst))]
     axes = _axes(src, dst) if src.mesh == dst.mesh else []
     if 1 < len(axes) <= MOST_AXES:
-        found += [steps for paths in _all_paths(src, dst, axes) for steps in paths.sequences() if len(steps) > 1]
+        found += [steps for paths in _all_paths(src, dst, axes, costs) for steps in paths.sequences() if len(steps) > 1]
     elif src.mesh != dst.mesh:
-        found += [steps] if (steps := _reduced_first(src, dst)) else []
-    return sorted(dict.fromkeys(found), key=cost)
+        found += [steps] if (steps := _reduced_first(src, dst, costs)) else []
+    return sorted(dict.fromkeys(found), key=lambda steps: cost(steps, costs))
 
 
-def cost(steps: tuple[CommStep, ...]) -> float:
+def cost(steps: tuple[CommStep, ...], costs: Costs) -> float:
     """The sum of the costs of steps."""
-    return sum(map(cost_of, steps))
+    return sum(cost_of(step, costs) for step in steps)
 
 
-def _reduced_first(src: Layout, dst: Layout) -> tuple[CommStep, ...]:
+def _reduced_first(src: Layout, dst: Layout, costs: Costs) -> tuple[CommStep, ...]:
     """All-reduces, then an exchange with another mesh; () where there is nothing to reduce."""
     reduced = src.reduced()
-    return () if reduced == src else (*cheapest_sequence(src, reduced), Exchange(reduced, dst))
+    return () if reduced == src else (*cheapest_sequence(src, reduced, costs), Exchange(reduced, dst))
 
 
 # ---- one step ------------------------------------------------------------------------------------------------
+
+
+def _cheapest(exchange: Exchange, costs: Costs) -> CommStep:
+    return min(_forms(exchange), key=lambda step: cost_of(step, costs))
 
 
 def _forms(exchange: Exchange) -> list[CommStep]:
@@ -122,18 +127,19 @@ def _axes(src: Layout, dst: Layout) -> list[int]:
 # ---- one axis after the other --------------------------------------------------------------------------------
 
 
-def _least(exchange: Exchange) -> float:
+def _least(exchange: Exchange, costs: Costs) -> float:
     """What two steps or more cost at least: every rank receives what it lacks, in whatever order axes move."""
     on_ranks = any(isinstance(p, OnRanks) for p in exchange.src.placements)
-    kinds = [COSTS[collective] for collective in COSTS if collective != "broadcast" or on_ranks]
+    kinds = [cost for name, cost in costs.inside.items() if name != "broadcast" or on_ranks]
     received = 0 if exchange.src.partial_axes else exchange.received.busiest
     return 2 * min(kind.latency for kind in kinds) + 4 * received * min(kind.per_byte for kind in kinds)
 
 
-def _all_paths(src: Layout, dst: Layout, axes: list[int]) -> "list[_Paths]":
+def _all_paths(src: Layout, dst: Layout, axes: list[int], costs: Costs) -> "list[_Paths]":
     """With each of the orders in which axes may shard one dim meanwhile."""
     stops = tuple(_stops(src, dst, axis) for axis in axes)
-    return [_Paths(src, dst, tuple(axes), stops, order) for order in dict.fromkeys([dst.shard_order, src.shard_order])]
+    orders = dict.fromkeys([dst.shard_order, src.shard_order])
+    return [_Paths(src, dst, tuple(axes), stops, order, costs) for order in orders]
 
 
 def _stops(src: Layout, dst: Layout, axis: int) -> tuple[Placement, ...]:
@@ -155,6 +161,7 @@ class _Paths:
     axes: tuple[int, ...]
     stops: tuple[tuple[Placement, ...], ...]  # of each axis
     order: tuple[int, ...]  # in which axes shard a dim
+    costs: Costs
     _layouts: dict[State, Layout | None] = field(init=False, repr=False, default_factory=dict)
 
     @property
@@ -169,13 +176,13 @@ class _Paths:
         """The cheapest steps; `direct` if others gain nothing."""
         start, end = self.start, self.end
         best: dict[State, tuple[float, tuple[CommStep, ...]]] = {start: (0.0, ())}
-        best[end] = GAIN * cost_of(direct), (direct,)
+        best[end] = GAIN * cost_of(direct, self.costs), (direct,)
         for state in product(*(range(len(stops)) for stops in self.stops)):
             if state not in best or state == end:
                 continue
             before, steps = best[state]
             for target, step in self._moves(state):
-                total = before + cost_of(step)
+                total = before + cost_of(step, self.costs)
                 if total < min(best[end][0], best.get(target, (inf,))[0]):
                     best[target] = total, (*steps, step)
         return best[end][1]
@@ -198,7 +205,7 @@ class _Paths:
         for target in dict.fromkeys(ends):
             layout = self._layout(target)
             if here is not None and layout is not None:
-                yield target, min(_forms(Exchange(here, layout)), key=cost_of)
+                yield target, _cheapest(Exchange(here, layout), self.costs)
 
     def _layout(self, state: State) -> Layout | None:
         """The layout in a state; None if there is no such layout, or it is too large."""

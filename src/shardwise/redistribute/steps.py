@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from shardwise.collectives.cost_tables import Costs
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Shard, ring_elements
-from shardwise.redistribute.costs import COSTS
 from shardwise.redistribute.neighbors import Transfer, receives, sends, sizes_along
 from shardwise.redistribute.volume import Volume, held, largest, moving_axes, volume
 
@@ -165,13 +165,17 @@ def _received_in_ring(layout: Layout, axes: tuple[int, ...]) -> Volume:
     return Volume(busiest * layout.mesh.size(), busiest)
 
 
-def cost_of(step: "CommStep") -> float:
-    """The cost of a step, in bytes; see `costs`."""
+SUMMED = 1.02  # the time of an all-to-all whose full tensors are added, by that of one without
+
+
+def cost_of(step: "CommStep", costs: Costs) -> float:
+    """The cost of a step, in bytes that an all-to-all inside a host sends meanwhile."""
     if step.is_local:
         return 0.0
-    adds = isinstance(step, Exchange) and step.dst.is_replicated and bool(step.src.partial_axes)
-    cost = COSTS["all_to_all and sum" if adds else step.collective]
-    return cost.latency + 4 * step.received.busiest * cost.per_byte
+    adds = type(step) is Exchange and step.dst.is_replicated and bool(step.src.partial_axes)
+    num_bytes = 4 * step.received.busiest * (SUMMED if adds else 1)
+    ranks = ranks_of(step.src.mesh, step.dst.mesh)
+    return costs.of(step.collective, step.group(ranks[0]), ranks, num_bytes)
 
 
 @dataclass(frozen=True)
