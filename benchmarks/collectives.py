@@ -1,5 +1,4 @@
-"""The collectives of gloo beside each other, by size: what the table of gloo in
-`shardwise.collectives.cost_tables` is made from.
+"""The collectives of gloo beside each other, by size: the source of gloo's table in `collectives/cost_tables.py`.
 
     python benchmarks/collectives.py [--ranks 2 4] [--quick]
 

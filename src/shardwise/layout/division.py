@@ -1,5 +1,6 @@
 """How a dim, or a shard of it, is divided among the positions of a mesh axis."""
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class GivenSizes:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
-        self._starts = [0, *accumulate(sizes)]
+        self._starts = array("q", [0, *accumulate(sizes)])
         self._count = len(sizes)
 
     def shard(self, position: int) -> tuple[int, int]:

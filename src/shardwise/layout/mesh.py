@@ -105,7 +105,7 @@ class Mesh:
     @cached_property
     def sorted_ranks(self) -> tuple[int, ...]:
         """The ranks in rising order."""
-        return tuple(sorted(self.ranks))
+        return self.ranks if self._is_range else tuple(sorted(self.ranks))
 
     def index(self, rank: int) -> int:
         """Where `rank` is in `ranks`."""
