@@ -25,10 +25,11 @@ from shardwise.layout.boxes import BoxIndex
 from shardwise.layout.division import Chunks, GivenSizes
 from shardwise.layout.placement import chunk
 from shardwise.models import MLPModule
+from shardwise.redistribute import volume
 from shardwise.redistribute.native import native_program
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.steps import Exchange
-from shardwise.redistribute.volume import held, largest
+from shardwise.redistribute.volume import growth, held, largest
 from shardwise.testing import world
 from tests.strategies import Written, laws, layouts
 
@@ -64,6 +65,19 @@ def test_what_all_ranks_hold_is_known_without_asking_them(written: Written) -> N
     assert held(layout) == sum(map(layout.local_numel, layout.mesh.ranks))
     assert largest(layout) == max(map(layout.local_numel, layout.mesh.ranks))
     assert layout.has_empty_shards == (not all(map(layout.local_numel, layout.mesh.ranks)))
+
+
+@laws
+@given(layouts(), st.data())
+def test_by_how_much_a_local_tensor_grows_is_known_without_asking_all_ranks(
+    written: Written, data: st.DataObject
+) -> None:
+    src, dst = written.layout, data.draw(layouts(mesh=written.mesh, shape=written.shape)).layout
+    expected = max(dst.local_numel(rank) - src.local_numel(rank) for rank in src.mesh.ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(volume, "FEW", 0)
+        assert growth(src, dst) == expected
+    assert growth(src, dst) == expected
 
 
 def in_boxes(mesh: Mesh) -> Boxes:

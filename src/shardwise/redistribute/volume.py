@@ -58,6 +58,17 @@ def largest(layout: Layout) -> int:
     return layout.local_numel(layout.mesh.rank_at(first))
 
 
+FEW = 32  # ranks, of which each is asked sooner than arrays are made
+
+
+def growth(src: Layout, dst: Layout) -> int:
+    """The elements by which the local tensor of some rank of the mesh grows most; below 0 if all shrink."""
+    boxes = any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements))
+    if boxes or src.mesh.size() <= FEW:
+        return max(dst.local_numel(rank) - src.local_numel(rank) for rank in src.mesh.ranks)
+    return int(np.max(_sizes(dst) - np.asarray(_sizes(src))))
+
+
 def sizes_of_ranks(layout: Layout, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ranks in the order of their shards of `dim`, and the sizes of these."""
     first, last = (_flat(x, layout) for x in _intervals(layout)[dim])

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Partial, Placement, Shard
 from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.volume import growth
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.registry import Shapes
 from shardwise.rules.row import Args, Kwargs
@@ -259,9 +260,8 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
                 target = layout.with_axis(axis, placement)
             except LayoutError:  # such as a sum on this axis of maxima on another
                 return float("inf")
-            growth = max(target.local_numel(r) - layout.local_numel(r) for r in layout.mesh.ranks)
             own = plan_redistribute(layout, target).cost
-            cost += own + 4 * max(growth, 0)
+            cost += own + 4 * max(growth(layout, target), 0)
         if not isinstance(have, Partial):
             others |= own > 0 or (isinstance(have, Shard) and isinstance(placement, Partial))
         elif placement != REPLICATE:
