@@ -90,16 +90,18 @@ def test_simulated_ranks_add_in_their_order() -> None:
     assert world(4).run(sum_in_rank_order) == [[], [1.0, 1.0], [1.0, 1.0], []]
 
 
-def scatter_strided() -> None:
+def scatter_views() -> None:
     x = torch.arange(12.0) + rank()
     for counts in ((3, 3), (4, 2)):
         mine = collectives.reduce_scatter(x[::2], counts, (0, 1))
         assert torch.equal(mine, (4 * torch.arange(6.0) + 1).split(counts)[rank()])
+    z = torch.complex(torch.arange(6.0), torch.ones(6))
+    assert torch.equal(collectives.reduce_scatter(z.conj(), (3, 3), (0, 1)), 2 * z.conj().split(3)[rank()])
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
-def test_what_is_reduced_need_not_be_contiguous(real: bool) -> None:
-    world(2, real=real).run(scatter_strided)
+def test_what_is_reduced_may_be_a_strided_or_conjugate_view(real: bool) -> None:
+    world(2, real=real).run(scatter_views)
 
 
 def counted() -> tuple[dict[str, int], dict[str, int]]:

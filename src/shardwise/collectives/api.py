@@ -178,6 +178,16 @@ def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
     return here.start_all_to_all(send, send_counts, recv_counts, ranks)
 
 
+def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """`all_to_all` of a tensor on the CPU, whatever the transport can send."""
+    return all_to_all(send.to(message_device(ranks)), send_counts, recv_counts, ranks).cpu()
+
+
+def message_device(ranks: Ranks) -> torch.device:
+    """Where the library makes what it sends of its own, such as lengths: on CPUs if their tensors can be sent."""
+    return transport().message_device(ranks)
+
+
 @allow_in_graph
 def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
@@ -387,7 +397,8 @@ def _transport_of(ranks: Ranks) -> Transport:
 
 def barrier(ranks: Ranks) -> None:
     """Return when every rank of `ranks` has called this."""
-    all_to_all(torch.zeros(len(ranks), dtype=torch.uint8, device="cpu"), [1] * len(ranks), [1] * len(ranks), ranks)
+    ones = [1] * len(ranks)
+    exchange_messages(torch.zeros(len(ranks), dtype=torch.uint8, device="cpu"), ones, ones, ranks)
 
 
 # ---- checks -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import fingerprints
-from shardwise.collectives.api import all_to_all, transport
+from shardwise.collectives.api import exchange_messages, transport
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.transport import gather_with
 from shardwise.errors import MismatchError
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
     not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
-    return gather_with(all_to_all, data, ranks)
+    return gather_with(exchange_messages, data, ranks)
 
 
 def gather_json(value: T, ranks: Ranks) -> list[T]:
@@ -40,7 +40,8 @@ def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
     not_capturable(f"a comparison of {what} among ranks")
     own = json.dumps(value, sort_keys=True)
     digest = int.from_bytes(hashlib.blake2b(own.encode(), digest_size=7).digest())
-    digests = all_to_all(torch.tensor([digest] * count, device="cpu"), [1] * count, [1] * count, ranks).tolist()
+    ones = [1] * count
+    digests = exchange_messages(torch.tensor([digest] * count, device="cpu"), ones, ones, ranks).tolist()
     if len(set(digests)) == 1:
         return
     texts = [data.decode() for data in gather_bytes(own.encode(), ranks)]

@@ -53,7 +53,7 @@ from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords, add_peers
 from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
-from shardwise.collectives.transport import Finish, draw_from_torch, reduce_stack
+from shardwise.collectives.transport import Finish, draw_from_torch, exchange_of, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
 from shardwise.errors import MismatchError
 from shardwise.layout import Mesh, Owner
@@ -179,7 +179,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
         call = self.logs[ranks].latest_call().described()
         with describing(lambda: f"comparing the ranks before {call}"):
-            return self.start_all_to_all(send, sent, expected, ranks)()
+            return exchange_of(self)(send, sent, expected, ranks)
 
     def _raise_difference(self, log: CallLog, records: SharedRecords | RemoteRecords) -> None:
         values = records.different_values(log)  # which may be why the calls are different
@@ -304,6 +304,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
         self.attach()
         group, own, number = self._group(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
+        local = local.resolve_conj()
         if group is None or local.dtype in _NOT_REDUCED_BY_GLOO:
             receive = self.start_all_to_all(local, counts, [counts[own]] * len(ranks), ranks)
             return lambda: reduce_stack(receive().view(len(ranks), counts[own]), "sum")
@@ -359,6 +360,13 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
     def _group(self, ranks: Ranks) -> dist.ProcessGroup | None:
         return dist.group.WORLD if ranks == self._everyone else self.groups.get(ranks)
+
+    def message_device(self, ranks: Ranks) -> torch.device:
+        self.attach()
+        group = self._group(ranks) or dist.group.WORLD
+        assert group is not None
+        types = [device.type for device in group._device_types]
+        return torch.device("cpu" if not types or "cpu" in types else types[0])
 
     def _timeout(self, ranks: Ranks, device: str) -> float | None:
         """How many seconds a collective waits; None where that is unknown, or the wait is not in this thread.

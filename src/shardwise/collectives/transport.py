@@ -15,7 +15,7 @@ from shardwise.collectives.value_notes import Note, ValueNotes
 from shardwise.layout import Owner
 
 Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
-Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all
+Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all of tensors on the CPU
 
 
 class Transport(Protocol):
@@ -46,6 +46,10 @@ class Transport(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    def message_device(self, ranks: Ranks) -> torch.device:
+        """Where the library makes what it sends of its own, such as lengths: on CPUs if their tensors can be sent."""
+        ...
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         """Raise a MismatchError if ranks are known to disagree with the call that this rank is about to make."""
@@ -101,6 +105,9 @@ class SingleRankTransport:
         if world_size > 1:
             self.threads.ident, self.threads.failed = -1, CANNOT_COMMUNICATE
 
+    def message_device(self, ranks: Ranks) -> torch.device:
+        return torch.device("cpu")
+
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         raise AssertionError("one rank has nobody to disagree with")
 
@@ -135,8 +142,13 @@ def draw_from_torch(generator: torch.Generator | None = None) -> int:
 
 
 def exchange_of(here: Transport) -> Exchange:
-    """The all-to-all of a transport."""
-    return lambda *args: here.start_all_to_all(*args)()
+    """The all-to-all of a transport, of tensors on the CPU whatever the transport can send."""
+
+    def exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+        sent = send.to(here.message_device(ranks))
+        return here.start_all_to_all(sent, send_counts, recv_counts, ranks)().cpu()
+
+    return exchange
 
 
 def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:

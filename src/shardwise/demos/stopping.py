@@ -36,8 +36,9 @@ def postponed_signals() -> Iterator[Callable[[], bool]]:
 
     def was_signalled() -> bool:
         nonlocal agreed
-        mine = torch.tensor(received[0][0] if received else 0)
-        agreed = int(collectives.all_reduce(mine, "max", tuple(range(collectives.world_size()))).item())
+        ranks = tuple(range(collectives.world_size()))
+        mine = torch.tensor(received[0][0] if received else 0, device=collectives.message_device(ranks))
+        agreed = int(collectives.all_reduce(mine, "max", ranks).item())
         return agreed > 0
 
     before: dict[int, Handler] = {}

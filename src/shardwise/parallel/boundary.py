@@ -326,7 +326,7 @@ class BoundaryRedistribution:
         ranks = tuple(sorted(self.mesh.ranks))
         sent = [x.ndim, *x.shape, *[0] * (MAX_NDIM - x.ndim)]
         counts = [len(sent)] * len(ranks)
-        received = collectives.all_to_all(torch.tensor(sent * len(ranks), device="cpu"), counts, counts, ranks)
+        received = collectives.exchange_messages(torch.tensor(sent * len(ranks), device="cpu"), counts, counts, ranks)
         rows = received.view(len(ranks), len(sent)).tolist()
         shapes = {rank: tuple(shape[:ndim]) for rank, (ndim, *shape) in zip(ranks, rows, strict=True)}
         layout = layout_of_local_shapes(self.mesh, placements, shapes)

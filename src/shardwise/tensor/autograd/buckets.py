@@ -358,7 +358,8 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     ranks = tuple(sorted(layout.mesh.submesh(axes_to_reduce(layout), collectives.rank()).ranks))
     count = own.indices().shape[1]
     ones = [1] * len(ranks)
-    counts = all_to_all_no_grad(torch.tensor([count] * len(ranks), device="cpu"), ones, ones, ranks, READ).tolist()
+    sent = torch.tensor([count] * len(ranks), device=collectives.message_device(ranks))
+    counts = all_to_all_no_grad(sent, ones, ones, ranks, READ).tolist()
 
     def gathered(x: Tensor) -> list[Tensor]:
         width = prod(x.shape[1:])

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise import collectives
 from shardwise.layout import Layout, Shard, strides_in_order
 from shardwise.redistribute.transfers import all_to_all_no_grad
 from shardwise.tensor.dispatch import align_shards, resolve
@@ -38,9 +39,8 @@ def _layout_of_result(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index
         axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
         ranks = ctx.ranks(axes)
         ones = [1] * len(ranks)
-        sizes = all_to_all_no_grad(
-            torch.tensor([x.shape[dim]] * len(ranks), device="cpu"), ones, ones, ranks, ctx.cause
-        ).tolist()
+        sent = torch.tensor([x.shape[dim]] * len(ranks), device=collectives.message_device(ranks))
+        sizes = all_to_all_no_grad(sent, ones, ones, ranks, ctx.cause).tolist()
         shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         of_axes = align_shards.sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
         for axis, axis_sizes in of_axes.items():

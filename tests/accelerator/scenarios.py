@@ -1,0 +1,237 @@
+"""What ranks with an accelerator do in a world whose only backend takes what NCCL takes."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardwise
+from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, distribute_tensor
+from shardwise.checkpoint import load, save
+from shardwise.collectives import rank
+from shardwise.collectives.processes import TORCH_TRANSPORT
+from shardwise.errors import MismatchError
+from shardwise.parallel import ColwiseParallel, parallelize_module
+from shardwise.tensor import DTensor
+from tests.accelerator.nccl_rules import DEVICE
+
+EVERYONE = (0, 1, 2, 3)
+LINE, GRID = Mesh((4,), (), None, DEVICE), Mesh((2, 2), (), None, DEVICE)
+SPARSE = (False, True) if DEVICE == "cuda" else (False,)  # the other device has no sparse tensors
+S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sharded(x: Tensor, placements: Sequence[Placement], mesh: Mesh = LINE) -> DTensor:
+    return distribute_tensor(x, mesh, list(placements))
+
+
+def full(x: Tensor) -> Tensor:
+    assert isinstance(x, DTensor)
+    assert x.device.type == DEVICE
+    return x.full_tensor().cpu()
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(full(got), expected)
+
+
+def cpu_tensors_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="cpu"):
+        collectives.all_to_all(torch.ones(4), [1] * 4, [1] * 4, EVERYONE)
+
+
+def ranks_agree() -> None:
+    collectives.barrier(EVERYONE)
+    assert collectives.gather_json({"rank": rank()}, EVERYONE) == [{"rank": r} for r in EVERYONE]
+    collectives.agree("a number", 3, EVERYONE, "pass one")
+    with pytest.raises(MismatchError, match="rank 0, 1: 0"):
+        collectives.agree("a number", rank() // 2, EVERYONE, "pass one")
+
+
+def ranks_without_a_group_agree() -> None:
+    if rank() in {0, 2, 3}:
+        ranks = (0, 2, 3)
+        assert collectives.gather_json(rank(), ranks) == [0, 2, 3]
+        x = torch.arange(6.0, device=DEVICE)
+        assert (
+            collectives.reduce_scatter(x, (1, 2, 3), ranks).tolist()
+            == {0: [0.0], 2: [3.0, 6.0], 3: [9.0, 12.0, 15.0]}[rank()]
+        )
+
+
+def fingerprints_are_compared() -> None:
+    with collectives.fingerprint():
+        same(sharded(values(5, 3), [S0]).redistribute(placements=[S1]), values(5, 3))
+
+
+def records_of_other_hosts_are_compared() -> None:
+    records = TORCH_TRANSPORT._records
+    assert records is not None
+    records.elsewhere.update(set(EVERYONE) - {rank()})
+    try:
+        for _ in range(130):
+            collectives.barrier(EVERYONE)
+    finally:
+        records.elsewhere.clear()
+
+
+def every_dtype_is_sent() -> None:
+    for dtype in (torch.bool, torch.int8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.complex64):
+        x = values(5, 4, dtype=dtype)
+        flat = x.flatten()
+        own = flat.to(DEVICE)
+        many = 4 if dtype != torch.bool else 1
+        counts = (5, 5, 5, 5)
+        assert torch.equal(collectives.all_reduce(own, "sum", EVERYONE).cpu(), (flat * many).to(dtype))
+        shares = collectives.reduce_scatter(own, counts, EVERYONE)
+        assert torch.equal(shares.cpu(), (flat * many).to(dtype)[5 * rank() : 5 * rank() + 5])
+        assert torch.equal(
+            collectives.all_gather(own[: rank()], EVERYONE, EVERYONE).cpu(), torch.cat([flat[:r] for r in EVERYONE])
+        )
+        assert torch.equal(collectives.broadcast(own, 20, 2, EVERYONE).cpu(), flat)
+        same(sharded(x, [S0]).redistribute(placements=[S1]), x)
+
+
+def every_layout_is_redistributed() -> None:
+    kinds: list[Placement] = [S0, S1, R, P, OnRanks(1)]
+    x = values(5, 4)
+    for mesh, src, dst in [
+        *((LINE, (a,), (b,)) for a, b in product([*kinds, Shard(0, sizes=(1, 0, 4, 0))], repeat=2)),
+        *((GRID, a, b) for a, b in product(product(kinds, repeat=2), [(S0, S1), (R, R), (R, S0), (P, R)])),
+    ]:
+        if P in src:
+            source = DTensor.from_local(x.to(DEVICE) / 4, mesh, [P] * mesh.ndim, run_check=False)  # the sum of four
+        else:
+            source = sharded(x, src, mesh)
+        same(source.redistribute(placements=list(dst)), x)
+
+
+def uneven_local_tensors_are_joined() -> None:
+    local = torch.full((rank(), 2), float(rank()), device=DEVICE)
+    same(DTensor.from_local(local, LINE, [S0]), torch.tensor([[1.0] * 2, *[[2.0] * 2] * 2, *[[3.0] * 2] * 3]))
+
+
+def device_meshes_are_taken() -> None:
+    mesh = shardwise.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(values(6, 4), mesh, [S0, S1])
+    same(x @ distribute_tensor(values(4, 3), mesh, [R, S0]), values(6, 4) @ values(4, 3))
+    same(x.redistribute(placements=[S1, R]), values(6, 4))
+
+
+def ops_and_gradients_are_right() -> None:
+    w, x = values(4, 6, seed=1).requires_grad_(), values(7, 4)
+    loss = F.layer_norm(torch.softmax(x @ w, -1), (6,)).square().sum() + (x @ w).max()
+    loss.backward()
+    assert w.grad is not None
+    for placements in ([R], [S0], [S1]):
+        leaf = sharded(w.detach(), placements).requires_grad_()
+        y = sharded(x, [S0]) @ leaf
+        got = F.layer_norm(torch.softmax(y, -1), (6,)).square().sum() + y.max()
+        got.backward()
+        same(got, loss.detach())
+        assert leaf.grad is not None
+        same(leaf.grad, w.grad)
+
+
+def shapes_depend_on_data() -> None:
+    x = values(9, 3)
+    got = sharded(x, [S0])
+    same(got[got > 0], x[x > 0])
+    same(got.nonzero(), x.nonzero())
+    same(got.sort(0).values, x.sort(0).values)
+    same(got.topk(2, 0).values, x.topk(2, 0).values)
+
+
+def tables_are_looked_up() -> None:
+    table, ids = values(11, 4, seed=2), torch.tensor([0, 10, 3, 3, 7, 1, 9, 2])
+    offsets = torch.tensor([0, 2, 2, 5])
+    plain = table.clone().requires_grad_()
+    F.embedding(ids, plain).square().sum().backward()
+    bags = F.embedding_bag(ids, table, offsets, mode="sum")
+    assert plain.grad is not None
+    for placements in ([S0], [S1], [OnRanks(2)], [R]):
+        for sparse in SPARSE:
+            weight = sharded(table, placements).requires_grad_()
+            got = F.embedding(sharded(ids, [S0]), weight, sparse=sparse)
+            got.square().sum().backward()
+            assert weight.grad is not None
+            same(weight.grad.to_dense() if sparse else weight.grad, plain.grad)
+        weight = sharded(table, placements)
+        same(F.embedding_bag(sharded(ids, [S0]), weight, sharded(offsets, [S0]), mode="sum"), bags)
+        with pytest.raises(IndexError):
+            F.embedding(sharded(ids + 4, [S0]), weight)
+
+
+def a_model_is_trained() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    model.load_state_dict(plain.state_dict())
+    model = model.to(DEVICE)
+    shardwise.shard_module(model, {"0.weight": [S0], "2.weight": [S1]}, mesh=LINE)
+    for net in (plain, model):
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        for step in range(3):
+            x = values(8, 4, seed=step)
+            out = net(x if net is plain else sharded(x, [S0]))
+            out.square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in plain.state_dict().items():
+        same(model.state_dict()[name], parameter)
+
+
+def plain_local_tensors_are_joined() -> None:
+    linear, x = torch.nn.Linear(8, 6), values(6, 8)
+    with torch.no_grad():
+        linear.weight.copy_(values(6, 8))
+        linear.bias.copy_(values(6))
+    expected = linear(x)
+    parallel = parallelize_module(linear.to(DEVICE), LINE, ColwiseParallel(input_layouts=S0, output_layouts=R))
+    local = x.split([0, 1, 2, 3])[rank()]
+    torch.testing.assert_close(parallel(local.to(DEVICE)).cpu(), expected.detach())
+
+
+def random_numbers_are_those_of_any_layout() -> None:
+    torch.manual_seed(3)
+    first = shardwise.randn(5, 4, device_mesh=LINE, placements=[S0]).full_tensor()
+    torch.manual_seed(3)
+    assert torch.equal(first, shardwise.randn(5, 4, device_mesh=LINE, placements=[S1]).full_tensor())
+    dropped = full(F.dropout(sharded(torch.ones(8, 8), [S0]), 0.5))
+    assert set(dropped.flatten().tolist()) == {0.0, 2.0}
+
+
+def a_checkpoint_is_read_again(folder: Path) -> None:
+    save(folder / "checkpoint", {"x": sharded(values(5, 4), [S0])}, step=1)
+    target = {"x": sharded(torch.zeros(5, 4), [S1])}
+    load(folder / "checkpoint", target)
+    same(target["x"], values(5, 4))
+
+
+SCENARIOS: list[Callable[..., None]] = [
+    cpu_tensors_are_refused,
+    ranks_agree,
+    ranks_without_a_group_agree,
+    fingerprints_are_compared,
+    records_of_other_hosts_are_compared,
+    every_dtype_is_sent,
+    uneven_local_tensors_are_joined,
+    every_layout_is_redistributed,
+    device_meshes_are_taken,
+    ops_and_gradients_are_right,
+    shapes_depend_on_data,
+    tables_are_looked_up,
+    a_model_is_trained,
+    plain_local_tensors_are_joined,
+    random_numbers_are_those_of_any_layout,
+    a_checkpoint_is_read_again,
+]

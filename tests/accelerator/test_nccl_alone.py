@@ -1,0 +1,84 @@
+"""In a world that sends no CPU tensors all of the library works on an accelerator.
+
+Without GPUs the accelerator is device.cpp, whose memory is the host's, and the backend `NcclRules`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise import collectives
+from shardwise.testing import world
+from tests.accelerator.scenarios import SCENARIOS
+from tests.timeouts import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.processes
+
+SIZE = 4
+NAMES = [scenario.__name__ for scenario in SCENARIOS]
+
+Outcomes = list[dict[str, str]]  # of each rank: the traceback of each scenario, empty if there is none
+
+
+def run(folder: Path, device: str, library: Path) -> Outcomes:
+    environment = {**os.environ, "SHARDWISE_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.accelerator.ranks"]
+    root = Path(__file__).parents[2]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(SIZE), str(folder), str(library)], cwd=root, env=environment)
+        for rank in range(SIZE)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.wait(PATIENCE_SECONDS) == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+@pytest.fixture(scope="module")
+def without_gpus(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder, torch_folder = tmp_path_factory.mktemp("ranks"), Path(torch.__file__).parent
+    library, headers = folder / "device.so", torch_folder / "include"
+    options = ["-shared", "-fPIC", "-std=c++20", "-O0", f"-I{headers}", f"-I{headers}/torch/csrc/api/include"]
+    source = Path(__file__).with_name("device.cpp")
+    linked = [f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"]
+    subprocess.run(["g++", *options, str(source), "-o", str(library), *linked], check=True)
+    return run(folder, "fake", library)
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run(folder, "cuda", folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_cpu_tensor_is_sent_where_nccl_is_alone(name: str, without_gpus: Outcomes) -> None:
+    for outcome in without_gpus:
+        assert not outcome[name], outcome[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} GPUs")
+@pytest.mark.parametrize("name", NAMES)
+def test_so_it_is_with_nccl_itself(name: str, on_gpus: Outcomes) -> None:
+    for outcome in on_gpus:
+        assert not outcome[name], outcome[name]
+
+
+def device_of_messages() -> str:
+    return collectives.message_device((0, 1)).type
+
+
+def test_messages_are_made_on_cpus_where_their_tensors_can_be_sent() -> None:
+    assert world(2, real=True).run(device_of_messages) == ["cpu", "cpu"]
