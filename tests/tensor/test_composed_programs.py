@@ -99,3 +99,19 @@ def test_a_view_in_place_that_needs_a_redistribution_does_not_hide_later_changes
     for change in ("x1.mul_(2)", "v2.mul_(2)"):
         found = verdict(Program(4, (x, "v2 = x1.detach()", "v2.squeeze_()", change)))
         assert found.outcome is Outcome.REFUSED, found
+
+
+OVERLAPPING = {
+    "a row of the tensor": (leaf((5, 3), "Shard(1)", False), "x1.addcmul_(x1, x1[0])"),
+    "a row of a rotated tensor": (leaf((5, 2), "Shard(0)", False), "v2 = x1.rot90()", "v2 *= v2[0]"),
+    "another view of all of it": (leaf((1, 5), "Shard(1)", False), "v2 = x1.squeeze(1)",
+                                  "x1.scatter_add_(0, x1.argsort(0), v2)"),
+    "a part that is moved": (leaf((3, 5), "Shard(0)", False), "v2 = x1[:, 1:]", "v2.copy_(x1[:, :-1])"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_operands_that_share_memory_with_what_is_changed_are_read_first_on_every_rank(lines: tuple[str, ...]) -> None:
+    """Torch raises, or does not define it; by the strides of a shard it would do so on some ranks only."""
+    found = verdict(Program(4, lines))
+    assert found.outcome in (Outcome.RIGHT, Outcome.LENIENT, Outcome.UNSTABLE), found

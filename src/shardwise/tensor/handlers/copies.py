@@ -145,6 +145,23 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
     return known.get("_copies", ())  # type: ignore[no-any-return]
 
 
+def apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op in place, with copies of those that share memory with the first one.
+
+    Torch raises for some of them, by the strides of the local shards: not on all ranks.
+    """
+    first = args[0]
+    others = [a for a in args[1:] if type(a) is DTensor and a is not first]
+    if not others or first.is_sparse:
+        return args
+    with DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and any(a.requires_grad for a in (first, *others)):
+            return args  # a copy would hide from backward that the operand is changed
+        storage = storage_of(first)
+        shared = {id(a) for a in others if not a.is_sparse and storage_of(a) is storage}
+    return tuple(a.clone() if id(a) in shared else a for a in args) if shared else args
+
+
 def copies_of_memory(x: DTensor) -> Iterable[Copy]:
     """The copies of `x` and of its views."""
     with DisableTorchFunctionSubclass():
