@@ -1,5 +1,6 @@
 """Measures what collectives cost here, for `shardwise doctor --calibrate`."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -47,6 +48,8 @@ def measure(device_type: str) -> Tables:
         raise MeshError(
             f"There are no two ranks on one host in a world of {world}. Fix: start at least 2, such as by --nproc 2."
         )
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())))
     everyone = dist.group.WORLD
     assert everyone is not None
     if per_host is None:
