@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.api import world_size
 from shardwise.collectives.consistency import gather_json
-from shardwise.collectives.cost_tables import COLLECTIVES, Measured, crossing_bytes, ranks_per_host_of
+from shardwise.collectives.cost_tables import COLLECTIVES, Measured, link_bytes, ranks_per_host_of
 from shardwise.collectives.meshes import init_device_mesh
 from shardwise.errors import MeshError
 
@@ -94,8 +94,8 @@ def _timed(group: dist.ProcessGroup, elements: int, device_type: str, per_host: 
         times = [_seconds(call, group, device_type) for _ in range(ROUNDS + 1)][1:]  # the first one connects
         slowest = [max(ranks) for ranks in zip(*gather_json(times, everyone), strict=True)]
         num_bytes = 4 * size * busiest
-        crossing = crossing_bytes(name, members, everyone, num_bytes, per_host)
-        found[name] = Timing(n, crossing or num_bytes, 1e6 * median(slowest))
+        on_link = link_bytes(name, members, everyone, num_bytes, per_host)
+        found[name] = Timing(n, on_link or num_bytes, 1e6 * median(slowest))
     return found
 
 

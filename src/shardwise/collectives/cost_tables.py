@@ -71,8 +71,8 @@ class Costs:
             num_bytes: that the busiest rank receives.
         """
         cost = self.inside[collective].of(len(group), num_bytes)
-        crossing = crossing_bytes(collective, group, ranks, num_bytes, self.ranks_per_host)
-        return max(cost, self.between[collective].of(len(group), crossing)) if crossing else cost
+        on_link = link_bytes(collective, group, ranks, num_bytes, self.ranks_per_host)
+        return max(cost, self.between[collective].of(len(group), on_link)) if on_link else cost
 
     def numbers(self) -> dict[str, float]:
         """All figures by name, to compare them with those of other ranks."""
@@ -83,7 +83,7 @@ class Costs:
         return found
 
 
-def crossing_bytes(
+def link_bytes(
     collective: str, group: Sequence[int], ranks: Sequence[int], num_bytes: float, ranks_per_host: int | None
 ) -> float:
     """What crosses the link of a host if each group like this one makes a collective; see `Costs.of`.
@@ -97,8 +97,8 @@ def crossing_bytes(
     own = len(group) if ranks_per_host is None else on_first_host(group, ranks_per_host)
     if ranks_per_host is None or own == len(group):
         return 0.0
-    crossing = num_bytes * on_first_host(ranks, ranks_per_host) / own
-    return crossing * own * (len(group) - own) / (len(group) - 1) if collective == "all_to_all" else crossing
+    on_link = num_bytes * on_first_host(ranks, ranks_per_host) / own
+    return on_link * own * (len(group) - own) / (len(group) - 1) if collective == "all_to_all" else on_link
 
 
 # gloo on one host: medians at 2 and 4 ranks on 2 cores, 1 KB to 64 MB, torch 2.13 (`benchmarks/collectives.py`). An

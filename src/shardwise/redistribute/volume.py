@@ -58,7 +58,7 @@ def largest(layout: Layout) -> int:
     return layout.local_numel(layout.mesh.rank_at(first))
 
 
-FEW = 32  # ranks, of which each is asked sooner than arrays are made
+FEW = 32  # ranks: for so many a loop takes less time than arrays
 
 
 def growth(src: Layout, dst: Layout) -> int:
