@@ -231,4 +231,4 @@ def _group(src: Mesh, dst: Mesh, axes: tuple[int, ...] | None, rank: int) -> tup
 
 
 def ranks_of(src: Mesh, dst: Mesh) -> tuple[int, ...]:
-    return src.sorted_ranks if src is dst else tuple(sorted({*src.ranks, *dst.ranks}))
+    return src.sorted_ranks if src is dst or src.ranks == dst.ranks else tuple(sorted({*src.ranks, *dst.ranks}))
