@@ -22,6 +22,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 
 T = TypeVar("T")
+_is_alias: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
 
 OVERWRITES = ("fill_", "zero_")  # give elements that share memory one value
@@ -151,21 +152,27 @@ def apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
     Torch raises for some of them, by the strides of the local shards: not on all ranks.
     """
     first = args[0]
-    others = [a for a in args[1:] if type(a) is DTensor and a is not first]
-    if not others or first.is_sparse:
-        return args
+    for a in args[1:]:
+        if type(a) is DTensor and a is not first and _is_alias(first, a):
+            return _apart(args)
+    return args
+
+
+def _apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    first = args[0]
     with DisableTorchFunctionSubclass():
+        others = [a for a in args if type(a) is DTensor and a is not first]
         if torch.is_grad_enabled() and any(a.requires_grad for a in (first, *others)):
             return args  # a copy would hide from backward that the operand is changed
-        storage = storage_of(first)
-        shared = {id(a) for a in others if not a.is_sparse and storage_of(a) is storage}
-    return tuple(a.clone() if id(a) in shared else a for a in args) if shared else args
+        shared = {id(a) for a in others if _is_alias(first, a)}
+    return tuple(a.clone() if id(a) in shared else a for a in args)
 
 
 def copies_of_memory(x: DTensor) -> Iterable[Copy]:
     """The copies of `x` and of its views."""
     with DisableTorchFunctionSubclass():
-        return vars(storage_of(x)).get("_copies", ())  # type: ignore[no-any-return]
+        found: Iterable[Copy] = vars(storage_of(x)).get("_copies", ())
+        return found
 
 
 def before_changes(name: str, tensors: Iterable[object]) -> list[Copy]:
