@@ -63,34 +63,46 @@ class _OfGroup(Exchange):
 
 
 @dataclass(frozen=True)
-class AllGather(_OfGroup):
-    """Every rank of a group sends its shard to the others, padded to the largest of them."""
+class _InRing(_OfGroup):
+    """A shard of each rank goes round the ring of its group, padded to the largest one."""
 
-    collective = "all_gather"
+    @property
+    def _shards(self) -> Layout:
+        """The layout of these shards."""
+        raise NotImplementedError
 
     def sent_elements(self, rank: int) -> int:
+        """All shards of the group but one."""
         group = self.group(rank)
-        return (len(group) - 1) * _largest_of_group(self.src, self._axes, rank) if group else 0
+        return (len(group) - 1) * _largest_of_group(self._shards, self._axes, rank) if group else 0
 
     @cached_property
     def received(self) -> Volume:
-        return _received_in_ring(self.src, self._axes)
+        shards = self._shards
+        busiest = (prod(shards.mesh.shape[axis] for axis in self._axes) - 1) * largest(shards)
+        return Volume(busiest * shards.mesh.size(), busiest)
 
 
 @dataclass(frozen=True)
-class ReduceScatter(_OfGroup):
-    """Every rank of a group gets the sum of one shard, padded to the largest of them."""
+class AllGather(_InRing):
+    """Every rank of a group sends its shard to the others."""
+
+    collective = "all_gather"
+
+    @property
+    def _shards(self) -> Layout:
+        return self.src
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_InRing):
+    """Every rank of a group gets the sum of one shard."""
 
     collective = "reduce_scatter"
 
-    def sent_elements(self, rank: int) -> int:
-        """What a ring sends: all shards but one."""
-        group = self.group(rank)
-        return (len(group) - 1) * _largest_of_group(self.dst, self._axes, rank) if group else 0
-
-    @cached_property
-    def received(self) -> Volume:
-        return _received_in_ring(self.dst, self._axes)
+    @property
+    def _shards(self) -> Layout:
+        return self.dst
 
 
 @dataclass(frozen=True)
@@ -157,12 +169,6 @@ def _largest_of_group(layout: Layout, axes: tuple[int, ...], rank: int) -> int:
     assert isinstance(placement, Shard)
     others = prod(n for dim, n in enumerate(box.sizes) if dim != placement.dim)
     return others * max(sizes_along(layout, axis, rank)) if layout.boxes(rank) else 0
-
-
-def _received_in_ring(layout: Layout, axes: tuple[int, ...]) -> Volume:
-    """What all ranks receive if each shard goes round the ring of its group, padded to the largest one."""
-    busiest = (prod(layout.mesh.shape[axis] for axis in axes) - 1) * largest(layout)
-    return Volume(busiest * layout.mesh.size(), busiest)
 
 
 SUMMED = 1.02  # the time of an all-to-all whose full tensors are added, by that of one without
