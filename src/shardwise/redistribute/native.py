@@ -21,7 +21,7 @@ from shardwise.redistribute.volume import sizes_of_ranks
 
 
 @dataclass(frozen=True)
-class _Shards:
+class Shards:
     """The shards of the ranks of a group: they divide one dim."""
 
     dim: int
@@ -35,6 +35,20 @@ class _Shards:
         sizes = self.sizes if self.order is None else [self.sizes[position] for position in self.order]
         return tuple([numel[size] for size in sizes])
 
+    def split(self, x: Tensor) -> list[Tensor]:
+        """The shard of each rank, as 1-D tensors."""
+        parts = x.split(self.sizes, self.dim)
+        return [parts[position].reshape(-1) for position in self.order or range(len(parts))]
+
+    def join(self, parts: Sequence[Tensor], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """The tensor of this shape, in `out` if it is given, of the shard of each rank, as 1-D tensors."""
+        if self.order is not None:
+            by_position = dict(zip(self.order, parts, strict=True))
+            parts = [by_position[position] for position in range(len(parts))]
+        before, after = shape[: self.dim], shape[self.dim + 1 :]
+        views = [part.view(*before, n, *after) for part, n in zip(parts, self.sizes, strict=True)]
+        return torch.cat(views, self.dim) if out is None else torch.cat(views, self.dim, out=out)
+
 
 @dataclass(frozen=True)
 class _OfShards:
@@ -42,9 +56,9 @@ class _OfShards:
 
     collective: str
     ranks: tuple[int, ...]
-    split: _Shards | None  # what each rank is sent; None: everything
+    split: Shards | None  # what each rank is sent; None: everything
     sent: tuple[int, ...]  # elements to each rank
-    joined: _Shards | None  # what each rank sends; None: partial sums, which are added
+    joined: Shards | None  # what each rank sends; None: partial sums, which are added
     received: tuple[int, ...]  # elements from each rank
     shape: tuple[int, ...]  # of the local tensor afterwards
 
@@ -62,11 +76,9 @@ class _OfShards:
     def _message(self, local: Tensor) -> Tensor:
         if self.split is None:
             return local.reshape(-1).repeat(len(self.ranks))
-        dim, order = self.split.dim, self.split.order
-        if order is None and (not local.numel() or prod(local.shape[:dim]) == 1):
+        if self.split.order is None and (not local.numel() or prod(local.shape[: self.split.dim]) == 1):
             return local.reshape(-1)
-        parts = local.split(self.split.sizes, dim)
-        return torch.cat([parts[position].reshape(-1) for position in order or range(len(parts))])
+        return torch.cat(self.split.split(local))
 
     def _joined(self, received: Tensor) -> Tensor:
         shape, joined = self.shape, self.joined
@@ -74,14 +86,9 @@ class _OfShards:
             return as_result(received, shape)
         if joined is None:
             return total([part.view(shape) for part in received.split(self.received)])
-        before, after = shape[: joined.dim], shape[joined.dim + 1 :]
-        if joined.order is None and prod(before) == 1:
+        if joined.order is None and prod(shape[: joined.dim]) == 1:
             return as_result(received, shape)
-        parts: Sequence[Tensor] = received.split(self.received)
-        if joined.order is not None:
-            by_position = dict(zip(joined.order, parts, strict=True))
-            parts = [by_position[position] for position in range(len(parts))]
-        return torch.cat([p.view(*before, n, *after) for p, n in zip(parts, joined.sizes, strict=True)], joined.dim)
+        return joined.join(received.split(self.received), shape)
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,8 @@ def native_program(step: Exchange, rank: int) -> _OfShards | _Broadcast | None:
     if joined is None or split is None or joined == split != _NO_DIM:
         return None  # of one dim, neighbors exchange some rows
     local, shape, count = step.src.local_shape(rank), step.dst.local_shape(rank), len(ranks)
-    to = None if split == _NO_DIM else _shards(step.dst, axes, split, rank)
-    of = None if joined == _NO_DIM else _shards(step.src, axes, joined, rank)
+    to = None if split == _NO_DIM else shards_of(step.dst, axes, split, rank)
+    of = None if joined == _NO_DIM else shards_of(step.src, axes, joined, rank)
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     if not isinstance(step, AllGather):
@@ -131,14 +138,14 @@ def _dim_of(layout: Layout, axes: Sequence[int], other: type[Placement]) -> int 
     return dims.pop() if len(dims) == 1 else None
 
 
-def _shards(layout: Layout, axes: Sequence[int], dim: int, rank: int) -> _Shards:
+def shards_of(layout: Layout, axes: Sequence[int], dim: int, rank: int) -> Shards:
     """The shards of `dim` along these axes through `rank`; of several axes, all ranks of the mesh."""
     if len(axes) == 1:
         ranks, sizes = layout.mesh.axis_ranks(rank, axes[0]), sizes_along(layout, axes[0], rank)
     else:
         ranks, sizes = sizes_of_ranks(layout, dim)
     order = None if all(map(lt, ranks, ranks[1:])) else tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
-    return _Shards(dim, sizes, order)
+    return Shards(dim, sizes, order)
 
 
 def as_result(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,0 +1,175 @@
+"""`fully_shard`, and what it adds to a module."""
+
+from collections.abc import Collection
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from shardwise import collectives
+from shardwise.collectives import DeviceMesh
+from shardwise.errors import LayoutError, MeshError, PlanError
+from shardwise.layout import Kind, Layout, Mesh, as_integer, checked, describe
+from shardwise.parallel.fully_sharded.parameters import ShardPlacementFn, on_mesh_of, storage_of, store, stored_of
+from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
+from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, unit_of
+from shardwise.tensor import module_sharding
+
+M = TypeVar("M", bound=nn.Module)
+describe(
+    MixedPrecisionPolicy,
+    Kind(
+        "a MixedPrecisionPolicy",
+        lambda value: isinstance(value, MixedPrecisionPolicy),
+        "such as MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        PlanError,
+    ),
+)
+
+
+@checked
+def fully_shard(
+    module: M,
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    prefetch: int | None = None,
+    src_data_rank: int | None = 0,
+) -> M:
+    """Shard the parameters of `module` along a data axis, and all-gather them while its forward and backward run.
+
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+
+    The module is a unit: its parameters, but for those of units inside it, are all-gathered in one collective before
+    its forward, freed afterwards, all-gathered again before its backward, and their gradients are reduced in one
+    collective. Between steps parameters, their gradients and the states of optimizers are DTensors, each `Shard(0)` on
+    the data axis. Parameters become new objects: make the optimizer afterwards. Tied parameters stay tied.
+
+    Plain inputs are this rank's part of the batch, as for torch's `fully_shard`: parameters are plain tensors in
+    forward, and gradients are averaged over the ranks. DTensor inputs on a mesh with the data axis are the batch of all
+    ranks: parameters are DTensors, and gradients are those of the one loss. DTensor parameters keep their placements on
+    other axes. If their own mesh has the data axis, on which they are replicated, gradients are always added, as those
+    of `parallelize_module` on that mesh.
+
+    Args:
+        module: any module, in place; on the meta device, it is materialised by its `reset_parameters()`.
+        mesh: of one axis, the data axis; or of two: parameters are replicated on the first and sharded on the second.
+            None is one axis of all ranks.
+        reshard_after_forward: free parameters after forward, and all-gather them again for backward. None is False for
+            the outermost unit, whose backward comes first, and True for others.
+        shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
+        mp_policy: dtypes in which parameters are used and gradients are reduced.
+        ignored_params: stay as they are.
+        prefetch: how many units ahead an all-gather starts, in the order of the last forward. None is 0 on the CPU,
+            where communication takes the cores of forward, and 1 elsewhere.
+        src_data_rank: index in the mesh of the rank whose values are used of plain parameters; None uses the values of
+            every rank and sends nothing.
+
+    Returns:
+        The module, which is a `FullyShardedModule` now.
+
+    Sends: (n - 1) / n of the parameters for each of the three collectives of a unit, on n ranks, padded to the rank
+        that holds most.
+
+    Raises:
+        PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message.
+        MeshError: the mesh has other axes, or not this rank.
+    """
+    mesh = module_sharding.module_mesh(module, mesh)
+    if unit_of(module) is not None:
+        raise PlanError(f"fully_shard was called on this {type(module).__name__} before. Fix: call it once.")
+    if mesh.coordinate(collectives.rank()) is None:
+        raise MeshError(f"Rank {collectives.rank()} is not part of {mesh}. Fix: call fully_shard on its ranks only.")
+    if mesh.ndim > 2:
+        raise MeshError(f"fully_shard takes a mesh of one axis, or of two: replicate, then shard; got {mesh}.")
+    if prefetch is None:
+        prefetch = 0 if mesh.device_type == "cpu" else 1
+    ahead = as_integer(prefetch, "prefetch", PlanError, "a number of units, such as 1")
+    _shard_parameters(module, mesh, shard_placement_fn, {id(p) for p in ignored_params}, src_data_rank)
+    unit = Unit(module, Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead)))
+    vars(module)[UNIT] = unit
+    module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(unit.after_forward, always_call=True)
+    module.__class__ = _fully_sharded_class(type(module))  # type: ignore[assignment]
+    return module
+
+
+def _shard_parameters(
+    module: nn.Module, mesh: Mesh, placement: ShardPlacementFn | None, ignored: set[int], src_data_rank: int | None
+) -> None:
+    named = module_sharding.named_parameters(module)
+    module_sharding.agree_on_plan((), named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
+    owners = module_sharding.owners_of(module, named)
+    problems: list[str] = []
+    layouts: dict[str, Layout] = {}
+    known = set(ignored)
+    for name, parameter in named.items():
+        if id(parameter) in known:
+            continue
+        known.add(id(parameter))
+        if any(attribute in stored_of(owner) for owner, attribute in owners[name]):
+            for owner, attribute in owners[name]:  # of a unit inside this one, tied to one of this unit
+                store(owner, attribute, next(stored_of(o)[a] for o, a in owners[name] if a in stored_of(o)))
+            continue
+        found = None if placement is None else placement(parameter)
+        try:
+            stored = storage_of(parameter, mesh, 0 if found is None else found.dim)
+        except (PlanError, LayoutError, MeshError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        if stored is None:
+            continue
+        layouts[name] = stored.at_rest
+        moved = on_mesh_of(parameter, stored, mesh)
+        if moved is not parameter:
+            module_sharding.assign(owners[name], moved)
+        for owner, attribute in owners[name]:
+            store(owner, attribute, stored)
+    module_sharding.refuse(problems)
+    module_sharding.replace_parameters(module, layouts, src_data_rank)
+
+
+class FullyShardedModule:
+    """What `fully_shard` adds to the class of a module."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. If not, full gradients are kept, and are added to the next reduced ones.
+
+        For accumulation over several backwards without communication of gradients, at the price of their memory.
+        """
+        for unit in self._units(recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after forward; see `fully_shard`."""
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def unshard(self, async_op: bool = False) -> None:
+        """All-gather the parameters of this unit before its next forward; `async_op` returns before it is done."""
+        (unit,) = self._units(recurse=False)
+        unit.unshard(async_op)
+
+    def reshard(self) -> None:
+        """Free what `unshard` all-gathered, or what a forward kept."""
+        (unit,) = self._units(recurse=False)
+        unit.reshard()
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        module = cast(nn.Module, self)
+        found = [unit_of(child) for child in (module.modules() if recurse else [module])]
+        return [unit for unit in found if unit is not None]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fully_sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _classes:
+        body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), body)
+    return _classes[cls]

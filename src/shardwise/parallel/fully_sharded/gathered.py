@@ -1,0 +1,302 @@
+"""The all-gathered parameters of one forward: their memory, which is freed and filled again, and their gradients.
+
+Ops save all-gathered parameters, and views of them, for backward. Their memory is freed meanwhile, and filled again
+before backward needs it. In between their version differs from the saved one, so reading them is torch's error about
+variables that were modified in place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _unsafe_set_version_counter
+
+from shardwise.redistribute.together import Together
+from shardwise.tensor.dtensor import DTensor, plain
+from shardwise.trace import comm_trace
+from shardwise.trace.autograd_function import TensorFunction
+from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
+
+Fill = Callable[[Sequence[Tensor | None]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Parameters that share a collective.
+
+    Args:
+        members: which of the parameters of the unit.
+        moves: what is sent.
+        dtype: of the all-gathered parameters.
+        reduce_dtype: in which gradients are added.
+        terms: for each, of how many ranks gradients are averaged; 1: they are added.
+    """
+
+    members: tuple[int, ...]
+    moves: Together
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    terms: tuple[int, ...]
+
+    def of_sums(self) -> "Message":
+        """Gradients are added."""
+        return replace(self, terms=(1,) * len(self.terms))
+
+
+class OfUnit(Protocol):
+    """What is known of a unit here."""
+
+    name: str  # for communication traces and errors
+    requires_gradient_sync: bool
+    unreduced: dict[int, Tensor]  # full gradients of earlier backwards, by parameter
+
+
+class Gathered:
+    """The all-gathered parameters of one forward of a unit.
+
+    Args:
+        unit: whose parameters these are.
+        parameters: as stored.
+        messages: all of them together have each parameter once.
+    """
+
+    def __init__(self, unit: OfUnit, parameters: Sequence[DTensor], messages: Sequence[Message]) -> None:
+        self.unit, self.parameters, self.messages = unit, list(parameters), messages
+        self.full: list[Tensor] = []  # without history; those that a forward uses share their versions
+        self.filled = False
+        self._ahead: list[Fill] | None = None
+        self._seen = [_state(p) for p in parameters]
+        self.before: Sequence[ref[Gathered]] = ()  # of the same forward, this one is `number`
+        self.number = 0
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the all-gathers, unless they are."""
+        if self._ahead is not None or self.filled:
+            return
+        self._check_unchanged()
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
+            self._ahead = [self._start(message) for message in self.messages]
+
+    def _start(self, message: Message) -> Fill:
+        shards = [plain(self.parameters[i]).detach() for i in message.members]
+        with self._sending("all-gather", message.moves.gathered_elements * message.dtype.itemsize, message):
+            return message.moves.start_gather(shards, message.dtype)
+
+    def start_earlier(self, count: int) -> None:
+        """Start those of the units that ran before, which backward needs next."""
+        for number in range(self.number - 1, max(-1, self.number - 1 - count), -1):
+            earlier = self.before[number]()
+            if earlier is not None and earlier.full and not earlier.filled:
+                earlier.start()
+
+    def fill(self) -> None:
+        """Wait for the all-gathers."""
+        if self.filled:
+            return
+        self.start()
+        assert self._ahead is not None
+        first = not self.full
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
+            by_parameter: list[Tensor | None] = [None] * len(self.parameters)
+            for message, finish in zip(self.messages, self._ahead, strict=True):
+                outs = [None if first else _allocated(self.full[i]) for i in message.members]
+                for i, x in zip(message.members, finish(outs), strict=True):
+                    by_parameter[i] = x
+        if first:
+            self.full = cast("list[Tensor]", by_parameter)
+        else:
+            _set_versions(self.full, 0)
+        self.filled, self._ahead = True, None
+
+    def free(self) -> None:
+        """Free the memory; what refers to it can be read again after `fill`."""
+        self._ahead = None
+        if not self.filled:
+            return
+        self.filled = False
+        self.check_not_changed()
+        _set_versions(self.full, 1)
+        for x in self.full:
+            x.untyped_storage().resize_(0)
+
+    def check_not_changed(self) -> None:
+        """Raise if a forward changed an all-gathered parameter in place: the change would be lost."""
+        changed = [
+            p._name or f"number {i}"
+            for i, (p, x) in enumerate(zip(self.parameters, self.full, strict=True))
+            if x._version
+        ]
+        if changed:
+            raise RuntimeError(
+                f"{', '.join(changed)} of {self.unit.name} changed in place in forward, where it is an all-gathered "
+                f"copy of its shards: the change would be lost. Fix: change the parameter before or after the forward."
+            )
+
+    def _check_unchanged(self) -> None:
+        changed = [p for p, seen in zip(self.parameters, self._seen, strict=True) if _state(p) != seen]
+        if changed:
+            names = ", ".join(p._name or "a parameter" for p in changed)
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{names} of {self.unit.name} changed between forward and backward, which would all-gather other "
+                f"values. Fix: change parameters after backward."
+            )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters are those that were all-gathered."""
+        return all(_state(p) == seen for p, seen in zip(self.parameters, self._seen, strict=True))
+
+    # ---- gradients --------------------------------------------------------------------------------------------
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The all-gathered parameters, whose gradients are reduced to those of the stored ones."""
+        with DisableTorchFunctionSubclass():
+            if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.parameters):
+                return tuple(x.detach() for x in self.full)
+            return cast("tuple[Tensor, ...]", _AllGathered.apply(self, *map(plain, self.parameters)))
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the stored parameters."""
+        gradients = self._accumulated(gradients)
+        reduced: list[Tensor | None] = [None] * len(gradients)
+        for message in self.messages:
+            present = [k for k, i in enumerate(message.members) if gradients[i] is not None]
+            if not present:
+                continue
+            part = message if len(present) == len(message.members) else _some(message, present)
+            wanted = cast("list[Tensor]", [gradients[i] for i in part.members])
+            dtypes = [self.parameters[i].dtype for i in part.members]
+            if torch.is_grad_enabled() and any(g.requires_grad for g in wanted):
+                found = cast("list[Tensor]", _Reduced.apply(self, part, *wanted))
+            else:
+                found = self.reduce_now(part, wanted)
+            for i, x, terms, dtype in zip(part.members, found, part.terms, dtypes, strict=True):
+                reduced[i] = (x / terms if terms > 1 else x).to(dtype)
+        return reduced
+
+    def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """With those that were not reduced before; none if these are not reduced either."""
+        kept, found = self.unit.unreduced, list(gradients)
+        for i, parameter in enumerate(self.parameters):
+            before, now = kept.pop(id(parameter), None), found[i]
+            if before is not None:
+                found[i] = before if now is None else before + now
+        if self.unit.requires_gradient_sync:
+            return found
+        kept.update({id(p): g for p, g in zip(self.parameters, found, strict=True) if g is not None})
+        return [None] * len(found)
+
+    def reduce_now(self, message: Message, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over ranks, without history."""
+        with (
+            torch.no_grad(),
+            self._sending(
+                "reduce-scatter", message.moves.reduced_elements * message.reduce_dtype.itemsize, message, backward=True
+            ),
+        ):
+            return message.moves.start_reduce(gradients, message.reduce_dtype)()
+
+    @contextmanager
+    def _sending(self, what: str, num_bytes: int, message: Message, backward: bool = False) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent."""
+        cause = Cause(
+            "explicit",
+            f"fully_shard of {self.unit.name}",
+            f"{len(message.members)} parameters",
+            what,
+            backward=backward,
+        )
+        before = comm_trace.set_purpose(Purpose(cause))
+        try:
+            if not comm_trace.listening():
+                yield
+                return
+            with comm_trace.emitting(CommEvent(cause, None, None, message.moves.ranks, num_bytes, None)):
+                yield
+        finally:
+            comm_trace.set_purpose(before)
+
+
+def _set_versions(tensors: Sequence[Tensor], version: int) -> None:
+    _unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
+
+
+def _state(parameter: DTensor) -> tuple[int, int]:
+    """Differs after a parameter was changed."""
+    with DisableTorchFunctionSubclass():
+        return parameter._version, torch._C.TensorBase.data_ptr(parameter)
+
+
+def _allocated(x: Tensor) -> Tensor:
+    """The freed memory of `x`, allocated again, as a tensor whose changes `x` does not count."""
+    storage = x.untyped_storage()
+    storage.resize_(x.numel() * x.element_size())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, x.stride())
+
+
+def _some(message: Message, present: Sequence[int]) -> Message:
+    """The message without parameters that have no gradient."""
+    moves = message.moves
+    fewer = Together(
+        moves.ranks,
+        tuple(moves.shards[k] for k in present),
+        tuple(moves.shapes[k] for k in present),
+        tuple(moves.own[k] for k in present),
+        moves.collective,
+    )
+    members, terms = tuple(message.members[k] for k in present), tuple(message.terms[k] for k in present)
+    return Message(members, fewer, message.dtype, message.reduce_dtype, terms)
+
+
+class _AllGathered(TensorFunction):
+    """From stored parameters to all-gathered ones."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        outs = tuple(x.detach() for x in gathered.full)
+        ctx.mark_non_differentiable(*[x for x, p in zip(outs, gathered.parameters, strict=True) if not p.requires_grad])
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():  # a double backward reads them again
+            ctx.gathered.free()
+        return None, *ctx.gathered.reduce(grads)
+
+
+class _Reduced(TensorFunction):
+    """The sums over ranks of gradients; its backward all-gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, message: Message, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.message, ctx.dtypes = message, [g.dtype for g in gradients]
+        return tuple(gathered.reduce_now(message, gradients))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = _GatheredGradients.apply(ctx.message, *grads)
+        return None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+
+
+class _GatheredGradients(TensorFunction):
+    """All-gathers; its backward adds over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, message: Message, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple(message.moves.start_gather(shards, message.reduce_dtype)([None] * len(shards)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        message = ctx.message
+        return None, *message.moves.start_reduce(grads, message.reduce_dtype)()

@@ -1,0 +1,115 @@
+"""Which parameters are sharded along the data axis, how they are stored, and how a forward sees them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardwise import collectives
+from shardwise.errors import PlanError
+from shardwise.layout import REPLICATE, Layout, Mesh, Shard
+from shardwise.tensor.dtensor import DTensor, plain, tag
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+_STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are stored, by name
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How one parameter is stored and used.
+
+    Args:
+        at_rest: the layout of the parameter between steps, sharded along `axis`.
+        axis: of the mesh of `at_rest`.
+        gathered: the layout of the all-gathered parameter, on the same mesh.
+        shown: what a forward of plain inputs sees: a DTensor of this layout; None: a plain tensor.
+        terms: of how many ranks gradients are averaged in such a forward; 1: they are added.
+    """
+
+    at_rest: Layout
+    axis: int
+    gathered: Layout
+    shown: Layout | None
+    terms: int
+
+
+def stored_of(module: nn.Module) -> Mapping[str, Stored]:
+    """The fully sharded parameters that this module itself owns, by name."""
+    found: Mapping[str, Stored] = vars(module).get(_STORED, {})
+    return found
+
+
+def store(module: nn.Module, name: str, stored: Stored) -> None:
+    vars(module).setdefault(_STORED, {})[name] = stored
+
+
+def storage_of(parameter: nn.Parameter, mesh: Mesh, dim: int) -> Stored | None:
+    """How to store `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
+
+    A DTensor keeps its placements on the other axes of its mesh. If its mesh has no such axis, the axes of `mesh` come
+    before those of its own: all ranks of both must call.
+    """
+    axis = mesh.ndim - 1
+    if not isinstance(parameter, DTensor):
+        if parameter.ndim == 0:
+            raise PlanError(
+                "a parameter without dims cannot be sharded. Fix: make it 1-D, or list it in ignored_params."
+            )
+        whole = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
+        return Stored(whole.with_axis(axis, Shard(dim)), axis, whole, None, mesh.size())
+    layout = parameter._layout
+    axes = axes_along(layout.mesh, mesh)
+    if axes is not None:
+        if layout.placements[axes[-1]] != REPLICATE:
+            return None
+        return Stored(_sharded_last(layout, axes[-1], dim), axes[-1], layout, layout, 1)
+    joint = _joint(mesh, layout)
+    return Stored(_sharded_last(joint, axis, dim), axis, joint, layout, mesh.size())
+
+
+def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
+    """The axes of a mesh that have the ranks of each axis of `mesh`; None if it has not all of them."""
+    rank = collectives.rank()
+    ranks = [of.axis_ranks(rank, axis) for axis in range(of.ndim)]
+    wanted = [mesh.axis_ranks(rank, axis) for axis in range(mesh.ndim)]
+    return [ranks.index(group) for group in wanted] if set(wanted) <= set(ranks) else None
+
+
+def _sharded_last(layout: Layout, axis: int, dim: int) -> Layout:
+    placements = [*layout.placements]
+    placements[axis] = Shard(dim)
+    order = [other for other in layout.shard_order if other != axis]
+    return Layout(layout.mesh, placements, layout.shape, [*order, axis])
+
+
+def _joint(mesh: Mesh, layout: Layout) -> Layout:
+    """The layout of copies along the axes of `mesh` of a DTensor on a mesh without them."""
+    other = layout.mesh
+    if set(mesh.ranks) & set(other.ranks) != {collectives.rank()}:
+        raise PlanError(f"its mesh {other} and {mesh} have several ranks in common. Fix: pass an axis of one mesh.")
+    rows = dict(zip(mesh.sorted_ranks, collectives.gather_json(other.ranks, mesh.sorted_ranks), strict=True))
+    ranks = [r for member in mesh.ranks for r in rows[member]]
+    names = None
+    if mesh.names and other.names and not set(mesh.names) & set(other.names):
+        names = (*mesh.names, *other.names)
+    joint = Mesh((*mesh.shape, *other.shape), tuple(ranks), names, mesh.device_type)
+    placements = [REPLICATE] * mesh.ndim + list(layout.placements)
+    order = [*range(mesh.ndim), *(mesh.ndim + axis for axis in layout.shard_order)]
+    return Layout(joint, placements, layout.shape, order)
+
+
+def on_mesh_of(parameter: nn.Parameter, stored: Stored, mesh: Mesh) -> nn.Parameter:
+    """A DTensor parameter, on the mesh on which it is stored; along `mesh` ranks have equal values."""
+    if not isinstance(parameter, DTensor) or parameter._layout.mesh == stored.gathered.mesh:
+        return parameter
+    local = plain(parameter.detach())
+    collectives.expect_equal(local, mesh.sorted_ranks, f"fully_shard: {parameter._name or 'a parameter'}")
+    moved = nn.Parameter(tag(local, stored.gathered), parameter.requires_grad)
+    moved._name = parameter._name  # type: ignore[attr-defined]
+    return moved
+
+
+def shown_as(local: Tensor, stored: Stored, as_dtensors: bool) -> Tensor:
+    """An all-gathered local tensor as a forward sees it."""
+    layout = stored.gathered if as_dtensors and stored.shown is None else stored.shown
+    return local if layout is None else tag(local, layout)

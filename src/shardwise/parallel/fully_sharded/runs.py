@@ -1,0 +1,70 @@
+"""The forward and the backward that run on this thread: which units follow, and what is freed at the end."""
+
+import threading
+from typing import Protocol, Self
+from weakref import ref
+
+import torch
+
+from shardwise.parallel.fully_sharded.gathered import Gathered
+
+
+class _Unit(Protocol):
+    order: "list[Self]"
+
+    def start_ahead(self, as_dtensors: bool) -> None: ...
+
+
+class Forward:
+    """A forward of a root: the outermost unit.
+
+    Args:
+        root: its unit.
+        as_dtensors: the inputs are DTensors on a mesh with the data axis, so parameters are used as such.
+        prefetch: how many units are all-gathered ahead.
+    """
+
+    def __init__(self, root: _Unit, as_dtensors: bool, prefetch: int) -> None:
+        self.root, self.as_dtensors, self.prefetch = root, as_dtensors, prefetch
+        self.expected, self.units = root.order, []  # type: ignore[var-annotated]
+        self.gathered: list[ref[Gathered]] = []
+
+    def add(self, unit: _Unit, gathered: Gathered) -> None:
+        """`unit` uses its parameters now; those of the units that followed it last time are started."""
+        gathered.before = self.gathered
+        gathered.number = len(self.gathered)
+        self.gathered.append(ref(gathered))
+        self.units.append(unit)
+        count = len(self.units)
+        if self.prefetch and self.expected[:count] == self.units:
+            for following in self.expected[count : count + self.prefetch]:
+                following.start_ahead(self.as_dtensors)
+
+    def end(self) -> None:
+        self.root.order = self.units
+
+
+class _Running(threading.local):
+    forward: Forward | None = None
+    backward: int = -1  # torch's number of it
+    filled: list[Gathered] = []  # noqa: RUF012 - replaced, never changed
+
+
+running = _Running()
+
+
+def free_after_backward(gathered: Gathered) -> None:
+    """Free at the end of the backward that runs what is left then: parameters that need no gradient."""
+    task = torch._C._current_graph_task_id()
+    if running.backward != task:
+        filled = running.filled = []
+        running.backward = task
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _free(filled))
+    running.filled.append(gathered)
+
+
+def _free(filled: list[Gathered]) -> None:
+    running.backward = -1
+    if not torch.is_grad_enabled():
+        for gathered in filled:
+            gathered.free()

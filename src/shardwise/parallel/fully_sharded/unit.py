@@ -1,0 +1,314 @@
+"""A unit: the parameters of a module that are all-gathered together, before its forward and before its backward."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives
+from shardwise.errors import PlanError
+from shardwise.layout import Mesh
+from shardwise.parallel.fully_sharded.gathered import Gathered, Message
+from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, shown_as, stored_of
+from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
+from shardwise.parallel.fully_sharded.runs import Forward, free_after_backward, running
+from shardwise.redistribute.together import together
+from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor.dtensor import DTensor
+from shardwise.trace.capture_hooks import is_capturing
+
+UNIT = "_fully_sharded_unit"  # of a module
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter of a unit, and the modules that own it."""
+
+    parameter: DTensor
+    stored: Stored
+    owners: list[tuple[nn.Module, str]]
+
+    def __eq__(self, other: object) -> bool:
+        """Tensors compare by identity."""
+        return isinstance(other, Slot) and self.parameter is other.parameter and self.owners == other.owners
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `fully_shard`."""
+
+    mesh: Mesh
+    reshard_after_forward: bool | None
+    mp_policy: MixedPrecisionPolicy
+    prefetch: int
+
+
+class Unit:
+    """The hooks of a module that `fully_shard` was called with."""
+
+    made = 0  # units of this process, of all modules
+
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        self.module, self.options = module, options
+        self.name = type(module).__name__
+        self.reshard_after_forward = options.reshard_after_forward
+        self.requires_gradient_sync = True
+        self.unreduced: dict[int, Tensor] = {}
+        self.order: list[Unit] = []  # of the last forward with this unit as root
+        self._slots: list[Slot] = []
+        self._messages: dict[bool, list[Message]] = {}
+        self._depth = self._units_then = 0
+        self._as_dtensors = False
+        self._checked: tuple[int, bool] | None = None
+        self._kept: Gathered | None = None  # filled, or started
+        self._running: Gathered | None = None
+        Unit.made += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
+        module = memo[id(self.module)]
+        copy = memo[id(self)] = Unit(module, self.options)
+        copy.reshard_after_forward = self.reshard_after_forward
+        copy.requires_gradient_sync = self.requires_gradient_sync
+        return copy
+
+    # ---- forward ----------------------------------------------------------------------------------------------
+
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        forward = self._enter(args, kwargs)
+        slots = self.slots()
+        if slots:
+            gathered = self._running = self.start(forward.as_dtensors)
+            gathered.fill()
+            if forward is running.forward:
+                forward.add(self, gathered)
+            for slot, out in zip(slots, gathered.outputs(), strict=True):
+                shown = shown_as(out, slot.stored, forward.as_dtensors)
+                _mark_parameter(shown, slot.parameter)
+                for owner, name in slot.owners:
+                    owner._parameters[name] = shown  # type: ignore[assignment]
+        return self._cast(args, kwargs)
+
+    def _enter(self, args: Args, kwargs: Kwargs) -> Forward:
+        if torch._C._current_graph_task_id() != -1:  # recomputed: as it was in forward
+            return Forward(self, self._as_dtensors, 0)
+        if running.forward is None:
+            as_dtensors = _has_axis(args, kwargs, self.options.mesh)
+            self._prepare_below(as_dtensors)
+            running.forward = Forward(self, as_dtensors, self.options.prefetch)
+        self._as_dtensors = running.forward.as_dtensors
+        return running.forward
+
+    def _prepare_below(self, as_dtensors: bool) -> None:
+        """Name the units of this root, and check that all their gradients are of one loss."""
+        if self._checked == (Unit.made, as_dtensors):
+            return
+        added: list[str] = []
+        averaged: list[str] = []
+        for path, module in self.module.named_modules():
+            unit = unit_of(module)
+            if unit is None:
+                continue
+            unit.name = path or type(module).__name__
+            for slot in unit.slots():
+                stored, name = slot.stored, slot.parameter._name or unit.name
+                is_mean = stored.terms > 1 and not (as_dtensors and stored.shown is None)
+                (averaged if is_mean else added).append(name)
+        if added and averaged and self.options.mesh.size() > 1:
+            raise PlanError(
+                f"Gradients of {added[0]}, a DTensor on a mesh with the data axis, are added over the ranks of that "
+                f"axis, but those of {averaged[0]}, which is not, are averaged. Fix: parallelise on the other axes of "
+                f"the mesh only, such as mesh['tp'], or lay out all parameters on all axes with shard_module."
+            )
+        self._checked = Unit.made, as_dtensors
+
+    def start(self, as_dtensors: bool) -> Gathered:
+        """The all-gathered parameters for the next forward, started at least."""
+        kept, self._kept = self._kept, None
+        if kept is None or not kept.is_current or kept.messages is not self._messages.get(as_dtensors):
+            kept = Gathered(self, [slot.parameter for slot in self.slots()], self.messages(as_dtensors))
+            kept.start()
+        return kept
+
+    def start_ahead(self, as_dtensors: bool) -> None:
+        """Start the all-gathers before the forward."""
+        if self.slots():
+            self._kept = self.start(as_dtensors)
+
+    def unshard(self, async_op: bool) -> None:
+        """`start_ahead` as the last forward used parameters; waits, unless `async_op`."""
+        self.start_ahead(self._as_dtensors)
+        if self._kept is not None and not async_op:
+            self._kept.fill()
+
+    def reshard(self) -> None:
+        """Free what is kept."""
+        if self._kept is not None:
+            self._kept.free()
+        self._kept = None
+
+    def after_forward(self, module: nn.Module, args: Args, output: object) -> object:
+        self._depth -= 1
+        if self._depth:
+            return None
+        gathered, self._running = self._running, None
+        forward = running.forward
+        is_root = forward is not None and forward.root is self
+        if forward is not None and is_root:
+            forward.end()
+            running.forward = None
+        if gathered is not None:
+            for slot in self._slots:
+                for owner, name in slot.owners:
+                    owner._parameters[name] = slot.parameter  # type: ignore[assignment]
+            self._leave(gathered, output, is_root)
+        return self._cast_output(output)
+
+    def _leave(self, gathered: Gathered, output: object, is_root: bool) -> None:
+        gathered.check_not_changed()
+        tensors = list(_tensors(output))
+        reshard = self.reshard_after_forward
+        if torch._C._current_graph_task_id() != -1:  # recomputed: backward needs it at once
+            self._keep_in_backward(gathered)
+        elif torch.is_grad_enabled() and not (not is_root if reshard is None else reshard):
+            self._kept = gathered
+        elif torch.is_grad_enabled() and not is_capturing() and not _share_memory(tensors, gathered.full):
+            gathered.free()
+        for x in tensors:
+            if x.requires_grad:
+                with DisableTorchFunctionSubclass():
+                    x.register_hook(partial(self._before_backward, gathered))
+
+    # ---- backward ---------------------------------------------------------------------------------------------
+
+    def _before_backward(self, gathered: Gathered, grad: Tensor) -> None:
+        gathered.fill()
+        self._keep_in_backward(gathered)
+        if self.options.prefetch:
+            gathered.start_earlier(self.options.prefetch)
+
+    def _keep_in_backward(self, gathered: Gathered) -> None:
+        """Until its gradients are computed, also for what is recomputed meanwhile."""
+        self._kept = gathered
+        free_after_backward(gathered)
+
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def slots(self) -> list[Slot]:
+        """The parameters that no unit inside this one has."""
+        known = self._units_then == Unit.made
+        if known and all(o._parameters[n] is cast(object, s.parameter) for s in self._slots for o, n in s.owners):
+            return self._slots
+        found = list(_slots(self.module))
+        if found != self._slots:
+            self._slots, self._messages, self._kept = found, {}, None
+        self._units_then = Unit.made
+        return self._slots
+
+    def messages(self, as_dtensors: bool) -> list[Message]:
+        """What is all-gathered, in one collective for each dtype and mesh axis."""
+        if as_dtensors not in self._messages:
+            found = _messages(self.slots(), self.options.mp_policy)
+            if as_dtensors:  # one loss of all ranks
+                found = [m if any(self._slots[i].stored.shown for i in m.members) else m.of_sums() for m in found]
+            self._messages[as_dtensors] = found
+        return self._messages[as_dtensors]
+
+    # ---- mixed precision --------------------------------------------------------------------------------------
+
+    def _cast(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        policy = self.options.mp_policy
+        if policy.param_dtype is None or not policy.cast_forward_inputs:
+            return None
+        return pytree.tree_map(partial(_cast, policy.param_dtype), (args, kwargs))  # type: ignore[no-any-return]
+
+    def _cast_output(self, output: object) -> object:
+        dtype = self.options.mp_policy.output_dtype
+        return None if dtype is None else pytree.tree_map(partial(_cast, dtype), output)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    found: Unit | None = vars(module).get(UNIT)
+    return found
+
+
+def _has_axis(args: Args, kwargs: Kwargs, mesh: Mesh) -> bool:
+    """Whether an input is a DTensor on a mesh with the axes of `mesh`."""
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    return any(axes_along(x._layout.mesh, mesh) is not None for x in inputs)
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
+    """The fully sharded parameters of a unit, each with a module that owns it."""
+    for name, stored in stored_of(module).items():
+        yield module, name, stored
+    for child in module.children():
+        if unit_of(child) is None:
+            yield from _owned(child)
+
+
+def _slots(module: nn.Module) -> Iterable[Slot]:
+    found: dict[int, Slot] = {}
+    for owner, name, stored in _owned(module):
+        p: Any = owner._parameters[name]
+        if p is None:
+            continue
+        if type(p) is not DTensor or p._layout != stored.at_rest:
+            held = p._layout if type(p) is DTensor else f"a plain tensor of shape {tuple(p.shape)}"
+            raise PlanError(
+                f"{name} of {type(owner).__name__} was replaced after fully_shard: expected a DTensor of "
+                f"{stored.at_rest}, got {held}. Fix: copy values into it, such as load_state_dict(assign=False)."
+            )
+        slot = found.setdefault(id(p), Slot(p, stored, []))
+        if (owner, name) not in slot.owners:
+            slot.owners.append((owner, name))
+    return found.values()
+
+
+def _messages(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[Message]:
+    groups: dict[object, list[int]] = {}
+    for i, slot in enumerate(slots):
+        groups.setdefault((slot.stored.at_rest.mesh, slot.stored.axis, slot.parameter.dtype), []).append(i)
+    messages = []
+    for members in groups.values():
+        first = slots[members[0]]
+        moves = together([slots[i].stored.at_rest for i in members], first.stored.axis, collectives.rank())
+        stored = first.parameter.dtype
+        dtype = policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
+        terms = tuple(slots[i].stored.terms for i in members)
+        messages.append(Message(tuple(members), moves, dtype, policy.reduce_dtype or dtype, terms))
+    return messages
+
+
+def _mark_parameter(shown: Tensor, parameter: DTensor) -> None:
+    """Let modules that look for an `nn.Parameter` find one."""
+    shown._is_param = True
+    if type(shown) is DTensor:
+        shown._name = parameter._name
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _share_memory(tensors: Iterable[Tensor], full: Iterable[Tensor]) -> bool:
+    held = {x.untyped_storage()._cdata for x in full}
+    with DisableTorchFunctionSubclass():
+        return any(t.untyped_storage()._cdata in held for t in tensors if not t.is_sparse)
+
+
+def _cast(dtype: torch.dtype, x: Any) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
