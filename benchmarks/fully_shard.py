@@ -226,9 +226,9 @@ def rank_main(rank: int, ranks: int, settings: list[Sizes], rounds: int, folder:
     rows = [row for sizes in settings for row in measure(sizes, rounds)]
     if rank == 0:
         print_table(
-            f"{ranks} ranks: peak memory of a rank (MB) over a training step, bytes received by all ranks a step (MB),\n"
-            "and a step of Adam (ms, of the slowest rank: best and median of the rounds). Ratios are to torch, of time\n"
-            "the median of turns.",
+            f"{ranks} ranks: peak memory of a rank (MB) in a training step, bytes received by all ranks a step (MB),\n"
+            "and a step of Adam (ms, of the slowest rank: best and median of the rounds).\n"
+            "Ratios are to torch, of time the median of turns.",
             ["model: system", "peak", "ratio", "sent", "ratio", "best", "median", "ratio"],
             rows,
         )

@@ -9,7 +9,15 @@ from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import Kind, Layout, Mesh, as_integer, checked, describe
-from shardwise.parallel.fully_sharded.parameters import ShardPlacementFn, on_mesh_of, storage_of, store, stored_of
+from shardwise.parallel.fully_sharded.parameters import (
+    ShardPlacementFn,
+    note_successor,
+    on_mesh_of,
+    storage_of,
+    store,
+    stored_of,
+    successor,
+)
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, unit_of
 from shardwise.tensor import module_sharding
@@ -111,9 +119,11 @@ def _shard_parameters(
         if id(parameter) in known:
             continue
         known.add(id(parameter))
-        if any(attribute in stored_of(owner) for owner, attribute in owners[name]):
-            for owner, attribute in owners[name]:  # of a unit inside this one, tied to one of this unit
-                store(owner, attribute, next(stored_of(o)[a] for o, a in owners[name] if a in stored_of(o)))
+        twin = successor(parameter)
+        if twin is not None:
+            module_sharding.assign(owners[name], twin[0])
+            for owner, attribute in owners[name]:
+                store(owner, attribute, twin[1])
             continue
         found = None if placement is None else placement(parameter)
         try:
@@ -131,6 +141,10 @@ def _shard_parameters(
             store(owner, attribute, stored)
     module_sharding.refuse(problems)
     module_sharding.replace_parameters(module, layouts, src_data_rank)
+    for name, before in named.items():
+        if name in layouts:
+            owner, attribute = owners[name][0]
+            note_successor(before, owner._parameters[attribute], stored_of(owner)[attribute])
 
 
 class FullyShardedModule:

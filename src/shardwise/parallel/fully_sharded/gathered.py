@@ -55,6 +55,8 @@ class OfUnit(Protocol):
     requires_gradient_sync: bool
     unreduced: dict[int, Tensor]  # full gradients of earlier backwards, by parameter
 
+    def end_backward(self, gathered: "Gathered") -> None: ...
+
 
 class Gathered:
     """The all-gathered parameters of one forward of a unit.
@@ -269,8 +271,7 @@ class _AllGathered(TensorFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():  # a double backward reads them again
-            ctx.gathered.free()
+        ctx.gathered.unit.end_backward(ctx.gathered)
         return None, *ctx.gathered.reduce(grads)
 
 

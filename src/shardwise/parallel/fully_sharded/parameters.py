@@ -43,6 +43,19 @@ def store(module: nn.Module, name: str, stored: Stored) -> None:
     vars(module).setdefault(_STORED, {})[name] = stored
 
 
+def note_successor(before: nn.Parameter, parameter: nn.Parameter | None, stored: Stored) -> None:
+    """Remember what took the place of a parameter, to which others outside the unit may be tied."""
+    for x in (before, parameter):
+        if x is not None:
+            x._fully_sharded = parameter, stored  # type: ignore[attr-defined]
+
+
+def successor(parameter: nn.Parameter) -> tuple[nn.Parameter, Stored] | None:
+    """What took the place of a parameter, or itself if it is fully sharded."""
+    found: tuple[nn.Parameter, Stored] | None = getattr(parameter, "_fully_sharded", None)
+    return found
+
+
 def storage_of(parameter: nn.Parameter, mesh: Mesh, dim: int) -> Stored | None:
     """How to store `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
 

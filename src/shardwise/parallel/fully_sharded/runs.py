@@ -53,18 +53,17 @@ class _Running(threading.local):
 running = _Running()
 
 
-def free_after_backward(gathered: Gathered) -> None:
-    """Free at the end of the backward that runs what is left then: parameters that need no gradient."""
+def end_after_backward(gathered: Gathered) -> None:
+    """At the end of the backward that runs, free what is left then: parameters that need no gradient."""
     task = torch._C._current_graph_task_id()
     if running.backward != task:
         filled = running.filled = []
         running.backward = task
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _free(filled))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(filled))
     running.filled.append(gathered)
 
 
-def _free(filled: list[Gathered]) -> None:
+def _end(filled: list[Gathered]) -> None:
     running.backward = -1
-    if not torch.is_grad_enabled():
-        for gathered in filled:
-            gathered.free()
+    for gathered in filled:
+        gathered.unit.end_backward(gathered)

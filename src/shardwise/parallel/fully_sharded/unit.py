@@ -16,7 +16,7 @@ from shardwise.layout import Mesh
 from shardwise.parallel.fully_sharded.gathered import Gathered, Message
 from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, shown_as, stored_of
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
-from shardwise.parallel.fully_sharded.runs import Forward, free_after_backward, running
+from shardwise.parallel.fully_sharded.runs import Forward, end_after_backward, running
 from shardwise.redistribute.together import together
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
@@ -69,6 +69,7 @@ class Unit:
         self._checked: tuple[int, bool] | None = None
         self._kept: Gathered | None = None  # filled, or started
         self._running: Gathered | None = None
+        self._shows = False
         Unit.made += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
@@ -84,19 +85,32 @@ class Unit:
         self._depth += 1
         if self._depth > 1:
             return None
+        self._hide()
         forward = self._enter(args, kwargs)
-        slots = self.slots()
-        if slots:
+        if self.slots():
             gathered = self._running = self.start(forward.as_dtensors)
             gathered.fill()
             if forward is running.forward:
                 forward.add(self, gathered)
-            for slot, out in zip(slots, gathered.outputs(), strict=True):
-                shown = shown_as(out, slot.stored, forward.as_dtensors)
-                _mark_parameter(shown, slot.parameter)
-                for owner, name in slot.owners:
-                    owner._parameters[name] = shown  # type: ignore[assignment]
+            self._show(gathered)
         return self._cast(args, kwargs)
+
+    def _show(self, gathered: Gathered) -> None:
+        """Let modules have all-gathered parameters."""
+        self._shows = True
+        for slot, out in zip(self._slots, gathered.outputs(), strict=True):
+            shown = shown_as(out, slot.stored, self._as_dtensors)
+            _mark_parameter(shown, slot.parameter)
+            for owner, name in slot.owners:
+                owner._parameters[name] = shown  # type: ignore[assignment]
+
+    def _hide(self) -> None:
+        """Let modules have their stored parameters."""
+        if self._shows:
+            self._shows = False
+            for slot in self._slots:
+                for owner, name in slot.owners:
+                    owner._parameters[name] = slot.parameter  # type: ignore[assignment]
 
     def _enter(self, args: Args, kwargs: Kwargs) -> Forward:
         if torch._C._current_graph_task_id() != -1:  # recomputed: as it was in forward
@@ -167,9 +181,7 @@ class Unit:
             forward.end()
             running.forward = None
         if gathered is not None:
-            for slot in self._slots:
-                for owner, name in slot.owners:
-                    owner._parameters[name] = slot.parameter  # type: ignore[assignment]
+            self._hide()
             self._leave(gathered, output, is_root)
         return self._cast_output(output)
 
@@ -199,7 +211,17 @@ class Unit:
     def _keep_in_backward(self, gathered: Gathered) -> None:
         """Until its gradients are computed, also for what is recomputed meanwhile."""
         self._kept = gathered
-        free_after_backward(gathered)
+        end_after_backward(gathered)
+        if not self._shows:
+            with torch.enable_grad():
+                self._show(gathered)
+
+    def end_backward(self, gathered: Gathered) -> None:
+        """Free what backward all-gathered."""
+        self._hide()
+        if not torch.is_grad_enabled():  # a double backward reads them again
+            gathered.free()
+            self._kept = None if self._kept is gathered else self._kept
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
