@@ -24,6 +24,7 @@ TAKEN = Taken(
     seconds=20.0,
     communication=Communication({"all_reduce": 0.5, "all_to_all": 10.0}, (2048.0, 3 << 20)),
     checkpoint=Path("runs/x/step-00001200"),
+    peak_bytes=(300 << 20, 310 << 20),
 )
 OUTCOME = Outcome(TAKEN, Quality(hit_rate_10=0.43, mrr=0.3, num_examples=1652), {"re": ("match", "sub")})
 

@@ -210,7 +210,7 @@ def test_memory_of_parameters_is_freed_after_forward_and_after_backward() -> Non
 
         assert [nbytes(w) for w in seen] == [0, 0]
         during = []
-        model[0].weight.register_hook(lambda g: during.append([nbytes(w) for w in seen]))
+        cast(Any, model[0]).weight.register_hook(lambda g: during.append([nbytes(w) for w in seen]))
         out.sum().backward()
         assert during == [[0, 0]]
         assert [nbytes(w) for w in seen] == [0, 0]

@@ -1,6 +1,7 @@
 """Training: the same few lines of torch as in one process, on parameters that live on many ranks."""
 
 import dataclasses
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class Job(ABC, Generic[B]):
             seconds=seconds,
             communication=ledger.communication(),
             checkpoint=path or latest(config.checkpoint) or Path(config.checkpoint),
+            peak_bytes=_peak_bytes(),
         )
 
 
@@ -132,6 +134,13 @@ class Taken:
     """Of training, without evaluation and saving."""
     communication: Communication
     checkpoint: Path
+    peak_bytes: tuple[int, ...]
+    """The most memory that the process of each rank had."""
+
+
+def _peak_bytes() -> tuple[int, ...]:
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts in KiB
+    return tuple(collectives.gather_json(own, tuple(range(collectives.world_size()))))
 
 
 def resumable_step(config: RunConfig, data: str) -> int:

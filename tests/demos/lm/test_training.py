@@ -30,7 +30,8 @@ pytestmark = pytest.mark.processes
 Tiny = Callable[..., LanguageModelConfig]
 MESHES = [
     ("dp=1", 1), ("dp=3", 3), ("tp=2", 2), ("tp=4", 4), ("tp=3 sequence", 3), ("dp=2,tp=2", 4),
-    ("tp=2,dp=2 sequence", 4), ("replica=2,dp=2", 4),
+    ("tp=2,dp=2 sequence", 4), ("replica=2,dp=2", 4), ("dp=3 fully", 3), ("replica=2,dp=2 fully", 4),
+    ("dp=2,tp=2 sequence fully", 4),
 ]  # fmt: skip
 
 
@@ -75,8 +76,8 @@ def plain_end(tiny: Tiny, topics: PydocTopics) -> tuple[float, bytes]:
 def test_twenty_losses_the_bits_and_the_text_equal_one_plain_process(
     mesh: str, num_ranks: int, tiny: Tiny, topics: PydocTopics, plain: list[float], plain_end: tuple[float, bytes]
 ) -> None:
-    mesh, _, sequence = mesh.partition(" ")
-    config = tiny(mesh=mesh, sequence_parallel=bool(sequence))
+    mesh, *options = mesh.split()
+    config = tiny(mesh=mesh, sequence_parallel="sequence" in options, fully_shard="fully" in options)
 
     def body() -> tuple[float, bytes]:
         run = Training(config, topics)
@@ -194,10 +195,11 @@ def test_the_learning_rate_rises_and_falls(tiny: Tiny) -> None:
 # ---- saved and resumed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fully_shard", [False, True])
 def test_a_run_goes_on_exactly_on_other_meshes(
-    tiny: Tiny, topics: PydocTopics, tmp_path: Path, plain: list[float]
+    fully_shard: bool, tiny: Tiny, topics: PydocTopics, tmp_path: Path, plain: list[float]
 ) -> None:
-    config = tiny(mesh="dp=2,tp=2", checkpoint=str(tmp_path / "run"))
+    config = tiny(mesh="dp=2,tp=2", fully_shard=fully_shard, checkpoint=str(tmp_path / "run"))
 
     def begin() -> None:
         run = Training(config, topics)
@@ -205,16 +207,16 @@ def test_a_run_goes_on_exactly_on_other_meshes(
         run.save()
         take(run, 2)  # lost
 
-    def go_on(mesh: str) -> None:
-        run = Training(replace(config, mesh=mesh), topics)
+    def go_on(mesh: str, fully_shard: bool) -> None:
+        run = Training(replace(config, mesh=mesh, fully_shard=fully_shard), topics)
         run.restore()
         assert run.step == 7
         assert take(run, 5) == pytest.approx(plain[7:12], rel=1e-5)
 
     world(4).run(begin)
     assert resumable_step(config, topics.fingerprint) == 7
-    for mesh, num_ranks in [("dp=1", 1), ("tp=3", 3)]:
-        world(num_ranks).run(go_on, mesh)
+    for mesh, num_ranks, fully in [("dp=1", 1, False), ("tp=3", 3, False), ("dp=3", 3, True)]:
+        world(num_ranks).run(go_on, mesh, fully)
 
 
 def test_a_run_with_dropout_goes_on_as_if_it_had_not_stopped(tiny: Tiny, topics: PydocTopics, tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ def add_parser(subparsers: SubParsers) -> None:
         const=True,
         help="shard the activations between layers along the sequence dim; needs an axis tp",
     )
+    own.add_argument(
+        "--fully-shard",
+        action="store_const",
+        const=True,
+        help="shard parameters and the states of the optimizer over the axes of the batch, too",
+    )
     parser.set_defaults(run=run)
 
 

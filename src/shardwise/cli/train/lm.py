@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardwise.demos.lm.config import LanguageModelConfig
     from shardwise.demos.lm.training import Outcome
 
-OPTIONS = ("mesh", "sequence_parallel")
+OPTIONS = ("mesh", "sequence_parallel", "fully_shard")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,8 @@ def show_start(config: LanguageModelConfig, data: PydocTopics, mesh: Mesh, resum
         for what, size in (("batch", copies), ("model", axes.get(TENSOR_AXIS, 1)))
     ]
     along = ", its activations along the sequence" if config.sequence_parallel else ""
-    print(f"{mesh}: {'; '.join(axes_text)}{along}.")
+    over_data = ", its parameters over the axes of the batch" if config.fully_shard else ""
+    print(f"{mesh}: {'; '.join(axes_text)}{along}{over_data}.")
     view.show_beginning(config.checkpoint, resumed_step)
 
 
@@ -61,6 +62,7 @@ def show_outcome(outcome: Outcome, data: PydocTopics, config: LanguageModelConfi
         text = printable(config.prompt + outcome.sample.decode(errors="replace"))
         print("\n".join(f"  {row}".rstrip() for row in text.splitlines()))
     view.show_communication(outcome.taken.communication)
+    view.show_memory(outcome.taken.peak_bytes)
     print(f"Checkpoint: {outcome.taken.checkpoint}")
 
 

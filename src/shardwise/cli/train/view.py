@@ -93,6 +93,11 @@ def show_communication(communication: Communication) -> None:
     print(f"\nCommunication of a step: {kinds}; each rank sends {span_text(sent)}.")
 
 
+def show_memory(peak_bytes: Sequence[int]) -> None:
+    """Of the processes of the ranks."""
+    print(f"Peak memory of a rank: {span_text(peak_bytes)}, its Python and torch included.")
+
+
 def span_text(rank_bytes: Sequence[float]) -> str:
     """From the least to the most; one number where both read the same."""
     least, most = bytes_text(min(rank_bytes)), bytes_text(max(rank_bytes))

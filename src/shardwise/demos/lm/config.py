@@ -27,6 +27,8 @@ class LanguageModelConfig(RunConfig):
     """Axes such as dp=2,tp=2: tp shards the model, all others the batch. None: one axis dp of all ranks."""
     sequence_parallel: bool = False
     """Shard the activations between layers along the sequence dim; needs an axis tp."""
+    fully_shard: bool = False
+    """Shard parameters and the states of the optimizer over the axes of the batch, too: over the last of them."""
     nproc: int | None = None
     """Ranks to start; none is as many as the mesh has, or 2. Under torchrun it decides."""
     steps: int = 3000
@@ -95,6 +97,13 @@ class LanguageModelConfig(RunConfig):
             raise ValueError(
                 f"sequence_parallel needs an axis {TENSOR_AXIS} in the mesh, such as {TENSOR_AXIS}=2; mesh is "
                 f"{self.mesh or 'none'}"
+            )
+        names = () if mesh is None else mesh.names or ()
+        data_axes = [name for name in names if name != TENSOR_AXIS]
+        if self.fully_shard and mesh is not None and not 1 <= len(data_axes) <= 2:
+            raise ValueError(
+                f"fully_shard needs one or two axes besides {TENSOR_AXIS} in the mesh, such as dp=2; mesh is "
+                f"{self.mesh}"
             )
 
     def _mesh(self) -> Mesh | None:

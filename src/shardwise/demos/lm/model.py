@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise import collectives
 from shardwise.demos.lm.batches import NUM_BYTES
 from shardwise.demos.lm.config import TENSOR_AXIS, LanguageModelConfig
 from shardwise.layout import Mesh
 from shardwise.models import ModelArgs, Transformer
+from shardwise.parallel.fully_sharded import fully_shard
 from shardwise.parallel.shard_module import shard_module
 
 # Of both tables. With a tenth of it, attention needs several times as many steps to learn to look one byte back.
@@ -57,12 +59,22 @@ def outline(config: LanguageModelConfig) -> Transformer:
     )
 
 
-def shard(model: Transformer, mesh: Mesh, sequence_parallel: bool) -> Transformer:
-    """Shard `model` in place: tensor-parallel on the axis `tp` if there is one, replicated on all other axes."""
+def shard(model: Transformer, mesh: Mesh, sequence_parallel: bool, over_data: bool = False) -> Transformer:
+    """Shard `model` in place: tensor-parallel on the axis `tp` if there is one, replicated on all other axes.
+
+    Args:
+        over_data: shard it on the last of the other axes as well; each layer is a unit of `fully_shard`.
+    """
     if TENSOR_AXIS in (mesh.names or ()):
         Transformer.parallelize(model, mesh, sequence_parallel, gather_output=False)
     else:
         shard_module(model, {}, mesh=mesh, src_rank=None)
+    if over_data:
+        names = [name for name in mesh.names or () if name != TENSOR_AXIS]
+        data_mesh = mesh.submesh(names, collectives.rank())
+        for layer in model.layers:
+            fully_shard(layer, mesh=data_mesh)
+        fully_shard(model, mesh=data_mesh)
     return model
 
 

@@ -54,7 +54,7 @@ class Training(Job[Windows]):
         self.config, self.data = config, data
         self.mesh = config.mesh_of(collectives.world_size())
         self.text = batches.numbers(data.train)
-        self.model = shard(build(config), self.mesh, config.sequence_parallel)
+        self.model = shard(build(config), self.mesh, config.sequence_parallel, config.fully_shard)
         self.optimizer = torch.optim.AdamW(
             list(groups(self.model, config.weight_decay)), lr=config.learning_rate, betas=(0.9, 0.99), fused=True
         )
