@@ -1,4 +1,4 @@
-"""Models of Hugging Face, sharded by two generic plans, beside one process.
+"""Models of Hugging Face, sharded by three generic plans, beside one process.
 
     python -m tools.models                               # every model, plan and number of ranks: minutes
     python -m tools.models --only 'Llama|GPT-2' --ranks 2 --plan tensor
@@ -27,6 +27,7 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, shard_module
 from shardwise.layout import Placement
+from shardwise.parallel import fully_shard
 from shardwise.testing import world
 
 sys.path.append(str(Path(__file__).parents[1]))  # this script may run from anywhere
@@ -69,9 +70,20 @@ def fully_sharded_plan(model: nn.Module) -> dict[str, Placement]:
     return {name: Shard(0) if p.ndim else Replicate() for name, p in model.named_parameters()}
 
 
-PLANS: dict[str, Callable[[nn.Module], dict[str, Placement]]] = {
-    "tensor": tensor_plan,
-    "fully sharded": fully_sharded_plan,
+def with_units(model: nn.Module) -> nn.Module:
+    """Every module in a list is a unit, and the model is one."""
+    for module in list(model.modules()):
+        for child in module if isinstance(module, nn.ModuleList) else ():
+            if all(p.ndim for p in child.parameters()):
+                fully_shard(child)
+    return fully_shard(model, ignored_params=[p for p in model.parameters() if not p.ndim])
+
+
+Sharder = Callable[[nn.Module], nn.Module]
+PLANS: dict[str, Sharder] = {
+    "tensor": lambda model: shard_module(model, tensor_plan(model)),
+    "fully sharded": lambda model: shard_module(model, fully_sharded_plan(model)),
+    "units": with_units,
 }
 
 # ---- one model under one plan -----------------------------------------------------------------------------------
@@ -95,6 +107,19 @@ def forward_and_backward(model: Any, inputs: Inputs, **options: Any) -> Values:
 
 def trained(model: Any, inputs: Inputs) -> Values:
     return forward_and_backward(model, inputs)
+
+
+def three_steps(model: Any, inputs: Inputs) -> Values:
+    """Losses of SGD, then the parameters."""
+    optimizer, values = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), {}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        values[f"loss {step}"] = full(loss)
+    return values | {name: full(p) for name, p in model.named_parameters()}
 
 
 def generated(model: Any, inputs: Inputs) -> Values:
@@ -136,6 +161,7 @@ def checkpoints(family: Family, model: Any) -> bool:
 
 CHECKS = {
     "values": Check(trained),
+    "steps": Check(three_steps),
     "generate": Check(generated, applies=generates),
     "bf16": Check(in_bfloat16),
     "checkpoint": Check(checkpointed(False), applies=checkpoints),
@@ -167,9 +193,9 @@ class Trial:
         """What rank 0 gets; the ranks share one set of layouts."""
 
         def body() -> Values:
-            model = shard_module(deepcopy(self.plain), PLANS[plan](self.plain))
+            model = PLANS[plan](deepcopy(self.plain))
             inputs = self.inputs(check)
-            if plan == "fully sharded":
+            if plan != "tensor":
                 inputs = {
                     k: distribute_tensor(x, Mesh((ranks,)), [Shard(0)]) if isinstance(x, Tensor) else x
                     for k, x in inputs.items()

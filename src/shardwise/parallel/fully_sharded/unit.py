@@ -32,12 +32,16 @@ class Slot:
     parameter: DTensor
     stored: Stored
     owners: list[tuple[nn.Module, str]]
+    dtype: torch.dtype
 
-    def __eq__(self, other: object) -> bool:
-        """Tensors compare by identity."""
-        return isinstance(other, Slot) and self.parameter is other.parameter and self.owners == other.owners
+    @property
+    def is_current(self) -> bool:
+        """Whether the modules have this parameter, in this dtype."""
+        p = self.parameter
+        return p.dtype == self.dtype and all(o._parameters[name] is cast(object, p) for o, name in self.owners)
 
-    __hash__ = None  # type: ignore[assignment]
+    def is_same(self, other: "Slot") -> bool:
+        return (self.parameter is other.parameter, self.owners, self.dtype) == (True, other.owners, other.dtype)
 
 
 @dataclass(frozen=True)
@@ -227,11 +231,10 @@ class Unit:
 
     def slots(self) -> list[Slot]:
         """The parameters that no unit inside this one has."""
-        known = self._units_then == Unit.made
-        if known and all(o._parameters[n] is cast(object, s.parameter) for s in self._slots for o, n in s.owners):
+        if self._units_then == Unit.made and all(slot.is_current for slot in self._slots):
             return self._slots
         found = list(_slots(self.module))
-        if found != self._slots:
+        if len(found) != len(self._slots) or not all(map(Slot.is_same, found, self._slots)):
             self._slots, self._messages, self._kept = found, {}, None
         self._units_then = Unit.made
         return self._slots
@@ -290,7 +293,7 @@ def _slots(module: nn.Module) -> Iterable[Slot]:
                 f"{name} of {type(owner).__name__} was replaced after fully_shard: expected a DTensor of "
                 f"{stored.at_rest}, got {held}. Fix: copy values into it, such as load_state_dict(assign=False)."
             )
-        slot = found.setdefault(id(p), Slot(p, stored, []))
+        slot = found.setdefault(id(p), Slot(p, stored, [], p.dtype))
         if (owner, name) not in slot.owners:
             slot.owners.append((owner, name))
     return found.values()
