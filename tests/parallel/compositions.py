@@ -28,6 +28,7 @@ from shardwise import (
 )
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+from shardwise.parallel import fully_shard as shardwise_fully_shard
 from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import full
 
@@ -208,6 +209,13 @@ def fsdp2(module: nn.Module, mesh: Any) -> nn.Module:
     return module
 
 
+def of_this_library(module: nn.Module, mesh: Any) -> nn.Module:
+    assert isinstance(module, nn.Sequential)
+    for layer in (module[0], module[2], module):
+        shardwise_fully_shard(layer, mesh=mesh)
+    return module
+
+
 def without_sync(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     assert isinstance(module, DistributedDataParallel) or type(module) is nn.Sequential
     optimizer.zero_grad()
@@ -234,6 +242,7 @@ ROWS: dict[str, Callable[[Any], str]] = {
     "`DistributedDataParallel`": around(ddp),
     "`DistributedDataParallel(gradient_as_bucket_view=True)`": around(ddp_with_views),
     "`DistributedDataParallel.no_sync`": around(ddp, step=without_sync),
+    "`shardwise.parallel.fully_shard`": around(of_this_library),
     "`fully_shard` (FSDP2) of `local_parameters(module)`": around(fsdp2, local=True),
     "`fully_shard` (FSDP2) of a module with DTensors": around(fsdp2),
     "`ZeroRedundancyOptimizer` of `local_parameters(module)`": around(ddp, made=zero, local=True),

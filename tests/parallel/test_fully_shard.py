@@ -319,6 +319,30 @@ def test_frozen_parameters_and_inputs_without_gradients() -> None:
     world(2).run(run)
 
 
+def test_frozen_units_are_freed_one_after_the_other_in_backward() -> None:
+    def run() -> None:
+        mesh = Mesh((2,))
+        model: Any = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).requires_grad_(False)
+        held: list[Any] = []
+        filled = []
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+            layer.register_forward_pre_hook(lambda m, args: held.append(m.weight))
+        fully_shard(model, mesh=mesh)
+        x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)]).requires_grad_()
+
+        def count(grad: Tensor) -> None:
+            filled.append(sum(w.to_local().untyped_storage().nbytes() > 0 for w in held))
+
+        for layer in model:
+            layer.register_forward_hook(lambda m, args, out: out.register_hook(count) and None)
+        model(x).sum().backward()
+        assert filled == [1, 2, 2, 2]  # the gradient of an input is that of an output before
+        assert not any(w.to_local().untyped_storage().nbytes() for w in held)
+
+    world(2).run(run)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_units_and_inside(reentrant: bool) -> None:
     torch.manual_seed(0)

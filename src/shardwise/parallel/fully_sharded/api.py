@@ -101,7 +101,7 @@ def fully_shard(
     unit = Unit(module, Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead)))
     vars(module)[UNIT] = unit
     module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.after_forward, always_call=True)
+    module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
     module.__class__ = _fully_sharded_class(type(module))  # type: ignore[assignment]
     return module
 

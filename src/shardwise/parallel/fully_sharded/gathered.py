@@ -22,6 +22,7 @@ from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
+NO_BACKWARD = -1  # torch's number of the backward that runs, if none does
 Fill = Callable[[Sequence[Tensor | None]], list[Tensor]]
 
 
@@ -75,6 +76,7 @@ class Gathered:
         self._seen = [_state(p) for p in parameters]
         self.before: Sequence[ref[Gathered]] = ()  # of the same forward, this one is `number`
         self.number = 0
+        self.backward = NO_BACKWARD  # torch's number of the one that needs it
 
     # ---- memory -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from weakref import ref
 
 import torch
 
-from shardwise.parallel.fully_sharded.gathered import Gathered
+from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered
 
 
 class _Unit(Protocol):
@@ -46,7 +46,7 @@ class Forward:
 
 class _Running(threading.local):
     forward: Forward | None = None
-    backward: int = -1  # torch's number of it
+    backward: int = NO_BACKWARD
     filled: list[Gathered] = []  # noqa: RUF012 - replaced, never changed
 
 
@@ -64,6 +64,6 @@ def end_after_backward(gathered: Gathered) -> None:
 
 
 def _end(filled: list[Gathered]) -> None:
-    running.backward = -1
+    running.backward = NO_BACKWARD
     for gathered in filled:
         gathered.unit.end_backward(gathered)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh
-from shardwise.parallel.fully_sharded.gathered import Gathered, Message
+from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered, Message
 from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, shown_as, stored_of
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
 from shardwise.parallel.fully_sharded.runs import Forward, end_after_backward, running
@@ -117,7 +117,7 @@ class Unit:
                     owner._parameters[name] = slot.parameter  # type: ignore[assignment]
 
     def _enter(self, args: Args, kwargs: Kwargs) -> Forward:
-        if torch._C._current_graph_task_id() != -1:  # recomputed: as it was in forward
+        if torch._C._current_graph_task_id() != NO_BACKWARD:  # recomputed: as it was in forward
             return Forward(self, self._as_dtensors, 0)
         if running.forward is None:
             as_dtensors = _has_axis(args, kwargs, self.options.mesh)
@@ -174,7 +174,7 @@ class Unit:
             self._kept.free()
         self._kept = None
 
-    def after_forward(self, module: nn.Module, args: Args, output: object) -> object:
+    def after_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
         self._depth -= 1
         if self._depth:
             return None
@@ -186,14 +186,14 @@ class Unit:
             running.forward = None
         if gathered is not None:
             self._hide()
-            self._leave(gathered, output, is_root)
+            self._leave(gathered, (args, kwargs), output, is_root)
         return self._cast_output(output)
 
-    def _leave(self, gathered: Gathered, output: object, is_root: bool) -> None:
+    def _leave(self, gathered: Gathered, inputs: object, output: object, is_root: bool) -> None:
         gathered.check_not_changed()
         tensors = list(_tensors(output))
         reshard = self.reshard_after_forward
-        if torch._C._current_graph_task_id() != -1:  # recomputed: backward needs it at once
+        if torch._C._current_graph_task_id() != NO_BACKWARD:  # recomputed: backward needs it at once
             self._keep_in_backward(gathered)
         elif torch.is_grad_enabled() and not (not is_root if reshard is None else reshard):
             self._kept = gathered
@@ -203,6 +203,16 @@ class Unit:
             if x.requires_grad:
                 with DisableTorchFunctionSubclass():
                     x.register_hook(partial(self._before_backward, gathered))
+        if not any(p.requires_grad for p in gathered.parameters):
+            self._end_with_gradient_of(inputs, gathered)
+
+    def _end_with_gradient_of(self, inputs: object, gathered: Gathered) -> None:
+        """Without gradients of parameters, that of the only input ends the backward; of several, any may be last."""
+        needing = {id(x): x for x in _tensors(inputs) if x.requires_grad}
+        if len(needing) == 1:
+            (x,) = needing.values()
+            with DisableTorchFunctionSubclass():
+                x.register_hook(lambda grad: self.end_backward(gathered))
 
     # ---- backward ---------------------------------------------------------------------------------------------
 
@@ -215,13 +225,16 @@ class Unit:
     def _keep_in_backward(self, gathered: Gathered) -> None:
         """Until its gradients are computed, also for what is recomputed meanwhile."""
         self._kept = gathered
+        gathered.backward = torch._C._current_graph_task_id()
         end_after_backward(gathered)
         if not self._shows:
             with torch.enable_grad():
                 self._show(gathered)
 
     def end_backward(self, gathered: Gathered) -> None:
-        """Free what backward all-gathered."""
+        """Free what backward all-gathered, unless a backward inside it ends: a checkpoint that recomputes."""
+        if gathered.backward not in (torch._C._current_graph_task_id(), NO_BACKWARD):
+            return
         self._hide()
         if not torch.is_grad_enabled():  # a double backward reads them again
             gathered.free()
