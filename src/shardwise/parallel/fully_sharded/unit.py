@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
@@ -199,10 +200,9 @@ class Unit:
             self._kept = gathered
         elif torch.is_grad_enabled() and not is_capturing() and not _share_memory(tensors, gathered.full):
             gathered.free()
-        for x in tensors:
-            if x.requires_grad:
-                with DisableTorchFunctionSubclass():
-                    x.register_hook(partial(self._before_backward, gathered))
+        with DisableTorchFunctionSubclass():
+            for node in _nodes(tensors):
+                node.register_prehook(partial(self._before_backward, gathered))
         if not any(p.requires_grad for p in gathered.parameters):
             self._end_with_gradient_of(inputs, gathered)
 
@@ -216,7 +216,7 @@ class Unit:
 
     # ---- backward ---------------------------------------------------------------------------------------------
 
-    def _before_backward(self, gathered: Gathered, grad: Tensor) -> None:
+    def _before_backward(self, gathered: Gathered, grads: object) -> None:
         gathered.fill()
         self._keep_in_backward(gathered)
         if self.options.prefetch:
@@ -340,6 +340,12 @@ def _tensors(output: object) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
+    """Where the backward of these tensors begins, also after one that is a view was changed in place."""
+    views = [x for t in tensors for x in (t, t._base) if x is not None]
+    return {x.grad_fn for x in views if x.grad_fn is not None}
 
 
 def _share_memory(tensors: Iterable[Tensor], full: Iterable[Tensor]) -> bool:
