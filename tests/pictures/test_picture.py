@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard
+from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.pictures import picture
+from shardwise.pictures.holders import Holders
+from shardwise.pictures.scene import Limit, panels
 from tests.pictures.reading import label_at, labels_of, ranks_in
 from tests.strategies import SMALL_MESHES, Written, laws, layouts, small_layouts
 
@@ -186,6 +188,43 @@ def test_boxes_that_would_overlap_are_summarised_together() -> None:
     counts = [int(label.split()[0]) if label.endswith("shards") else 1 for label in labels_of(text)]
     assert sum(counts) == len(bricks)
     assert max(map(len, text.splitlines())) <= 100
+
+
+@laws
+@given(layouts())
+def test_what_is_summarised_is_counted_and_its_ranks_are_known(written: Written) -> None:
+    layout, few = written.layout, Limit(3, 3)
+    boxes = {box for rank in layout.mesh.ranks for box in layout.boxes(rank) if box.numel}
+    found = panels(Holders(layout), (few, few, Limit(1000, 1000)))
+    if len(found) > 1:  # cells are in several panels
+        return
+    assert sum(cell.shards for panel in found for cell in panel.cells) == len(boxes)
+    for cell in (cell for panel in found for cell in panel.cells):
+        offsets, sizes = (part[: len(layout.shape)] for part in cell.box)
+        full = Box((*offsets, *[0] * len(layout.shape[2:])), (*sizes, *layout.shape[2:]))
+        holding = [rank for rank in layout.mesh.ranks if any(box.intersect(full) for box in layout.boxes(rank))]
+        if layout.shape:
+            assert cell.ranks == sorted(holding)
+
+
+@pytest.mark.parametrize(
+    ("placements", "shape", "labels", "last"),
+    [
+        ([Shard(0), Shard(0)], (4096, 3), ["rank 0", "rank 1", "4092 shards", "rank 4094", "rank 4095"], "rank 0-4095"),
+        ([Partial(), Shard(0)], (8, 3), ["sum(rank 0, 8 … 4088)", "sum(rank 7, 15 … 4095)"], "rank 0-4095"),
+        ([Partial(), Replicate()], (8, 3), ["sum(512 values on 8 ranks each)"], "rank 0-4095"),
+        ([Shard(0), OnRanks(3)], (500, 3), ["rank 3", "496 shards", "rank 3995"], "3,596 ranks from 0 to 4095"),
+        ([OnRanks(5), Shard(1)], (8, 9), ["rank 40", "rank 44"], "rank 0-39, 45-4095: nothing"),
+    ],
+    ids=str,
+)
+def test_a_picture_of_thousands_of_ranks_is_short(
+    placements: list[Placement], shape: tuple[int, ...], labels: list[str], last: str
+) -> None:
+    text = drawn(Layout(Mesh((512, 8)), placements, shape))
+    assert set(labels) <= set(labels_of(text))
+    assert text.splitlines()[-1].startswith(last)
+    assert len(text) < 4000
 
 
 # ---- laws -------------------------------------------------------------------------------------------------------

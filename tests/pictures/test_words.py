@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import printable
 from shardwise.layout import Boxes, Layout, Mesh, Shard
+from shardwise.pictures.holders import Holders
 from shardwise.pictures.labels import bytes_text, holdings, ranks_text, title
 from shardwise.pictures.scene import spread
 from tests.pictures.reading import ranks_in
@@ -81,7 +82,7 @@ def test_many_boxes_are_shown_by_their_number() -> None:
 
 
 def test_lines_of_what_ranks_hold_stay_short() -> None:
-    lines = holdings(Layout(Mesh((64, 64)), [Shard(0), Shard(1)], (1000, 10000)), None)
+    lines = holdings(Holders(Layout(Mesh((64, 64)), [Shard(0), Shard(1)], (1000, 10000))), None)
     assert lines == [
         "3,906 ranks from 0 to 3966: 16 x 157 each",
         "rank 63, 127 … 3967: 16 x 109 each",

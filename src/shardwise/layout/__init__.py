@@ -18,7 +18,8 @@ from shardwise.layout.arguments import (
 )
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import Placements, as_placement, as_placements, axis_names, placements_text
-from shardwise.layout.layout import Layout, ShardSizes
+from shardwise.layout.dim_shards import DimShards, ShardSizes, rows_of
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise.layout.owner import LayoutKey, Owner, forget_calls
 from shardwise.layout.parse import (
@@ -56,6 +57,7 @@ __all__ = [
     "Box",
     "Boxes",
     "Count",
+    "DimShards",
     "Kind",
     "Layout",
     "LayoutKey",
@@ -97,6 +99,7 @@ __all__ = [
     "placements_text",
     "read_toml",
     "ring_elements",
+    "rows_of",
     "shown",
     "split_by_boxes",
     "strides_in_order",

@@ -3,7 +3,7 @@
 Layout(Mesh((2,)), [Shard(0)], (5, 4)): rank 0 holds [0:3, 0:4], rank 1 [3:5, 0:4]
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product as cartesian
 from math import prod
 from typing import Protocol, Self
@@ -11,8 +11,9 @@ from weakref import WeakValueDictionary
 
 from shardwise.errors import LayoutError
 from shardwise.layout.arguments import as_integers, shown
-from shardwise.layout.boxes import Box, check_cover
+from shardwise.layout.boxes import Box
 from shardwise.layout.by_axis import Placements, as_placements, placements_text
+from shardwise.layout.dim_shards import DimShards, ShardSizes, rows_of, shard_sizes
 from shardwise.layout.division import Chunks
 from shardwise.layout.mesh import Mesh, mesh_of
 from shardwise.layout.owner import LayoutKey, Owner
@@ -20,7 +21,6 @@ from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Place
 from shardwise.layout.strides import contiguous_strides, dims_by_stride
 
 MOST_ELEMENTS = 2**62
-ShardSizes = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 class Layout:
@@ -226,13 +226,22 @@ class Layout:
         if not isinstance(placement, Shard):
             return None
         before = self.shard_order[: self.shard_order.index(axis)]
-        lengths = [self.shape[placement.dim]]
-        for other in before:
-            outer = self.placements[other]
-            if isinstance(outer, Shard) and outer.dim == placement.dim:
-                lengths = [n for i, size in enumerate(lengths) for n in _split(outer, size, self.mesh.shape[other], i)]
-        rows = tuple(_split(placement, size, self.mesh.shape[axis], i) for i, size in enumerate(lengths))
+        by = [(p, self.mesh.shape[other]) for other, p in self._divided_by(placement.dim, before)]
+        outer = shard_sizes(self.shape[placement.dim], by)
+        if placement.sizes is not None:
+            rows = rows_of(placement.sizes, len(outer))
+        else:
+            rows = tuple([chunk(size, self.mesh.shape[axis]) for size in outer])
         return rows[0] if len(rows) == 1 else rows
+
+    def dim_shards(self, dim: int) -> DimShards:
+        """The shards of `dim` by all axes. Explicit boxes are none."""
+        return DimShards(self.shape[dim], self.mesh, self._divided_by(dim, self.shard_order))
+
+    def _divided_by(self, dim: int, axes: Sequence[int]) -> list[tuple[int, Shard]]:
+        """Those of `axes` that shard `dim`, with their placements."""
+        found = ((axis, self.placements[axis]) for axis in axes)
+        return [(axis, p) for axis, p in found if isinstance(p, Shard) and p.dim == dim]
 
     # ---- derived layouts --------------------------------------------------------------------------------
 
@@ -348,13 +357,6 @@ def _without_sizes(placement: Placement) -> Placement:
     return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
 
 
-def _split(placement: Shard, size: int, positions: int, outer: int) -> tuple[int, ...]:
-    """The shard sizes by `placement` of a dim, or of shard number `outer` of it, with `size` elements."""
-    if placement.sizes is None:
-        return chunk(size, positions)
-    return _rows(placement.sizes, outer + 1)[outer]
-
-
 def _lengths(placement: Shard, sizes: set[int], positions: int) -> set[int]:
     """The different sizes of the shards of shards of these sizes."""
     if placement.sizes is not None:
@@ -362,12 +364,6 @@ def _lengths(placement: Shard, sizes: set[int], positions: int) -> set[int]:
     divisions = [Chunks(size, positions) for size in sizes]
     ends = {position for d in divisions for position in (0, d.last, positions - 1)}
     return {d.shard(position)[1] for d in divisions for position in ends}
-
-
-def _rows(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:
-    """One row of sizes per outer shard: those given, or the same for all `count`."""
-    nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
-    return sizes if nested else (sizes,) * count  # type: ignore[return-value]
 
 
 def _canonical_order(
@@ -407,11 +403,12 @@ def _canonical_placements(
             f"maxima is not a maximum of sums, so the order of the axes would change the value."
         )
     result = list(placements)
-    lengths: dict[int, list[int]] = {}  # dim -> sizes of its shards by the axes so far
+    divided_by: dict[int, list[tuple[Shard, int]]] = {}  # dim -> the axes so far that shard it
     for axis in order:
         placement = result[axis]
         if isinstance(placement, Shard):
-            result[axis] = _canonical_shard(placement, shape, mesh.shape[axis], axis, lengths)
+            result[axis] = found = _canonical_shard(placement, shape, mesh.shape[axis], axis, divided_by)
+            divided_by.setdefault(found.dim, []).append((found, mesh.shape[axis]))
         elif isinstance(placement, OnRanks):
             if not 0 <= placement.position < mesh.shape[axis]:
                 raise LayoutError(f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}.")
@@ -421,20 +418,20 @@ def _canonical_placements(
 
 
 def _canonical_shard(
-    placement: Shard, shape: tuple[int, ...], positions: int, axis: int, lengths: dict[int, list[int]]
+    placement: Shard,
+    shape: tuple[int, ...],
+    positions: int,
+    axis: int,
+    divided_by: Mapping[int, Sequence[tuple[Shard, int]]],
 ) -> Shard:
     dim, sizes = placement.dim, placement.sizes
     if not -len(shape) <= dim < len(shape):
         raise LayoutError(f"{placement} on axis {axis}: a tensor of shape {shape} has no dim {dim}.")
     dim %= len(shape)
-    outer = lengths.get(dim, [shape[dim]])
     if sizes is None:
-        if outer[1:] or dim != placement.dim:
-            lengths[dim] = [n for length in outer for n in chunk(length, positions)]
-            return Shard(dim)
-        lengths[dim] = list(chunk(outer[0], positions))
-        return placement
-    rows = _rows(sizes, len(outer))
+        return placement if dim == placement.dim else Shard(dim)
+    outer = shard_sizes(shape[dim], divided_by.get(dim, ()))
+    rows = rows_of(sizes, len(outer))
     if len(rows) != len(outer):
         raise LayoutError(
             f"{placement} on axis {axis}: {len(outer)} outer shards of dim {dim} need {len(outer)} tuples "
@@ -450,7 +447,6 @@ def _canonical_shard(
                 f"{placement} on axis {axis}: sizes {row} add up to {sum(row)}, but dim {dim} has {length} "
                 f"elements here (global shape {shape})."
             )
-    lengths[dim] = [n for row in rows for n in row]
     if all(row == chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
         return Shard(dim)
     alike = rows[0] if all(row == rows[0] for row in rows) else rows
@@ -471,8 +467,7 @@ def _check_boxes(
             f"Boxes on axis {axis}: {mesh.shape[axis]} positions need as many lists of boxes, "
             f"got {len(placement.boxes)}."
         )
-    labelled = [(f"position {i}", box) for i, row in enumerate(placement.boxes) for box in row]
-    check_cover(labelled, shape)
+    placement.check_cover(shape)
 
 
 class Drawing(Protocol):

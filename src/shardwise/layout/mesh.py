@@ -41,7 +41,9 @@ class Mesh:
         if prod(shape) > MOST_RANKS:
             raise MeshError(f"A mesh has at most {MOST_RANKS:,} ranks, got shape {shape}.")
         ranks = as_integers(self.ranks, "The ranks of a mesh", MeshError, "such as ranks=(0, 1, 2, 3)")
-        ranks = ranks or tuple(range(prod(shape)))
+        if not ranks:
+            ranks = tuple(range(prod(shape)))
+            object.__setattr__(self, "is_range", True)
         if len(ranks) != prod(shape):
             raise MeshError(f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}.")
         if len(set(ranks)) != len(ranks) or min(ranks) < 0:
@@ -89,13 +91,14 @@ class Mesh:
         return self.names.index(name)
 
     @cached_property
-    def _is_range(self) -> bool:
+    def is_range(self) -> bool:
+        """Whether the ranks are 0, 1, 2, …"""
         return self.ranks == tuple(range(len(self.ranks)))
 
     @cached_property
     def _indices(self) -> dict[int, int] | range:
         """Where each rank is in `ranks`."""
-        return range(len(self.ranks)) if self._is_range else {rank: i for i, rank in enumerate(self.ranks)}
+        return range(len(self.ranks)) if self.is_range else {rank: i for i, rank in enumerate(self.ranks)}
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -105,7 +108,7 @@ class Mesh:
     @cached_property
     def sorted_ranks(self) -> tuple[int, ...]:
         """The ranks in rising order."""
-        return self.ranks if self._is_range else tuple(sorted(self.ranks))
+        return self.ranks if self.is_range else tuple(sorted(self.ranks))
 
     def index(self, rank: int) -> int:
         """Where `rank` is in `ranks`."""
@@ -138,6 +141,25 @@ class Mesh:
         first = index - index // stride % self.shape[axis] * stride
         return self.ranks[first : first + self.shape[axis] * stride : stride]
 
+    def places(self, axes: Sequence[int]) -> Sequence[int]:
+        """Where in `ranks` all positions on `axes` are, those on the last one side by side, at 0 on other axes."""
+        found: Sequence[int] = (0,)
+        for axis in axes:
+            positions = range(0, self.shape[axis] * self.strides[axis], self.strides[axis])
+            found = [outer + at for outer in found for at in positions] if len(found) > 1 else positions
+        return found
+
+    def ranks_at(self, places: Sequence[Sequence[int]]) -> list[int]:
+        """The rising ranks at all sums of one of each of these places."""
+        several = [more for more in places if len(more) != 1]
+        first = sum(more[0] for more in places if len(more) == 1)
+        if not several:
+            return [self.ranks[first]]
+        at: Sequence[int] = [first + more for more in several[0]] if first else several[0]
+        for more in several[1:]:
+            at = [a + b for a in at for b in more]
+        return sorted(at if self.is_range else [self.ranks[i] for i in at])
+
     def submesh(self, names: str | int | Sequence[str | int], rank: int) -> "Mesh":
         """The mesh of some axes through `rank`: of all ranks with its coordinate on the other axes."""
         wanted = (names,) if isinstance(names, str | int) else tuple(names)
@@ -163,8 +185,7 @@ class Mesh:
     def __str__(self) -> str:
         labels = self.names or tuple(str(i) for i in range(self.ndim))
         axes = ", ".join(f"{label}={size}" for label, size in zip(labels, self.shape, strict=True))
-        in_order = self.ranks == tuple(range(len(self.ranks)))
-        return f"Mesh({axes})" if in_order else f"Mesh({axes}, ranks={self.ranks})"
+        return f"Mesh({axes})" if self.is_range else f"Mesh({axes}, ranks={self.ranks})"
 
 
 _entered: ContextVar[tuple[Mesh, ...]] = ContextVar("meshes", default=())

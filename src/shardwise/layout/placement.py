@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout.arguments import as_integer, as_integers, is_integer, is_listing, shown
-from shardwise.layout.boxes import Box, BoxIndex
+from shardwise.layout.boxes import Box, BoxIndex, check_cover
 from shardwise.layout.division import Chunks, Division, given_sizes
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -134,15 +134,23 @@ class Boxes(Placement):
 
     boxes: tuple[tuple[Box, ...], ...]
     _index: BoxIndex | None = field(init=False, repr=False, compare=False, default=None)
+    _covers: tuple[int, ...] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __init__(self, boxes: Sequence[Sequence[Box | tuple[Sequence[int], Sequence[int]]]]) -> None:
         rows = _listing(boxes, "Boxes() takes one list of boxes per rank")
         frozen = [tuple(map(_box, _listing(row, "Boxes() takes one list of boxes per rank"))) for row in rows]
         object.__setattr__(self, "boxes", tuple(frozen))
         object.__setattr__(self, "_index", None)
+        object.__setattr__(self, "_covers", None)
 
     def __reduce__(self) -> tuple[type["Boxes"], tuple[object, ...]]:
         return Boxes, (self.boxes,)
+
+    def check_cover(self, shape: tuple[int, ...]) -> None:
+        """Raise LayoutError unless the boxes cover `shape` exactly once."""
+        if self._covers != shape:  # thousands of boxes take a tenth of a second, and many layouts have the same
+            check_cover([(f"position {i}", box) for i, row in enumerate(self.boxes) for box in row], shape)
+            object.__setattr__(self, "_covers", shape)
 
     def touching(self, box: Box, position: int | None = None) -> Iterator[tuple[int, Box]]:
         """The boxes, of one position or of all, that have elements in `box`, each with its position."""

@@ -1,9 +1,9 @@
 """Numbers, ranks and placements as short text."""
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
-from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard, placements_text
+from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard, placements_text, rows_of
+from shardwise.pictures.holders import Holders
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 LONG_LIST = 16  # boxes, sizes or ranks beyond which a title shows their number
@@ -54,21 +54,37 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ascending ranks: 0, 1, 2, 5 as `0-2, 5`, and 0, 8, 16, 24 as `0, 8 … 24`."""
-    parts, at = [], 0
-    while at < len(ranks):
-        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
-        stop = at + 1
-        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
+    return ", ".join(_runs(ranks))
+
+
+def named_ranks(ranks: Sequence[int], most: int | None) -> str:
+    """`rank 0-2, 5`, or `4 ranks from 0 to 5` if that is more than `most` characters."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    text = "rank "
+    for run in _runs(ranks):
+        text += f"{run}, "
+        if most is not None and len(text) - 2 > most:
+            return f"{len(ranks):,} ranks from {ranks[0]} to {ranks[-1]}"
+    return text[:-2]
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[str]:
+    at, count = 0, len(ranks)
+    while at < count:
+        step = ranks[at + 1] - ranks[at] if at + 1 < count else 1
+        ends_alike = step == 1 and ranks[-1] - ranks[at] == count - 1 - at  # then all between do
+        stop = count if ends_alike else at + 1
+        while stop < count and ranks[stop] - ranks[stop - 1] == step:
             stop += 1
         if step == 1 and stop - at > 1:
-            parts.append(f"{ranks[at]}-{ranks[stop - 1]}")
+            yield f"{ranks[at]}-{ranks[stop - 1]}"
         elif stop - at > 3:
-            parts.append(f"{ranks[at]}, {ranks[at + 1]} … {ranks[stop - 1]}")
+            yield f"{ranks[at]}, {ranks[at + 1]} … {ranks[stop - 1]}"
         else:
             stop = at + 1
-            parts.append(str(ranks[at]))
+            yield str(ranks[at])
         at = stop
-    return ", ".join(parts)
 
 
 def placement_text(placement: Placement) -> str:
@@ -77,15 +93,15 @@ def placement_text(placement: Placement) -> str:
         count = sum(map(len, placement.boxes))
         return str(placement) if count <= LONG_LIST // 4 else f"Boxes({count} of them)"
     if isinstance(placement, Shard) and placement.sizes is not None:
-        rows = [row if isinstance(row, tuple) else (row,) for row in placement.sizes]
-        if sum(map(len, rows)) > LONG_LIST:
-            return f"Shard({placement.dim}, {sum(map(len, rows))} sizes)"
+        count = sum(map(len, rows_of(placement.sizes, 1)))
+        if count > LONG_LIST:
+            return f"Shard({placement.dim}, {count} sizes)"
     return str(placement)
 
 
 def mesh_text(mesh: Mesh) -> str:
     """`Mesh(dp=2, tp=2)`, with its ranks if they are not in order and few."""
-    if len(mesh.ranks) <= LONG_LIST or mesh.ranks == tuple(range(len(mesh.ranks))):
+    if len(mesh.ranks) <= LONG_LIST or mesh.is_range:
         return str(mesh)
     plain = str(Mesh(mesh.shape, (), mesh.names))
     return f"{plain[:-1]}, {len(mesh.ranks)} ranks from {min(mesh.ranks)} to {max(mesh.ranks)})"
@@ -119,22 +135,17 @@ MAX_GROUPS = 8  # of ranks with equal local shapes; with more, only the largest 
 MAX_NAMES = 72  # characters of ranks in one line; beyond that their number
 
 
-def holdings(layout: Layout, itemsize: int | None) -> list[str]:
+def holdings(holders: Holders, itemsize: int | None) -> list[str]:
     """What ranks hold, one line for each group of equal ranks; those that hold nothing at the end."""
-    held = sorted((holding_text(layout, rank, itemsize), rank) for rank in layout.mesh.ranks)
-    groups = {text: [rank for _, rank in group] for text, group in groupby(held, key=lambda one: one[0])}
-    nothing = groups.pop("nothing", [])
-    lines = []
-    if len(groups) <= MAX_GROUPS:
-        for text, ranks in sorted(groups.items(), key=lambda item: item[1]):
-            lines.append(f"{_names(ranks)}: {text}{' each' if len(ranks) > 1 else ''}")
+    layout, held, lines = holders.layout, holders.held(), []
+    if len(held.numels) <= MAX_GROUPS:
+        for ranks in sorted(map(held.ranks, held.numels)):
+            each = " each" if len(ranks) > 1 else ""
+            lines.append(f"{named_ranks(ranks, MAX_NAMES)}: {holding_text(layout, ranks[0], itemsize)}{each}")
     else:
-        order = sorted(set(layout.mesh.ranks) - set(nothing), key=lambda rank: (layout.local_numel(rank), -rank))
-        for word, rank in (("most", order[-1]), ("least", order[0])):
+        most, least = max(held.numels.values()), min(held.numels.values())
+        first = min(held.ranks(what)[0] for what, numel in held.numels.items() if numel == most)
+        last = max(held.ranks(what)[-1] for what, numel in held.numels.items() if numel == least)
+        for word, rank in (("most", first), ("least", last)):
             lines.append(f"{word} on rank {rank}: {holding_text(layout, rank, itemsize)}")
-    return [*lines, f"{_names(nothing)}: nothing"] if nothing else lines
-
-
-def _names(ranks: Sequence[int]) -> str:
-    names = f"rank {ranks_text(ranks)}"
-    return names if len(names) <= MAX_NAMES else f"{len(ranks):,} ranks from {ranks[0]} to {ranks[-1]}"
+    return [*lines, f"{named_ranks(held.nothing, MAX_NAMES)}: nothing"] if held.nothing else lines

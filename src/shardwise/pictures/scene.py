@@ -5,13 +5,18 @@ If a dim has too many segments, those in the middle are drawn as one, and their 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from itertools import product as cartesian
+from math import prod
+from operator import sub
+from typing import NamedTuple
 
-from shardwise.layout import Box, Layout, Partial
-from shardwise.pictures.labels import ranks_text
+from shardwise.layout import Box, DimShards, Layout
+from shardwise.pictures.holders import Holders, Places
+from shardwise.pictures.labels import named_ranks
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,38 +34,49 @@ class Subject:
     itemsize: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+MOST_NAMED = 1000  # characters of ranks in a label, beyond which it has their number
+CHARACTERS = 4  # of a rank, and what is between it and the next
+
+
+@dataclass(frozen=True, eq=False)
 class Cell:
     """A box of the tensor and the ranks that hold it.
 
     Args:
         box: where it is; all dims in a scene, rows and columns in a panel.
-        partials: ranks that hold the same partial value, one tuple each; a single one without Partial.
-        reduction: of the partial values, such as "sum"; empty without Partial.
+        holders: of the tensor.
+        places: of the shards in it; see `Holders.ranks`.
         shards: how many cells this summarizes; 1 for a cell itself.
     """
 
     box: Box
-    partials: tuple[tuple[int, ...], ...]
-    reduction: str = ""
+    holders: Holders
+    places: Callable[[], Sequence[Places]]
     shards: int = 1
 
-    @property
+    @cached_property
     def ranks(self) -> list[int]:
         """All ranks that hold any of it."""
-        return sorted({rank for copies in self.partials for rank in copies})
+        return self.holders.ranks(*self.places())
 
-    @property
+    @cached_property
     def label(self) -> str:
         """`rank 0, 3` is replicated, `sum(rank 0, 1)` is Partial, `sum(rank 0 | 2, 1 | 3)` is both."""
+        return self.named(MOST_NAMED)
+
+    def named(self, most: int | None = None) -> str:
+        """The label, with the number of ranks if their names have more than `most` characters."""
+        partials, replicas, reduction = self.holders.partials, self.holders.replicas, self.holders.reduction
         if self.shards > 1:
             return f"{self.shards} shards"
-        if not self.reduction:
-            return "rank " + ranks_text(self.ranks)
-        flat = [copies[0] for copies in self.partials]
-        if all(len(copies) == 1 for copies in self.partials):
-            return f"{self.reduction}(rank {ranks_text(sorted(flat))})"
-        return f"{self.reduction}(rank {', '.join(' | '.join(map(str, copies)) for copies in self.partials)})"
+        if not reduction or len(replicas) == 1:
+            names = named_ranks(self.ranks, most)
+            return f"{reduction}({names})" if reduction else names
+        if most is not None and len(self.ranks) > most // CHARACTERS:
+            return f"{reduction}({len(partials):,} values on {len(replicas):,} ranks each)"
+        ranks, at = self.holders.layout.mesh.ranks, sum(at for (at,) in self.places())
+        rows = [sorted(ranks[at + partial + replica] for replica in replicas) for partial in partials]
+        return f"{reduction}(rank {', '.join(' | '.join(map(str, row)) for row in rows)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,69 +121,144 @@ class Segments:
         return found
 
 
-def cells_of(layout: Layout) -> list[Cell]:
-    """Every non-empty box that a rank holds, with all ranks that hold it."""
-    held: dict[Box, dict[tuple[int, ...], list[int]]] = {}
-    for rank in sorted(layout.mesh.ranks):
-        for box in layout.boxes(rank):
-            if box.numel:
-                held.setdefault(box, {}).setdefault(layout.partial_coordinate(rank), []).append(rank)
-    operations = {p.reduce_op: None for p in layout.placements if isinstance(p, Partial)}
-    reduction = " of ".join(operations)
-    return [
-        Cell(box, tuple(tuple(ranks) for _, ranks in sorted(by.items())), reduction) for box, by in sorted(held.items())
-    ]
+class Limit(NamedTuple):
+    """How many segments of a dim are drawn.
+
+    Attributes:
+        most: at least 3.
+        shown: if there are more than `most`; one of them is the summary. At least 3.
+    """
+
+    most: int
+    shown: int
 
 
-def panels(layout: Layout, cells: Sequence[Cell], limits: Sequence[int]) -> list[Panel]:
-    """The slices to draw, in the order of the sharded dims.
+def panels(holders: Holders, limits: Sequence[Limit]) -> list[Panel]:
+    """The slices to draw, in the order of the sharded dims; none if no rank holds anything.
 
     Args:
-        cells: those of `layout`.
-        limits: most segments to draw of the rows, of the columns and of each further dim; at least 3 each.
+        limits: of the rows, of the columns and of each further dim.
     """
-    if not cells:
+    shape = holders.layout.shape
+    if not prod(shape):
         return []
-    lines = []
-    for dim, size in enumerate(layout.shape):
-        edges = {cell.box.offsets[dim] for cell in cells}
-        edges |= {cell.box.offsets[dim] + cell.box.sizes[dim] for cell in cells}
-        lines.append(_coarse(sorted({*edges, size}), limits[min(dim, 2)]))
-    cells = _snapped(cells, [line.edges for line in lines])
+    limits = [limits[min(dim, 2)] for dim in range(len(shape))]
+    lines, cells = _of_boxes(holders, limits) if holders.boxes else _of_shards(holders, limits)
     deeper = [dim for dim in range(2, len(lines)) if len(lines[dim].edges) > 2]
     rows, columns = [*lines, Segments((0, 1)), Segments((0, 1))][:2]
     result = []
     for slices in cartesian(*(pairwise(lines[dim].edges) for dim in deeper)):
         part = dict(zip(deeper, slices, strict=True))
-        here = tuple(_two_dims(cell) for cell in cells if _meets(cell.box, part))
-        result.append(Panel(_slice_text(len(layout.shape), part), rows, columns, here))
+        here = tuple(_two_dims(cell) for cell in cells if not part or _meets(cell.box, part))
+        result.append(Panel(_slice_text(len(shape), part), rows, columns, here))
     return result
 
 
-def _coarse(edges: list[int], limit: int) -> Segments:
-    """At most `limit` segments; those in the middle are merged."""
-    if len(edges) - 1 <= limit:
+def sliced_dims(holders: Holders) -> list[int]:
+    """The dims from the third on that are divided."""
+
+    def size_of_shards(dim: int) -> int:
+        if holders.boxes:
+            return min((box.sizes[dim] for _, row in holders.boxes for box in row if box.numel), default=0)
+        return max(holders.dims[dim].sizes)
+
+    return [dim for dim, size in enumerate(holders.layout.shape) if dim > 1 and size_of_shards(dim) < size]
+
+
+Scene = tuple[list[Segments], list[Cell]]  # the segments of each dim, and the cells by offset
+
+
+# ---- layouts without boxes --------------------------------------------------------------------------------------
+
+
+class _Shown(NamedTuple):
+    """A segment of a dim."""
+
+    start: int
+    size: int
+    shards: int  # in it
+    at: int  # place of the shard, if it is one
+
+
+def _of_shards(holders: Holders, limits: Sequence[Limit]) -> Scene:
+    """Each combination of segments is a cell."""
+    shape, dims = holders.layout.shape, holders.dims
+    shown = [_shown(dim, size, limit) for dim, size, limit in zip(dims, shape, limits, strict=True)]
+    cells = []
+    for segments in cartesian(*shown):
+        box = Box(tuple([s.start for s in segments]), tuple([s.size for s in segments]))
+        places = partial(_places, dims, segments)
+        cells.append(Cell(box, holders, places, prod([s.shards for s in segments])))
+    return [_segments(of_dim) for of_dim in shown], cells
+
+
+def _places(dims: Sequence[DimShards], segments: Sequence[_Shown]) -> list[Places]:
+    pairs = zip(dims, segments, strict=True)
+    return [dim.places_between(s.start, s.start + s.size) if s.shards > 1 else (s.at,) for dim, s in pairs]
+
+
+def _segments(shown: Sequence[_Shown]) -> Segments:
+    summary = [i for i, s in enumerate(shown) if s.shards > 1]
+    return Segments((0, *(s.start + s.size for s in shown)), summary[0] if summary else None)
+
+
+def _shown(dim: DimShards, size: int, limit: Limit) -> list[_Shown]:
+    """The first and the last shards of a dim, and between them those that are too many."""
+    count = len(dim.sizes) - dim.sizes.count(0)
+    first, last = (count, 0) if count <= limit.most else (limit.shown // 2, (limit.shown - 1) // 2)
+    head, tail, low, high = [], [], 0, size
+    for _ in range(first):
+        start, length, at = dim.having(low)
+        head.append(_Shown(start, length, 1, at))
+        low = start + length
+    for _ in range(last):
+        start, length, at = dim.having(high - 1)
+        tail.append(_Shown(start, length, 1, at))
+        high = start
+    between = [_Shown(low, high - low, count - first - last, 0)] if low < high else []
+    return [*head, *between, *reversed(tail)]
+
+
+# ---- explicit boxes ---------------------------------------------------------------------------------------------
+
+
+def _of_boxes(holders: Holders, limits: Sequence[Limit]) -> Scene:
+    """Cells are extended to the segments that are drawn."""
+    held = sorted((box, at) for at, row in holders.boxes for box in row if box.numel)
+    lines = []
+    for dim, (size, limit) in enumerate(zip(holders.layout.shape, limits, strict=True)):
+        edges = {box.offsets[dim] for box, _ in held} | {box.offsets[dim] + box.sizes[dim] for box, _ in held}
+        lines.append(_coarse(sorted({*edges, size}), limit))
+    extended = _extended(held, [line.edges for line in lines])
+    cells = [Cell(box, holders, partial(_only, places), len(places)) for box, places in sorted(extended.items())]
+    return lines, cells
+
+
+def _only(places: Places) -> list[Places]:
+    return [places]
+
+
+def _coarse(edges: list[int], limit: Limit) -> Segments:
+    """Those in the middle are merged if they are too many."""
+    if len(edges) - 1 <= limit.most:
         return Segments(tuple(edges))
-    after = (limit - 1) // 2
-    return Segments((*edges[: limit - after], *edges[len(edges) - 1 - after :]), limit - after - 1)
+    after = (limit.shown - 1) // 2
+    return Segments((*edges[: limit.shown - after], *edges[len(edges) - 1 - after :]), limit.shown - after - 1)
 
 
-def _snapped(cells: Sequence[Cell], edges: Sequence[Sequence[int]]) -> list[Cell]:
-    """Cells extended to `edges`; those that coincide become a summary."""
-    found: dict[Box, list[Cell]] = {}
-    for cell in cells:
-        bounds = [
-            (line[bisect_right(line, a) - 1], line[bisect_left(line, a + n)])
-            for line, a, n in zip(edges, *cell.box, strict=True)
-        ]
-        box = Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
-        found.setdefault(box, []).append(cell)
-    if sum(box.numel for box in found) > sum(cell.box.numel for cell in cells):  # some overlap
+def _extended(held: Sequence[tuple[Box, int]], edges: Sequence[Sequence[int]]) -> dict[Box, list[int]]:
+    """Boxes extended to `edges`, with the places of all that coincide."""
+    found: dict[Box, list[int]] = {}
+    for (offsets, sizes), at in held:
+        low = tuple([line[bisect_right(line, a) - 1] for line, a in zip(edges, offsets, strict=True)])
+        high = [line[bisect_left(line, a + n)] for line, a, n in zip(edges, offsets, sizes, strict=True)]
+        found.setdefault(Box(low, tuple(map(sub, high, low))), []).append(at)
+    if sum(box.numel for box in found) > sum(prod(sizes) for (_, sizes), _ in held):  # some overlap
         _join_overlaps(found)
-    return [group[0] if len(group) == 1 else _summary(box, group) for box, group in sorted(found.items())]
+    return found
 
 
-def _join_overlaps(found: dict[Box, list[Cell]]) -> None:
+def _join_overlaps(found: dict[Box, list[int]]) -> None:
     """Extended boxes may overlap: each such group is drawn as its bounding box."""
     pending = list(found)
     while pending:
@@ -179,7 +270,7 @@ def _join_overlaps(found: dict[Box, list[Cell]]) -> None:
             overlapping = [*others, box]
             starts = tuple(min(offsets) for offsets in zip(*(b.offsets for b in overlapping), strict=True))
             stops = [max(ends) for ends in zip(*(_stops(b) for b in overlapping), strict=True)]
-            group = [cell for b in overlapping for cell in found.pop(b)]
+            group = [at for b in overlapping for at in found.pop(b)]
             joined = Box(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
             found[joined] = group
             pending.append(joined)
@@ -189,8 +280,7 @@ def _stops(box: Box) -> tuple[int, ...]:
     return tuple(a + n for a, n in zip(*box, strict=True))
 
 
-def _summary(box: Box, cells: Sequence[Cell]) -> Cell:
-    return Cell(box, tuple(copies for cell in cells for copies in cell.partials), cells[0].reduction, len(cells))
+# ---- panels -----------------------------------------------------------------------------------------------------
 
 
 def _meets(box: Box, part: Mapping[int, tuple[int, int]]) -> bool:
@@ -200,7 +290,7 @@ def _meets(box: Box, part: Mapping[int, tuple[int, int]]) -> bool:
 def _two_dims(cell: Cell) -> Cell:
     """Rows and columns only; those that the tensor has not are one."""
     offsets, sizes = cell.box
-    return Cell(Box((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]), cell.partials, cell.reduction, cell.shards)
+    return cell if len(offsets) == 2 else replace(cell, box=Box((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]))
 
 
 def _slice_text(ndim: int, part: Mapping[int, tuple[int, int]]) -> str:
@@ -218,10 +308,13 @@ def spread(lengths: Sequence[int], least: Sequence[int], room: int) -> list[int]
     The sum is at most `room` unless the sum of `least` is more already.
     """
     low, high = 0.0, room / sum(lengths)
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(_sized(lengths, least, middle)) > room else (middle, high)
-    return _sized(lengths, least, high if sum(_sized(lengths, least, high)) <= room else low)
+    found = _sized(lengths, least, high)
+    if sum(found) > room:
+        for _ in range(12):  # to a part in 4,096
+            middle = (low + high) / 2
+            low, high = (low, middle) if sum(_sized(lengths, least, middle)) > room else (middle, high)
+        found = _sized(lengths, least, low)
+    return found
 
 
 def _sized(lengths: Sequence[int], least: Sequence[int], scale: float) -> list[int]:

@@ -6,10 +6,11 @@ from html import escape
 from itertools import accumulate
 
 from shardwise.errors import printable
+from shardwise.pictures.holders import Holders
 from shardwise.pictures.labels import count_text, holdings, ranks_text, title
-from shardwise.pictures.scene import Cell, Panel, Subject, cells_of, panels, spread
+from shardwise.pictures.scene import Cell, Limit, Panel, Subject, panels, spread
 
-LIMITS = (64, 64, 8)  # segments drawn of rows, columns and each further dim
+LIMITS = (Limit(64, 64), Limit(64, 64), Limit(8, 8))  # of rows, columns and each further dim
 SIDE = 320  # units that the longer side of a panel is drawn at, if its segments need no more
 LINE = 18  # units from one line of text to the next
 CHARACTER = 7.3  # units at most that a character of the font needs
@@ -54,11 +55,12 @@ Drawing = tuple[str, float, float]  # what is drawn, its width and its height
 def _picture(picture: Subject) -> Drawing:
     layout = picture.layout
     above = [*([picture.header] if picture.header else []), title(layout)]
-    body, width, height = _slices(picture)
-    below = holdings(layout, picture.itemsize)
+    holders = Holders(layout)
+    body, width, height = _slices(holders)
+    below = holdings(holders, picture.itemsize)
     if not body:
         below.insert(0, "(no element)")
-    elif any(cell.reduction for cell in cells_of(layout)[:1]):
+    elif holders.reduction:
         below.insert(0, "dashed: these ranks hold partial values of the full cell")
     start = MARGIN + LINE * len(above)
     lines = [_text(line, MARGIN, MARGIN + LINE * (i + 0.5)) for i, line in enumerate(above)]
@@ -68,14 +70,14 @@ def _picture(picture: Subject) -> Drawing:
     return "".join(lines) + inner, wide, start + height + LINE * (len(below) + 1)
 
 
-def _slices(picture: Subject) -> Drawing:
+def _slices(holders: Holders) -> Drawing:
     """All panels, as many in a row as there is room for."""
-    found = panels(picture.layout, cells_of(picture.layout), LIMITS)
+    found = panels(holders, LIMITS)
     if not found:
         return "", 0, 0
     widths, heights = _sizes(found)
     xs, ys = ([0, *accumulate(sizes)] for sizes in (widths, heights))
-    ndim = len(picture.layout.shape)
+    ndim = len(holders.layout.shape)
     margin = CHARACTER * (max(len(str(row)) for row in found[0].rows.edges) if ndim else 0) + 6
     wide, high = margin + xs[-1] + MARGIN, ys[-1] + 2 * LINE + MARGIN
     across = max(1, int(PAGE_WIDTH // wide))
@@ -125,13 +127,13 @@ def _tooltip(cell: Cell, panel: Panel, ndim: int) -> str:
     where = f"[{', '.join([*dims, panel.deeper] if panel.deeper else dims)}]" if dims else "the element"
     if cell.shards > 1:
         return f"{where}: {count_text(cell.shards, 'shard')} on rank {ranks_text(cell.ranks)}"
-    return f"{where}: {cell.label}"
+    return f"{where}: {cell.named()}"
 
 
 def _cell(cell: Cell, frame: tuple[int, int, int, int], tooltip: str) -> str:
     x, y, width, height = frame
     fill = GREY if cell.shards > 1 else colour_of(cell.ranks[0])
-    dashed = ' stroke-dasharray="6 3"' if cell.reduction else ""
+    dashed = ' stroke-dasharray="6 3"' if cell.holders.reduction else ""
     shown = next((word for word in _shorter(cell) if len(word) * CHARACTER + 6 <= width and height >= LINE - 4), "")
     label = _text(shown, x + width / 2, y + height / 2, "middle") if shown else ""
     return (

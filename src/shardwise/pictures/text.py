@@ -5,15 +5,17 @@ from itertools import accumulate
 from textwrap import wrap
 
 from shardwise.errors import printable
-from shardwise.layout import Box, Layout
+from shardwise.layout import Box
+from shardwise.pictures.holders import Holders
 from shardwise.pictures.labels import holdings, title
-from shardwise.pictures.scene import Cell, Panel, Segments, Subject, cells_of, panels, spread
+from shardwise.pictures.scene import Limit, Panel, Segments, Subject, panels, sliced_dims, spread
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
 JOINS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # at the sum of the directions that lines leave in
 COLOURS = (36, 35, 32, 33, 34, 31)  # ANSI codes: cyan, magenta, green, yellow, blue, red
 
 MAX_ROWS = 16  # segments drawn one below the other
+SHOWN = 5  # segments of rows and of columns, if they do not all fit
 MAX_LINES = 24  # of a panel, unless its segments need more
 MAX_SLICES = 8  # of a dim from the third on; with several such dims fewer of each
 BESIDE = 3  # slices side by side that widths are chosen for
@@ -23,78 +25,79 @@ LABEL_LINES = 3  # beyond which they go below the picture
 
 def draw_text(subject: Subject, width: int, colour: bool) -> str:
     """The picture of `subject` in lines of at most `width` characters, if its narrowest form needs no more."""
-    layout = subject.layout
-    cells = cells_of(layout)
+    holders = Holders(subject.layout)
     notes: list[str] = []
-    blocks = _blocks(layout, cells, width, notes, colour)
-    lines = [*printable(subject.header).splitlines(), title(layout), *_side_by_side(blocks, width)]
+    blocks = _blocks(holders, width, notes, colour)
+    lines = [*printable(subject.header).splitlines(), title(subject.layout), *_side_by_side(blocks, width)]
     if not blocks:
         lines.append("(no element)")
-    return "\n".join([*lines, *notes, *_legend(cells), *holdings(layout, subject.itemsize)])
+    return "\n".join([*lines, *notes, *(_legend(holders) if blocks else ()), *holdings(holders, subject.itemsize)])
 
 
-def _legend(cells: Sequence[Cell]) -> Iterator[str]:
+def _legend(holders: Holders) -> Iterator[str]:
     """What labels of Partial cells mean."""
-    if cells and cells[0].reduction:
-        copies = any(len(ranks) > 1 for cell in cells for ranks in cell.partials)
-        bar = "; a | b hold the same" if copies else ""
-        yield f"{cells[0].reduction}(…): these ranks hold partial values of the full cell{bar}"
+    if holders.reduction:
+        bar = "; a | b hold the same" if len(holders.replicas) > 1 else ""
+        yield f"{holders.reduction}(…): these ranks hold partial values of the full cell{bar}"
 
 
 # ---- panels -----------------------------------------------------------------------------------------------------
 
+Labels = dict[str, list[str]]  # the lines of each label
 Block = list[list[str]]  # lines of characters; a character may carry a colour
 
 
-def _blocks(layout: Layout, cells: Sequence[Cell], width: int, notes: list[str], colour: bool) -> list[Block]:
+def _blocks(holders: Holders, width: int, notes: list[str], colour: bool) -> list[Block]:
     """One block a panel, with as many columns as `width` has room for."""
-    sliced = sum(any(cell.box.sizes[dim] < size for cell in cells) for dim, size in enumerate(layout.shape) if dim > 1)
-    limit = max(3, width // len("│ rank 0 "))
+    ndim = len(holders.layout.shape)
+    limit, deeper = max(3, width // len("│ rank 0 ")), max(3, MAX_SLICES // max(len(sliced_dims(holders)), 1))
     while True:
-        found = panels(layout, cells, (MAX_ROWS, limit, max(3, MAX_SLICES // max(sliced, 1))))
+        columns = Limit(limit, min(limit, SHOWN))
+        found = panels(holders, (Limit(MAX_ROWS, SHOWN), columns, Limit(deeper, 3)))
         if not found:
             return []
         fresh: list[str] = []
         labels = _labels(found, fresh, max(1, min(LABEL_WIDTH, width // 3 - 6)))
         room = width - max(len(str(edge)) for edge in found[0].rows.edges) - 2
-        widths = _widths(found, labels, len(layout.shape), room)
+        widths = _widths(found, labels, ndim, room)
         if sum(widths) + len(widths) <= room or limit == 3:
             break
         limit = max(3, min(limit, len(widths)) - 1)
     notes += fresh
     heights = _heights(found, labels)
-    return [_block(panel, labels, widths, heights, len(layout.shape), colour) for panel in found]
+    return [_block(panel, labels, widths, heights, ndim, colour) for panel in found]
 
 
-def _labels(found: Sequence[Panel], notes: list[str], most: int) -> dict[Cell, list[str]]:
-    """The lines in each cell, of `most` characters if words allow; names that are too many become a note."""
-    labels: dict[Cell, list[str]] = {}
+def _labels(found: Sequence[Panel], notes: list[str], most: int) -> Labels:
+    """The lines of each label, of `most` characters if words allow; names that are too many become a note."""
+    labels: Labels = {}
     for panel in found:
         for cell in panel.cells:
-            if cell in labels:
+            label = cell.label
+            if label in labels:
                 continue
-            lines = wrap(cell.label, max(most, *map(len, cell.label.split())))
+            lines = [label] if len(label) <= most else wrap(label, max(most, *map(len, label.split())))
             if len(lines) > LABEL_LINES:
                 note = f"({len(notes) + 1})"
-                notes.append(f"{note} {cell.label}")
+                notes.append(f"{note} {label}")
                 lines = [f"{len(cell.ranks)} ranks {note}"]
-            labels[cell] = lines
+            labels[label] = lines
     return labels
 
 
-def _widths(found: Sequence[Panel], labels: dict[Cell, list[str]], ndim: int, room: int) -> list[int]:
+def _widths(found: Sequence[Panel], labels: Labels, ndim: int, room: int) -> list[int]:
     """Characters between two vertical lines, for each segment of the columns. Slices are side by side if they fit."""
     columns = found[0].columns
     least = [len(str(column)) if ndim > 1 else 1 for column in columns.edges[:-1]]
-    needed = {cell: max(map(len, lines)) + 2 for cell, lines in labels.items()}
+    needed = {label: max(map(len, lines)) + 2 for label, lines in labels.items()}
     _make_room(found, needed, least, 1)
     return _in_proportion(columns, least, room // min(len(found), BESIDE) - len(least))
 
 
-def _heights(found: Sequence[Panel], labels: dict[Cell, list[str]]) -> list[int]:
+def _heights(found: Sequence[Panel], labels: Labels) -> list[int]:
     """Lines of text between two horizontal lines, for each segment of the rows."""
     least = [1] * len(found[0].rows.lengths)
-    _make_room(found, {cell: len(lines) for cell, lines in labels.items()}, least, 0)
+    _make_room(found, {label: len(lines) for label, lines in labels.items()}, least, 0)
     return _in_proportion(found[0].rows, least, MAX_LINES)
 
 
@@ -104,9 +107,9 @@ def _in_proportion(dim: Segments, least: Sequence[int], room: int) -> list[int]:
     return spread(dim.lengths, least, max(1, min(round(enough), room)))
 
 
-def _make_room(found: Sequence[Panel], needed: dict[Cell, int], least: list[int], dim: int) -> None:
+def _make_room(found: Sequence[Panel], needed: dict[str, int], least: list[int], dim: int) -> None:
     """Widen the segments that each cell covers to what its label needs; cells of one segment first."""
-    reached = [(_reach(cell.box, panel, dim), needed[cell]) for panel in found for cell in panel.cells]
+    reached = [(_reach(cell.box, panel, dim), needed[cell.label]) for panel in found for cell in panel.cells]
     for covered, few in sorted(reached, key=lambda one: len(one[0])):
         have = sum(least[i] for i in covered) + len(covered) - 1
         least[covered[-1]] += max(0, few - have)
@@ -119,7 +122,7 @@ def _reach(box: Box, panel: Panel, dim: int) -> range:
 
 
 def _block(
-    panel: Panel, labels: dict[Cell, list[str]], widths: Sequence[int], heights: Sequence[int], ndim: int, colour: bool
+    panel: Panel, labels: Labels, widths: Sequence[int], heights: Sequence[int], ndim: int, colour: bool
 ) -> Block:
     """One panel with its edges numbered; lines of one length."""
     xs, ys = ([0, *accumulate(n + 1 for n in sizes)] for sizes in (widths, heights))
@@ -128,23 +131,29 @@ def _block(
     for cell in panel.cells:
         rows, columns = _reach(cell.box, panel, 0), _reach(cell.box, panel, 1)
         frame = xs[columns.start], ys[rows.start], xs[columns.stop], ys[rows.stop]
-        _outline(joins, *frame)
+        _line_right(joins[ys[rows.start]], xs[columns.start], xs[columns.stop])
+        _line_down(joins, xs[columns.start], ys[rows.start], ys[rows.stop])
         spots.append((cell, frame))
+    _line_right(joins[-1], 0, xs[-1])
+    _line_down(joins, xs[-1], 0, ys[-1])
     canvas = [[JOINS[join] for join in line] for line in joins]
     for cell, frame in spots:
-        _write(canvas, labels[cell], frame, COLOURS[cell.ranks[0] % len(COLOURS)] if colour else None)
+        _write(canvas, labels[cell.label], frame, COLOURS[cell.ranks[0] % len(COLOURS)] if colour else None)
     return _numbered(canvas, panel, xs, ys, ndim)
 
 
-def _outline(joins: list[list[int]], left: int, top: int, right: int, bottom: int) -> None:
-    for y in (top, bottom):
-        for x in range(left, right):
-            joins[y][x] |= RIGHT
-            joins[y][x + 1] |= LEFT
-    for x in (left, right):
-        for y in range(top, bottom):
-            joins[y][x] |= DOWN
-            joins[y + 1][x] |= UP
+def _line_right(line: list[int], left: int, right: int) -> None:
+    line[left] |= RIGHT
+    line[right] |= LEFT
+    for x in range(left + 1, right):
+        line[x] |= LEFT | RIGHT
+
+
+def _line_down(joins: list[list[int]], x: int, top: int, bottom: int) -> None:
+    joins[top][x] |= DOWN
+    joins[bottom][x] |= UP
+    for y in range(top + 1, bottom):
+        joins[y][x] |= UP | DOWN
 
 
 def _write(canvas: Block, lines: Sequence[str], frame: tuple[int, int, int, int], colour: int | None) -> None:
