@@ -1,21 +1,32 @@
 """How long one rank takes to plan a redistribution it has not seen, and the memory of the plan, by number of ranks.
 
 One process, no communication: the planner sees layouts only. Each figure is for one new pair of layouts: the plan, its
-cost, and what one rank sends and receives.
+cost, and what one rank sends and receives. Beside it the planner of `torch.distributed.tensor`, greedy and with its
+search for the lowest cost, which finds no split sizes. A second table has the layouts themselves.
 
     python benchmarks/planning.py [--quick]
 """
 
 import argparse
+import gc
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from itertools import product
 from statistics import median
+from typing import NamedTuple, TypeVar
 
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_placements
 from measure import machine, print_table
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute as torch_planner
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard
+from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, picture
 from shardwise.redistribute.exchange import program_of
 from shardwise.redistribute.native import native_program
 from shardwise.redistribute.plan import plan_redistribute
@@ -23,6 +34,7 @@ from shardwise.redistribute.steps import Exchange
 
 RANKS = (8, 64, 512, 4096)
 Pair = tuple[Layout, Layout]
+T = TypeVar("T")
 
 
 def line(n: int) -> Mesh:
@@ -87,34 +99,139 @@ def plan(pair: Pair) -> list[object]:
     return [found, *(native_program(step, rank) or program_of(step, rank) for step in steps)]
 
 
-def measured(make: Callable[[int, int], Pair], ranks: int, rounds: int) -> tuple[float, float]:
-    """Milliseconds, and kB that the plan keeps."""
-    times = []
-    for i in range(rounds):
-        pair = make(ranks, 100 + i)
-        start = time.perf_counter()
-        plan(pair)
-        times.append(time.perf_counter() - start)
+class Planned(NamedTuple):
+    """Milliseconds, and kB that a plan keeps, and that it needs meanwhile."""
+
+    ms: float
+    kept: float
+    peak: float
+
+
+def measured(make: Callable[[int, int], Pair], ranks: int, rounds: int) -> Planned:
+    ms = timed(lambda i: make(ranks, 100 + i), plan, rounds)
     pair = make(ranks, 99)
     tracemalloc.start()
-    kept = plan(pair)
+    _kept = plan(pair)
+    peak = tracemalloc.get_traced_memory()[1]
+    gc.collect()  # and the tuples that Python keeps to use them again
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    del kept
-    return median(times) * 1e3, size / 1e3
+    return Planned(ms, size / 1e3, peak / 1e3)
+
+
+def timed(prepare: Callable[[int], T], run: Callable[[T], object], rounds: int) -> float:
+    """The median in milliseconds."""
+    times = []
+    for i in range(rounds):
+        prepared = prepare(i)
+        start = time.perf_counter()
+        run(prepared)
+        times.append(time.perf_counter() - start)
+    return median(times) * 1e3
+
+
+# ---- torch's planner -----------------------------------------------------------------------------------------
+
+
+def torch_placement(placement: Placement) -> torch_placements.Placement | None:
+    """None: torch has no such placement."""
+    match placement:
+        case Shard(dim, None):
+            return torch_placements.Shard(dim)
+        case Replicate():
+            return torch_placements.Replicate()
+        case Partial(reduce_op):
+            return torch_placements.Partial(reduce_op)
+    return None
+
+
+def torch_specs(pair: Pair, meshes: dict[tuple[int, ...], DeviceMesh]) -> list[DTensorSpec]:
+    """The layouts as torch's; [] if it has none."""
+    if pair[0].mesh != pair[1].mesh:
+        return []  # one mesh only
+    mesh = meshes.setdefault(pair[0].mesh.shape, init_device_mesh("cpu", pair[0].mesh.shape))
+    specs = []
+    for layout in pair:
+        placements = [p for p in map(torch_placement, layout.placements) if p is not None]
+        if len(placements) < len(layout.placements):
+            return []
+        meta = TensorMeta(torch.Size(layout.shape), layout.stride(), torch.float32)
+        specs.append(DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
+    return specs
+
+
+def torch_time(make: Callable[[int], list[DTensorSpec]], rounds: int, search: bool) -> float:
+    return timed(
+        lambda i: make(100 + i), lambda specs: torch_planner._gen_transform_infos_non_cached(*specs, search), rounds
+    )
+
+
+def torch_times(ranks: int, rounds: int) -> dict[str, str]:
+    """Milliseconds of the greedy planner and of the search, for each pair."""
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    found = {}
+    for name, make in PAIRS.items():
+        if not torch_specs(make(ranks, 1), meshes):
+            found[name] = "–"
+            continue
+        times = [torch_time(lambda k: torch_specs(make(ranks, k), meshes), rounds, search) for search in (False, True)]  # noqa: B023
+        found[name] = "; ".join(f"{ms:.2f}" for ms in times)
+    dist.destroy_process_group()
+    return found
+
+
+# ---- layouts -------------------------------------------------------------------------------------------------
+
+
+def written(layout: Layout) -> Callable[[], Layout]:
+    """What makes this layout again; nothing here refers to it, so that it is another object."""
+    shape, names, placements, size = layout.mesh.shape, layout.mesh.names, layout.placements, layout.shape
+
+    def make() -> Layout:
+        again = [Boxes(p.boxes) if isinstance(p, Boxes) else p for p in placements]
+        return Layout(Mesh(shape, (), names), again, size)
+
+    return make
+
+
+def layout_times(ranks: int, rounds: int, boxes: bool) -> list[float]:
+    """Of the slowest of all layouts, with explicit boxes or without: made, compared, hashed, pictured."""
+    slowest = [0.0] * 4
+    for make, end in product(PAIRS.values(), (0, 1)):
+        if any(isinstance(p, Boxes) for p in make(ranks, 1)[end].placements) == boxes:
+            slowest = [*map(max, slowest, times_of_layout(lambda k: make(ranks, k)[end], rounds))]  # noqa: B023
+    return slowest
+
+
+def times_of_layout(make: Callable[[int], Layout], rounds: int) -> list[float]:
+    return [
+        timed(lambda i: written(make(100 + i)), lambda again: again(), rounds),
+        timed(lambda i: (make(100 + i), make(99)), lambda two: two[0] == two[1], rounds),
+        timed(lambda i: make(100 + i), hash, rounds),
+        timed(lambda i: make(100 + i), lambda layout: str(picture(layout)), rounds),
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time plans by number of ranks.")
     parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs")
     rounds = 3 if parser.parse_args().quick else 9
-    rows = []
+    most, rows = RANKS[-1], []
+    peers = torch_times(most, rounds)
     for name, make in PAIRS.items():
         figures = [measured(make, ranks, rounds) for ranks in RANKS]
-        rows.append([name, *(f"{ms:.2f}" for ms, _ in figures), *(f"{kb:,.0f}" for _, kb in figures)])
+        memory = [f"{found.kept:,.0f}" for found in figures]
+        rows.append([name, *(f"{found.ms:.2f}" for found in figures), *memory, f"{figures[-1].peak:,.0f}", peers[name]])
     print(machine())
-    columns = ["pair", *(f"{n:,} ranks" for n in RANKS), *(f"kB, {n:,}" for n in RANKS)]
+    columns = ["pair", *(f"{n:,} ranks" for n in RANKS), *(f"kB, {n:,}" for n in RANKS), "peak kB", f"torch, {most:,}"]
     print_table("A plan of one rank for a new pair of layouts; milliseconds, and kB that it keeps", columns, rows)
+    rows = []
+    for kind, boxes in (("", False), (", explicit boxes", True)):
+        times = [layout_times(ranks, rounds, boxes) for ranks in RANKS]
+        for what, figures_of in zip(("made", "compared", "hashed", "pictured"), zip(*times, strict=True), strict=True):
+            rows.append([what + kind, *(f"{ms:.3f}" for ms in figures_of)])
+    print_table("The slowest of these layouts; milliseconds", ["layout", *(f"{n:,} ranks" for n in RANKS)], rows)
     return 0
 
 

@@ -1,7 +1,10 @@
 """A rank plans for itself: what is found by division and by formula is what enumerating all ranks would find."""
 
+import gc
 import tracemalloc
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,16 +21,18 @@ from shardwise import (
     Replicate,
     Shard,
     distribute_tensor,
+    picture,
     shard_module,
 )
-from shardwise.layout import Box
+from shardwise.layout import Box, mesh
 from shardwise.layout.boxes import BoxIndex
-from shardwise.layout.division import Chunks, GivenSizes
+from shardwise.layout.division import Chunks, GivenSizes, given_sizes
 from shardwise.layout.placement import chunk
 from shardwise.models import MLPModule
 from shardwise.redistribute import volume
+from shardwise.redistribute.exchange import program_of
 from shardwise.redistribute.native import native_program
-from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.plan import plan_redistribute, planned
 from shardwise.redistribute.steps import Exchange
 from shardwise.redistribute.volume import growth, held, largest
 from shardwise.testing import world
@@ -55,7 +60,7 @@ def test_boxes_that_touch_a_box_are_found(corners: list[tuple[int, ...]], corner
     boxes = list(enumerate(Box((a, b), (c, d)) for a, b, c, d in corners))
     target = Box(corner[:2], corner[2:])
     expected = [item for item in boxes if item[1].intersect(target) is not None]
-    assert sorted(BoxIndex(boxes).touching(target)) == sorted(expected)
+    assert sorted(BoxIndex([[box] for _, box in boxes]).touching(target)) == sorted(expected)
 
 
 @laws
@@ -84,46 +89,113 @@ def in_boxes(mesh: Mesh) -> Boxes:
     return Boxes([[((i, 0), (1, 4)), ((mesh.size() - 1 - i, 4), (1, 4))] for i in range(mesh.size())])
 
 
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        (Shard(0), Replicate()),
-        (Partial(), Shard(0)),
-        (Shard(0), Shard(1)),
-        (OnRanks(3), Replicate()),
-        (in_boxes(Mesh((MANY,))), Shard(0)),
-    ],
-    ids=["all-gather", "reduce-scatter", "all-to-all", "broadcast", "boxes"],
-)
-def test_a_plan_for_thousands_of_ranks_is_small(src: Shard, dst: Shard) -> None:
-    """The transfers of all ranks would be millions."""
-    mesh = Mesh((MANY,))
-    pair = Layout(mesh, [src], (MANY, 8)), Layout(mesh, [dst], (MANY, 8))
-    tracemalloc.start()
-    plan = plan_redistribute(*pair)
-    assert plan.cost > 0
-    for step in plan.comm_steps:
-        assert step.sent_elements(3) >= 0
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 8e6
+def line(n: int) -> Mesh:
+    return Mesh((n,))
 
 
-@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Partial(), Shard(0)), (Shard(0), Shard(1))])
-@pytest.mark.parametrize("rows", [MANY, MANY * 3 + 5])
-def test_what_one_of_thousands_of_ranks_does_along_an_axis_is_small(
-    placements: tuple[Placement, Placement], rows: int
-) -> None:
-    """A number for each rank, no box."""
-    src, dst = (Layout(Mesh((MANY,)), [p], (rows, MANY)) for p in placements)
-    (step,) = plan_redistribute(src, dst).comm_steps
-    assert isinstance(step, Exchange)
+def grid(n: int) -> Mesh:
+    return Mesh((n // 8, 8))
+
+
+def cube(n: int) -> Mesh:
+    return Mesh((n // 4, 2, 2))
+
+
+def uneven(n: int) -> Shard:
+    return Shard(0, [2 + (-1) ** i for i in range(n)])
+
+
+ONE, ALL, SUM = Shard(0), Replicate(), Partial()
+Ends = tuple[Mesh, Sequence[Placement], Mesh, Sequence[Placement], tuple[int, int]]
+PAIRS: dict[str, Callable[[int], Ends]] = {
+    "all-gather": lambda n: (line(n), [ONE], line(n), [ALL], (2 * n, 8)),
+    "uneven all-gather": lambda n: (line(n), [ONE], line(n), [ALL], (3 * n + 5, 8)),
+    "all-reduce": lambda n: (line(n), [SUM], line(n), [ALL], (n, 8)),
+    "reduce-scatter": lambda n: (line(n), [SUM], line(n), [ONE], (2 * n, 8)),
+    "slice": lambda n: (line(n), [ALL], line(n), [ONE], (2 * n, 8)),
+    "all-to-all": lambda n: (line(n), [ONE], line(n), [Shard(1)], (2 * n, 2 * n)),
+    "given sizes": lambda n: (line(n), [uneven(n)], line(n), [ONE], (2 * n, 8)),
+    "broadcast": lambda n: (line(n), [OnRanks(1)], line(n), [ALL], (2 * n, 8)),
+    "one of two axes": lambda n: (grid(n), [ONE, Shard(1)], grid(n), [ONE, ALL], (2 * n, 64)),
+    "swap of axes": lambda n: (grid(n), [ONE, Shard(1)], grid(n), [Shard(1), ONE], (2 * n, 2 * n)),
+    "partial to shard": lambda n: (grid(n), [ONE, SUM], grid(n), [ONE, ONE], (2 * n, 8)),
+    "three axes": lambda n: (cube(n), [ONE] * 3, cube(n), [ALL] * 3, (2 * n, 8)),
+    "half of the ranks": lambda n: (line(n), [ONE], line(n // 2), [ONE], (2 * n, 8)),
+    "boxes": lambda n: (line(n), [in_boxes(line(n))], line(n), [ONE], (n, 8)),
+}
+GROWTH = 1.3  # of what is proportional to the ranks: Python shares integers up to 256
+
+
+def layouts_of(ends: Ends) -> tuple[Layout, Layout]:
+    src_mesh, src, dst_mesh, dst, shape = ends
+    return Layout(src_mesh, src, shape), Layout(dst_mesh, dst, shape)
+
+
+def plan_of_one_rank(pair: tuple[Layout, Layout]) -> list[object]:
+    """The plan, its cost, and what one rank does."""
+    found = plan_redistribute(*pair)
+    assert found.cost >= 0
+    rank = found.ranks[len(found.ranks) // 3]
+    exchanges = [step for step in found.comm_steps if isinstance(step, Exchange)]
+    assert all(step.sent_elements(rank) >= 0 for step in found.comm_steps)
+    return [found, *(native_program(step, rank) or program_of(step, rank) for step in exchanges)]
+
+
+class Memory(NamedTuple):
+    """In bytes."""
+
+    kept: int
+    peak: int
+
+
+def memory_of(work: Callable[[], object]) -> Memory:
+    gc.collect()
     tracemalloc.start()
-    program = native_program(step, 3)
+    _kept = work()
     peak = tracemalloc.get_traced_memory()[1]
+    gc.collect()
+    size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert program is not None
-    assert peak < 1e6
+    return Memory(size, peak)
+
+
+def forget() -> None:
+    """What shares memory with plans and layouts made before."""
+    for cache in (planned, given_sizes, mesh._first_ranks):
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_memory_grows_no_faster_than_the_number_of_ranks(name: str) -> None:
+    """Of making, comparing, hashing and picturing a layout, and of planning: nothing for each pair of ranks."""
+    plan_of_one_rank(layouts_of(PAIRS[name](64)))  # imports, and what Python keeps
+
+    def make(ranks: int) -> object:
+        pair, again = layouts_of(PAIRS[name](ranks)), layouts_of(PAIRS[name](ranks))
+        assert pair == again
+        assert list(map(hash, pair)) == list(map(hash, again))
+        return pair
+
+    def measured(ranks: int) -> list[Memory]:
+        forget()
+        made = memory_of(lambda: make(ranks))
+        pair = layouts_of(PAIRS[name](ranks))
+        pictured = memory_of(lambda: list(map(str, map(picture, pair))))
+        return [made, pictured, memory_of(lambda: plan_of_one_rank(pair))]
+
+    for few, many in zip(measured(MANY // 4), measured(MANY), strict=True):
+        assert many.peak <= 4 * GROWTH * few.peak + 20_000
+        assert many.kept <= 4 * GROWTH * few.kept + 2_000
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_plan_for_thousands_of_ranks_is_small(name: str) -> None:
+    """A number for each rank, of its transfers and not of those of others, which would be millions."""
+    forget()
+    pair = layouts_of(PAIRS[name](MANY))
+    found = memory_of(lambda: plan_of_one_rank(pair))
+    assert found.kept < 100e3
+    assert found.peak < 3e6
 
 
 @world(2)

@@ -1,5 +1,6 @@
 """Boxes of a tensor, and whether a set of them covers a shape exactly once."""
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -65,24 +66,39 @@ def split_by_boxes(local: "Tensor", boxes: Sequence[Box]) -> "list[Tensor]":
 
 
 class BoxIndex:
-    """Boxes with positions, sorted along the dim with most offsets, so that those that touch a box are found fast."""
+    """The boxes of positions, in the order of their offsets, so that those that touch a box are found fast.
 
-    def __init__(self, labelled: Sequence[tuple[int, Box]]) -> None:
-        full = [item for item in labelled if item[1].numel]
-        ndim = len(full[0][1].offsets) if full else 0
-        self._dim = max(range(ndim), key=lambda dim: len({box.offsets[dim] for _, box in full}), default=None)
-        dim = self._dim
-        self._sorted = full if dim is None else sorted(full, key=lambda item: item[1].offsets[dim])
-        self._starts = [] if dim is None else [box.offsets[dim] for _, box in self._sorted]
-        self._longest = 0 if dim is None else max(box.sizes[dim] for _, box in full)
+    Args:
+        rows: the boxes of each position; kept, so that the index has two numbers for each box.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Box]]) -> None:
+        self._rows = rows
+        full = [(box.offsets, at, i) for at, row in enumerate(rows) for i, box in enumerate(row) if prod(box.sizes)]
+        ndim = len(full[0][0]) if full else 0
+        # The dim with most offsets; without dims there is one box at most.
+        self._dim = max(range(ndim), key=lambda dim: len({offsets[dim] for offsets, _, _ in full}), default=None)
+        if (dim := self._dim) is not None:
+            full.sort(key=lambda item: item[0][dim])
+        self._positions = array("i", [at for _, at, _ in full])
+        self._numbers = array("i", [i for _, _, i in full])
+        self._longest = 0 if dim is None else max(rows[at][i].sizes[dim] for _, at, i in full)
 
     def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
         """The boxes that have elements in `box`, each with its position."""
-        near = self._sorted
-        if self._dim is not None:
-            start, size = box.offsets[self._dim], box.sizes[self._dim]
-            near = near[bisect_right(self._starts, start - self._longest) : bisect_left(self._starts, start + size)]
-        return (item for item in near if item[1].intersect(box) is not None)
+        near = range(len(self._positions))
+        if (dim := self._dim) is not None:
+
+            def start_of(i: int) -> int:
+                return self._rows[self._positions[i]][self._numbers[i]].offsets[dim]
+
+            first, last = box.offsets[dim] - self._longest, box.offsets[dim] + box.sizes[dim]
+            near = near[bisect_right(near, first, key=start_of) : bisect_left(near, last, key=start_of)]
+        for i in near:
+            at = self._positions[i]
+            own = self._rows[at][self._numbers[i]]
+            if own.intersect(box) is not None:
+                yield at, own
 
 
 Labelled = tuple[str, Box]  # where the box is, for errors, and the box

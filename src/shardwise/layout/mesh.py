@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Self
@@ -41,9 +41,8 @@ class Mesh:
         if prod(shape) > MOST_RANKS:
             raise MeshError(f"A mesh has at most {MOST_RANKS:,} ranks, got shape {shape}.")
         ranks = as_integers(self.ranks, "The ranks of a mesh", MeshError, "such as ranks=(0, 1, 2, 3)")
-        if not ranks:
-            ranks = tuple(range(prod(shape)))
-            object.__setattr__(self, "is_range", True)
+        first = _first_ranks(len(ranks) or prod(shape))
+        ranks = first if not ranks or ranks == first else ranks
         if len(ranks) != prod(shape):
             raise MeshError(f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}.")
         if len(set(ranks)) != len(ranks) or min(ranks) < 0:
@@ -93,7 +92,7 @@ class Mesh:
     @cached_property
     def is_range(self) -> bool:
         """Whether the ranks are 0, 1, 2, …"""
-        return self.ranks == tuple(range(len(self.ranks)))
+        return self.ranks == _first_ranks(len(self.ranks))
 
     @cached_property
     def _indices(self) -> dict[int, int] | range:
@@ -186,6 +185,12 @@ class Mesh:
         labels = self.names or tuple(str(i) for i in range(self.ndim))
         axes = ", ".join(f"{label}={size}" for label, size in zip(labels, self.shape, strict=True))
         return f"Mesh({axes})" if self.is_range else f"Mesh({axes}, ranks={self.ranks})"
+
+
+@lru_cache(maxsize=8)
+def _first_ranks(count: int) -> tuple[int, ...]:
+    """0, 1, 2, …; one object, because comparing thousands of ranks takes longer than a plan."""
+    return tuple(range(count))
 
 
 _entered: ContextVar[tuple[Mesh, ...]] = ContextVar("meshes", default=())

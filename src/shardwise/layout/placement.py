@@ -158,8 +158,7 @@ class Boxes(Placement):
             yield from ((position, own) for own in self.boxes[position] if own.intersect(box) is not None)
             return
         if self._index is None:
-            labelled = [(at, own) for at, row in enumerate(self.boxes) for own in row]
-            object.__setattr__(self, "_index", BoxIndex(labelled))
+            object.__setattr__(self, "_index", BoxIndex(self.boxes))
         assert self._index is not None
         yield from self._index.touching(box)
 

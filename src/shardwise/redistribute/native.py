@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
+from shardwise.layout.division import Chunks, Division, given_sizes
 from shardwise.redistribute.neighbors import sizes_along
 from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter, group_axes
 from shardwise.redistribute.volume import sizes_of_ranks
@@ -25,19 +26,19 @@ class Shards:
     """The shards of the ranks of a group: they divide one dim."""
 
     dim: int
-    sizes: tuple[int, ...]  # from the first to the last along the dim
+    division: Division  # from the first to the last along the dim; not a size for each rank
     order: tuple[int, ...] | None  # for each rank, which of them it has; None: these rise
 
     def numels(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The elements of each rank's shard of a tensor of this shape."""
-        width = prod(n for d, n in enumerate(shape) if d != self.dim)
-        numel = {size: width * size for size in set(self.sizes)}  # few objects for many ranks
-        sizes = self.sizes if self.order is None else [self.sizes[position] for position in self.order]
+        width, sizes = prod(n for d, n in enumerate(shape) if d != self.dim), self.division.sizes
+        numel = {size: width * size for size in set(sizes)}  # few objects for many ranks
+        sizes = sizes if self.order is None else tuple([sizes[position] for position in self.order])
         return tuple([numel[size] for size in sizes])
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The shard of each rank, as 1-D tensors."""
-        parts = x.split(self.sizes, self.dim)
+        parts = x.split(self.division.sizes, self.dim)
         return [parts[position].reshape(-1) for position in self.order or range(len(parts))]
 
     def join(self, parts: Sequence[Tensor], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -46,7 +47,7 @@ class Shards:
             by_position = dict(zip(self.order, parts, strict=True))
             parts = [by_position[position] for position in range(len(parts))]
         before, after = shape[: self.dim], shape[self.dim + 1 :]
-        views = [part.view(*before, n, *after) for part, n in zip(parts, self.sizes, strict=True)]
+        views = [part.view(*before, n, *after) for part, n in zip(parts, self.division.sizes, strict=True)]
         return torch.cat(views, self.dim) if out is None else torch.cat(views, self.dim, out=out)
 
 
@@ -144,8 +145,9 @@ def shards_of(layout: Layout, axes: Sequence[int], dim: int, rank: int) -> Shard
         ranks, sizes = layout.mesh.axis_ranks(rank, axes[0]), sizes_along(layout, axes[0], rank)
     else:
         ranks, sizes = sizes_of_ranks(layout, dim)
+    even = Chunks(sum(sizes), len(sizes))
     order = None if all(map(lt, ranks, ranks[1:])) else tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
-    return Shards(dim, sizes, order)
+    return Shards(dim, even if even.sizes == sizes else given_sizes(sizes), order)
 
 
 def as_result(x: Tensor, shape: Sequence[int]) -> Tensor:

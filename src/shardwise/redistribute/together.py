@@ -117,7 +117,7 @@ def together(layouts: Sequence[Layout], axis: int, rank: int) -> Together:
         found = shards_of(layout, (axis,), placement.dim, rank)
         dim = placement.dim
         shards.append(found)
-        shapes.append((*local[:dim], sum(found.sizes), *local[dim + 1 :]))
+        shapes.append((*local[:dim], sum(found.division.sizes), *local[dim + 1 :]))
         own.append(local)
     ranks = tuple(sorted(mesh.axis_ranks(rank, axis)))
     num_bytes = 4 * (len(ranks) - 1) * sum(map(prod, own))

@@ -39,9 +39,26 @@ class Schedule:
     ranks: Ranks
     sends: tuple[Region, ...]
     recvs: tuple[Region, ...]
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
+    sent: tuple[tuple[int, int], ...]  # to which of the ranks, and how many elements; of thousands of ranks only few
+    received: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]  # of the regions received
+
+    @property
+    def send_counts(self) -> list[int]:
+        """The elements sent to each rank."""
+        return _counts(self.sent, len(self.ranks))
+
+    @property
+    def recv_counts(self) -> list[int]:
+        """The elements received from each rank."""
+        return _counts(self.received, len(self.ranks))
+
+
+def _counts(found: Sequence[tuple[int, int]], ranks: int) -> list[int]:
+    counts = [0] * ranks
+    for index, count in found:
+        counts[index] = count
+    return counts
 
 
 def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[tuple[int, Region]]) -> Schedule:
@@ -53,11 +70,12 @@ def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[
         recvs: (sender, region), in the order of `ranks`.
     """
 
-    def counts(parts: Sequence[tuple[int, Region]]) -> tuple[int, ...]:
-        found = [0] * len(ranks)
+    def counts(parts: Sequence[tuple[int, Region]]) -> tuple[tuple[int, int], ...]:
+        found: dict[int, int] = {}
         for peer, region in parts if ranks else ():
-            found[bisect_left(ranks, peer)] += _numel(region)
-        return tuple(found)
+            index = bisect_left(ranks, peer)
+            found[index] = found.get(index, 0) + _numel(region)
+        return tuple(found.items())
 
     received = tuple(region for _, region in recvs)
     return Schedule(
