@@ -13,19 +13,20 @@ from shardwise.collectives.collective_call import Ranks
 
 def start_pairwise(
     out: Tensor,
-    send: Tensor,
-    send_counts: Sequence[int],
+    parts: Sequence[Tensor],
     recv_counts: Sequence[int],
     ranks: Ranks,
     here: int,
     number: int,
 ) -> Sequence[dist.Work]:
-    """Start what rank `here` sends and receives in collective `number` of `ranks`."""
+    """Start what rank `here` sends and receives in collective `number` of `ranks`.
+
+    Args:
+        parts: what each of `ranks` is sent.
+    """
     ops = []
     tag = _tag(ranks, number)
-    for peer, outgoing, incoming in zip(
-        ranks, send.split(list(send_counts)), out.split(list(recv_counts)), strict=True
-    ):
+    for peer, outgoing, incoming in zip(ranks, parts, out.split(list(recv_counts)), strict=True):
         if peer == here:
             incoming.copy_(outgoing)
             continue

@@ -231,6 +231,23 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def start_all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
+        return self._start_all_to_all(send, send_counts, recv_counts, ranks)
+
+    def _start_to_each(self, send: Tensor, recv_counts: Sequence[int], ranks: Ranks) -> Finish:
+        """An all-to-all in which each rank is sent all of `send`; copied for each only if torch needs that."""
+        counts = [send.numel()] * len(ranks)
+        if self._group(ranks) is None:
+            return self._start_all_to_all(send, counts, recv_counts, ranks, to_each=True)
+        return self._start_all_to_all(send.repeat(len(ranks)), counts, recv_counts, ranks)
+
+    def _start_all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        to_each: bool = False,
+    ) -> Finish:
         self.attach()
         here, group = self.rank, self._group(ranks)
         own = ranks.index(here)
@@ -247,7 +264,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
         def start() -> Sequence[dist.Work]:
             if group is None:
-                return start_pairwise(wire_out, wire_send, send_counts, recv_counts, ranks, here, number)
+                parts = [wire_send] * len(ranks) if to_each else wire_send.split(list(send_counts))
+                return start_pairwise(wire_out, parts, recv_counts, ranks, here, number)
             counts = list(recv_counts), list(send_counts)
             return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
 
@@ -273,14 +291,14 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return lambda: (wait(), out)[1]
         count = len(ranks)
         flat = local.reshape(-1)
-        receive = self.start_all_to_all(flat.repeat(count), [flat.numel()] * count, [flat.numel()] * count, ranks)
+        receive = self._start_to_each(flat, [flat.numel()] * count, ranks)
         return lambda: reduce_stack(receive().view(count, *local.shape), reduce_op)
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
         self.attach()
         group, own, number = self._group(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
         if group is None:
-            return self.start_all_to_all(local.repeat(len(ranks)), [counts[own]] * len(ranks), counts, ranks)
+            return self._start_to_each(local, counts, ranks)
         width = max(counts)
         padded = local.contiguous() if local.numel() == width else F.pad(local, (0, width - local.numel()))
         out = local.new_empty(width * len(ranks))
@@ -326,8 +344,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         group, number, is_root = self._group(ranks), self.calls.get(ranks, 0), self.rank == root
         sent = [count * (rank == root) for rank in ranks]
         if group is None:
-            send = local.repeat(len(ranks)) if is_root else local.new_empty(0)
-            return self.start_all_to_all(send, [count * is_root] * len(ranks), sent, ranks)
+            return self._start_to_each(local if is_root else local.new_empty(0), sent, ranks)
         out = local.clone() if is_root else local.new_empty(count)
         check = RecvCheck(out, sent, ranks.index(self.rank))
         pending = partial(self._pending, f"broadcast from {root}", local, (count,), number, ranks)

@@ -1,0 +1,70 @@
+"""What a redistribution allocates, measured on the ranks of real processes, where no rank computes for another one.
+
+A plan of several steps has no layout on the way that is larger than its ends (`test_search.py`). Beside the local
+tensor that it is given, a rank holds what it sends to others, what it keeps, what it receives, and the result. A rank
+that adds partial values receives those of all ranks.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise import collectives
+from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.redistribute.plan import plan_redistribute
+from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.testing import world
+from tests.redistribute.test_search import pairs
+
+COPIES = 3.01  # of the larger end, beside what is sent
+
+
+class LiveMemory(TorchDispatchMode):
+    """The most bytes that tensors of this thread have at once, but for those of `known`."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = known.untyped_storage()._cdata
+        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata != self._known:
+                self._live[storage._cdata] = storage.nbytes(), StorageWeakRef(storage)
+        self._live = {key: found for key, found in self._live.items() if not found[1].expired()}
+        self.peak = max(self.peak, sum(num_bytes for num_bytes, _ in self._live.values()))
+        return out
+
+
+def check_memory(mesh: Mesh, shape: tuple[int, ...], count: int) -> int:
+    here, several = collectives.rank(), 0
+    if mesh.ndim > 1:
+        every = pairs(mesh, shape, count)
+    else:
+        placements: list[Placement] = [Shard(0), Shard(1), Replicate(), Partial(), OnRanks(1), Partial("max")]
+        every = [(Layout(mesh, [p], shape), Layout(mesh, [q], shape)) for p in placements for q in placements if p != q]
+    for src, dst in every:
+        local = torch.ones(src.local_shape(here))
+        with LiveMemory(local) as memory:
+            out = redistribute_local(local, src, dst)
+        most = local.element_size() * max(max(src.local_numel(rank), dst.local_numel(rank)) for rank in mesh.ranks)
+        adds = [a for a in src.partial_axes if dst.placements[a] != src.placements[a]]
+        copies = COPIES + mesh.size() - 1 if adds else COPIES
+        assert memory.peak >= out.untyped_storage().nbytes()
+        found = plan_redistribute(src, dst)
+        assert memory.peak <= copies * most + found.sent_bytes(here, 4), (src, dst, memory.peak / most)
+        several += len(found.collectives) > 1
+    return several
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shape", [(290, 301), (1290, 1301)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh((4,)), Mesh((2, 2))], ids=str)
+def test_a_redistribution_holds_a_few_times_its_larger_end(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    several = world(4, real=True).run(check_memory, mesh, shape, 60)
+    assert min(several) > 1
