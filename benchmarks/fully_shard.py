@@ -228,8 +228,8 @@ def rank_main(rank: int, ranks: int, settings: list[Sizes], rounds: int, folder:
         if rank > 0:
             continue
         print_table(
-            f"{ranks} ranks, {sizes}: peak memory of a rank (MB) in a training step, bytes received by all ranks a step (MB),\n"
-            "and a step of Adam (ms, of the slowest rank: best and median of the rounds).\n"
+            f"{ranks} ranks, {sizes}: peak memory of a rank (MB) in a training step,\n"
+            "bytes received by all ranks a step (MB), and a step of Adam (ms of the slowest rank: best, median).\n"
             "Ratios are to torch, of time the median of turns.",
             ["system", "peak", "ratio", "sent", "ratio", "best", "median", "ratio"],
             rows,

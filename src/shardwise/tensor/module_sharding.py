@@ -195,6 +195,7 @@ def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int |
     else:
         local = local_shard_of(parameter.detach(), layout, src_rank)
     result = nn.Parameter(tag(local, layout), parameter.requires_grad)
+    vars(result).update({key: x for key, x in vars(parameter).items() if not key.startswith("_")})  # the user's own
     result._name = name  # type: ignore[attr-defined]
     return result
 

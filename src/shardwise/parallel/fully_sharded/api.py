@@ -1,7 +1,8 @@
 """`fully_shard`, and what it adds to a module."""
 
-from collections.abc import Collection
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterator
+from copy import deepcopy
+from typing import Any, Self, TypeVar, cast
 
 from torch import nn
 
@@ -11,6 +12,8 @@ from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import Kind, Layout, Mesh, as_integer, checked, describe
 from shardwise.parallel.fully_sharded.parameters import (
     ShardPlacementFn,
+    has_hooks,
+    note_ignored,
     note_successor,
     on_mesh_of,
     storage_of,
@@ -97,11 +100,11 @@ def fully_shard(
     if prefetch is None:
         prefetch = 0 if mesh.device_type == "cpu" else 1
     ahead = as_integer(prefetch, "prefetch", PlanError, "a number of units, such as 1")
+    for parameter in ignored_params:
+        note_ignored(parameter)
     _shard_parameters(module, mesh, shard_placement_fn, {id(p) for p in ignored_params}, src_data_rank)
     unit = Unit(module, Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead)))
     vars(module)[UNIT] = unit
-    module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
     module.__class__ = _fully_sharded_class(type(module))  # type: ignore[assignment]
     return module
 
@@ -126,6 +129,8 @@ def _shard_parameters(
                 store(owner, attribute, twin[1])
             continue
         found = None if placement is None else placement(parameter)
+        if type(parameter) is nn.Parameter and has_hooks(parameter):
+            problems.append(f"{name}: its hooks would not run. Fix: register them afterwards, on the new parameter.")
         try:
             stored = storage_of(parameter, mesh, 0 if found is None else found.dim)
         except (PlanError, LayoutError, MeshError) as error:
@@ -149,6 +154,40 @@ def _shard_parameters(
 
 class FullyShardedModule:
     """What `fully_shard` adds to the class of a module."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the forward with all-gathered parameters."""
+        (unit,) = self._units(recurse=False)
+        return unit.call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._settle()
+        copy = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copy
+        copy.__dict__.update(deepcopy(self.__dict__, memo))
+        return copy
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._settle()
+        return cast("Iterator[tuple[str, nn.Parameter]]", super().named_parameters(*args, **kwargs))  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._settle()
+        return cast("dict[str, Any]", super().state_dict(*args, **kwargs))  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; also of gradients that were not reduced yet."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in self._units(recurse=True):
+            unit.unreduced.clear()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._settle()
+        return cast("Self", super()._apply(*args, **kwargs))  # type: ignore[misc]
+
+    def _settle(self) -> None:
+        for unit in self._units(recurse=True):
+            unit.settle()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, full gradients are kept, and are added to the next reduced ones.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch._C._autograd import _unsafe_set_version_counter
 
+from shardwise.errors import RuleError
 from shardwise.redistribute.together import Together
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.trace import comm_trace
@@ -32,6 +33,7 @@ class Message:
 
     Args:
         members: which of the parameters of the unit.
+        names: theirs.
         moves: what is sent.
         dtype: of the all-gathered parameters.
         reduce_dtype: in which gradients are added.
@@ -39,6 +41,7 @@ class Message:
     """
 
     members: tuple[int, ...]
+    names: tuple[str, ...]
     moves: Together
     dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -66,10 +69,15 @@ class Gathered:
         unit: whose parameters these are.
         parameters: as stored.
         messages: all of them together have each parameter once.
+        as_dtensors: a forward of the batch of all ranks.
     """
 
-    def __init__(self, unit: OfUnit, parameters: Sequence[DTensor], messages: Sequence[Message]) -> None:
+    def __init__(
+        self, unit: OfUnit, parameters: Sequence[DTensor], messages: Sequence[Message], as_dtensors: bool
+    ) -> None:
         self.unit, self.parameters, self.messages = unit, list(parameters), messages
+        self.as_dtensors = as_dtensors
+        self.is_pinned = False  # its memory is kept: it is part of an output
         self.full: list[Tensor] = []  # without history; those that a forward uses share their versions
         self.filled = False
         self._ahead: list[Fill] | None = None
@@ -110,12 +118,12 @@ class Gathered:
         with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
             by_parameter: list[Tensor | None] = [None] * len(self.parameters)
             for message, finish in zip(self.messages, self._ahead, strict=True):
-                outs = [None if first else _allocated(self.full[i]) for i in message.members]
+                outs = [None if first or self.is_pinned else _allocated(self.full[i]) for i in message.members]
                 for i, x in zip(message.members, finish(outs), strict=True):
                     by_parameter[i] = x
         if first:
             self.full = cast("list[Tensor]", by_parameter)
-        else:
+        elif not self.is_pinned:
             _set_versions(self.full, 0)
         self.filled, self._ahead = True, None
 
@@ -125,10 +133,20 @@ class Gathered:
         if not self.filled:
             return
         self.filled = False
-        self.check_not_changed()
+        if self.is_pinned:  # on this rank: all ranks must go on with the same collectives
+            return
         _set_versions(self.full, 1)
         for x in self.full:
             x.untyped_storage().resize_(0)
+
+    def check_dense(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raise the same error on all ranks if a gradient is sparse."""
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                raise RuleError(
+                    f"{p._name} of {self.unit.name} has a sparse gradient, which a fully sharded parameter cannot "
+                    f"have. Fix: sparse=False, or list it in ignored_params and shard the table with shard_module."
+                )
 
     def check_not_changed(self) -> None:
         """Raise if a forward changed an all-gathered parameter in place: the change would be lost."""
@@ -169,6 +187,7 @@ class Gathered:
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the stored parameters."""
+        self.check_dense(gradients)
         gradients = self._accumulated(gradients)
         reduced: list[Tensor | None] = [None] * len(gradients)
         for message in self.messages:
@@ -189,13 +208,16 @@ class Gathered:
     def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """With those that were not reduced before; none if these are not reduced either."""
         kept, found = self.unit.unreduced, list(gradients)
+        dtypes = {i: message.reduce_dtype for message in self.messages for i in message.members}
         for i, parameter in enumerate(self.parameters):
             before, now = kept.pop(id(parameter), None), found[i]
             if before is not None:
-                found[i] = before if now is None else before + now
+                found[i] = before if now is None else before + now.to(dtypes[i])
         if self.unit.requires_gradient_sync:
             return found
-        kept.update({id(p): g for p, g in zip(self.parameters, found, strict=True) if g is not None})
+        for i, (parameter, gradient) in enumerate(zip(self.parameters, found, strict=True)):
+            if gradient is not None:
+                kept[id(parameter)] = gradient.to(dtypes[i])
         return [None] * len(found)
 
     def reduce_now(self, message: Message, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -213,8 +235,8 @@ class Gathered:
         """Say to listeners of the communication trace, and in errors, what is sent."""
         cause = Cause(
             "explicit",
-            f"fully_shard of {self.unit.name}",
-            f"{len(message.members)} parameters",
+            "fully_shard",
+            f"{self.unit.name}: {', '.join(message.names)}",  # ranks compare it
             what,
             backward=backward,
         )
@@ -256,8 +278,9 @@ def _some(message: Message, present: Sequence[int]) -> Message:
         tuple(moves.own[k] for k in present),
         moves.collective,
     )
-    members, terms = tuple(message.members[k] for k in present), tuple(message.terms[k] for k in present)
-    return Message(members, fewer, message.dtype, message.reduce_dtype, terms)
+    members, names = tuple(message.members[k] for k in present), tuple(message.names[k] for k in present)
+    terms = tuple(message.terms[k] for k in present)
+    return replace(message, members=members, names=names, moves=fewer, terms=terms)
 
 
 class _AllGathered(TensorFunction):

@@ -11,6 +11,7 @@ from shardwise.layout import REPLICATE, Layout, Mesh, Shard
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+_IGNORED = "_fully_shard_ignores"  # of a parameter
 _STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are stored, by name
 
 
@@ -43,6 +44,11 @@ def store(module: nn.Module, name: str, stored: Stored) -> None:
     vars(module).setdefault(_STORED, {})[name] = stored
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether hooks of a user are registered on a plain parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 def note_successor(before: nn.Parameter, parameter: nn.Parameter | None, stored: Stored) -> None:
     """Remember what took the place of a parameter, to which others outside the unit may be tied."""
     for x in (before, parameter):
@@ -54,6 +60,28 @@ def successor(parameter: nn.Parameter) -> tuple[nn.Parameter, Stored] | None:
     """What took the place of a parameter, or itself if it is fully sharded."""
     found: tuple[nn.Parameter, Stored] | None = getattr(parameter, "_fully_sharded", None)
     return found
+
+
+def check_all_stored(path: str, module: nn.Module) -> None:
+    """Raise if a parameter that this module owns was put there after `fully_shard`: nothing reduces its gradients.
+
+    Raises:
+        PlanError: it is neither a DTensor nor one of the ignored parameters.
+    """
+    stored = stored_of(module)
+    for name, p in module._parameters.items():
+        if p is not None and name not in stored and not isinstance(p, DTensor) and not hasattr(p, _IGNORED):
+            full_name = f"{path}.{name}" if path else name
+            raise PlanError(
+                f"{full_name} was added after fully_shard: its gradients would not be reduced over the ranks. "
+                f"Fix: call fully_shard on {path.rpartition('.')[0] or 'the module'} afterwards, or on {path!r}; or "
+                f"list it in ignored_params."
+            )
+
+
+def note_ignored(parameter: nn.Parameter) -> None:
+    """Remember that a parameter is to stay as it is."""
+    setattr(parameter, _IGNORED, True)
 
 
 def storage_of(parameter: nn.Parameter, mesh: Mesh, dim: int) -> Stored | None:

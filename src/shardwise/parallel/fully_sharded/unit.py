@@ -1,6 +1,6 @@
 """A unit: the parameters of a module that are all-gathered together, before its forward and before its backward."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, cast
@@ -15,7 +15,7 @@ from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh
 from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered, Message
-from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, shown_as, stored_of
+from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, check_all_stored, shown_as, stored_of
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
 from shardwise.parallel.fully_sharded.runs import Forward, end_after_backward, running
 from shardwise.redistribute.together import together
@@ -56,25 +56,26 @@ class Options:
 
 
 class Unit:
-    """The hooks of a module that `fully_shard` was called with."""
+    """What `fully_shard` adds to a module: its forward and backward run with all-gathered parameters."""
 
     made = 0  # units of this process, of all modules
 
     def __init__(self, module: nn.Module, options: Options) -> None:
         self.module, self.options = module, options
-        self.name = type(module).__name__
+        self.name = self._class_name = type(module).__name__
         self.reshard_after_forward = options.reshard_after_forward
         self.requires_gradient_sync = True
         self.unreduced: dict[int, Tensor] = {}
         self.order: list[Unit] = []  # of the last forward with this unit as root
         self._slots: list[Slot] = []
         self._messages: dict[bool, list[Message]] = {}
-        self._depth = self._units_then = 0
+        self._units_then = 0
         self._as_dtensors = False
-        self._checked: tuple[int, bool] | None = None
-        self._kept: Gathered | None = None  # filled, or started
-        self._running: Gathered | None = None
-        self._shows = False
+        self._checked: object = None
+        self._ahead: Gathered | None = None  # started for the next forward
+        self._running: Gathered | None = None  # of the forward that runs
+        self._in_backward: Gathered | None = None
+        self._shown: list[Tensor] = []  # what modules have in the place of stored parameters
         Unit.made += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
@@ -86,40 +87,42 @@ class Unit:
 
     # ---- forward ----------------------------------------------------------------------------------------------
 
-    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        self._depth += 1
-        if self._depth > 1:
-            return None
+    def call(self, forward: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
+        """Run the forward of the module, with its hooks."""
+        if self._running is not None:  # the module calls itself
+            return forward(*args, **kwargs)
         self._hide()
-        forward = self._enter(args, kwargs)
-        if self.slots():
-            gathered = self._running = self.start(forward.as_dtensors)
-            gathered.fill()
-            if forward is running.forward:
-                forward.add(self, gathered)
-            self._show(gathered)
-        return self._cast(args, kwargs)
-
-    def _show(self, gathered: Gathered) -> None:
-        """Let modules have all-gathered parameters."""
-        self._shows = True
-        for slot, out in zip(self._slots, gathered.outputs(), strict=True):
-            shown = shown_as(out, slot.stored, self._as_dtensors)
-            _mark_parameter(shown, slot.parameter)
-            for owner, name in slot.owners:
-                owner._parameters[name] = shown  # type: ignore[assignment]
-
-    def _hide(self) -> None:
-        """Let modules have their stored parameters."""
-        if self._shows:
-            self._shows = False
-            for slot in self._slots:
-                for owner, name in slot.owners:
-                    owner._parameters[name] = slot.parameter  # type: ignore[assignment]
+        run = self._enter(args, kwargs)
+        is_root = running.forward is run and run.root is self
+        gathered = None
+        try:
+            if self.slots():
+                gathered = self._running = self._gathered(run.as_dtensors)
+                gathered.fill()
+                if running.forward is run:
+                    run.add(self, gathered)
+                self._show(gathered)
+            args, kwargs = self._cast(args, kwargs)
+            output = forward(*args, **kwargs)
+            if gathered is not None:
+                gathered.check_not_changed()
+                self._check_still_shown()
+        finally:
+            self._running = None
+            self._hide()
+            if is_root:
+                run.end()
+                running.forward = None
+            if gathered is not None and torch._C._current_graph_task_id() != NO_BACKWARD:
+                self._keep_in_backward(gathered)  # a checkpoint that has what it needs ends a forward by an exception
+        if gathered is not None:
+            self._leave(gathered, (args, kwargs), output, is_root)
+        return self._cast_output(output)
 
     def _enter(self, args: Args, kwargs: Kwargs) -> Forward:
         if torch._C._current_graph_task_id() != NO_BACKWARD:  # recomputed: as it was in forward
-            return Forward(self, self._as_dtensors, 0)
+            before = self._in_backward
+            return Forward(self, self._as_dtensors if before is None else before.as_dtensors, 0)
         if running.forward is None:
             as_dtensors = _has_axis(args, kwargs, self.options.mesh)
             self._prepare_below(as_dtensors)
@@ -128,16 +131,20 @@ class Unit:
         return running.forward
 
     def _prepare_below(self, as_dtensors: bool) -> None:
-        """Name the units of this root, and check that all their gradients are of one loss."""
-        if self._checked == (Unit.made, as_dtensors):
+        """Name the units of this root, and check that it reduces all gradients, in one way."""
+        modules = dict(self.module.named_modules())
+        now = as_dtensors, Unit.made, [(id(module), len(module._parameters)) for module in modules.values()]
+        if self._checked == now:
             return
         added: list[str] = []
         averaged: list[str] = []
-        for path, module in self.module.named_modules():
+        for path, module in modules.items():
+            check_all_stored(path, module)
             unit = unit_of(module)
             if unit is None:
                 continue
-            unit.name = path or type(module).__name__
+            unit.name = path or unit._class_name
+            unit._units_then = 0
             for slot in unit.slots():
                 stored, name = slot.stored, slot.parameter._name or unit.name
                 is_mean = stored.terms > 1 and not (as_dtensors and stored.shown is None)
@@ -148,61 +155,47 @@ class Unit:
                 f"axis, but those of {averaged[0]}, which is not, are averaged. Fix: parallelise on the other axes of "
                 f"the mesh only, such as mesh['tp'], or lay out all parameters on all axes with shard_module."
             )
-        self._checked = Unit.made, as_dtensors
+        self._checked = now
 
-    def start(self, as_dtensors: bool) -> Gathered:
-        """The all-gathered parameters for the next forward, started at least."""
-        kept, self._kept = self._kept, None
-        if kept is None or not kept.is_current or kept.messages is not self._messages.get(as_dtensors):
-            kept = Gathered(self, [slot.parameter for slot in self.slots()], self.messages(as_dtensors))
-            kept.start()
-        return kept
+    def _gathered(self, as_dtensors: bool) -> Gathered:
+        """The all-gathered parameters for the forward that begins: those that backward has, if it is recomputed."""
+        ahead, self._ahead = self._ahead, None
+        for known in (self._in_backward, ahead):
+            if known is not None and known.is_current and known.messages is self.messages(as_dtensors):
+                return known
+        return Gathered(self, [slot.parameter for slot in self.slots()], self.messages(as_dtensors), as_dtensors)
 
     def start_ahead(self, as_dtensors: bool) -> None:
         """Start the all-gathers before the forward."""
         if self.slots():
-            self._kept = self.start(as_dtensors)
+            self._ahead = self._gathered(as_dtensors)
+            self._ahead.start()
 
     def unshard(self, async_op: bool) -> None:
         """`start_ahead` as the last forward used parameters; waits, unless `async_op`."""
         self.start_ahead(self._as_dtensors)
-        if self._kept is not None and not async_op:
-            self._kept.fill()
+        if self._ahead is not None and not async_op:
+            self._ahead.fill()
 
     def reshard(self) -> None:
-        """Free what is kept."""
-        if self._kept is not None:
-            self._kept.free()
-        self._kept = None
-
-    def after_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
-        self._depth -= 1
-        if self._depth:
-            return None
-        gathered, self._running = self._running, None
-        forward = running.forward
-        is_root = forward is not None and forward.root is self
-        if forward is not None and is_root:
-            forward.end()
-            running.forward = None
-        if gathered is not None:
-            self._hide()
-            self._leave(gathered, (args, kwargs), output, is_root)
-        return self._cast_output(output)
+        """Drop what was started."""
+        self._ahead = None
 
     def _leave(self, gathered: Gathered, inputs: object, output: object, is_root: bool) -> None:
-        gathered.check_not_changed()
         tensors = list(_tensors(output))
-        reshard = self.reshard_after_forward
-        if torch._C._current_graph_task_id() != NO_BACKWARD:  # recomputed: backward needs it at once
-            self._keep_in_backward(gathered)
-        elif torch.is_grad_enabled() and not (not is_root if reshard is None else reshard):
-            self._kept = gathered
-        elif torch.is_grad_enabled() and not is_capturing() and not _share_memory(tensors, gathered.full):
-            gathered.free()
+        if _share_memory(tensors, gathered.full):
+            gathered.is_pinned = True
+        recomputed = torch._C._current_graph_task_id() != NO_BACKWARD  # backward needs it at once
+        if torch.is_grad_enabled() and not recomputed and not is_capturing():
+            reshard = not is_root if self.reshard_after_forward is None else self.reshard_after_forward
+            if reshard:
+                gathered.free()
         with DisableTorchFunctionSubclass():
+            for x in tensors:
+                if x.requires_grad and not x.is_leaf:
+                    x.register_hook(partial(self._before_backward, gathered))  # before hooks of its node
             for node in _nodes(tensors):
-                node.register_prehook(partial(self._before_backward, gathered))
+                node.register_prehook(partial(self._before_backward, gathered))  # also of changed views
         if not any(p.requires_grad for p in gathered.parameters):
             self._end_with_gradient_of(inputs, gathered)
 
@@ -214,6 +207,43 @@ class Unit:
             with DisableTorchFunctionSubclass():
                 x.register_hook(lambda grad: self.end_backward(gathered))
 
+    # ---- what modules have ------------------------------------------------------------------------------------
+
+    def _show(self, gathered: Gathered) -> None:
+        """Let modules have all-gathered parameters."""
+        for slot, out in zip(self._slots, gathered.outputs(), strict=True):
+            shown = shown_as(out, slot.stored, gathered.as_dtensors)
+            _mark_parameter(shown, slot.parameter)
+            self._shown.append(shown)
+            for owner, name in slot.owners:
+                owner._parameters[name] = shown  # type: ignore[assignment]
+
+    def _hide(self) -> None:
+        """Let modules have their stored parameters."""
+        if self._shown:
+            self._shown = []
+            for slot in self._slots:
+                for owner, name in slot.owners:
+                    owner._parameters[name] = slot.parameter  # type: ignore[assignment]
+
+    def settle(self) -> None:
+        """Let modules have their stored parameters also after a backward that failed."""
+        if self._running is None and torch._C._current_graph_task_id() == NO_BACKWARD:
+            self._hide()
+
+    def _check_still_shown(self) -> None:
+        """Raise if a forward put something else in the place of a parameter: it would be lost."""
+        assert self._running is not None
+        for slot, shown, full in zip(self._slots, self._shown, self._running.full, strict=True):
+            with DisableTorchFunctionSubclass():
+                moved = torch._C.TensorBase.data_ptr(shown) != full.data_ptr()
+            if moved or any(owner._parameters[name] is not cast(object, shown) for owner, name in slot.owners):
+                raise RuntimeError(
+                    f"{slot.parameter._name} of {self.name} was replaced in forward, where it is an all-gathered copy "
+                    f"of its shards: the change would be lost. Fix: copy values into the parameter before or after "
+                    f"the forward."
+                )
+
     # ---- backward ---------------------------------------------------------------------------------------------
 
     def _before_backward(self, gathered: Gathered, grads: object) -> None:
@@ -224,21 +254,22 @@ class Unit:
 
     def _keep_in_backward(self, gathered: Gathered) -> None:
         """Until its gradients are computed, also for what is recomputed meanwhile."""
-        self._kept = gathered
+        self._in_backward = gathered
         gathered.backward = torch._C._current_graph_task_id()
         end_after_backward(gathered)
-        if not self._shows:
+        if not self._shown:
             with torch.enable_grad():
                 self._show(gathered)
 
     def end_backward(self, gathered: Gathered) -> None:
         """Free what backward all-gathered, unless a backward inside it ends: a checkpoint that recomputes."""
-        if gathered.backward not in (torch._C._current_graph_task_id(), NO_BACKWARD):
+        if gathered.backward not in (torch._C._current_graph_task_id(), NO_BACKWARD) or self._running is gathered:
             return
         self._hide()
+        if self._in_backward is gathered:
+            self._in_backward = None
         if not torch.is_grad_enabled():  # a double backward reads them again
             gathered.free()
-            self._kept = None if self._kept is gathered else self._kept
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
@@ -248,7 +279,7 @@ class Unit:
             return self._slots
         found = list(_slots(self.module))
         if len(found) != len(self._slots) or not all(map(Slot.is_same, found, self._slots)):
-            self._slots, self._messages, self._kept = found, {}, None
+            self._slots, self._messages, self._ahead = found, {}, None
         self._units_then = Unit.made
         return self._slots
 
@@ -263,15 +294,15 @@ class Unit:
 
     # ---- mixed precision --------------------------------------------------------------------------------------
 
-    def _cast(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    def _cast(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         policy = self.options.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs:
-            return None
+            return args, kwargs
         return pytree.tree_map(partial(_cast, policy.param_dtype), (args, kwargs))  # type: ignore[no-any-return]
 
     def _cast_output(self, output: object) -> object:
         dtype = self.options.mp_policy.output_dtype
-        return None if dtype is None else pytree.tree_map(partial(_cast, dtype), output)
+        return output if dtype is None else pytree.tree_map(partial(_cast, dtype), output)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -323,7 +354,8 @@ def _messages(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[Messa
         stored = first.parameter.dtype
         dtype = policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
         terms = tuple(slots[i].stored.terms for i in members)
-        messages.append(Message(tuple(members), moves, dtype, policy.reduce_dtype or dtype, terms))
+        names = tuple(slots[i].parameter._name or f"number {i}" for i in members)
+        messages.append(Message(tuple(members), names, moves, dtype, policy.reduce_dtype or dtype, terms))
     return messages
 
 
