@@ -157,15 +157,23 @@ def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[i
     return _start_all_to_all(send, send_counts, recv_counts, ranks)()
 
 
-def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
-    """Start `all_to_all`; the returned function waits for it and returns the received elements."""
+def start_all_to_all(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
+) -> Finish:
+    """Start `all_to_all`; the returned function waits for it and returns the received elements.
+
+    Args:
+        sparse: most pairs of ranks send each other nothing; the same on all ranks.
+    """
     if is_capturing() and len(ranks) > 1:
         received = all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
-    return _start_all_to_all(send, send_counts, recv_counts, ranks)
+    return _start_all_to_all(send, send_counts, recv_counts, ranks, sparse)
 
 
-def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
+def _start_all_to_all(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
+) -> Finish:
     if len(ranks) == 1:
         return send.clone
     here = _transport_of(ranks)
@@ -175,7 +183,7 @@ def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
     if comm_trace.listening():
         own = send_counts[ranks.index(here.rank)]
         comm_trace.record_collective(ALL_TO_ALL, (sum(send_counts) - own) * send.element_size())
-    return here.start_all_to_all(send, send_counts, recv_counts, ranks)
+    return here.start_all_to_all(send, send_counts, recv_counts, ranks, sparse)
 
 
 def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
