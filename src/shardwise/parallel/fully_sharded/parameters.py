@@ -46,7 +46,7 @@ def store(module: nn.Module, name: str, stored: Stored) -> None:
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether hooks of a user are registered on a plain parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def note_successor(before: nn.Parameter, parameter: nn.Parameter | None, stored: Stored) -> None:
