@@ -38,7 +38,7 @@ NEW_TOKENS = 4
 RANKS = (2, 4)
 WIDTH = 200  # of a line that reports a failure
 
-# ---- the two plans ----------------------------------------------------------------------------------------------
+# ---- the plans --------------------------------------------------------------------------------------------------
 
 ROW_PARALLEL = re.compile(
     r"(o_proj|out_proj|o|wo|down_proj|fc2|c_proj|dense_4h_to_h|w2|linear_out|output\.dense|attention\.dense"
@@ -283,7 +283,7 @@ def results(only: str, plans: Sequence[str], ranks: Sequence[int], checks: Seque
 
 
 def table(found: Sequence[Result]) -> str:
-    """A row a model, a column a check: "yes" if both plans pass it on every number of ranks."""
+    """A row a model, a column a check: "yes" if all plans pass it on every number of ranks."""
     lines = [f"| | | {' | '.join(CHECKS)} |", f"| --- | --- |{' --- |' * len(CHECKS)}"]
     for model in dict.fromkeys(result.model for result in found):
         cells = []

@@ -372,7 +372,7 @@ def test_a_model_that_differs_is_found_and_shown() -> None:
     assert "not close" in trial.judge("values", "tensor", 2)
     results = [models.Result("ViT", "tensor", n, "values", "yes" if n == 2 else "logits differ") for n in (2, 4)]
     rest = [models.Result("ViT", "tensor", 2, check, "–") for check in models.CHECKS if check != "values"]
-    assert models.table([*results, *rest]).splitlines()[-1] == "| vision | ViT | not tensor on 4 | – | – | – | – |"
+    assert models.table([*results, *rest]).splitlines()[-1] == "| vision | ViT | not tensor on 4 | – | – | – | – | – |"
 
 
 def test_the_page_has_every_model_and_no_failure() -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
@@ -409,6 +410,46 @@ def test_checkpoints_around_units_and_inside(reentrant: bool) -> None:
         model(mine).square().sum().backward()
         want(theirs).square().sum().backward()
         assert_close(gathered(mine.grad), theirs.grad)
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert_close(gathered(p.grad), q.grad)
+
+    world(2).run(run)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_parameter_of_the_root_that_checkpoints_use(reentrant: bool) -> None:
+    """A reentrant checkpoint runs a backward of its own, in which gradients of the root are reduced early."""
+    torch.manual_seed(0)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            return cast(Tensor, (self.inner(x) * shift.unsqueeze(0)).tanh())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(4))
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(partial(layer, shift=self.shift), x, use_reentrant=reentrant)
+            return x
+
+    plain, x = Model(), torch.randn(6, 4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, want = copied(plain), copied(plain)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()).square().sum().backward()
+        want(x.clone().requires_grad_()).square().sum().backward()
         for p, q in zip(model.parameters(), want.parameters(), strict=True):
             assert_close(gathered(p.grad), q.grad)
 
