@@ -324,6 +324,27 @@ def test_accumulation_with_and_without_reducing() -> None:
     world(2).run(run)
 
 
+def test_a_step_with_gradients_that_were_not_reduced_is_refused() -> None:
+    def run() -> None:
+        mesh = Mesh((2,))
+        model = as_units(two_layers(), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])
+        model.set_requires_gradient_sync(False)
+        model(batch).sum().backward()
+        with pytest.raises(RuntimeError, match="gradients of 0 were not reduced"):
+            optimizer.step()
+        model.set_requires_gradient_sync(True)
+        model[2](model[1](batch)).sum().backward()  # not the first unit
+        with pytest.raises(RuntimeError, match="gradients of 0 were not reduced"):
+            optimizer.step()
+        model.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+
+    world(2).run(run)
+
+
 def test_frozen_parameters_and_inputs_without_gradients() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))

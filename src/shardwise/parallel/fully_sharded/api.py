@@ -10,6 +10,7 @@ from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import Kind, Layout, Mesh, as_integer, checked, describe
+from shardwise.parallel.fully_sharded.gathered import check_steps
 from shardwise.parallel.fully_sharded.parameters import (
     ShardPlacementFn,
     has_hooks,
@@ -192,8 +193,11 @@ class FullyShardedModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, full gradients are kept, and are added to the next reduced ones.
 
-        For accumulation over several backwards without communication of gradients, at the price of their memory.
+        For accumulation over several backwards without communication of gradients, at the price of their memory. The
+        next reduced backward must use all units with such gradients, else a step of an optimizer raises. `zero_grad` of
+        a module clears them, that of an optimizer does not.
         """
+        check_steps()
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 

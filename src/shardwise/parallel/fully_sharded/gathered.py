@@ -8,6 +8,7 @@ variables that were modified in place.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol, cast
 from weakref import ref
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch._C._autograd import _unsafe_set_version_counter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import RuleError
 from shardwise.redistribute.together import Together
@@ -218,6 +221,7 @@ class Gathered:
         for i, (parameter, gradient) in enumerate(zip(self.parameters, found, strict=True)):
             if gradient is not None:
                 kept[id(parameter)] = gradient.to(dtypes[i])
+                parameter._unit_of_unreduced = self.unit  # type: ignore[attr-defined]
         return [None] * len(found)
 
     def reduce_now(self, message: Message, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -249,6 +253,22 @@ class Gathered:
                 yield
         finally:
             comm_trace.set_purpose(before)
+
+
+@cache
+def check_steps() -> None:
+    """Let steps of all optimizers refuse parameters with gradients that were not reduced."""
+    register_optimizer_step_pre_hook(_check_reduced)
+
+
+def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        unit: OfUnit | None = getattr(parameter, "_unit_of_unreduced", None)
+        if unit is not None and id(parameter) in unit.unreduced:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: gradients of {unit.name} were not reduced over the ranks. Fix: "
+                f"set_requires_gradient_sync(True) before the last backward, and let that one use {unit.name}."
+            )
 
 
 def _set_versions(tensors: Sequence[Tensor], version: int) -> None:
