@@ -195,6 +195,23 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "src_data_rank": 0,
         },
     ),
+    "parallel.fully_shard": lambda: (
+        parallel.fully_shard,
+        {
+            "module": nn.Linear(4, 4),
+            "mesh": MESH,
+            "reshard_after_forward": None,
+            "shard_placement_fn": None,
+            "mp_policy": parallel.MixedPrecisionPolicy(),
+            "ignored_params": (),
+            "prefetch": 1,
+            "src_data_rank": 0,
+        },
+    ),
+    "parallel.MixedPrecisionPolicy": lambda: (
+        parallel.MixedPrecisionPolicy,
+        {"param_dtype": torch.bfloat16, "reduce_dtype": None, "output_dtype": None, "cast_forward_inputs": True},
+    ),
     "shardwise.picture": lambda: (sw.picture, {"x": table(), "header": "table", "itemsize": 4}),
     "shardwise.rank": lambda: (sw.rank, {}),
     "shardwise.shard_module": lambda: (
@@ -498,7 +515,7 @@ NOT_CALLED = {
     *("ParallelStyle", "ParallelPlan", "ShardedTensor", "Sharder", "ShardingPlanner", "ShardingSpec", "Chunk"),
     *("Manifest", "StoredTensor", "Budget", "Cause", "CommEvent", "Shadow", "Meta", "Row", "Placed", "Table"),
     *("Routing", "DTensorOpTestBase", "DTensorTestBase", "TensorAssertions", "DeadlockError", "SendError"),
-    *("skip_unless_torch_gpu", "with_comms", "pre_load_state_dict_hook", "state_dict_hook"),
+    *("FullyShardedModule", "skip_unless_torch_gpu", "with_comms", "pre_load_state_dict_hook", "state_dict_hook"),
 }
 
 

@@ -1,10 +1,10 @@
 """`fully_shard`, and what it adds to a module."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
@@ -58,14 +58,12 @@ def fully_shard(
 
     The module is a unit: its parameters, but for those of units inside it, are all-gathered in one collective before
     its forward, freed afterwards, all-gathered again before its backward, and their gradients are reduced in one
-    collective. Between steps parameters, their gradients and the states of optimizers are DTensors, each `Shard(0)` on
-    the data axis. Parameters become new objects: make the optimizer afterwards. Tied parameters stay tied.
+    collective. Parameters become new objects, DTensors that are `Shard(0)` on the data axis: make the optimizer
+    afterwards. Tied parameters stay tied.
 
-    Plain inputs are this rank's part of the batch, as for torch's `fully_shard`: parameters are plain tensors in
-    forward, and gradients are averaged over the ranks. DTensor inputs on a mesh with the data axis are the batch of all
-    ranks: parameters are DTensors, and gradients are those of the one loss. DTensor parameters keep their placements on
-    other axes. If their own mesh has the data axis, on which they are replicated, gradients are always added, as those
-    of `parallelize_module` on that mesh.
+    Plain inputs are this rank's part of the batch, as for torch's `fully_shard`: gradients are averaged over the ranks.
+    DTensor inputs on a mesh with the data axis are the batch of all ranks, with one loss. DTensor parameters keep their
+    placements on other axes; if they are replicated on the data axis of their own mesh, their gradients are added.
 
     Args:
         module: any module, in place; on the meta device, it is materialised by its `reset_parameters()`.
@@ -84,30 +82,39 @@ def fully_shard(
     Returns:
         The module, which is a `FullyShardedModule` now.
 
-    Sends: (n - 1) / n of the parameters for each of the three collectives of a unit, on n ranks, padded to the rank
-        that holds most.
+    Sends: (n - 1) / n of the parameters for each of the three collectives of a unit on n ranks.
 
     Raises:
         PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message.
         MeshError: the mesh has other axes, or not this rank.
     """
-    mesh = module_sharding.module_mesh(module, mesh)
-    if unit_of(module) is not None:
-        raise PlanError(f"fully_shard was called on this {type(module).__name__} before. Fix: call it once.")
-    if mesh.coordinate(collectives.rank()) is None:
-        raise MeshError(f"Rank {collectives.rank()} is not part of {mesh}. Fix: call fully_shard on its ranks only.")
-    if mesh.ndim > 2:
-        raise MeshError(f"fully_shard takes a mesh of one axis, or of two: replicate, then shard; got {mesh}.")
-    if prefetch is None:
-        prefetch = 0 if mesh.device_type == "cpu" else 1
-    ahead = as_integer(prefetch, "prefetch", PlanError, "a number of units, such as 1")
+    mesh = _checked_mesh(module, mesh)
+    ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
+    ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
     for parameter in ignored_params:
         note_ignored(parameter)
     _shard_parameters(module, mesh, shard_placement_fn, {id(p) for p in ignored_params}, src_data_rank)
-    unit = Unit(module, Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead)))
-    vars(module)[UNIT] = unit
-    module.__class__ = _fully_sharded_class(type(module))  # type: ignore[assignment]
+    options = Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead))
+    _become_unit(module, options)
     return module
+
+
+def _become_unit(module: nn.Module, options: Options) -> None:
+    vars(module)[UNIT] = Unit(module, options)
+    object.__setattr__(module, "__class__", _fully_sharded_class(type(module)))
+    register: Callable[..., object] = module.register_state_dict_pre_hook
+    register(_settle_first)
+
+
+def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
+    found = module_sharding.module_mesh(module, mesh)
+    if unit_of(module) is not None:
+        raise PlanError(f"fully_shard was called on this {type(module).__name__} before. Fix: call it once.")
+    if found.coordinate(collectives.rank()) is None:
+        raise MeshError(f"Rank {collectives.rank()} is not part of {found}. Fix: call fully_shard on its ranks only.")
+    if found.ndim > 2:
+        raise MeshError(f"fully_shard takes a mesh of one axis, or of two: replicate, then shard; got {found}.")
+    return found
 
 
 def _shard_parameters(
@@ -153,38 +160,42 @@ def _shard_parameters(
             note_successor(before, owner._parameters[attribute], stored_of(owner)[attribute])
 
 
-class FullyShardedModule:
+def _settle_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    assert isinstance(module, FullyShardedModule)
+    module._settle()
+
+
+class FullyShardedModule(nn.Module):
     """What `fully_shard` adds to the class of a module."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward with all-gathered parameters."""
         (unit,) = self._units(recurse=False)
-        return unit.call(super().__call__, args, kwargs)  # type: ignore[misc]
+        return unit.call(super().__call__, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         self._settle()
         copy = self.__class__.__new__(self.__class__)
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(self.__dict__, memo))
         return copy
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         self._settle()
-        return cast("Iterator[tuple[str, nn.Parameter]]", super().named_parameters(*args, **kwargs))  # type: ignore[misc]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._settle()
-        return cast("dict[str, Any]", super().state_dict(*args, **kwargs))  # type: ignore[misc]
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; also of gradients that were not reduced yet."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         for unit in self._units(recurse=True):
             unit.unreduced.clear()
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._settle()
-        return cast("Self", super()._apply(*args, **kwargs))  # type: ignore[misc]
+        apply: Callable[..., Self] = super()._apply
+        return apply(fn, recurse)
 
     def _settle(self) -> None:
         for unit in self._units(recurse=True):
@@ -217,8 +228,7 @@ class FullyShardedModule:
         unit.reshard()
 
     def _units(self, recurse: bool) -> list[Unit]:
-        module = cast(nn.Module, self)
-        found = [unit_of(child) for child in (module.modules() if recurse else [module])]
+        found = [unit_of(child) for child in (self.modules() if recurse else [self])]
         return [unit for unit in found if unit is not None]
 
 
@@ -227,6 +237,6 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 def _fully_sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _classes:
-        body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), body)
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), names)
     return _classes[cls]

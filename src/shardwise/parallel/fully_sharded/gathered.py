@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 from weakref import ref
 
 import torch
@@ -26,6 +26,7 @@ from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
+_UNREDUCED = "_unit_of_unreduced"  # of a parameter with gradients that were not reduced
 NO_BACKWARD = -1  # torch's number of the backward that runs, if none does
 Fill = Callable[[Sequence[Tensor | None]], list[Tensor]]
 
@@ -221,7 +222,7 @@ class Gathered:
         for i, (parameter, gradient) in enumerate(zip(self.parameters, found, strict=True)):
             if gradient is not None:
                 kept[id(parameter)] = gradient.to(dtypes[i])
-                parameter._unit_of_unreduced = self.unit  # type: ignore[attr-defined]
+                vars(parameter)[_UNREDUCED] = self.unit
         return [None] * len(found)
 
     def reduce_now(self, message: Message, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -263,7 +264,7 @@ def check_steps() -> None:
 
 def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        unit: OfUnit | None = getattr(parameter, "_unit_of_unreduced", None)
+        unit: OfUnit | None = vars(parameter).get(_UNREDUCED)
         if unit is not None and id(parameter) in unit.unreduced:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: gradients of {unit.name} were not reduced over the ranks. Fix: "
@@ -303,11 +304,23 @@ def _some(message: Message, present: Sequence[int]) -> Message:
     return replace(message, members=members, names=names, moves=fewer, terms=terms)
 
 
+class _Context(Protocol):
+    """torch's, with what the functions below keep in it."""
+
+    gathered: Gathered
+    message: Message
+    dtypes: list[torch.dtype]
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
 class _AllGathered(TensorFunction):
     """From stored parameters to all-gathered ones."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: Gathered, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, gathered: Gathered, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.gathered = gathered
         ctx.set_materialize_grads(False)
         outs = tuple(x.detach() for x in gathered.full)
@@ -315,7 +328,7 @@ class _AllGathered(TensorFunction):
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.gathered.unit.end_backward(ctx.gathered)
         return None, *ctx.gathered.reduce(grads)
 
@@ -324,12 +337,12 @@ class _Reduced(TensorFunction):
     """The sums over ranks of gradients; its backward all-gathers."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: Gathered, message: Message, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, gathered: Gathered, message: Message, *gradients: Tensor) -> tuple[Tensor, ...]:
         ctx.message, ctx.dtypes = message, [g.dtype for g in gradients]
         return tuple(gathered.reduce_now(message, gradients))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = _GatheredGradients.apply(ctx.message, *grads)
         return None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
 
@@ -338,11 +351,11 @@ class _GatheredGradients(TensorFunction):
     """All-gathers; its backward adds over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, message: Message, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, message: Message, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.message = message
         return tuple(message.moves.start_gather(shards, message.reduce_dtype)([None] * len(shards)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         message = ctx.message
         return None, *message.moves.start_reduce(grads, message.reduce_dtype)()

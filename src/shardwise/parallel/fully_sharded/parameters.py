@@ -12,6 +12,7 @@ from shardwise.tensor.dtensor import DTensor, plain, tag
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 _IGNORED = "_fully_shard_ignores"  # of a parameter
+_SUCCESSOR = "_fully_sharded"  # of a parameter: what took its place
 _STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are stored, by name
 
 
@@ -53,12 +54,12 @@ def note_successor(before: nn.Parameter, parameter: nn.Parameter | None, stored:
     """Remember what took the place of a parameter, to which others outside the unit may be tied."""
     for x in (before, parameter):
         if x is not None:
-            x._fully_sharded = parameter, stored  # type: ignore[attr-defined]
+            vars(x)[_SUCCESSOR] = parameter, stored
 
 
 def successor(parameter: nn.Parameter) -> tuple[nn.Parameter, Stored] | None:
     """What took the place of a parameter, or itself if it is fully sharded."""
-    found: tuple[nn.Parameter, Stored] | None = getattr(parameter, "_fully_sharded", None)
+    found: tuple[nn.Parameter, Stored] | None = vars(parameter).get(_SUCCESSOR)
     return found
 
 
@@ -96,8 +97,8 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, dim: int) -> Stored | None:
             raise PlanError(
                 "a parameter without dims cannot be sharded. Fix: make it 1-D, or list it in ignored_params."
             )
-        whole = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
-        return Stored(whole.with_axis(axis, Shard(dim)), axis, whole, None, mesh.size())
+        full = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
+        return Stored(full.with_axis(axis, Shard(dim)), axis, full, None, mesh.size())
     layout = parameter._layout
     axes = axes_along(layout.mesh, mesh)
     if axes is not None:
@@ -146,7 +147,7 @@ def on_mesh_of(parameter: nn.Parameter, stored: Stored, mesh: Mesh) -> nn.Parame
     local = plain(parameter.detach())
     collectives.expect_equal(local, mesh.sorted_ranks, f"fully_shard: {parameter._name or 'a parameter'}")
     moved = nn.Parameter(tag(local, stored.gathered), parameter.requires_grad)
-    moved._name = parameter._name  # type: ignore[attr-defined]
+    vars(moved)["_name"] = parameter._name
     return moved
 
 

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.layout import checked_init
 
+
+@checked_init
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """As torch's `MixedPrecisionPolicy`, which is taken as well.

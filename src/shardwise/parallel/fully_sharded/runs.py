@@ -1,7 +1,7 @@
 """The forward and the backward that run on this thread: which units follow, and what is freed at the end."""
 
 import threading
-from typing import Protocol, Self
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -9,8 +9,10 @@ import torch
 from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered
 
 
-class _Unit(Protocol):
-    order: "list[Self]"
+class Followed(Protocol):
+    """A unit, whose place in the order of a forward is known from the last one."""
+
+    order: "list[Followed]"
 
     def start_ahead(self, as_dtensors: bool) -> None: ...
 
@@ -24,12 +26,13 @@ class Forward:
         prefetch: how many units are all-gathered ahead.
     """
 
-    def __init__(self, root: _Unit, as_dtensors: bool, prefetch: int) -> None:
+    def __init__(self, root: Followed, as_dtensors: bool, prefetch: int) -> None:
         self.root, self.as_dtensors, self.prefetch = root, as_dtensors, prefetch
-        self.expected, self.units = root.order, []  # type: ignore[var-annotated]
+        self.expected = root.order
+        self.units: list[Followed] = []
         self.gathered: list[ref[Gathered]] = []
 
-    def add(self, unit: _Unit, gathered: Gathered) -> None:
+    def add(self, unit: Followed, gathered: Gathered) -> None:
         """`unit` uses its parameters now; those of the units that followed it last time are started."""
         gathered.before = self.gathered
         gathered.number = len(self.gathered)
@@ -40,8 +43,15 @@ class Forward:
             for following in self.expected[count : count + self.prefetch]:
                 following.start_ahead(self.as_dtensors)
 
+    def begin(self) -> "Forward":
+        """This is the forward that runs on this thread."""
+        running.forward = self
+        return self
+
     def end(self) -> None:
+        """It ran."""
         self.root.order = self.units
+        running.forward = None
 
 
 class _Running(threading.local):

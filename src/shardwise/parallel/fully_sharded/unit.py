@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,11 @@ from shardwise.layout import Mesh
 from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered, Message
 from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, check_all_stored, shown_as, stored_of
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
-from shardwise.parallel.fully_sharded.runs import Forward, end_after_backward, running
+from shardwise.parallel.fully_sharded.runs import Followed, Forward, end_after_backward, running
 from shardwise.redistribute.together import together
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.module_sharding import assign
 from shardwise.trace.capture_hooks import is_capturing
 
 UNIT = "_fully_sharded_unit"  # of a module
@@ -66,7 +67,7 @@ class Unit:
         self.reshard_after_forward = options.reshard_after_forward
         self.requires_gradient_sync = True
         self.unreduced: dict[int, Tensor] = {}
-        self.order: list[Unit] = []  # of the last forward with this unit as root
+        self.order: list[Followed] = []  # of the last forward with this unit as root
         self._slots: list[Slot] = []
         self._messages: dict[bool, list[Message]] = {}
         self._units_then = 0
@@ -78,8 +79,8 @@ class Unit:
         self._shown: list[Tensor] = []  # what modules have in the place of stored parameters
         Unit.made += 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
-        module = memo[id(self.module)]
+    def __deepcopy__(self, memo: dict[int, object]) -> "Unit":
+        module = cast(nn.Module, memo[id(self.module)])
         copy = memo[id(self)] = Unit(module, self.options)
         copy.reshard_after_forward = self.reshard_after_forward
         copy.requires_gradient_sync = self.requires_gradient_sync
@@ -112,7 +113,6 @@ class Unit:
             self._hide()
             if is_root:
                 run.end()
-                running.forward = None
             if gathered is not None and torch._C._current_graph_task_id() != NO_BACKWARD:
                 self._keep_in_backward(gathered)  # a checkpoint that has what it needs ends a forward by an exception
         if gathered is not None:
@@ -126,7 +126,8 @@ class Unit:
         if running.forward is None:
             as_dtensors = _has_axis(args, kwargs, self.options.mesh)
             self._prepare_below(as_dtensors)
-            running.forward = Forward(self, as_dtensors, self.options.prefetch)
+            Forward(self, as_dtensors, self.options.prefetch).begin()
+        assert running.forward is not None
         self._as_dtensors = running.forward.as_dtensors
         return running.forward
 
@@ -215,16 +216,14 @@ class Unit:
             shown = shown_as(out, slot.stored, gathered.as_dtensors)
             _mark_parameter(shown, slot.parameter)
             self._shown.append(shown)
-            for owner, name in slot.owners:
-                owner._parameters[name] = shown  # type: ignore[assignment]
+            assign(slot.owners, shown)
 
     def _hide(self) -> None:
         """Let modules have their stored parameters."""
         if self._shown:
             self._shown = []
             for slot in self._slots:
-                for owner, name in slot.owners:
-                    owner._parameters[name] = slot.parameter  # type: ignore[assignment]
+                assign(slot.owners, slot.parameter)
 
     def settle(self) -> None:
         """Let modules have their stored parameters also after a backward that failed."""
@@ -298,7 +297,7 @@ class Unit:
         policy = self.options.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
-        return pytree.tree_map(partial(_cast, policy.param_dtype), (args, kwargs))  # type: ignore[no-any-return]
+        return cast("tuple[Args, Kwargs]", pytree.tree_map(partial(_cast, policy.param_dtype), (args, kwargs)))
 
     def _cast_output(self, output: object) -> object:
         dtype = self.options.mp_policy.output_dtype
@@ -328,11 +327,11 @@ def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
 def _slots(module: nn.Module) -> Iterable[Slot]:
     found: dict[int, Slot] = {}
     for owner, name, stored in _owned(module):
-        p: Any = owner._parameters[name]
+        p = cast("Tensor | None", owner._parameters[name])
         if p is None:
             continue
-        if type(p) is not DTensor or p._layout != stored.at_rest:
-            held = p._layout if type(p) is DTensor else f"a plain tensor of shape {tuple(p.shape)}"
+        if not isinstance(p, DTensor) or p._layout != stored.at_rest:
+            held = p._layout if isinstance(p, DTensor) else f"a plain tensor of shape {tuple(p.shape)}"
             raise PlanError(
                 f"{name} of {type(owner).__name__} was replaced after fully_shard: expected a DTensor of "
                 f"{stored.at_rest}, got {held}. Fix: copy values into it, such as load_state_dict(assign=False)."
@@ -386,5 +385,5 @@ def _share_memory(tensors: Iterable[Tensor], full: Iterable[Tensor]) -> bool:
         return any(t.untyped_storage()._cdata in held for t in tensors if not t.is_sparse)
 
 
-def _cast(dtype: torch.dtype, x: Any) -> Any:
+def _cast(dtype: torch.dtype, x: object) -> object:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
