@@ -905,3 +905,84 @@ def test_a_sparse_gradient_is_refused() -> None:
             model(torch.tensor([1, 2])).sum().backward()
 
     world(2).run(run)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_fails_ends_all(where: str, prefetch: int) -> None:
+    def fail(*args: object) -> None:
+        if collectives.rank() == 1:
+            raise ValueError("rank 1 fails")
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model = as_units(two_layers(), mesh, prefetch=prefetch)
+        batch = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        model(batch).sum().backward()
+        if where == "forward":
+            model[1].register_forward_pre_hook(fail)
+        else:
+            model[1].register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+        model(batch).sum().backward()
+
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        world(2).run(run)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_is_recomputed_with_the_kind_of_batch_of_its_forward() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, checkpoint(lambda t: self.inner(t).tanh(), x, use_reentrant=True))
+
+    torch.manual_seed(0)
+    plain, x = Model(), torch.randn(4, 4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, want = copied(plain), copied(plain)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        own = x.chunk(2)[collectives.rank()].clone().requires_grad_()
+        loss = model(own).square().mean()
+        with torch.no_grad():
+            model(distribute_tensor(x, mesh, [Shard(0)]))
+        loss.backward()
+        want(x.clone().requires_grad_()).square().mean().backward()
+        assert_close(gathered(model.inner.weight.grad), want.inner.weight.grad)
+
+    world(2).run(run)
+
+
+def test_a_backward_inside_a_forward() -> None:
+    class Energy(nn.Module):
+        """Forces are the gradient of an energy."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            self.layers(x).sum().backward()
+            assert x.grad is not None
+            return cast(Tensor, self.layers(x) + x.grad.sum(1, keepdim=True))
+
+    torch.manual_seed(0)
+    plain, x = Energy(), torch.randn(4, 4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, want = copied(plain), copied(plain)
+        for layer in (model.layers[0], model.layers[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
+        want(x).square().sum().backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert_close(gathered(p.grad), q.grad)
+
+    world(2).run(run)
