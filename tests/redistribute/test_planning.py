@@ -85,18 +85,6 @@ def test_by_how_much_a_local_tensor_grows_is_known_without_asking_all_ranks(
     assert growth(src, dst) == expected
 
 
-@laws
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6))
-def test_shards_with_common_elements_are_counted(sizes: list[tuple[int, int]]) -> None:
-    ours, theirs = [a for a, _ in sizes], [b for _, b in sizes]
-    theirs.append(max(0, sum(ours) - sum(theirs)))
-    ours.append(sum(theirs) - sum(ours))
-    mesh, shape = Mesh((len(ours),)), (sum(ours),)
-    src, dst = Layout(mesh, [Shard(0, ours)], shape), Layout(mesh, [Shard(0, theirs)], shape)
-    pairs = [(t.sender, t.receiver) for rank in mesh.ranks for t in Exchange(src, dst).receives(rank)]
-    assert volume.overlaps(ours, theirs) == sum(a != b for a, b in pairs)
-
-
 def in_boxes(mesh: Mesh) -> Boxes:
     return Boxes([[((i, 0), (1, 4)), ((mesh.size() - 1 - i, 4), (1, 4))] for i in range(mesh.size())])
 

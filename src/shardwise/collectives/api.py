@@ -157,23 +157,15 @@ def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[i
     return _start_all_to_all(send, send_counts, recv_counts, ranks)()
 
 
-def start_all_to_all(
-    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
-) -> Finish:
-    """Start `all_to_all`; the returned function waits for it and returns the received elements.
-
-    Args:
-        sparse: most pairs of ranks send each other nothing; the same on all ranks.
-    """
+def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
+    """Start `all_to_all`; the returned function waits for it and returns the received elements."""
     if is_capturing() and len(ranks) > 1:
         received = all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
-    return _start_all_to_all(send, send_counts, recv_counts, ranks, sparse)
+    return _start_all_to_all(send, send_counts, recv_counts, ranks)
 
 
-def _start_all_to_all(
-    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
-) -> Finish:
+def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
     if len(ranks) == 1:
         return send.clone
     here = _transport_of(ranks)
@@ -183,7 +175,7 @@ def _start_all_to_all(
     if comm_trace.listening():
         own = send_counts[ranks.index(here.rank)]
         comm_trace.record_collective(ALL_TO_ALL, (sum(send_counts) - own) * send.element_size())
-    return here.start_all_to_all(send, send_counts, recv_counts, ranks, sparse)
+    return here.start_all_to_all(send, send_counts, recv_counts, ranks)
 
 
 def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:

@@ -229,16 +229,15 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         return {"call": asdict(call.described()), "where": where}
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
-        # NCCL would need all ranks of the world in its first call.
-        return self._start_all_to_all(send, send_counts, recv_counts, ranks, sparse and send.device.type == "cpu")
+        return self._start_all_to_all(send, send_counts, recv_counts, ranks)
 
     def _start_to_each(self, send: Tensor, recv_counts: Sequence[int], ranks: Ranks) -> Finish:
         """An all-to-all in which each rank is sent all of `send`; copied for each only if torch needs that."""
         counts = [send.numel()] * len(ranks)
         if self._group(ranks) is None:
-            return self._start_all_to_all(send, counts, recv_counts, ranks, True, to_each=True)
+            return self._start_all_to_all(send, counts, recv_counts, ranks, to_each=True)
         return self._start_all_to_all(send.repeat(len(ranks)), counts, recv_counts, ranks)
 
     def _start_all_to_all(
@@ -247,12 +246,10 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         ranks: Ranks,
-        pairwise: bool = False,
-        *,
         to_each: bool = False,
     ) -> Finish:
         self.attach()
-        here, group = self.rank, None if pairwise else self._group(ranks)
+        here, group = self.rank, self._group(ranks)
         own = ranks.index(here)
         number = self.calls.get(ranks, 0)
 

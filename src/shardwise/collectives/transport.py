@@ -60,11 +60,11 @@ class Transport(Protocol):
         ...
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
         """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; get those received, in rank order.
 
-        `send` must not change until the collective is finished. `sparse`: most pairs of ranks send each other nothing.
+        `send` must not change until the collective is finished.
         """
         ...
 
@@ -115,7 +115,7 @@ class SingleRankTransport:
         raise AssertionError("one rank has nobody to disagree with")
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
         raise AssertionError("a group of one rank exchanges nothing")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Box, Partial, split_by_boxes
-from shardwise.redistribute.native import as_result, is_sparse, native_program, total
+from shardwise.redistribute.native import as_result, native_program, total
 from shardwise.redistribute.steps import AllGather, Exchange
 from shardwise.redistribute.transfers import Region, Schedule, pack, schedule, unpack
 
@@ -27,7 +27,6 @@ class _Program:
     fill: str | None  # the reduction whose identity fills elements that no part has; None: parts have all
     in_order: bool  # the parts received, one after the other, are the local tensor
     partial_sums: bool  # each part received has the local shape, and they are added
-    sparse: bool  # most pairs of ranks send each other nothing
 
 
 def program_of(step: Exchange, rank: int) -> _Program:
@@ -54,7 +53,6 @@ def program_of(step: Exchange, rank: int) -> _Program:
         fill,
         _in_order([t.box for t in recvs], dst_boxes),
         len(recvs) > 1 and all((t.box,) == dst_boxes for t in recvs),
-        is_sparse(step, rank),
     )
 
 
@@ -94,7 +92,7 @@ def _start(step: Exchange, program: _Program, local: Tensor) -> Finish:
         counts, ranks = program.schedule.recv_counts, program.schedule.ranks
         wait = collectives.start_all_gather(local.reshape(-1), counts, ranks)
     else:
-        wait = collectives.start_all_to_all(*_message(local, step, program), program.sparse)
+        wait = collectives.start_all_to_all(*_message(local, step, program))
     return lambda: _assemble(wait(), step, program)
 
 

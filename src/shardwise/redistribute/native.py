@@ -18,7 +18,7 @@ from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.layout.division import Chunks, Division, given_sizes
 from shardwise.redistribute.neighbors import sizes_along
 from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter, group_axes
-from shardwise.redistribute.volume import overlaps, sizes_of_ranks
+from shardwise.redistribute.volume import sizes_of_ranks
 
 
 @dataclass(frozen=True)
@@ -125,22 +125,6 @@ def native_program(step: Exchange, rank: int) -> _OfShards | _Broadcast | None:
     if not isinstance(step, ReduceScatter):
         received = (prod(shape),) * count if of is None else of.numels(shape)
     return _OfShards(step.collective, ranks, to, sent, of, received, shape)
-
-
-def is_sparse(step: Exchange, rank: int) -> bool:
-    """Whether one axis shards a dim before and after, and fewer than half of the pairs of ranks send each other rows.
-
-    Then ranks send to each other directly: shards whose bounds are shifted take 0.6 to 1.05 of the time of an
-    all-to-all between 4 gloo ranks. To one rank, or from it, both take as long.
-    """
-    axes = group_axes(step.src, step.dst)
-    if len(axes) != 1:
-        return False
-    (axis,) = axes
-    before, after, count = step.src.placements[axis], step.dst.placements[axis], step.src.mesh.shape[axis]
-    if not isinstance(before, Shard) or not after.is_shard(before.dim):
-        return False
-    return 2 * overlaps(sizes_along(step.src, axis, rank), sizes_along(step.dst, axis, rank)) < count * (count - 1)
 
 
 _NO_DIM = -1

@@ -76,17 +76,6 @@ def sizes_of_ranks(layout: Layout, dim: int) -> tuple[tuple[int, ...], tuple[int
     return tuple(np.array(layout.mesh.ranks)[order].tolist()), tuple((last - first)[order].tolist())
 
 
-def overlaps(sizes: Sequence[int], others: Sequence[int]) -> int:
-    """How many pairs of shards of a dim, of two divisions of it, have common elements and different positions."""
-    ends, other_ends = np.cumsum(sizes), np.cumsum(others)
-    starts, other_starts = ends - sizes, other_ends - others
-    first, last = np.searchsorted(other_ends, starts, "right"), np.searchsorted(other_ends, ends, "left")
-    full = np.concatenate([[0], np.cumsum(other_ends > other_starts)])  # shards with elements before each
-    found = np.where(ends > starts, full[np.minimum(last + 1, len(others))] - full[first], 0)
-    same = np.minimum(ends, other_ends) > np.maximum(starts, other_starts)
-    return int(found.sum() - same.sum())
-
-
 def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...] | None:
     """The mesh axes along which an exchange may send something; None if it is sent between two meshes.
 

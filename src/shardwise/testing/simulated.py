@@ -96,7 +96,7 @@ class _Rank:
         """All ranks see it."""
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks, sparse: bool = False
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
     ) -> Finish:
         return self.finished(exchange_call(send, send_counts, recv_counts), send, ranks)
 
