@@ -235,7 +235,8 @@ class Unit:
         assert self._running is not None
         for slot, shown, full in zip(self._slots, self._shown, self._running.full, strict=True):
             with DisableTorchFunctionSubclass():
-                moved = torch._C.TensorBase.data_ptr(shown) != full.data_ptr()
+                same_dtype = shown.dtype == full.dtype  # else it was converted, for this forward
+                moved = same_dtype and torch._C.TensorBase.data_ptr(shown) != full.data_ptr()
             if moved or any(owner._parameters[name] is not cast(object, shown) for owner, name in slot.owners):
                 raise RuntimeError(
                     f"{slot.parameter._name} of {self.name} was replaced in forward, where it is an all-gathered copy "
