@@ -88,7 +88,26 @@ def sleep_for_ever() -> None:
     time.sleep(600)
 
 
-JOBS = {"wait_for_ever": wait_for_ever, "say_who": say_who, "sleep_for_ever": sleep_for_ever}
+class Slow:
+    def __del__(self) -> None:
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end:
+            pass
+
+
+def finalize_for_ever() -> None:
+    """Nearly always in a finalizer, where Python drops exceptions."""
+    say_who()
+    while True:
+        Slow()
+
+
+JOBS = {
+    "wait_for_ever": wait_for_ever,
+    "finalize_for_ever": finalize_for_ever,
+    "say_who": say_who,
+    "sleep_for_ever": sleep_for_ever,
+}
 
 if __name__ == "__main__":
     try:

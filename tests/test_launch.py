@@ -148,9 +148,9 @@ def test_a_function_that_only_the_launcher_has_is_named_with_the_fix(tmp_path: P
 
 
 @contextmanager
-def launcher_of_waiting_ranks(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+def launcher_of_waiting_ranks(tmp_path: Path, job: str = "wait_for_ever") -> Iterator["subprocess.Popen[str]"]:
     """A launcher of three ranks that never end, in a process group of its own."""
-    command = [sys.executable, "-m", "tests.launch_jobs", "wait_for_ever", "3"]
+    command = [sys.executable, "-m", "tests.launch_jobs", job, "3"]
     with session(command, ROOT, {**os.environ, "TMPDIR": str(tmp_path)}) as launcher:
         yield launcher
 
@@ -185,8 +185,9 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_ctrl_c_ends_all_ranks_before_launch_returns(tmp_path: Path) -> None:
-    with launcher_of_waiting_ranks(tmp_path) as launcher:
+@pytest.mark.parametrize("job", ["wait_for_ever", "finalize_for_ever"])
+def test_ctrl_c_ends_all_ranks_before_launch_returns(tmp_path: Path, job: str) -> None:
+    with launcher_of_waiting_ranks(tmp_path, job) as launcher:
         ranks = pids_of_ranks(launcher)
         press_ctrl_c(launcher)
         out, err = launcher.communicate(timeout=PATIENCE_SECONDS)

@@ -18,6 +18,7 @@ from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.process import current_process
+from threading import Timer
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
@@ -241,11 +242,21 @@ def _stoppable() -> Iterator[None]:
     def stop(*_: object) -> NoReturn:
         raise _Stop(128 + signal.SIGTERM)
 
+    report = sys.unraisablehook
+
+    def stop_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if isinstance(dropped.exc_value, _Stop):  # raised in a finalizer, whose exceptions Python drops
+            Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            report(dropped)
+
+    sys.unraisablehook = stop_again
     signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.unraisablehook = report
 
 
 def _run(job: bytes, rank: int, world: _World) -> bytes:

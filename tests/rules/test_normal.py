@@ -137,10 +137,10 @@ def test_sums_of_short_floats_are_taken_in_32_bits(op: Callable[..., Tensor], dt
     def body() -> Tensor:
         return as_dtensor(op(distribute_tensor(x, Mesh((3,)), [S1]), argument)).full_tensor()
 
-    want = op(x, argument)
+    want = op(x.double(), argument)
     for got in world(3).run(body):
         assert got.dtype == dtype
-        torch.testing.assert_close(got, want, rtol=1.6e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-3)
+        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("sharded", [S0, S1], ids=str)
