@@ -1,6 +1,6 @@
 """`fully_shard`, and what it adds to a module."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from typing import Self, TypeVar
 
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
-from shardwise.layout import Kind, Layout, Mesh, as_integer, checked, describe
+from shardwise.layout import Kind, Mesh, Shard, as_integer, checked, describe
 from shardwise.parallel.fully_sharded.gathered import check_steps
 from shardwise.parallel.fully_sharded.parameters import (
     ShardPlacementFn,
+    Stored,
     has_hooks,
     note_ignored,
     note_successor,
     on_mesh_of,
     storage_of,
     store,
-    stored_of,
     successor,
 )
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
@@ -91,9 +91,9 @@ def fully_shard(
     mesh = _checked_mesh(module, mesh)
     ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
     ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
+    _shard_parameters(module, mesh, shard_placement_fn, {id(p) for p in ignored_params}, src_data_rank)
     for parameter in ignored_params:
         note_ignored(parameter)
-    _shard_parameters(module, mesh, shard_placement_fn, {id(p) for p in ignored_params}, src_data_rank)
     options = Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead))
     _become_unit(module, options)
     return module
@@ -123,41 +123,48 @@ def _shard_parameters(
     named = module_sharding.named_parameters(module)
     module_sharding.agree_on_plan((), named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
     owners = module_sharding.owners_of(module, named)
+    found = {id(p): name for name, p in reversed(named.items()) if id(p) not in ignored}  # a tied one by its first name
+    replaced = {name: successor(named[name]) for name in found.values()}
+    stored = _stored({name: named[name] for name, before in replaced.items() if before is None}, mesh, placement)
+    for name, known in replaced.items():
+        if known is not None:  # by a unit inside this one, or beside it
+            module_sharding.assign(owners[name], known[0])
+            _store(owners[name], known[1])
+    for name, new in stored.items():
+        module_sharding.assign(owners[name], on_mesh_of(named[name], new, mesh))
+        _store(owners[name], new)
+    module_sharding.replace_parameters(module, {name: new.at_rest for name, new in stored.items()}, src_data_rank)
+    for name, new in stored.items():
+        owner, attribute = owners[name][0]
+        note_successor(named[name], owner._parameters[attribute], new)
+
+
+def _stored(named: Mapping[str, nn.Parameter], mesh: Mesh, placement: ShardPlacementFn | None) -> dict[str, Stored]:
+    """How to store the parameters that are not sharded on the mesh already; changes nothing.
+
+    Raises:
+        PlanError: every parameter that cannot be, in one message.
+    """
+    stored: dict[str, Stored] = {}
     problems: list[str] = []
-    layouts: dict[str, Layout] = {}
-    known = set(ignored)
     for name, parameter in named.items():
-        if id(parameter) in known:
-            continue
-        known.add(id(parameter))
-        twin = successor(parameter)
-        if twin is not None:
-            module_sharding.assign(owners[name], twin[0])
-            for owner, attribute in owners[name]:
-                store(owner, attribute, twin[1])
-            continue
-        found = None if placement is None else placement(parameter)
-        if type(parameter) is nn.Parameter and has_hooks(parameter):
+        if has_hooks(parameter):
             problems.append(f"{name}: its hooks would not run. Fix: register them afterwards, on the new parameter.")
         try:
-            stored = storage_of(parameter, mesh, 0 if found is None else found.dim)
+            wanted = None if placement is None else placement(parameter)
+            found = storage_of(parameter, mesh, wanted or Shard(0))
         except (PlanError, LayoutError, MeshError) as error:
             problems.append(f"{name}: {error}")
             continue
-        if stored is None:
-            continue
-        layouts[name] = stored.at_rest
-        moved = on_mesh_of(parameter, stored, mesh)
-        if moved is not parameter:
-            module_sharding.assign(owners[name], moved)
-        for owner, attribute in owners[name]:
-            store(owner, attribute, stored)
+        if found is not None:
+            stored[name] = found
     module_sharding.refuse(problems)
-    module_sharding.replace_parameters(module, layouts, src_data_rank)
-    for name, before in named.items():
-        if name in layouts:
-            owner, attribute = owners[name][0]
-            note_successor(before, owner._parameters[attribute], stored_of(owner)[attribute])
+    return stored
+
+
+def _store(owners: module_sharding.Owners, stored: Stored) -> None:
+    for owner, attribute in owners:
+        store(owner, attribute, stored)
 
 
 def _settle_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -223,7 +230,7 @@ class FullyShardedModule(nn.Module):
         unit.unshard(async_op)
 
     def reshard(self) -> None:
-        """Free what `unshard` all-gathered, or what a forward kept."""
+        """Free what `unshard` all-gathered."""
         (unit,) = self._units(recurse=False)
         unit.reshard()
 

@@ -166,9 +166,8 @@ class Gathered:
             )
 
     def _check_unchanged(self) -> None:
-        changed = [p for p, seen in zip(self.parameters, self._seen, strict=True) if _state(p) != seen]
-        if changed:
-            names = ", ".join(p._name or "a parameter" for p in changed)
+        if self._changed:
+            names = ", ".join(p._name or "a parameter" for p in self._changed)
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{names} of {self.unit.name} changed between forward and backward, which would all-gather other "
@@ -176,9 +175,14 @@ class Gathered:
             )
 
     @property
+    def _changed(self) -> list[DTensor]:
+        """The parameters that are no longer those that were all-gathered."""
+        return [p for p, seen in zip(self.parameters, self._seen, strict=True) if _state(p) != seen]
+
+    @property
     def is_current(self) -> bool:
         """Whether the parameters are those that were all-gathered."""
-        return all(_state(p) == seen for p, seen in zip(self.parameters, self._seen, strict=True))
+        return not self._changed
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
@@ -212,6 +216,8 @@ class Gathered:
     def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """With those that were not reduced before; none if these are not reduced either."""
         kept, found = self.unit.unreduced, list(gradients)
+        if self.unit.requires_gradient_sync and not kept:
+            return found
         dtypes = {i: message.reduce_dtype for message in self.messages for i in message.members}
         for i, parameter in enumerate(self.parameters):
             before, now = kept.pop(id(parameter), None), found[i]

@@ -46,8 +46,10 @@ def store(module: nn.Module, name: str, stored: Stored) -> None:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether hooks of a user are registered on a plain parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    """Whether hooks of a user are registered on a plain parameter; those of a DTensor may be the library's."""
+    return not isinstance(parameter, DTensor) and bool(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    )
 
 
 def note_successor(before: nn.Parameter, parameter: nn.Parameter | None, stored: Stored) -> None:
@@ -85,7 +87,7 @@ def note_ignored(parameter: nn.Parameter) -> None:
     setattr(parameter, _IGNORED, True)
 
 
-def storage_of(parameter: nn.Parameter, mesh: Mesh, dim: int) -> Stored | None:
+def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard) -> Stored | None:
     """How to store `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
 
     A DTensor keeps its placements on the other axes of its mesh. If its mesh has no such axis, the axes of `mesh` come
@@ -98,15 +100,15 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, dim: int) -> Stored | None:
                 "a parameter without dims cannot be sharded. Fix: make it 1-D, or list it in ignored_params."
             )
         full = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
-        return Stored(full.with_axis(axis, Shard(dim)), axis, full, None, mesh.size())
+        return Stored(full.with_axis(axis, placement), axis, full, None, mesh.size())
     layout = parameter._layout
     axes = axes_along(layout.mesh, mesh)
     if axes is not None:
         if layout.placements[axes[-1]] != REPLICATE:
             return None
-        return Stored(_sharded_last(layout, axes[-1], dim), axes[-1], layout, layout, 1)
+        return Stored(_sharded_last(layout, axes[-1], placement), axes[-1], layout, layout, 1)
     joint = _joint(mesh, layout)
-    return Stored(_sharded_last(joint, axis, dim), axis, joint, layout, mesh.size())
+    return Stored(_sharded_last(joint, axis, placement), axis, joint, layout, mesh.size())
 
 
 def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
@@ -117,9 +119,9 @@ def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
     return [ranks.index(group) for group in wanted] if set(wanted) <= set(ranks) else None
 
 
-def _sharded_last(layout: Layout, axis: int, dim: int) -> Layout:
+def _sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:
     placements = [*layout.placements]
-    placements[axis] = Shard(dim)
+    placements[axis] = placement
     order = [other for other in layout.shard_order if other != axis]
     return Layout(layout.mesh, placements, layout.shape, [*order, axis])
 

@@ -133,13 +133,12 @@ class Unit:
 
     def _prepare_below(self, as_dtensors: bool) -> None:
         """Name the units of this root, and check that it reduces all gradients, in one way."""
-        modules = dict(self.module.named_modules())
-        now = as_dtensors, Unit.made, [(id(module), len(module._parameters)) for module in modules.values()]
+        now = as_dtensors, Unit.made, [(id(module), len(module._parameters)) for module in self.module.modules()]
         if self._checked == now:
             return
         added: list[str] = []
         averaged: list[str] = []
-        for path, module in modules.items():
+        for path, module in self.module.named_modules():
             check_all_stored(path, module)
             unit = unit_of(module)
             if unit is None:

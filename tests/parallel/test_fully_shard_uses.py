@@ -1,0 +1,293 @@
+"""What users do with units: hooks, copies, failures, changes of parameters."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import DTensor, Mesh, Shard, collectives, distribute_tensor
+from shardwise.errors import MismatchError, PlanError, RuleError
+from shardwise.parallel import fully_shard
+from shardwise.testing import world
+from tests.parallel.one_process import full
+from tests.parallel.units import as_units, copied, gathered, two_layers
+
+
+class OneOfTwo(nn.Module):
+    """Ranks use different layers of equal sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.layers[collectives.rank()](x))
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_ranks_that_use_other_parameters_are_an_error(units: bool) -> None:
+    def run() -> None:
+        model: Any = OneOfTwo()
+        for layer in model.layers if units else ():
+            fully_shard(layer, mesh=Mesh((2,)))
+        fully_shard(model, mesh=Mesh((2,)))
+        with pytest.raises(MismatchError, match="for the same purpose"):
+            model(torch.ones(2, 4)).sum().backward()
+
+    world(2).run(run)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_fails_leaves_nothing_behind(error: type[BaseException]) -> None:
+    plain, x = two_layers(), torch.randn(4, 4)
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise error
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, batch = as_units(plain, mesh), distribute_tensor(x, mesh, [Shard(0)])
+        for prepend in (False, True):
+            handle = model[2].register_forward_pre_hook(fail, prepend=prepend)
+            with pytest.raises(error):
+                model(batch)
+            handle.remove()
+            assert all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in model.parameters())
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        want = copied(plain)
+        with torch.no_grad():
+            want[0].weight.mul_(0.5)
+        assert_close(full(model(batch)), want(x))
+
+    world(2).run(run)
+
+
+def test_a_backward_that_fails_leaves_the_stored_parameters() -> None:
+    plain, x = two_layers(), torch.randn(4, 4)
+
+    def fail(grad: Tensor) -> None:
+        raise MemoryError
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, batch = as_units(plain, mesh), distribute_tensor(x, mesh, [Shard(0)])
+        model(batch).sum().backward()
+        handle = model[1].register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+        with pytest.raises(MemoryError):
+            model(batch).sum().backward()
+        handle.remove()
+        assert all(isinstance(x, DTensor) for x in model.state_dict().values())
+        model.zero_grad()
+        model(batch).sum().backward()
+        want = copied(plain)
+        want(x).sum().backward()
+        for p, q in zip(copied(model).parameters(), want.parameters(), strict=True):
+            assert_close(full(p.detach()), q.detach())
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert_close(gathered(p.grad), q.grad)
+
+    world(2).run(run)
+
+
+def test_an_output_that_is_a_parameter_keeps_its_memory() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 4))
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            return self.weight[ids], self.weight.t()
+
+    torch.manual_seed(0)
+    plain, ids = Table(), torch.tensor([1, 4, 0, 1])
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model = copied(plain)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        rows, weight = model(distribute_tensor(ids, mesh, [Shard(0)]))
+        (rows @ weight).sum().backward()
+        assert_close(full(weight.detach()), plain.weight.detach().t())
+        want = copied(plain)
+        rows, weight = want(ids)
+        (rows @ weight).sum().backward()
+        assert_close(gathered(model.weight.grad), want.weight.grad)
+
+    world(2).run(run)
+
+
+def test_values_written_through_data_between_forwards() -> None:
+    plain, x = two_layers(), torch.randn(4, 4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, batch = copied(plain), distribute_tensor(x, mesh, [Shard(0)])
+        fully_shard(model, mesh=mesh)
+        model(batch)
+        model[0].weight.data.mul_(0.5)
+        want = copied(plain)
+        want[0].weight.data.mul_(0.5)
+        assert_close(full(model(batch)), want(x))
+
+    world(2).run(run)
+
+
+def test_parameters_that_are_added_or_replaced_are_refused() -> None:
+    def run() -> None:
+        mesh = Mesh((2,))
+        model = as_units(two_layers(), mesh)
+        model.append(nn.Linear(4, 4))
+        with pytest.raises(PlanError, match=r"3\.weight was added after fully_shard"):
+            model(torch.ones(2, 4))
+        fully_shard(model[3], mesh=mesh)
+        model(torch.ones(2, 4))
+        model[0].scale = nn.Parameter(torch.ones(4))
+        with pytest.raises(PlanError, match=r"0\.scale was added after fully_shard"):
+            model(torch.ones(2, 4))
+
+    world(2).run(run)
+
+
+def test_hooks_of_plain_parameters_are_refused_and_attributes_stay() -> None:
+    def run() -> None:
+        model: Any = two_layers()
+        model[0].weight.no_decay = True
+        handle = model[0].weight.register_hook(lambda grad: grad * 0)
+        with pytest.raises(PlanError, match=r"0\.weight: its hooks would not run"):
+            fully_shard(model, mesh=Mesh((2,)))
+        handle.remove()
+        fully_shard(model, mesh=Mesh((2,)))
+        assert model[0].weight.no_decay
+
+    world(2).run(run)
+
+
+def test_batch_norm_as_a_unit() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(8, 4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, want = as_units(plain, mesh), copied(plain)
+        model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
+        want(x).square().sum().backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert_close(gathered(p.grad), q.grad)
+
+    world(2).run(run)
+
+
+def test_a_gradient_penalty_beside_another_forward() -> None:
+    plain = two_layers()
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return cast(Tensor, gradient.square().sum() + model(y).square().sum())
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, want = as_units(plain, mesh), copied(plain)
+        loss_of(model, *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y))).backward()
+        loss_of(want, x, y).backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert_close(gathered(p.grad), q.grad)
+
+    world(2).run(run)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    def run() -> None:
+        mesh = Mesh((2,))
+        model = nn.Embedding(6, 4, sparse=True)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(RuleError, match="weight of Embedding has a sparse gradient"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+    world(2).run(run)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_fails_ends_all(where: str, prefetch: int) -> None:
+    def fail(*args: object) -> None:
+        if collectives.rank() == 1:
+            raise ValueError("rank 1 fails")
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model = as_units(two_layers(), mesh, prefetch=prefetch)
+        batch = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        model(batch).sum().backward()
+        if where == "forward":
+            model[1].register_forward_pre_hook(fail)
+        else:
+            model[1].register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+        model(batch).sum().backward()
+
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        world(2).run(run)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_is_recomputed_with_the_kind_of_batch_of_its_forward() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, checkpoint(lambda t: self.inner(t).tanh(), x, use_reentrant=True))
+
+    torch.manual_seed(0)
+    plain, x = Model(), torch.randn(4, 4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, want = copied(plain), copied(plain)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        own = x.chunk(2)[collectives.rank()].clone().requires_grad_()
+        loss = model(own).square().mean()
+        with torch.no_grad():
+            model(distribute_tensor(x, mesh, [Shard(0)]))
+        loss.backward()
+        want(x.clone().requires_grad_()).square().mean().backward()
+        assert_close(gathered(model.inner.weight.grad), want.inner.weight.grad)
+
+    world(2).run(run)
+
+
+def test_a_backward_inside_a_forward() -> None:
+    class Energy(nn.Module):
+        """Forces are the gradient of an energy."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            self.layers(x).sum().backward()
+            assert x.grad is not None
+            return cast(Tensor, self.layers(x) + x.grad.sum(1, keepdim=True))
+
+    torch.manual_seed(0)
+    plain, x = Energy(), torch.randn(4, 4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        model, want = copied(plain), copied(plain)
+        for layer in (model.layers[0], model.layers[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
+        want(x).square().sum().backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert_close(gathered(p.grad), q.grad)
+
+    world(2).run(run)
