@@ -53,6 +53,7 @@ class Row:
             to the size of the result's dim. A tuple for several results.
         alignment: shard offsets of the operands must be multiples of it; others are moved to the nearest multiple.
         copies: the local implementation communicates, so what torch returns as a view is a copy on every rank.
+        gathers: how many all-gathers of a few bytes the local implementation makes, for the choice of a row.
     """
 
     inputs: tuple[Placement, ...]
@@ -64,6 +65,7 @@ class Row:
     map_index: IndexMap | tuple[IndexMap, ...] | None = None
     alignment: int = 1
     copies: bool = False
+    gathers: int = 0
 
 
 @lru_cache

@@ -114,7 +114,7 @@ def layer_norm(
     rows = _batch_rows(len(others), list(range(first)))
     for d in (d for d in range(first, x.ndim) if x.shape[d] > 1):
         inputs = (Shard(d), *(Shard(d - first),) * len(others))
-        rows.append(Row(inputs, Shard(d), "ranks all-gather moments of their shards", local))
+        rows.append(Row(inputs, Shard(d), "ranks all-gather moments of their shards", local, gathers=1))
     return rows
 
 

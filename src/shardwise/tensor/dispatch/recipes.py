@@ -165,5 +165,5 @@ def _choice(
     settled = max(map(len, fitting), default=1) == 1
     sizes = () if settled else tuple([resolve.size_class(x.shape) for x in layouts])
     if sizes not in chosen:
-        chosen[sizes] = resolve.cheapest(rule, fitting, layouts)
+        chosen[sizes] = resolve.cheapest(rule, fitting, operands, slotted, named)
     return chosen[sizes]

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.volume import growth
 from shardwise.rules import Meta, OpRule, Row
@@ -68,7 +69,7 @@ def choose(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwa
     Raises:
         RuleError: operands on different meshes, or no row that fits.
     """
-    return cheapest(rule, candidates(name, rule, operands, args, kwargs), [o.layout for o in operands])
+    return cheapest(rule, candidates(name, rule, operands, args, kwargs), operands, args, kwargs)
 
 
 def candidates(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwargs: Kwargs) -> Candidates:
@@ -81,12 +82,28 @@ def candidates(name: str, rule: OpRule, operands: Sequence[Operand], args: Args,
     return tuple(_candidates(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim))
 
 
-def cheapest(rule: OpRule, fitting: Candidates, layouts: Sequence[Layout]) -> tuple[Row, ...]:
+def cheapest(
+    rule: OpRule, fitting: Candidates, operands: Sequence[Operand], args: Args, kwargs: Kwargs
+) -> tuple[Row, ...]:
     """For every mesh axis the row with the lowest cost; equal for all layouts of one kind and size class."""
+    layouts = [o.layout for o in operands]
     if any(len(rows) > 1 for rows in fitting):
         layouts = [_of_size_class(layout) for layout in layouts]
+
+    def made(row: Row, axis: int) -> Layout | None:
+        """The result of a row; sharded on other axes where only one row fits. None: unknown, or several."""
+        if rule.shape is None:
+            return None
+        metas = [Meta(x.shape, o.dtype, REPLICATE) for x, o in zip(layouts, operands, strict=True)]
+        shape = rule.shape(
+            *(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()}
+        )
+        settled = [rows[0].output if len(rows) == 1 else REPLICATE for rows in fitting]
+        placements = [p if isinstance(p, Shard) else REPLICATE for p in settled]
+        return Layout(layouts[0].mesh, [*placements[:axis], row.output, *placements[axis + 1 :]], shape)
+
     chosen = [
-        rows[0] if len(rows) == 1 else min(rows, key=lambda row: _cost(row, layouts, axis))
+        rows[0] if len(rows) == 1 else min(rows, key=lambda row: _cost(row, layouts, axis, made))
         for axis, rows in enumerate(fitting)
     ]
     local, replicated = _local_of(chosen, rule), _replicated(len(layouts), rule.replicated_impl)
@@ -244,15 +261,14 @@ def _keeps_some_sharding(row: Row, kinds: tuple[Placement, ...]) -> bool:
     )
 
 
-def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
+def _cost(row: Row, layouts: Sequence[Layout], axis: int, made: Callable[[Row, int], Layout | None]) -> float:
     """Bytes of communication, plus bytes by which local tensors grow: what is sharded should stay sharded.
 
-    A row that keeps a Partial operand Partial defers its all-reduce. If it redistributes other operands for that, such
-    as a sharded weight for a Partial input, the cost of the deferred all-reduce is included; also if it pads shards to
+    A row that communicates to make a Partial result includes the cost of its all-reduce; also if it pads shards to
     Partial, which sends nothing: in `x - x.mean()` the ranks would add numbers as large as x, and lose its digits.
     """
-    cost = deferred = 0.0
-    others = False
+    cost = 0.0
+    communicates = False
     for layout, placement in zip(layouts, row.inputs, strict=True):
         have, own = layout.placements[axis], 0.0
         if kind(have) != placement:
@@ -263,10 +279,17 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int) -> float:
             own = plan_redistribute(layout, target).cost
             cost += own + 4 * max(growth(layout, target), 0)
         if not isinstance(have, Partial):
-            others |= own > 0 or (isinstance(have, Shard) and isinstance(placement, Partial))
-        elif placement != REPLICATE:
-            deferred += plan_redistribute(layout, layout.with_axis(axis, REPLICATE)).cost
-    return cost + deferred if others and isinstance(row.output, Partial) else cost
+            communicates |= own > 0 or (isinstance(have, Shard) and isinstance(placement, Partial))
+    cost += row.gathers * _latency(layouts[0].mesh, axis)
+    if communicates and isinstance(row.output, Partial) and (out := made(row, axis)) is not None:
+        cost += plan_redistribute(out, out.with_axis(axis, REPLICATE)).cost
+    return cost
+
+
+def _latency(mesh: Mesh, axis: int) -> float:
+    """The cost of an all-gather of a few bytes along an axis."""
+    ranks = mesh.axis_ranks(mesh.ranks[0], axis)
+    return collectives.costs(mesh.device_type).of("all_gather", ranks, mesh.sorted_ranks, 0)
 
 
 # ---- results -------------------------------------------------------------------------------------------------
