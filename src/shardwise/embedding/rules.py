@@ -76,7 +76,7 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
 _plain, _with_options = map(specialized(_torch_lookup), (lookup.embedding, options.embedding))
 
 
-@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_with_options, mesh_operand=1)
+@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_with_options, kept_operand=1)
 def embedding(*args: object, **kwargs: object) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     named = arguments(F.embedding, args, kwargs)
@@ -106,7 +106,7 @@ def _bag_shape(
 
 
 @op_rule(
-    F.embedding_bag, shape=_bag_shape, shape_independent=True, replicated_impl=options.embedding_bag, mesh_operand=1
+    F.embedding_bag, shape=_bag_shape, shape_independent=True, replicated_impl=options.embedding_bag, kept_operand=1
 )
 def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
@@ -177,7 +177,7 @@ def _table_first_shape(weight: Meta, indices: Meta, *args: object, **kwargs: obj
     return _embedding_shape(indices, weight)
 
 
-@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, shape_independent=True, mesh_operand=0)
+@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, shape_independent=True, kept_operand=0)
 def embedding_of_table(weight: Meta, indices: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out[..., c] = weight[indices[...], c], with -1 for no padding."""
     _check_ids(indices, (), "embedding")

@@ -44,7 +44,8 @@ class OpRule:
         replicated_impl: the local implementation if all operands are Replicate on all axes; None is the op itself.
         empty_shards_impl: the local implementation in place of the op itself if a rank has an empty shard, for ops that
             save other tensors for backward if an operand is empty; None is the op itself.
-        mesh_operand: the operand to whose mesh the others are redistributed; None is the largest or the one written to.
+        kept_operand: the operand that keeps its layout if a row does, and its mesh, such as a table. None: the cheapest
+            row; the mesh of the largest operand, or of the one written to.
 
     What it returns:
         in_place: the op writes to its first operand, whose layout therefore must not change.
@@ -84,7 +85,7 @@ class OpRule:
     view: bool = False
     order_of_first: bool = False
     decomposition: Op | None = None
-    mesh_operand: int | None = None
+    kept_operand: int | None = None
     handler: Handler | None = None
     handler_without_row: Handler | None = None
     native: Op | None = None

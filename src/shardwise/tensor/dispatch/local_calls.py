@@ -14,6 +14,7 @@ from shardwise.rules import OpRule
 from shardwise.rules.local_context import specialization
 from shardwise.rules.row import Args, Kwargs, LocalFunction
 from shardwise.tensor.dispatch import resolve
+from shardwise.tensor.dispatch.gathered_parameters import warn_of_gathered
 from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
@@ -181,6 +182,7 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
 
     locals_ = [operand(a) for a in args]
     named = {k: operand(a) for k, a in kwargs.items()}
+    warn_of_gathered(recipe, operands)
     ctx = RankContext(op, recipe.layouts, _known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
     return recipe, ctx, locals_, named
 

@@ -23,8 +23,8 @@ def are_several(args: Args, kwargs: Kwargs) -> bool:
     return any(mesh != meshes[0] for mesh in meshes)
 
 
-def on_one_mesh(func: Op, args: Args, kwargs: Kwargs, mesh_operand: int | None) -> Call:
-    """The arguments with every DTensor redistributed to the mesh of operand `mesh_operand`; None is the largest.
+def on_one_mesh(func: Op, args: Args, kwargs: Kwargs, kept_operand: int | None) -> Call:
+    """The arguments with every DTensor redistributed to the mesh of operand `kept_operand`; None is the largest.
 
     All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
     operand, whichever costs least.
@@ -33,7 +33,7 @@ def on_one_mesh(func: Op, args: Args, kwargs: Kwargs, mesh_operand: int | None) 
         RuleError: in strict mode.
     """
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
-    lead = max(operands, key=lambda x: x.numel() * x.element_size()) if mesh_operand is None else operands[mesh_operand]
+    lead = max(operands, key=lambda x: x.numel() * x.element_size()) if kept_operand is None else operands[kept_operand]
     others = next(x._layout.mesh for x in operands if x._layout.mesh != lead._layout.mesh)
     if is_strict():
         raise RuleError(

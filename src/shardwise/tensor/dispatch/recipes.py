@@ -91,8 +91,7 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
 
     def described(describe: Callable[..., Any]) -> Any:
         metas = [Meta(o.layout.shape, o.dtype, REPLICATE, o.layout.strides) for o in operands]
-        filled = [resolve.with_metas(a, metas) for a in slotted]
-        return describe(*filled, **{k: resolve.with_metas(v, metas) for k, v in named.items()})
+        return resolve.called(describe, metas, slotted, named)
 
     def shape() -> Shapes:
         return resolve.shapes_of(func, results().out) if rule.shape is None else described(rule.shape)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -90,20 +90,19 @@ def cheapest(
     if any(len(rows) > 1 for rows in fitting):
         layouts = [_of_size_class(layout) for layout in layouts]
 
-    def made(row: Row, axis: int) -> Layout | None:
-        """The result of a row; sharded on other axes where only one row fits. None: unknown, or several."""
-        if rule.shape is None:
+    metas = [Meta(x.shape, o.dtype, REPLICATE) for x, o in zip(layouts, operands, strict=True)]
+    settled = [rows[0].output if len(rows) == 1 else REPLICATE for rows in fitting]
+    elsewhere = [p if isinstance(p, Shard) else REPLICATE for p in settled]
+
+    def result(axis: int, placement: Placement) -> Layout | None:
+        """The result with this placement on one axis; None: the shape is unknown, or there are several results."""
+        shape = None if rule.shape is None else called(rule.shape, metas, args, kwargs)
+        if not isinstance(shape, tuple):
             return None
-        metas = [Meta(x.shape, o.dtype, REPLICATE) for x, o in zip(layouts, operands, strict=True)]
-        shape = rule.shape(
-            *(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()}
-        )
-        settled = [rows[0].output if len(rows) == 1 else REPLICATE for rows in fitting]
-        placements = [p if isinstance(p, Shard) else REPLICATE for p in settled]
-        return Layout(layouts[0].mesh, [*placements[:axis], row.output, *placements[axis + 1 :]], shape)
+        return Layout(layouts[0].mesh, [*elsewhere[:axis], placement, *elsewhere[axis + 1 :]], shape)
 
     chosen = [
-        rows[0] if len(rows) == 1 else min(rows, key=lambda row: _cost(row, layouts, axis, made))
+        rows[0] if len(rows) == 1 else min(rows, key=lambda row: _cost(row, layouts, axis, partial(result, axis)))
         for axis, rows in enumerate(fitting)
     ]
     local, replicated = _local_of(chosen, rule), _replicated(len(layouts), rule.replicated_impl)
@@ -198,6 +197,11 @@ def with_metas(tree: object, metas: Sequence[Any]) -> Any:
     return tree
 
 
+def called(function: Callable[..., Any], metas: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+    """What `function` returns for a call with slots, which are replaced."""
+    return function(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+
+
 # ---- choosing a row -----------------------------------------------------------------------------------------
 
 
@@ -219,7 +223,7 @@ def _candidates(
     current = tuple(layout.placements[axis] for layout in layouts)
     metas = [Meta(o.layout.shape, o.dtype, p, o.layout.strides) for o, p in zip(operands, current, strict=True)]
     try:
-        rows = rule.rows(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+        rows = called(rule.rows, metas, args, kwargs)
     except RuleError:  # a rule that refuses, not one without rows
         raise
     except NotImplementedError as error:
@@ -228,6 +232,8 @@ def _candidates(
     every = (*rows, _replicated(len(current), rule.replicated_impl))
     rows = [row for row in every if _possible(row, kinds, rule.in_place)]
     found = [row for row in rows if row.inputs == kinds][:1] or [r for r in rows if _keeps_some_sharding(r, kinds)]
+    if rule.kept_operand is not None:
+        found = [row for row in found if row.inputs[rule.kept_operand] == kinds[rule.kept_operand]] or found
     if not found:
         raise NoRowError(
             f"{name} has no row for mesh axis {axis} with inputs ({', '.join(map(str, current))})"
@@ -261,7 +267,7 @@ def _keeps_some_sharding(row: Row, kinds: tuple[Placement, ...]) -> bool:
     )
 
 
-def _cost(row: Row, layouts: Sequence[Layout], axis: int, made: Callable[[Row, int], Layout | None]) -> float:
+def _cost(row: Row, layouts: Sequence[Layout], axis: int, result: Callable[[Placement], Layout | None]) -> float:
     """Bytes of communication, plus bytes by which local tensors grow: what is sharded should stay sharded.
 
     A row that communicates to make a Partial result includes the cost of its all-reduce; also if it pads shards to
@@ -281,7 +287,7 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int, made: Callable[[Row, i
         if not isinstance(have, Partial):
             communicates |= own > 0 or (isinstance(have, Shard) and isinstance(placement, Partial))
     cost += row.gathers * _latency(layouts[0].mesh, axis)
-    if communicates and isinstance(row.output, Partial) and (out := made(row, axis)) is not None:
+    if communicates and isinstance(row.output, Partial) and (out := result(row.output)) is not None:
         cost += plan_redistribute(out, out.with_axis(axis, REPLICATE)).cost
     return cost
 
@@ -321,7 +327,7 @@ def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands
     """
     metas, kwargs = [global_on_meta(o.layout, o.dtype) for o in operands], with_meta_device(kwargs)
     try:
-        out = op(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+        out = called(op, metas, args, kwargs)
     except NotImplementedError as error:
         raise NoRowError(f"The shape of the result of {op} is data-dependent.") from error
     memory = {x.untyped_storage()._cdata for x in metas}

@@ -113,7 +113,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     except resolve.NoRowError as error:
         return run_without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
-        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.mesh_operand))
+        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
     recipe = runnable.recipe
     mesh = recipe.layouts[0].mesh
     on_all_ranks = mesh.size() == owner.world_size

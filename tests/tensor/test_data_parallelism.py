@@ -1,0 +1,81 @@
+"""Where parameters are sharded as the batch is, ops all-gather the parameters; one warning says what it costs."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from shardwise import Mesh, Replicate, Shard, distribute_tensor, shard_module
+from shardwise.debug import explain
+from shardwise.models import ModelArgs, Transformer
+from shardwise.parallel import fully_shard
+from shardwise.testing import world
+from tests.parallel.units import gathered
+
+ARGS = ModelArgs(n_layers=2, vocab_size=210, max_seq_len=24, dim=96, n_heads=6, dropout_p=0.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_batch_stays_sharded_where_parameters_are_sharded_too(ranks: int) -> None:
+    torch.manual_seed(0)
+    plain, tokens = Transformer(ARGS), torch.randint(ARGS.vocab_size, (48, 24))
+    want = copy.deepcopy(plain)
+    want(tokens).square().mean().backward()
+
+    def run() -> None:
+        mesh = Mesh((ranks,))
+        model = copy.deepcopy(plain)
+        shard_module(model, {"**": Shard(0)}, mesh=mesh)
+        with explain() as sent:
+            model(distribute_tensor(tokens, mesh, [Shard(0)])).square().mean().backward()
+        names = dict(model.named_parameters())
+        moved = {e.cause.operand for e in sent.events if e.cause.kind == "operand" and e.total_bytes}
+        assert moved - set(names) <= {"operand 1"}  # the positions, which a sharded table gives as partial sums
+        for name, p in want.named_parameters():
+            assert p.grad is not None
+            assert_close(gathered(names[name].grad), p.grad)
+
+    world(ranks).run(run)
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"), [(400, "0.weight (384 bytes"), (2, "the batch (")], ids=["parameter", "batch"]
+)
+@pytest.mark.parametrize("placements", [[Shard(0), Replicate()], [Replicate(), Shard(0)]], ids=str)
+def test_one_warning_says_what_it_costs(placements: list[Shard | Replicate], rows: int, what: str) -> None:
+    axis = f"{what}, {placements}"
+
+    def run() -> list[str]:
+        mesh = Mesh((2, 2), names=(axis, "other") if placements[0] == Shard(0) else ("other", axis))
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+        shard_module(model, {"**": placements}, mesh=mesh)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(distribute_tensor(torch.ones(rows, 6), mesh, placements))
+        return [f"{w.filename} {w.message}" for w in found]
+
+    (first, *_) = (messages for messages in world(4).run(run) if messages)
+    (message,) = first
+    assert message.startswith(f"{__file__} linear: a parameter is sharded on mesh axis {axis!r}, as is the batch")
+    assert f"each call redistributes {what}" in message
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_of_units_nor_of_parameters_that_stay_sharded() -> None:
+    def run() -> None:
+        mesh = Mesh((2,), names=("quiet",))
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+        x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        fully_shard(copy.deepcopy(model), mesh=mesh)(x)
+        table = nn.Embedding(10, 4)
+        shard_module(table, {"weight": Shard(0)}, mesh=mesh)
+        table(distribute_tensor(torch.tensor([1, 9, 4]), mesh, [Shard(0)]))
+        shard_module(model, {"0.*": Shard(0), "1.weight": Shard(1)}, mesh=mesh)
+        F.relu(model(x.redistribute(mesh, [Replicate()])))
+
+    world(2).run(run)
