@@ -40,6 +40,19 @@ def test_ranks_that_use_other_parameters_are_an_error(units: bool) -> None:
     world(2).run(run)
 
 
+def test_ranks_that_call_other_units_or_copies_are_an_error() -> None:
+    def run() -> None:
+        mesh = Mesh((2,))
+        if collectives.rank() == 1:
+            copied(as_units(two_layers(), Mesh((1,), (1,))))  # ranks may make units and copies of their own
+        model = as_units(two_layers(), mesh)
+        for units in ((model[0], model[2]), (model, copied(model))):
+            with pytest.raises(MismatchError, match="for the same purpose"):
+                units[collectives.rank()](torch.ones(2, 4)).sum().backward()
+
+    world(2).run(run)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_forward_that_fails_leaves_nothing_behind(error: type[BaseException]) -> None:
     plain, x = two_layers(), torch.randn(4, 4)

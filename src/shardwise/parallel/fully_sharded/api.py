@@ -23,7 +23,7 @@ from shardwise.parallel.fully_sharded.parameters import (
     successor,
 )
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
-from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, unit_of
+from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
 from shardwise.tensor import module_sharding
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,7 +100,7 @@ def fully_shard(
 
 
 def _become_unit(module: nn.Module, options: Options) -> None:
-    vars(module)[UNIT] = Unit(module, options)
+    vars(module)[UNIT] = Unit(module, options, next_number(options.mesh))
     object.__setattr__(module, "__class__", _fully_sharded_class(type(module)))
     register: Callable[..., object] = module.register_state_dict_pre_hook
     register(_settle_first)

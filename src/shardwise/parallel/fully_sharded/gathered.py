@@ -59,6 +59,7 @@ class Message:
 class OfUnit(Protocol):
     """What is known of a unit here."""
 
+    number: str  # the same on all ranks
     name: str  # for communication traces and errors
     requires_gradient_sync: bool
     unreduced: dict[int, Tensor]  # full gradients of earlier backwards, by parameter
@@ -247,7 +248,7 @@ class Gathered:
         cause = Cause(
             "explicit",
             "fully_shard",
-            f"{self.unit.name}: {', '.join(message.names)}",  # ranks compare it
+            f"unit {self.unit.number}, {self.unit.name}: {', '.join(message.names)}",  # ranks compare it
             what,
             backward=backward,
         )

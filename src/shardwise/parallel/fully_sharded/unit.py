@@ -1,9 +1,11 @@
 """A unit: the parameters of a module that are all-gathered together, before its forward and before its backward."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import PlanError
-from shardwise.layout import Mesh
+from shardwise.layout import Mesh, Owner
 from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered, Message
 from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, check_all_stored, shown_as, stored_of
 from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
@@ -25,6 +27,14 @@ from shardwise.tensor.module_sharding import assign
 from shardwise.trace.capture_hooks import is_capturing
 
 UNIT = "_fully_sharded_unit"  # of a module
+_made: WeakKeyDictionary[Owner, Counter[Mesh]] = WeakKeyDictionary()
+
+
+def next_number(mesh: Mesh) -> str:
+    """The number of the next unit on this mesh. All ranks of it make the same units, but copies, in the same order."""
+    counts = _made.setdefault(collectives.owner(), Counter())
+    counts[mesh] += 1
+    return str(counts[mesh])
 
 
 @dataclass(eq=False)
@@ -57,12 +67,16 @@ class Options:
 
 
 class Unit:
-    """What `fully_shard` adds to a module: its forward and backward run with all-gathered parameters."""
+    """What `fully_shard` adds to a module: its forward and backward run with all-gathered parameters.
+
+    Args:
+        number: the same on all ranks of its mesh, and another than that of every other unit.
+    """
 
     made = 0  # units of this process, of all modules
 
-    def __init__(self, module: nn.Module, options: Options) -> None:
-        self.module, self.options = module, options
+    def __init__(self, module: nn.Module, options: Options, number: str) -> None:
+        self.module, self.options, self.number = module, options, number
         self.name = self._class_name = type(module).__name__
         self.reshard_after_forward = options.reshard_after_forward
         self.requires_gradient_sync = True
@@ -77,11 +91,13 @@ class Unit:
         self._running: Gathered | None = None  # of the forward that runs
         self._in_backward: Gathered | None = None
         self._shown: list[Tensor] = []  # what modules have in the place of stored parameters
+        self._copies = 0
         Unit.made += 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Unit":
         module = cast(nn.Module, memo[id(self.module)])
-        copy = memo[id(self)] = Unit(module, self.options)
+        self._copies += 1
+        copy = memo[id(self)] = Unit(module, self.options, f"{self.number}.{self._copies}")
         copy.reshard_after_forward = self.reshard_after_forward
         copy.requires_gradient_sync = self.requires_gradient_sync
         return copy
