@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import traceback
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,7 @@ from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.process import current_process
-from threading import Timer
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
@@ -239,24 +239,45 @@ def _reader_left() -> bool:
 def _stoppable() -> Iterator[None]:
     """Let SIGTERM raise inside; outside, in imports and exit handlers, it ends the process at once."""
 
-    def stop(*_: object) -> NoReturn:
-        raise _Stop(128 + signal.SIGTERM)
+    stops, report = _Stops(), sys.unraisablehook
 
-    report = sys.unraisablehook
-
-    def stop_again(dropped: "sys.UnraisableHookArgs") -> None:
+    def report_others(dropped: "sys.UnraisableHookArgs") -> None:
         if isinstance(dropped.exc_value, _Stop):  # raised in a finalizer, whose exceptions Python drops
-            Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            stops.raise_again()
         else:
             report(dropped)
 
-    sys.unraisablehook = stop_again
-    signal.signal(signal.SIGTERM, stop)
+    sys.unraisablehook = report_others
+    signal.signal(signal.SIGTERM, stops)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.unraisablehook = report
+
+
+class _Stops:
+    """A handler of SIGTERM that raises `_Stop`."""
+
+    def __init__(self) -> None:
+        self.is_dropped = self.sends = False
+
+    def __call__(self, *_: object) -> NoReturn:
+        self.is_dropped = False
+        raise _Stop(128 + signal.SIGTERM)
+
+    def raise_again(self) -> None:
+        """Raise soon after this call, and again until it is not dropped."""
+        if not self.sends:
+            self.sends = True
+            start_new_thread(self._send, ())
+        self.is_dropped = True
+
+    def _send(self) -> None:
+        while True:
+            sleep(0.02)
+            if self.is_dropped:
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(job: bytes, rank: int, world: _World) -> bytes:
