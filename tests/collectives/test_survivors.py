@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.collectives import processes
+from shardwise.collectives import started
 from shardwise.collectives.failures import reports
 from tests.collectives import jobs
 from tests.collectives.real_ranks import Outcome, outcomes, stderr_of
@@ -88,7 +88,7 @@ def test_a_collective_that_was_begun_raises_where_it_is_waited_for(tmp_path: Pat
 
 def test_what_is_promised_leaves_room_for_a_slow_store() -> None:
     assert reports.PATIENCE_SECONDS + reports.SPARE_SECONDS < PROMISED_SECONDS
-    assert processes.SLICE_SECONDS + reports.POLL_SECONDS < reports.PATIENCE_SECONDS
+    assert started.SLICE_SECONDS + reports.POLL_SECONDS < reports.PATIENCE_SECONDS
 
 
 def test_a_rank_in_an_endless_loop_is_named_with_the_line_where_it_is(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from multiprocessing.process import BaseProcess, current_process
 from threading import get_ident
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import fingerprints
@@ -32,7 +31,7 @@ from shardwise.collectives.cost_tables import (
     used_costs,
 )
 from shardwise.collectives.failures.reports import report_failure
-from shardwise.collectives.processes import TORCH_TRANSPORT
+from shardwise.collectives.processes import TORCH_TRANSPORT, current_world
 from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
 from shardwise.collectives.value_notes import Note
 from shardwise.errors import MeshError, ThreadError
@@ -55,9 +54,10 @@ def transport() -> Transport:
 
     The process group belongs to the process, so threads of autograd use it as well.
     """
-    if _thread.transport is not None:
-        return _thread.transport
-    return TORCH_TRANSPORT if dist.is_initialized() else _single_rank(current_process())
+    simulated = _thread.transport
+    if simulated is not None:
+        return simulated
+    return TORCH_TRANSPORT if current_world() is not None else _single_rank(current_process())
 
 
 @cache  # a process that multiprocessing starts is another one while it imports its modules
@@ -169,7 +169,7 @@ def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
     if len(ranks) == 1:
         return send.clone
     here = _transport_of(ranks)
-    if fingerprints.are_on(here):
+    if here.fingerprints is not None:
         fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
     _log_call(here, ranks, ALL_TO_ALL, send.dtype, (), send_counts, recv_counts)
     if comm_trace.listening():
@@ -288,7 +288,7 @@ def _start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Fini
 def _announced(kind: str, local: Tensor, shape: Sequence[int], ranks: Ranks) -> Transport:
     """The transport, after a collective other than an all-to-all was compared with other ranks and recorded."""
     here = _transport_of(ranks)
-    if fingerprints.are_on(here):
+    if here.fingerprints is not None:
         fingerprints.compare(here, call_of(kind, local, shape), ranks)
     _log_call(here, ranks, kind, local.dtype, tuple(shape))
     return here
@@ -445,7 +445,7 @@ def fingerprint() -> Iterator[None]:
             the call site of every rank.
     """
     here = transport()
-    before = fingerprints.are_on(here)
+    before = here.fingerprints is not None
     fingerprints.switch(here, True)
     try:
         yield

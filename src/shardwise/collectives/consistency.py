@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.collectives import fingerprints
 from shardwise.collectives.api import exchange_messages, transport
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.transport import gather_with
@@ -58,7 +57,7 @@ def agree_if_checked(what: str, value: Callable[[], object], ranks: Ranks, fix: 
     For comparisons that cost too much to make always, such as the `contents` of a plain tensor that should be
     the same on all ranks.
     """
-    if fingerprints.are_on(transport()):
+    if transport().fingerprints is not None:
         agree(what, value(), ranks, fix)
 
 

@@ -5,7 +5,6 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,20 +22,15 @@ from shardwise.errors import MismatchError
 from shardwise.trace import comm_trace
 from shardwise.trace.user_stack import call_sites, format_call_sites, frames_of
 
-_checked: WeakKeyDictionary[Transport, ExitStack] = WeakKeyDictionary()  # simulated ranks have one each
-
 
 def switch(here: Transport, on: bool) -> None:
     """Compare the calls of the rank of this transport before its collectives, or stop that."""
-    if on and here not in _checked:
-        _checked[here] = ExitStack()
-        _checked[here].enter_context(comm_trace.listening_with(comm_trace.Listener()))  # so that events have a cause
-    elif not on and here in _checked:
-        _checked.pop(here).close()
-
-
-def are_on(here: Transport) -> bool:
-    return bool(_checked) and here in _checked
+    if on and here.fingerprints is None:
+        here.fingerprints = ExitStack()
+        here.fingerprints.enter_context(comm_trace.listening_with(comm_trace.Listener()))  # so that events have a cause
+    elif not on and here.fingerprints is not None:
+        here.fingerprints.close()
+        here.fingerprints = None
 
 
 def compare(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:

@@ -3,13 +3,12 @@
 import atexit
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import TypeVar
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.call_log import CallLog, Difference
@@ -36,37 +36,42 @@ from shardwise.collectives.failures.hooks import ExitHooks, report_end
 from shardwise.collectives.failures.monitor import FailureMonitor, launcher_of_this_process
 from shardwise.collectives.failures.reports import (
     POLL_SECONDS,
-    WaitAbortedError,
     explain,
     explain_difference,
     explain_values,
-    is_invalid_call,
-    is_of_transport,
     join_threads,
     store_of_world,
 )
 from shardwise.collectives.failures.store import DifferentCalls, FailureReport
 from shardwise.collectives.open_works import OpenWorks
-from shardwise.collectives.pairwise import start_pairwise, wait_limit, wait_pairwise
+from shardwise.collectives.pairwise import start_pairwise
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords, add_peers
+from shardwise.collectives.started import StartedCollective, unequal
 from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Finish, draw_from_torch, exchange_of, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
-from shardwise.errors import MismatchError
 from shardwise.layout import Mesh, Owner
 from shardwise.trace.user_stack import format_call_sites
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
-T = TypeVar("T")
+_ASYNC_EXCHANGE = dist.AllToAllOptions()
+_ASYNC_EXCHANGE.asyncOp = True
 
-SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
 ABSURD_BYTES = 1 << 44
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
-SHORT_SLICE_SECONDS = 0.1  # the same, when one has
+
+
+def current_world() -> dist.ProcessGroup | None:
+    """The default process group, if there is one. `dist.group.WORLD` takes longer, and this is read for every call."""
+    return distributed_c10d._world.default_pg
+
+
+def _no_world() -> None:
+    """What a reference to a world that has ended returns."""
 
 
 class TorchTransport:  # a Transport by structure: `rank` and `world_size` are properties
@@ -77,6 +82,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.logs: dict[Ranks, CallLog] = {}
         self.notes = ValueNotes()
         self.threads = ThreadGuard()
+        self.fingerprints: ExitStack | None = None
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
@@ -85,22 +91,19 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._records: SharedRecords | None = None
         self.open_works = OpenWorks()
         self._hooks: ExitHooks | None = None
-        self._world: ReferenceType[dist.ProcessGroup] | None = None
+        self._world: Callable[[], dist.ProcessGroup | None] = _no_world
         self._rank = -1
         self._owner = Owner(-1, 0)
         self._everyone: Ranks = ()
-        self._timeouts: dict[tuple[Ranks, str], float | None] = {}
+        self._timeouts: dict[Ranks, float | None] = {}
 
     @property
     def rank(self) -> int:
-        if self._world is None or self._world() is not dist.group.WORLD:
-            return dist.get_rank()
-        return self._rank  # cheaper than torch.distributed
+        return self._rank if self.is_attached else dist.get_rank()
 
     @property
     def owner(self) -> Owner:
-        if self._world is None or self._world() is not dist.group.WORLD:
-            self.attach()
+        self.attach()
         return self._owner
 
     @property
@@ -111,12 +114,12 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     @property
     def is_attached(self) -> bool:
         """Whether this process has used its world here."""
-        return self._world is not None and self._world() is dist.group.WORLD
+        return self._world() is current_world() is not None
 
     def attach(self) -> None:
         """Register this rank in the world, which others may have made, and monitor failures; cheap if that is done."""
-        world = dist.group.WORLD
-        if self._world is not None and self._world() is world:
+        world = current_world()
+        if self._world() is world:
             return
         assert world is not None
         self.detach()
@@ -153,8 +156,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._hooks is not None:
             self._hooks.uninstall()
         self._hooks = None
-        self._world = None
-        self._owner.calls.clear()  # tensors of this world are refused from now on
+        self._world = _no_world
+        self._owner.forget()  # tensors of this world are refused from now on
         self.threads = ThreadGuard()
         if self._records is not None:
             self._records.close()
@@ -165,7 +168,6 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.notes = ValueNotes(self.notes.on, self.notes.numbers)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
-        self.attach()
         if self._records is None:
             return
         self._records.write(log, record)
@@ -205,7 +207,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         """
         if (store := store_of_world()) is None:
             return
-        began, timeout = monotonic(), self._timeout(log.ranks, "cpu")
+        began, timeout = monotonic(), self._timeout(log.ranks)
         # After one call all ranks of a group have joined the world, or soon will.
         until = began + (0 if log.latest == 1 else timeout or JOIN_SECONDS)
         while add_peers(store, log.ranks, records) and not self.monitor.failed:
@@ -248,80 +250,62 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         ranks: Ranks,
         to_each: bool = False,
     ) -> Finish:
-        self.attach()
-        here, group = self.rank, self._group(ranks)
+        here, group, number = self._rank, self._group(ranks), self.calls.get(ranks, 0)
         own = ranks.index(here)
-        number = self.calls.get(ranks, 0)
 
         def pending() -> PendingCollective:
             return PendingCollective(exchange_call(send, send_counts, recv_counts), number, ranks)
 
         if send_counts[own] != recv_counts[own]:
-            raise MismatchError(_unequal(here, here, send_counts[own], recv_counts[own], pending()))
+            raise unequal(here, here, send_counts[own], recv_counts[own], pending())
         out = send.new_empty(sum(recv_counts))
         wire_out, wire_send = as_supported(out), as_supported(send.contiguous())
-        check = RecvCheck(out, recv_counts, own)
 
         def start() -> Sequence[dist.Work]:
             if group is None:
                 parts = [wire_send] * len(ranks) if to_each else wire_send.split(list(send_counts))
                 return start_pairwise(wire_out, parts, recv_counts, ranks, here, number)
-            counts = list(recv_counts), list(send_counts)
-            return [dist.all_to_all_single(wire_out, wire_send, *counts, group=group, async_op=True)]
+            return [group.all_to_all_single(wire_out, wire_send, list(recv_counts), list(send_counts), _ASYNC_EXCHANGE)]
 
-        wait = self._started(start, pending, self._timeout(ranks, send.device.type))
-
-        def finish() -> Tensor:
-            wait()
-            self._check_received(check, recv_counts, ranks, pending)
-            return out
-
-        return finish
+        check = RecvCheck(out, recv_counts, own)
+        return self._started(start, pending, ranks, out, check, recv_counts)
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-        self.attach()
         group = self._group(ranks)
         if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
             out, number = local.clone(memory_format=torch.contiguous_format), self.calls.get(ranks, 0)
-            wait = self._started(
+            return self._started(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
                 partial(self._pending, f"all_reduce {reduce_op}", local, local.shape, number, ranks),
-                self._timeout(ranks, local.device.type),
+                ranks,
+                out,
             )
-            return lambda: (wait(), out)[1]
         count = len(ranks)
         flat = local.reshape(-1)
         receive = self._start_to_each(flat, [flat.numel()] * count, ranks)
         return lambda: reduce_stack(receive().view(count, *local.shape), reduce_op)
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        self.attach()
-        group, own, number = self._group(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
+        group, own, number = self._group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
         if group is None:
             return self._start_to_each(local, counts, ranks)
         width = max(counts)
         padded = local.contiguous() if local.numel() == width else F.pad(local, (0, width - local.numel()))
         out = local.new_empty(width * len(ranks))
-        check = RecvCheck(out, [width] * len(ranks), own)
-        pending = partial(self._pending, ALL_GATHER, local, counts, number, ranks)
         wait = self._started(
             lambda: [dist.all_gather_single(as_supported(out), as_supported(padded), group, async_op=True)],
-            pending,
-            self._timeout(ranks, local.device.type),
+            partial(self._pending, ALL_GATHER, local, counts, number, ranks),
+            ranks,
+            out,
+            RecvCheck(out, [width] * len(ranks), own),
+            [width] * len(ranks),
         )
-
-        def finish() -> Tensor:
-            wait()
-            self._check_received(check, [width] * len(ranks), ranks, pending)
-            if min(counts) == width:
-                return out
-            return torch.cat([part[:count] for part, count in zip(out.split(width), counts, strict=True)])
-
-        return finish
+        if min(counts) == width:
+            return wait
+        return lambda: torch.cat([part[:n] for part, n in zip(wait().split(width), counts, strict=True)])
 
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        self.attach()
-        group, own, number = self._group(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
+        group, own, number = self._group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
         local = local.resolve_conj()
         if group is None or local.dtype in _NOT_REDUCED_BY_GLOO:
             receive = self.start_all_to_all(local, counts, [counts[own]] * len(ranks), ranks)
@@ -335,48 +319,49 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         wait = self._started(
             lambda: [dist.reduce_scatter_single(_as_real(out), _as_real(padded), group=group, async_op=True)],
             partial(self._pending, REDUCE_SCATTER, local, counts, number, ranks),
-            self._timeout(ranks, local.device.type),
+            ranks,
+            out,
         )
-        return lambda: (wait(), out if counts[own] == width else out[: counts[own]].clone())[1]
+        if counts[own] == width:
+            return wait
+        return lambda: torch.narrow_copy(wait(), 0, 0, counts[own])
 
     def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-        self.attach()
-        group, number, is_root = self._group(ranks), self.calls.get(ranks, 0), self.rank == root
+        group, number, is_root = self._group(ranks), self.calls.get(ranks, 0), self._rank == root
         sent = [count * (rank == root) for rank in ranks]
         if group is None:
             return self._start_to_each(local if is_root else local.new_empty(0), sent, ranks)
         out = local.clone() if is_root else local.new_empty(count)
-        check = RecvCheck(out, sent, ranks.index(self.rank))
-        pending = partial(self._pending, f"broadcast from {root}", local, (count,), number, ranks)
-        wait = self._started(
+        return self._started(
             lambda: [dist.broadcast(as_supported(out), root, group, async_op=True)],
-            pending,
-            self._timeout(ranks, local.device.type),
+            partial(self._pending, f"broadcast from {root}", local, (count,), number, ranks),
+            ranks,
+            out,
+            RecvCheck(out, sent, ranks.index(self._rank)),
+            sent,
         )
-
-        def finish() -> Tensor:
-            wait()
-            self._check_received(check, sent, ranks, pending)
-            return out
-
-        return finish
 
     def _pending(self, kind: str, local: Tensor, shape: Sequence[int], number: int, ranks: Ranks) -> PendingCollective:
         return PendingCollective(call_of(kind, local, shape), number, ranks)
 
-    def _check_received(
-        self, check: RecvCheck, counts: Sequence[int], ranks: Ranks, pending: Callable[[], PendingCollective]
-    ) -> None:
-        """Raise if a rank sent fewer elements than this one expects."""
-        short = check.short_position()
-        if short is not None:
-            raise MismatchError(_unequal(ranks[short], self.rank, "fewer", counts[short], pending()))
+    def _started(
+        self,
+        start: Callable[[], Sequence[dist.Work]],
+        pending: Callable[[], PendingCollective],
+        ranks: Ranks,
+        out: Tensor,
+        check: RecvCheck | None = None,
+        counts: Sequence[int] = (),
+    ) -> StartedCollective:
+        timeout = self._timeout(ranks) if out.is_cpu else None
+        here = self.monitor, self.open_works, self._rank
+        return StartedCollective(*here, start, pending, timeout, ranks, out, check, counts)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
 
     def _group(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        return dist.group.WORLD if ranks == self._everyone else self.groups.get(ranks)
+        return self._world() if ranks == self._everyone else self.groups.get(ranks)
 
     def message_device(self, ranks: Ranks) -> torch.device:
         self.attach()
@@ -385,68 +370,15 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         types = [device.type for device in group._device_types]
         return torch.device("cpu" if not types or "cpu" in types else types[0])
 
-    def _timeout(self, ranks: Ranks, device: str) -> float | None:
-        """How many seconds a collective waits; None where that is unknown, or the wait is not in this thread.
+    def _timeout(self, ranks: Ranks) -> float | None:
+        """How many seconds a collective of CPU tensors waits; None where that is unknown.
 
         NCCL would wait in this thread for every collective that has a timeout; its own watchdog has one.
         """
-        if (ranks, device) not in self._timeouts:
-            found = timeout_of(self._group(ranks), device) if device == "cpu" else None
-            self._timeouts[ranks, device] = None if found is None else found.total_seconds()
-        return self._timeouts[ranks, device]
-
-    def _started(
-        self,
-        start: Callable[[], Sequence[dist.Work]],
-        pending: Callable[[], PendingCollective],
-        timeout_seconds: float | None,
-    ) -> Callable[[], None]:
-        """Start a collective; the returned function waits for it. Errors of both name the rank that caused them."""
-        works = self._explained(pending, start)
-        key = self.open_works.add(works)
-
-        def wait() -> None:
-            if timeout_seconds is None:
-                for work in works:
-                    work.wait()
-            elif len(works) == 1:
-                self._wait(works[0], monotonic() + timeout_seconds)
-            else:
-                wait_pairwise(works, monotonic() + timeout_seconds)
-            self.open_works.remove(key)
-
-        return lambda: self._explained(pending, wait, started=bool(works))
-
-    def _explained(self, pending: Callable[[], PendingCollective], act: Callable[[], T], started: bool = False) -> T:
-        began = monotonic()
-        self.monitor.pending = pending
-        try:
-            return act()
-        except RuntimeError as error:
-            if is_invalid_call(error) or not (started or is_of_transport(error)):
-                raise
-            raise explain(error, pending(), monotonic() - began, self.monitor) from None
-        finally:
-            self.monitor.pending = None
-
-    def _wait(self, work: dist.Work, deadline: float) -> None:
-        """Wait in slices, to notice failures that break no connection, and to end in time.
-
-        Gloo alone waits for one peer after the other, each for the full timeout.
-        """
-        while True:
-            seconds = SHORT_SLICE_SECONDS if self.monitor.failed else SLICE_SECONDS
-            try:
-                work.wait(wait_limit(min(seconds, deadline - monotonic())))
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    work.wait()  # raises why it failed, or it was done just after the slice
-                    return
-                if monotonic() >= deadline:
-                    raise
-                if self.monitor.root is not None:
-                    raise WaitAbortedError from error
+        if ranks not in self._timeouts:
+            found = timeout_of(self._group(ranks), "cpu")
+            self._timeouts[ranks] = None if found is None else found.total_seconds()
+        return self._timeouts[ranks]
 
 
 def _absurd_length(log: CallLog) -> Difference | None:
@@ -458,14 +390,6 @@ def _absurd_length(log: CallLog) -> Difference | None:
                 log.latest, peer, f"no rank can receive {count} elements of {call.dtype} from rank {peer}"
             )
     return None
-
-
-def _unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> str:
-    return (
-        f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
-        f"  Rank {target} was in {pending}\n"
-        "  Fix: correct one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
-    )
 
 
 def _as_real(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ _WAITING_MODULES = tuple(
     str(module.__file__).removesuffix("__init__.py")
     for module in (threading, queue, selectors, subprocess, concurrent.futures, multiprocessing, torch.autograd.graph)
 )
-_COMMUNICATING = tuple(str(Path(__file__).with_name(name)) for name in ("api.py", "processes.py"))
+_COMMUNICATING = tuple(str(Path(__file__).with_name(name)) for name in ("api.py", "processes.py", "started.py"))
 
 
 class Communicating(Protocol):

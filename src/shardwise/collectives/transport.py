@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ class Transport(Protocol):
         logs: what was called in the last of them, by group.
         notes: of values that other ranks should have too.
         threads: which thread of the rank made the last one.
+        fingerprints: to close when the calls are compared in full no longer; None while they are not.
         owner: the identity of this rank in this world, for the layouts of its tensors.
 
     Raises:
@@ -37,6 +39,7 @@ class Transport(Protocol):
     logs: dict[Ranks, CallLog]
     notes: ValueNotes
     threads: ThreadGuard
+    fingerprints: ExitStack | None
 
     @property
     def owner(self) -> Owner: ...
@@ -101,6 +104,7 @@ class SingleRankTransport:
         self.logs: dict[Ranks, CallLog] = {}
         self.notes = ValueNotes(on=world_size == 1)
         self.threads = ThreadGuard()
+        self.fingerprints: ExitStack | None = None
         self.owner = Owner(rank, world_size)
         if world_size > 1:
             self.threads.ident, self.threads.failed = -1, CANNOT_COMMUNICATE

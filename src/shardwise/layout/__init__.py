@@ -17,11 +17,11 @@ from shardwise.layout.arguments import (
     shown,
 )
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
-from shardwise.layout.by_axis import Placements, as_placement, as_placements, axis_names, placements_text
+from shardwise.layout.by_axis import PLACEMENTS, Placements, as_placement, as_placements, axis_names, placements_text
 from shardwise.layout.dim_shards import DimShards, ShardSizes, rows_of
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
-from shardwise.layout.owner import LayoutKey, Owner, forget_calls
+from shardwise.layout.owner import LayoutKey, Owner, forget_calls, remember
 from shardwise.layout.parse import (
     ITEMSIZES,
     parse_integers,
@@ -51,6 +51,7 @@ __all__ = [
     "ITEMSIZES",
     "NAMED",
     "PARTIAL",
+    "PLACEMENTS",
     "REDUCE_OPS",
     "REPLICATE",
     "SEQUENCE",
@@ -98,6 +99,7 @@ __all__ = [
     "placement_of",
     "placements_text",
     "read_toml",
+    "remember",
     "ring_elements",
     "rows_of",
     "shown",

@@ -41,12 +41,12 @@ def as_placements(mesh: Mesh, placements: Placements | None) -> tuple[Placement,
         raise LayoutError(
             f"One placement per mesh axis: {mesh} has {mesh.ndim}, got {len(per_axis)}: {shown(list(per_axis))}."
         )
-    if _PLACEMENTS.issuperset(map(type, per_axis)):
+    if PLACEMENTS.issuperset(map(type, per_axis)):
         return per_axis
     return tuple([as_placement(p, f"Axis {axis}") for axis, p in enumerate(per_axis)])
 
 
-_PLACEMENTS = frozenset((Replicate, Shard, Partial, OnRanks, Boxes))
+PLACEMENTS = frozenset((Replicate, Shard, Partial, OnRanks, Boxes))
 
 
 def _of_one(placements: Any) -> tuple[Placement, ...]:

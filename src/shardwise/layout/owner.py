@@ -32,6 +32,7 @@ class Owner:
     Attributes:
         world: the same object for all ranks of it that are in this process.
         calls: how this rank runs calls that it has made before, by `call_key`.
+        redistributions: how it redistributes, and the layouts that it redistributed to, by what it was given.
     """
 
     def __init__(self, rank: int, world_size: int, world: object = None) -> None:
@@ -40,6 +41,7 @@ class Owner:
         self.rank = rank
         self.world_size = world_size
         self.calls: dict[object, Any] = {}
+        self.redistributions: dict[object, Any] = {}
         self._layouts: WeakValueDictionary[object, Any] = WeakValueDictionary()
 
     def described(self, other: "Owner") -> str:
@@ -48,6 +50,11 @@ class Owner:
             return f"rank {self.rank} of this world"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return f"rank {self.rank} of another world, of {ranks}"
+
+    def forget(self) -> None:
+        """Forget how it runs calls, and with that its layouts."""
+        self.calls.clear()
+        self.redistributions.clear()
 
     def layout(self, layout: L) -> L:
         """The layout that is equal to `layout` and has this owner."""
@@ -65,10 +72,20 @@ class Owner:
         return found
 
 
+CACHE_LIMIT = 1 << 16
+
+
+def remember(cache: dict[Any, Any], key: object, value: object, limit: int = CACHE_LIMIT) -> None:
+    """Add to a cache, which begins again when it is full."""
+    if len(cache) >= limit:
+        cache.clear()
+    cache[key] = value
+
+
 _owners: WeakSet[Owner] = WeakSet()
 
 
 def forget_calls() -> None:
     """Let all owners forget how they run calls."""
     for owner in _owners:
-        owner.calls.clear()
+        owner.forget()

@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ class _Rank:
         self.turn = threading.Lock()
         self.turn.acquire()
         self.threads = ThreadGuard()
+        self.fingerprints: ExitStack | None = None
         self.calls: dict[Ranks, int] = {}  # collectives so far, by group
         self.logs: dict[Ranks, CallLog] = {}  # what was called in the last of them
         self.notes = ValueNotes()
@@ -225,7 +227,7 @@ class _Simulation:
             rank.error = error
         rank.ended = True
         rank.notes.stop()
-        rank.owner.calls.clear()  # whose layouts refer to the owner
+        rank.owner.forget()  # whose layouts refer to the owner
         if rank.error is not None:
             self.release_peers(rank)
         if not self.stopped:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise.layout import REPLICATE, Layout, dims_by_stride, strides_in_order
+from shardwise.layout import REPLICATE, Layout, dims_by_stride, remember, strides_in_order
 from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.registry import Shapes, no_rows
 from shardwise.rules.row import Args, Kwargs, Op, arguments
@@ -19,8 +19,6 @@ from shardwise.tensor.dispatch.keys import NO_KEY, call_key
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace.capture_hooks import tracing_paused
-
-CACHE_LIMIT = 1 << 16
 
 
 class RunnableRecipe(NamedTuple):
@@ -57,12 +55,6 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
         if NO_KEY not in key:
             remember(_recipe_cache, key, runnable)
     return runnable
-
-
-def remember(cache: dict[Any, Any], key: object, value: object) -> None:
-    if len(cache) >= CACHE_LIMIT:
-        cache.clear()
-    cache[key] = value
 
 
 def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:

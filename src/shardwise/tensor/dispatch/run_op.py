@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Owner, forget_calls
+from shardwise.layout import Layout, Owner, forget_calls, remember
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, outside, recipes, resolve
@@ -95,7 +95,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     value = _checked_key(key, func, args, kwargs)
     _warm.calls, known_calls = owner.calls, _known_calls.setdefault(owner.world_size, {})
     if (known := known_calls.get(value)) is not None:
-        recipes.remember(_warm.calls, key, (known[0], _owned(known[1], owner), _layouts(args, kwargs)))
+        remember(_warm.calls, key, (known[0], _owned(known[1], owner), _layouts(args, kwargs)))
         return run(func, rule, args, kwargs)
     if "out" in kwargs:
         if kwargs["out"] is not None:
@@ -130,7 +130,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         out = call_under_hooks(call, args, kwargs, recipe.output is None)
         # Simulated ranks share the cache, so a call that some of them do not make is not cached.
         if on_all_ranks and NO_KEY not in key and not recipe.redistributed and not recipe.rows:
-            recipes.remember(known_calls, value, (call, recipe.output))
+            remember(known_calls, value, (call, recipe.output))
         invalidate(copies)
         if recipe.rows:
             return out

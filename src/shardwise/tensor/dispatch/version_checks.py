@@ -20,12 +20,12 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
+from shardwise.layout import remember
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.keys import NO_KEY
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.recipes import remember
 from shardwise.tensor.dispatch.resolve import Recipe, with_meta_device
 from shardwise.tensor.dtensor import DTensor
 

@@ -1,0 +1,115 @@
+"""A collective of `torch.distributed` that has begun, and waiting for its end."""
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.collectives.collective_call import PendingCollective, Ranks
+from shardwise.collectives.failures.monitor import FailureMonitor
+from shardwise.collectives.failures.reports import WaitAbortedError, explain, is_invalid_call, is_of_transport
+from shardwise.collectives.open_works import OpenWorks
+from shardwise.collectives.pairwise import wait_limit, wait_pairwise
+from shardwise.collectives.recv_check import RecvCheck
+from shardwise.errors import MismatchError
+
+SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
+SHORT_SLICE_SECONDS = 0.1  # the same, when one has
+
+
+class StartedCollective:
+    """A collective that has begun; a call waits for its end. Errors of both name the rank that caused them.
+
+    Args:
+        rank, ranks: this one, and those of the group.
+        out: the result.
+        timeout_seconds: how long to wait; None where the backend ends the wait, or it is not in this thread.
+        check: whether the ranks sent the `counts` elements that this one expects; None: the backend knows.
+    """
+
+    def __init__(
+        self,
+        monitor: FailureMonitor,
+        open_works: OpenWorks,
+        rank: int,
+        start: Callable[[], Sequence[dist.Work]],
+        pending: Callable[[], PendingCollective],
+        timeout_seconds: float | None,
+        ranks: Ranks,
+        out: Tensor,
+        check: RecvCheck | None = None,
+        counts: Sequence[int] = (),
+    ) -> None:
+        self.monitor, self.open_works, self.pending, self.timeout = monitor, open_works, pending, timeout_seconds
+        self.rank, self.ranks, self.out, self.check, self.counts = rank, ranks, out, check, counts
+        began = monotonic()
+        monitor.pending = pending
+        try:
+            self.works = start()
+        except RuntimeError as error:
+            if is_of_transport(error):
+                self._raise_explained(error, began)
+            raise
+        finally:
+            monitor.pending = None
+        self.key = open_works.add(self.works)
+
+    def __call__(self) -> Tensor:
+        began = monotonic()
+        self.monitor.pending = self.pending
+        try:
+            self._wait(began)
+        except RuntimeError as error:
+            if self.works or is_of_transport(error):
+                self._raise_explained(error, began)
+            raise
+        finally:
+            self.monitor.pending = None
+        self.open_works.remove(self.key)
+        short = None if self.check is None else self.check.short_position()
+        if short is not None:
+            raise unequal(self.ranks[short], self.rank, "fewer", self.counts[short], self.pending())
+        return self.out
+
+    def _raise_explained(self, error: RuntimeError, began: float) -> None:
+        if not is_invalid_call(error):
+            raise explain(error, self.pending(), monotonic() - began, self.monitor) from None
+
+    def _wait(self, began: float) -> None:
+        """Wait in slices, to notice failures that break no connection, and to end in time.
+
+        Gloo alone waits for one peer after the other, each for the full timeout.
+        """
+        works, monitor = self.works, self.monitor
+        if self.timeout is None:
+            for work in works:
+                work.wait()
+            return
+        deadline = began + self.timeout
+        if len(works) != 1:
+            wait_pairwise(works, deadline)
+            return
+        work = works[0]
+        while True:
+            seconds = SHORT_SLICE_SECONDS if monitor.failed else SLICE_SECONDS
+            try:
+                work.wait(wait_limit(min(seconds, deadline - monotonic())))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    work.wait()  # raises why it failed, or it was done just after the slice
+                    return
+                if monotonic() >= deadline:
+                    raise
+                if monitor.root is not None:
+                    raise WaitAbortedError from error
+
+
+def unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> MismatchError:
+    """The error about a rank that sends another number of elements than one expects."""
+    return MismatchError(
+        f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
+        f"  Rank {target} was in {pending}\n"
+        "  Fix: correct one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
+    )
