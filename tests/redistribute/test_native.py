@@ -8,7 +8,7 @@ import torch
 
 from shardwise import collectives
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.exchange import run_exchange, start_exchange
+from shardwise.redistribute.exchange import exchange_starter
 from shardwise.redistribute.search import native_step
 from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter
 from shardwise.testing import world
@@ -55,17 +55,16 @@ def local_of(layout: Layout, dtype: torch.dtype) -> torch.Tensor:
 
 
 def agree(mesh: Mesh, shape: tuple[int, ...]) -> int:
-    found = steps(mesh, shape)
+    found, here = steps(mesh, shape), collectives.rank()
     for step in found:
         for dtype in (torch.float64, torch.bool):
             local = local_of(step.src, dtype)
             before = local.clone()
-            expected = run_exchange(local, Exchange(step.src, step.dst))
-            result, started = run_exchange(local, step), start_exchange(local, step)()
-            for got in (result, started):
-                assert got.shape == expected.shape, step
-                assert torch.equal(got, expected), step
-                got.zero_()  # it is nobody else's memory
+            expected = exchange_starter(Exchange(step.src, step.dst), here)(local)()
+            got = exchange_starter(step, here)(local)()
+            assert got.shape == expected.shape, step
+            assert torch.equal(got, expected), step
+            got.zero_()  # it is nobody else's memory
             assert torch.equal(local, before), step
     return len(found)
 

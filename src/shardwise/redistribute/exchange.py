@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 
 import torch
@@ -68,18 +68,11 @@ def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
     return at == box.offsets[0] + box.sizes[0]
 
 
-def run_exchange(local: Tensor, step: Exchange) -> Tensor:
-    """This rank's local tensor after `step`; not recorded by autograd."""
-    return start_exchange(local, step)()
+def exchange_starter(step: Exchange, rank: int) -> Callable[[Tensor], Finish]:
+    """From the local tensor of `rank` to that after `step`, started: the result waits for it.
 
-
-def start_exchange(local: Tensor, step: Exchange) -> Finish:
-    """Start `run_exchange`; the result waits for it. `local` must not change until then."""
-    return _starter(step, collectives.rank())(local)
-
-
-@lru_cache(maxsize=1024)  # at 4,096 ranks up to 70 kB each: a number for each rank
-def _starter(step: Exchange, rank: int) -> Callable[[Tensor], Finish]:
+    Not recorded by autograd. The local tensor must not change until it is finished.
+    """
     native = native_program(step, rank)
     return native.start if native is not None else partial(_start, step, program_of(step, rank))
 

@@ -4,7 +4,9 @@ A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Repli
 `src -> dst` is the redistribution `dual(dst) -> dual(src)`, which is itself differentiable.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, assert_never
 
@@ -14,14 +16,17 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.collectives import Finish
+from shardwise.collectives.cost_tables import used_costs
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Partial
-from shardwise.redistribute.exchange import run_exchange, start_exchange
+from shardwise.layout import PLACEMENTS, Layout, Owner, Partial, Placements, remember
+from shardwise.redistribute.exchange import exchange_starter
 from shardwise.redistribute.plan import RedistributePlan, plan_redistribute
-from shardwise.redistribute.steps import AllReduce, CommStep, Exchange, ReduceStack, Restack, Scale, Step
+from shardwise.redistribute.steps import CommStep, Exchange, ReduceStack, Restack, Scale, Step
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
+
+CACHE_LIMIT = 1024  # of redistributions: at 4,096 ranks up to 70 kB each, a number for each rank
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:
@@ -44,19 +49,88 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     """
     if src == dst:
         return local
-    plan = _plan_for(local.dtype, src, dst)
     with DisableTorchFunctionSubclass():
-        if not plan.steps:  # the sum over one rank is the average
+        return redistribution(src, dst).run(local, cause)
+
+
+def known_redistribution(src: Layout, dst: Layout) -> "Redistribution | None":
+    """How this rank redistributes its local tensors from `src` to another layout, if it has done so before."""
+    found: Redistribution | None = collectives.owner().redistributions.get((src.key, dst.key, used_costs()))
+    return found
+
+
+def redistribution(src: Layout, dst: Layout) -> "Redistribution":
+    """How this rank redistributes local tensors from `src` to another layout.
+
+    Raises:
+        LayoutError: the global shapes differ.
+    """
+    found = known_redistribution(src, dst)
+    if found is None:
+        owner = collectives.owner()
+        found = Redistribution(src, dst, plan_redistribute(src, dst), owner)
+        if {src.owner, dst.owner} <= {None, owner}:
+            remember(owner.redistributions, (src.key, dst.key, used_costs()), found, CACHE_LIMIT)
+    return found
+
+
+def with_placements(layout: Layout, placements: Placements) -> Layout:
+    """A row-major layout with other placements: `layout.replace(placements)`, cheaper if it was made before."""
+    if not isinstance(placements, list | tuple) or not PLACEMENTS.issuperset(map(type, placements)):
+        return layout.replace(placements)
+    known, key = collectives.owner().redistributions, (layout.key, *placements)
+    found: Layout | None = known.get(key)
+    if found is None:
+        found = layout.replace(placements)
+        remember(known, key, found, CACHE_LIMIT)
+    return found
+
+
+class Redistribution:
+    """A plan, and what one rank does in each of its steps.
+
+    Attributes:
+        target: `dst` as the layout of a tensor of this rank.
+    """
+
+    def __init__(self, src: Layout, dst: Layout, plan: RedistributePlan, owner: Owner) -> None:
+        self.src, self.dst, self.plan, self.target = src, dst, plan, owner.layout(dst)
+        self.steps = prepared(plan.steps, owner.rank)
+        self._explicit = Purpose(EXPLICIT, src, dst)
+        self._reduce_ops = {p.reduce_op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
+
+    def run(self, local: Tensor, cause: Cause) -> Tensor:
+        """`redistribute_local`; called with `__torch_function__` disabled."""
+        if not local.dtype.is_floating_point:
+            self.check(local.dtype)
+        if not self.steps:  # the sum over one rank is the average
             return local.clone()
-        before = comm_trace.set_purpose(Purpose(cause, src, dst))
+        before = comm_trace.set_purpose(self.purpose(cause))
         try:
-            if not comm_trace.listening():
-                return run_steps(plan.steps, local, cause)
-            cause = comm_trace.with_call_site(cause)
-            with comm_trace.emitting(event_of(plan, local.element_size(), cause)):
-                return run_steps(plan.steps, local, cause)
+            if comm_trace.listening():
+                cause = comm_trace.with_call_site(cause)
+                with comm_trace.emitting(event_of(self.plan, local.element_size(), cause)):
+                    return _run(self.steps, local, cause)
+            return _run(self.steps, local, cause)
         finally:
             comm_trace.set_purpose(before)
+
+    def purpose(self, cause: Cause) -> Purpose:
+        """What its collectives are for."""
+        return self._explicit if cause is EXPLICIT else Purpose(cause, self.src, self.dst)
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Refuse reductions that the dtype does not have, before anything is sent, on every rank alike."""
+        if dtype.is_floating_point:
+            return
+        what = f"Cannot redistribute {dtype} from {self.src} to {self.dst}"
+        if dtype.is_complex and self._reduce_ops & {"max", "min"}:
+            raise RuleError(f"{what}: complex numbers have no maximum or minimum.")
+        if not dtype.is_complex and any(isinstance(step, Scale) for step in self.plan.steps):
+            raise RuleError(
+                f"{what}: integers have no exact average. "
+                f"Fix: convert the tensor to floating point first, or use Partial('sum')."
+            )
 
 
 def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Finish:
@@ -66,28 +140,30 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
     """
     if src == dst:
         return local.clone
-    plan = _plan_for(local.dtype, src, dst)
-    comm_steps = [(i, step) for i, step in enumerate(plan.steps) if isinstance(step, CommStep)]
-    if not comm_steps:
-        return lambda: run_steps(plan.steps, local, cause)
-    index, last = comm_steps[-1]
+    found = redistribution(src, dst)
+    found.check(local.dtype)
+    indices = [i for i, step in enumerate(found.steps) if isinstance(step, _Collective)]
+    if not indices:
+        return lambda: _run(found.steps, local, cause)
+    index, last = indices[-1], found.steps[indices[-1]]
+    assert isinstance(last, _Collective)
     if index == 0:  # the caller may change its tensor meanwhile
         local = local.clone()
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
-    before = comm_trace.set_purpose(Purpose(cause, src, dst))
+    before = comm_trace.set_purpose(found.purpose(cause))
     try:
         with (
             torch.no_grad(),
             DisableTorchFunctionSubclass(),
-            comm_trace.emitting(event_of(plan, local.element_size(), cause)),
+            comm_trace.emitting(event_of(found.plan, local.element_size(), cause)),
         ):
-            wait = _start(last, run_steps(plan.steps[:index], local, cause))
+            wait = last.start(_run(found.steps[:index], local, cause))
     finally:
         comm_trace.set_purpose(before)
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            return run_steps(plan.steps[index + 1 :], wait(), cause)
+            return _run(found.steps[index + 1 :], wait(), cause)
 
     return finish
 
@@ -100,41 +176,62 @@ def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
     return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
 
 
+@dataclass(frozen=True)
+class _Collective:
+    """What one rank does in a step that communicates.
+
+    Attributes:
+        start: not recorded by autograd; the result waits for it. The tensor must not change until then.
+    """
+
+    step: CommStep
+    start: Callable[[Tensor], Finish]
+
+    def run(self, local: Tensor, cause: Cause) -> Tensor:
+        if local.requires_grad and torch.is_grad_enabled():  # seldom in backward: no node then
+            return _Communicate.apply(local, self, cause)
+        return self.start(local)()
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What one rank does in a step that sends nothing."""
+
+    step: Scale | Restack | ReduceStack
+    rank: int
+
+    def run(self, local: Tensor, cause: Cause) -> Tensor:
+        match self.step:
+            case Scale(factor):
+                return local * factor
+            case Restack(dst):
+                return local.reshape(dst.local_shape(self.rank))
+            case ReduceStack(dim, reduce_op, dst):
+                return _reduce_stack(local, dim, reduce_op, dst.local_shape(self.rank))
+        assert_never(self.step)
+
+
+def prepared(steps: Sequence[Step], rank: int) -> list[_Collective | _Local]:
+    """What `rank` does in these steps."""
+    return [_Collective(s, _starter(s, rank)) if isinstance(s, CommStep) else _Local(s, rank) for s in steps]
+
+
+def _starter(step: CommStep, rank: int) -> Callable[[Tensor], Finish]:
+    if isinstance(step, Exchange):
+        return exchange_starter(step, rank)
+    group = step.group(rank)
+    return partial(collectives.start_all_reduce, reduce_op="sum", ranks=group) if group else lambda local: local.clone
+
+
 def run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:
+    """The local tensor of this rank after these steps."""
+    return _run(prepared(steps, collectives.rank()), local, cause)
+
+
+def _run(steps: Sequence[_Collective | _Local], local: Tensor, cause: Cause) -> Tensor:
     for step in steps:
-        local = _run(step, local, cause)
+        local = step.run(local, cause)
     return local
-
-
-def _run(step: Step, local: Tensor, cause: Cause) -> Tensor:
-    match step:
-        case Exchange() | AllReduce():
-            if local.requires_grad and torch.is_grad_enabled():  # seldom in backward: no node then
-                return _Communicate.apply(local, step, cause)
-            return _communicate(step, local)
-        case Scale(factor):
-            return local * factor
-        case Restack(dst):
-            return local.reshape(dst.local_shape(collectives.rank()))
-        case ReduceStack(dim, reduce_op, dst):
-            return _reduce_stack(local, dim, reduce_op, dst.local_shape(collectives.rank()))
-    assert_never(step)
-
-
-def _plan_for(dtype: torch.dtype, src: Layout, dst: Layout) -> RedistributePlan:
-    """The plan. Reductions that the dtype does not have are refused before anything is sent, on every rank alike."""
-    plan = plan_redistribute(src, dst)
-    if dtype.is_floating_point:
-        return plan
-    ops = {p.reduce_op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
-    if dtype.is_complex and ops & {"max", "min"}:
-        raise RuleError(f"Cannot redistribute {dtype} from {src} to {dst}: complex numbers have no maximum or minimum.")
-    if not dtype.is_complex and any(isinstance(step, Scale) for step in plan.steps):
-        raise RuleError(
-            f"Cannot redistribute {dtype} from {src} to {dst}: integers have no exact average. "
-            f"Fix: convert the tensor to floating point first, or use Partial('sum')."
-        )
-    return plan
 
 
 def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
@@ -148,28 +245,13 @@ def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...
     return local.prod(dim, dtype=local.dtype)
 
 
-def _communicate(step: CommStep, local: Tensor) -> Tensor:
-    if isinstance(step, Exchange):
-        return run_exchange(local, step)
-    group = step.group(collectives.rank())
-    return collectives.all_reduce(local, "sum", group) if group else local.clone()
-
-
-def _start(step: CommStep, local: Tensor) -> Finish:
-    """`_communicate`, started: call the result to wait for it."""
-    if isinstance(step, Exchange):
-        return start_exchange(local, step)
-    group = step.group(collectives.rank())
-    return collectives.start_all_reduce(local, "sum", group) if group else local.clone
-
-
 class _Communicate(TensorFunction):
     """A step that communicates; its backward is the dual redistribution."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, step: CommStep, cause: Cause) -> Tensor:
-        ctx.step, ctx.cause = step, cause
-        return _communicate(step, local)
+    def forward(ctx: Any, local: Tensor, collective: _Collective, cause: Cause) -> Tensor:
+        ctx.step, ctx.cause = collective.step, cause
+        return collective.start(local)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -17,7 +17,7 @@ from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import MeshError, RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
-from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.redistribute.run_plan import known_redistribution, redistribution, with_placements
 from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.tensor.transforms import check_no_transform
 from shardwise.trace.comm_trace import EXPLICIT, Cause
@@ -174,10 +174,13 @@ class DTensor(torch.Tensor):
         Sends: every element at most once to every rank that lacks it.
         Gradient: redistributed back, to the dual layout.
         """
-        mesh = self._layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
-        wanted = self._layout.placements if placements is None else placements
-        order = self._layout.shard_order if shard_order is None and mesh == self._layout.mesh else shard_order
-        target = Layout(mesh, wanted, self._layout.shape, order)
+        layout, wanted = self._layout, self._layout.placements if placements is None else placements
+        if device_mesh is None and shard_order is None:
+            target = with_placements(layout, wanted)
+        else:
+            mesh = layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
+            order = layout.shard_order if shard_order is None and mesh == layout.mesh else shard_order
+            target = Layout(mesh, wanted, layout.shape, order)
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
         if backward_dtype is None and not async_op:
             return to_layout(x, target)
@@ -478,14 +481,18 @@ def plain(x: Tensor) -> Tensor:
 
 def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
-    if x._layout == layout or x._layout.row_major == layout.row_major:
+    if (src := x._layout) is layout:
         return x
+    if (found := known_redistribution(src, layout)) is None:
+        if src == layout or src.row_major == layout.row_major:
+            return x
+        check_owners(cause.op or "redistribute", (src,))
+        found = redistribution(src, layout)
     check_no_transform(cause.op or "redistribute")
-    check_owners(cause.op or "redistribute", (x._layout,))
     with DisableTorchFunctionSubclass():
         if x.is_sparse:
             raise RuleError("A sparse DTensor cannot be redistributed. Fix: to_dense() it first.")
-        return tag(redistribute_local(_as_subclass(x, torch.Tensor), x._layout, layout, cause), layout)
+        return tag(found.run(_as_subclass(x, torch.Tensor), cause), found.target)
 
 
 def default_mesh(device_type: str = "cpu") -> Mesh:
