@@ -36,7 +36,7 @@ from shardwise.tensor.dispatch.promotion import (
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
 from shardwise.tensor.dispatch.results import as_dtensors
 from shardwise.tensor.dtensor import DTensor, check_owners
-from shardwise.tensor.handlers.copies import apart, before_change, invalidate
+from shardwise.tensor.handlers.copies import before_op, invalidate
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
 # By key: what runs on the local tensors, and the layouts of its results; None if it works in place.
@@ -73,7 +73,7 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     op, layout, _ = warm
     copies = None
     if layout is None:
-        copies, args = before_change(name_of(func), args[0]), apart(args)
+        copies, args = before_op(func, args)
     with DisableTorchFunctionSubclass():
         if saved_tensors_hooks(True) is None:
             out = op(*args, **kwargs)
@@ -117,7 +117,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     recipe = runnable.recipe
     mesh = recipe.layouts[0].mesh
     on_all_ranks = mesh.size() == owner.world_size
-    copies, args = (before_change(name_of(func), args[0]), apart(args)) if rule.in_place else ((), args)
+    copies, args = before_op(func, args) if rule.in_place else ((), args)
     if not (on_all_ranks or rule.random) and meshes.is_outside(mesh):
         if recipe.local_impl is None:
             raise_dtype_error(func, args, kwargs)

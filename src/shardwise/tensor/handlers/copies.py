@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
 from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
 
 T = TypeVar("T")
@@ -146,16 +147,20 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
     return known.get("_copies", ())  # type: ignore[no-any-return]
 
 
-def apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an op in place, with copies of those that share memory with the first one.
+def before_op(func: Any, args: tuple[Any, ...]) -> tuple[Iterable[Copy], tuple[Any, ...]]:
+    """`before_change` of the first argument of an op in place; and the arguments, those that share its memory copied.
 
-    Torch raises for some of them, by the strides of the local shards: not on all ranks.
+    Torch raises for some of these, by the strides of the local shards: not on all ranks. Which do is no part of a
+    recipe: it depends on the tensors.
     """
     first = args[0]
-    for a in args[1:]:
-        if type(a) is DTensor and a is not first and _is_alias(first, a):
-            return _apart(args)
-    return args
+    with DisableTorchFunctionSubclass():
+        usual = first._layout.strides is None and not first.is_sparse and not vars(storage_of(first))
+    copies = () if usual else before_change(name_of(func), first)
+    for a in args:
+        if a is not first and type(a) is DTensor and _is_alias(first, a):
+            return copies, _apart(args)
+    return copies, args
 
 
 def _apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
