@@ -354,8 +354,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         counts: Sequence[int] = (),
     ) -> StartedCollective:
         timeout = self._timeout(ranks) if out.is_cpu else None
-        here = self.monitor, self.open_works, self._rank
-        return StartedCollective(*here, start, pending, timeout, ranks, out, check, counts)
+        return StartedCollective(self, start, pending, timeout, ranks, out, check, counts)
 
     def draw_seed(self) -> int:
         return draw_from_torch()

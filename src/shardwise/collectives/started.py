@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,11 +19,21 @@ SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has faile
 SHORT_SLICE_SECONDS = 0.1  # the same, when one has
 
 
+class Waiting(Protocol):
+    """What is needed of a transport."""
+
+    monitor: FailureMonitor
+    open_works: OpenWorks
+
+    @property
+    def rank(self) -> int: ...
+
+
 class StartedCollective:
     """A collective that has begun; a call waits for its end. Errors of both name the rank that caused them.
 
     Args:
-        rank, ranks: this one, and those of the group.
+        ranks: those of the group.
         out: the result.
         timeout_seconds: how long to wait; None where the backend ends the wait, or it is not in this thread.
         check: whether the ranks sent the `counts` elements that this one expects; None: the backend knows.
@@ -30,9 +41,7 @@ class StartedCollective:
 
     def __init__(
         self,
-        monitor: FailureMonitor,
-        open_works: OpenWorks,
-        rank: int,
+        here: Waiting,
         start: Callable[[], Sequence[dist.Work]],
         pending: Callable[[], PendingCollective],
         timeout_seconds: float | None,
@@ -41,9 +50,9 @@ class StartedCollective:
         check: RecvCheck | None = None,
         counts: Sequence[int] = (),
     ) -> None:
-        self.monitor, self.open_works, self.pending, self.timeout = monitor, open_works, pending, timeout_seconds
-        self.rank, self.ranks, self.out, self.check, self.counts = rank, ranks, out, check, counts
-        began = monotonic()
+        self.here, self.pending, self.timeout, self.ranks = here, pending, timeout_seconds, ranks
+        self.out, self.check, self.counts = out, check, counts
+        began, monitor = monotonic(), here.monitor
         monitor.pending = pending
         try:
             self.works = start()
@@ -53,35 +62,35 @@ class StartedCollective:
             raise
         finally:
             monitor.pending = None
-        self.key = open_works.add(self.works)
+        self.key = here.open_works.add(self.works)
 
     def __call__(self) -> Tensor:
-        began = monotonic()
-        self.monitor.pending = self.pending
+        began, monitor = monotonic(), self.here.monitor
+        monitor.pending = self.pending
         try:
-            self._wait(began)
+            self._wait(began, monitor)
         except RuntimeError as error:
             if self.works or is_of_transport(error):
                 self._raise_explained(error, began)
             raise
         finally:
-            self.monitor.pending = None
-        self.open_works.remove(self.key)
+            monitor.pending = None
+        self.here.open_works.remove(self.key)
         short = None if self.check is None else self.check.short_position()
         if short is not None:
-            raise unequal(self.ranks[short], self.rank, "fewer", self.counts[short], self.pending())
+            raise unequal(self.ranks[short], self.here.rank, "fewer", self.counts[short], self.pending())
         return self.out
 
     def _raise_explained(self, error: RuntimeError, began: float) -> None:
         if not is_invalid_call(error):
-            raise explain(error, self.pending(), monotonic() - began, self.monitor) from None
+            raise explain(error, self.pending(), monotonic() - began, self.here.monitor) from None
 
-    def _wait(self, began: float) -> None:
+    def _wait(self, began: float, monitor: FailureMonitor) -> None:
         """Wait in slices, to notice failures that break no connection, and to end in time.
 
         Gloo alone waits for one peer after the other, each for the full timeout.
         """
-        works, monitor = self.works, self.monitor
+        works = self.works
         if self.timeout is None:
             for work in works:
                 work.wait()

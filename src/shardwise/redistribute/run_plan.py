@@ -105,19 +105,22 @@ class Redistribution:
             self.check(local.dtype)
         if not self.steps:  # the sum over one rank is the average
             return local.clone()
-        before = comm_trace.set_purpose(self.purpose(cause))
+        here = comm_trace.rank_of_thread()
+        before, here.purpose = here.purpose, self._explicit if cause is EXPLICIT else self.purpose(cause)
         try:
-            if comm_trace.listening():
+            if here.listeners:
                 cause = comm_trace.with_call_site(cause)
                 with comm_trace.emitting(event_of(self.plan, local.element_size(), cause)):
                     return _run(self.steps, local, cause)
-            return _run(self.steps, local, cause)
+            for step in self.steps:
+                local = step.run(local, cause)
+            return local
         finally:
-            comm_trace.set_purpose(before)
+            here.purpose = before
 
     def purpose(self, cause: Cause) -> Purpose:
         """What its collectives are for."""
-        return self._explicit if cause is EXPLICIT else Purpose(cause, self.src, self.dst)
+        return Purpose(cause, self.src, self.dst)
 
     def check(self, dtype: torch.dtype) -> None:
         """Refuse reductions that the dtype does not have, before anything is sent, on every rank alike."""

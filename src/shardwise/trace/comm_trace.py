@@ -145,7 +145,7 @@ _local = _Local()
 
 
 def rank_of_thread() -> _RankState:
-    """The rank that this thread is or belongs to, for `as_rank`."""
+    """The rank that this thread is or belongs to."""
     return _local.rank
 
 
