@@ -175,12 +175,11 @@ class DTensor(torch.Tensor):
         Gradient: redistributed back, to the dual layout.
         """
         layout, wanted = self._layout, self._layout.placements if placements is None else placements
-        if device_mesh is None and shard_order is None:
+        mesh = layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
+        if shard_order is None and mesh == layout.mesh:
             target = with_placements(layout, wanted)
         else:
-            mesh = layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
-            order = layout.shard_order if shard_order is None and mesh == layout.mesh else shard_order
-            target = Layout(mesh, wanted, layout.shape, order)
+            target = Layout(mesh, wanted, layout.shape, shard_order)
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
         if backward_dtype is None and not async_op:
             return to_layout(x, target)
