@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
-from shardwise.rules.row import Args, Kwargs
+from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
 
@@ -147,7 +147,7 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
     return known.get("_copies", ())  # type: ignore[no-any-return]
 
 
-def before_op(func: Any, args: tuple[Any, ...]) -> tuple[Iterable[Copy], tuple[Any, ...]]:
+def before_op(func: Op, args: tuple[Any, ...]) -> tuple[Iterable[Copy], tuple[Any, ...]]:
     """`before_change` of the first argument of an op in place; and the arguments, those that share its memory copied.
 
     Torch raises for some of these, by the strides of the local shards: not on all ranks. Which do is no part of a
