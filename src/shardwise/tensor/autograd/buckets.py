@@ -332,7 +332,8 @@ def _finish_bucket(bucket: SentBucket) -> None:
 def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
     """The cause for the communication trace: whose gradients, and what all ranks of the mesh send."""
     elements = 0
-    for submesh in {mesh.submesh(axes, rank) for rank in mesh.ranks}:
+    firsts = [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in axes)]
+    for submesh in [mesh.submesh(axes, rank) for rank in firsts]:
         numel = sum(leaf._layout.local_numel(submesh.ranks[0]) for leaf in leaves)
         src = Layout(submesh, [Partial()] * submesh.ndim, (numel,))
         elements += plan_redistribute(src, src.replicated()).total_elements
