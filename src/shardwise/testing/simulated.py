@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.collectives import Finish, Ranks, draw_from_torch, reduce_stack, using
 from shardwise.collectives.call_log import CallLog
@@ -277,6 +278,7 @@ class _Simulation:
         rank.pending = pending
         if len(calls) == len(ranks):
             self.complete(ranks, number)
+        del calls  # what others sent is theirs to free while this rank waits
         rank.generator_state = torch.get_rng_state()
         self.pass_turn()
         self.await_turn(rank)
@@ -354,7 +356,7 @@ class _Simulation:
 
 def results(ranks: Ranks, calls: Sequence[tuple[CollectiveCall, Tensor]]) -> list[Tensor]:
     """What each rank of the group gets, in group order; no two share memory with each other or a sender."""
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():  # the user's, of the rank that happens to be the last
         kind, _, argument = calls[0][0].kind.partition(" ")
         if kind == "all_reduce":
             total = reduce_stack(torch.stack([tensor for _, tensor in calls]), argument)
