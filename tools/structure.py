@@ -16,6 +16,7 @@ from typing import NamedTuple
 # From the top down: a package may import the packages of the lines below its own; `testing` may import all of them.
 LAYERS = """
     cli
+    simulation
     demos
     debug
     pictures | models

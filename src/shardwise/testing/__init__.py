@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Transformer,
         TransformerBlock,
     )
+    from shardwise.simulation import simulate
     from shardwise.testing.assertions import TensorAssertions
     from shardwise.testing.cases import (
         DEVICE_COUNT,
@@ -39,6 +40,7 @@ _HOMES = {
         "Attention", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython",
         "Transformer", "TransformerBlock",
     ),
+    "shardwise.simulation": ("simulate",),
     "shardwise.testing.assertions": ("TensorAssertions",),
     "shardwise.testing.cases": (
         "DEVICE_COUNT", "DEVICE_TYPE", "DTensorOpTestBase", "DTensorTestBase", "NUM_DEVICES", "PG_BACKEND",
@@ -53,7 +55,7 @@ __all__ = [
     "DEVICE_COUNT", "DEVICE_TYPE", "NUM_DEVICES", "PG_BACKEND", "Attention", "DTensorConverter", "DTensorOpTestBase",
     "DTensorTestBase", "DeadlockError", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs",
     "RMSNormPython", "SendError", "TensorAssertions", "Transformer", "TransformerBlock", "World", "check_rows",
-    "skip_unless_torch_gpu", "with_comms", "world",
+    "simulate", "skip_unless_torch_gpu", "with_comms", "world",
 ]  # fmt: skip
 
 

@@ -1,0 +1,97 @@
+"""The transport of one rank whose peers do not run."""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import Finish, Ranks, draw_from_torch
+from shardwise.collectives.call_log import CallLog
+from shardwise.collectives.threads import ThreadGuard
+from shardwise.collectives.value_notes import Note, ValueNotes
+from shardwise.layout import Owner
+from shardwise.simulation.traffic import Recorded
+
+
+class OneRank:
+    """One rank of a world. Every other rank is taken to send what this rank sends to itself.
+
+    So an exchange returns this rank's own slice once for each rank, shortened or padded with zeros to the size that
+    this rank expects, and a sum is that of equal tensors.
+    """
+
+    def __init__(self, rank: int, world_size: int, recorded: Recorded) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.owner = Owner(rank, world_size)
+        self.calls: dict[Ranks, int] = {}
+        self.logs: dict[Ranks, CallLog] = {}
+        self.notes = ValueNotes(on=False)
+        self.threads = ThreadGuard()
+        self.recorded = recorded
+
+    def message_device(self, ranks: Ranks) -> torch.device:
+        return torch.device("cpu")
+
+    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        """Other ranks make the same calls."""
+
+    def share_note(self, log: CallLog, note: Note) -> None:
+        """Other ranks have the same values."""
+
+    def start_all_to_all(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+    ) -> Finish:
+        here = ranks.index(self.rank)
+        self.recorded.received(ranks, (sum(recv_counts) - recv_counts[here]) * send.element_size())
+        start = sum(send_counts[:here])
+        return _finished(_from_all(send[start : start + send_counts[here]], recv_counts))
+
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+        self.recorded.received(ranks, local.numel() * local.element_size())
+        with torch.no_grad():
+            match reduce_op:
+                case "sum" if local.dtype != torch.bool:
+                    return _finished(local * len(ranks))
+                case "product":
+                    return _finished(local ** len(ranks))
+            return _finished(local.clone())
+
+    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        others = sum(counts) - counts[ranks.index(self.rank)]
+        self.recorded.received(ranks, others * local.element_size())
+        return _finished(_from_all(local, counts))
+
+    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        here = ranks.index(self.rank)
+        self.recorded.received(ranks, (len(ranks) - 1) * counts[here] * local.element_size())
+        start = sum(counts[:here])
+        with torch.no_grad():
+            return _finished(local[start : start + counts[here]] * len(ranks))
+
+    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+        self.recorded.received(ranks, 0 if root == self.rank else count * local.element_size())
+        return _finished(_from_all(local, [count]))
+
+    def draw_seed(self) -> int:
+        return draw_from_torch()
+
+
+def _finished(received: Tensor) -> Finish:
+    return lambda: received
+
+
+def _from_all(own: Tensor, counts: Sequence[int]) -> Tensor:
+    """A new tensor of `counts` elements of each rank: those of `own`, as far as it has them."""
+    with torch.no_grad():
+        received = own.new_zeros(sum(counts))
+        if received.is_floating_point():  # without values
+            return received
+        if len(set(counts)) == 1 and len(own) >= counts[0]:
+            return received.copy_(own[: counts[0]].repeat(len(counts)))
+        start = 0
+        for count in counts:
+            some = min(count, len(own))
+            received[start : start + some] = own[:some]
+            start += count
+        return received

@@ -1,0 +1,106 @@
+"""What a simulation found."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.collectives import Ranks
+from shardwise.collectives.cost_tables import Costs
+from shardwise.layout import Mesh
+from shardwise.pictures.labels import aligned, bytes_text, count_text, ranks_text
+from shardwise.simulation.traffic import Collective
+
+SHOWN_CAUSES = 12
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks that hold shards of the same shapes.
+
+    Attributes:
+        ranks: ascending. The first one was simulated.
+        memory: bytes at the peak of a step, by what they are for.
+        collectives: of one step, in order, as the first rank makes them.
+    """
+
+    ranks: Ranks
+    memory: Mapping[str, int]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(one.sent_bytes for one in self.collectives)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A training step on all ranks of a mesh. `str()` is a text with tables.
+
+    Attributes:
+        classes: each rank is in one of them.
+        costs: by which time is modelled.
+    """
+
+    mesh: Mesh
+    classes: tuple[RankClass, ...]
+    costs: Costs
+
+    def axes(self, collective: Collective) -> str:
+        """The axes of the mesh along which a collective runs, such as "dp" or "dp, tp"."""
+        return self._axes[collective.ranks]
+
+    @cached_property
+    def _axes(self) -> dict[Ranks, str]:
+        labels = self.mesh.names or tuple(map(str, range(self.mesh.ndim)))
+        found = {}
+        for ranks in {one.ranks for each in self.classes for one in each.collectives}:
+            positions = zip(*(self.mesh.coordinate(rank) or () for rank in ranks), strict=True)
+            found[ranks] = ", ".join(label for label, at in zip(labels, positions, strict=True) if len(set(at)) > 1)
+        return found
+
+    def cost(self, collective: Collective) -> float:
+        """The modelled time of a collective that nothing overlaps, in bytes of an all-to-all; see `cost_tables`."""
+        ranks = collective.ranks
+        return self.costs.of(collective.kind, ranks, self.mesh.sorted_ranks, collective.received_bytes)
+
+    def __str__(self) -> str:
+        lines = [f"{self.mesh}: {count_text(self.mesh.size(), 'rank')}, {len(self.classes)} of different shards"]
+        for one in self.classes:
+            lines += ["", f"{count_text(len(one.ranks), 'rank')}: {ranks_text(one.ranks)}", *self._memory(one)]
+            lines += ["", *self._traffic(one)]
+        return "\n".join(lines)
+
+    def _memory(self, one: RankClass) -> list[str]:
+        rows = [["memory at the peak", ""], *([name, bytes_text(n)] for name, n in one.memory.items() if n)]
+        return aligned([*rows, ["all", bytes_text(one.peak_bytes)]], 1)
+
+    def _traffic(self, one: RankClass) -> list[str]:
+        rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+        for collective in one.collectives:
+            row = rows[self.axes(collective), collective.kind, collective.cause]
+            row[0] += 1
+            row[1] += collective.sent_bytes
+            row[2] += self.cost(collective)
+        ordered = sorted(rows.items(), key=lambda item: -item[1][2])
+        table = [
+            [axes, kind, cause, f"{count:,.0f}", bytes_text(sent), bytes_text(cost)]
+            for (axes, kind, cause), (count, sent, cost) in ordered[:SHOWN_CAUSES]
+        ]
+        count, sent, cost = (sum(row[i] for row in rows.values()) for i in range(3))
+        hidden = len(rows) - len(table)
+        table.append(
+            [
+                f"all, also {hidden} more" if hidden else "all",
+                "",
+                "",
+                f"{count:,.0f}",
+                bytes_text(sent),
+                bytes_text(cost),
+            ]
+        )
+        return aligned([["axes", "collective", "cause", "calls", "sent", "modelled cost"], *table], 3)
