@@ -15,7 +15,7 @@ class Budget(Listener):
     mesh has a budget of its own: a rank does not know what happens on meshes that it is not part of.
     """
 
-    wants_call_sites = True
+    wants_call_sites = wants_totals = True
 
     def __init__(self, max_bytes: int, gradients: bool) -> None:
         self.max_bytes = max_bytes

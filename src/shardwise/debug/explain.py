@@ -30,7 +30,7 @@ class Explanation(Listener, Generic[R]):
         result: what the function returned, of `explain(fn, …)`.
     """
 
-    wants_call_sites = True
+    wants_call_sites = wants_totals = True
     result: R
 
     def __init__(self) -> None:

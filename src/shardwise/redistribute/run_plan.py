@@ -176,7 +176,8 @@ def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
     sent = plan.sent_bytes(collectives.rank(), itemsize)
     if cause.group_total:
         return CommEvent(cause, None, None, cause.group_total[0], sent, cause.group_total[1])
-    return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, plan.total_elements * itemsize)
+    total = plan.total_elements * itemsize if comm_trace.wants_totals() else None
+    return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, total)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class Cause(NamedTuple):
         wanted: the layout that the op needs the operand in; in backward still that of forward.
         backward: a gradient is redistributed because its tensor was in forward.
         call_site: where the user called the op, if anybody listened then; else where backward was called.
-        group_total: if several groups of a mesh do the same side by side: all their ranks, and the bytes of all.
+        group_total: if several groups of a mesh do the same side by side: all their ranks, and the bytes of all, or
+            None if no listener wants them.
     """
 
     kind: Kind
@@ -42,7 +43,7 @@ class Cause(NamedTuple):
     wanted: Layout | None = None
     backward: bool = False
     call_site: StackFrame | None = None
-    group_total: tuple[tuple[int, ...], int] | None = None
+    group_total: tuple[tuple[int, ...], int | None] | None = None
 
     @property
     def implicit(self) -> bool:
@@ -71,7 +72,8 @@ class CommEvent:
             gradients that are reduced together.
         ranks: those that take part, ascending.
         sent_bytes: what this rank sends to others.
-        total_bytes: what all of `ranks` send together; None if a rank knows its own share only.
+        total_bytes: what all of `ranks` send together; None if a rank knows its own share only, or no listener wants
+            it.
     """
 
     cause: Cause
@@ -118,6 +120,7 @@ class Listener:
     """Gets everything that a rank sends while it listens; a subclass overrides what it needs."""
 
     wants_call_sites = False  # a walk up the stack for every event
+    wants_totals = False  # what all ranks send together
 
     def check(self, event: CommEvent) -> None:
         """Called before anything is sent; may raise, the same on all of `event.ranks`."""
@@ -189,6 +192,11 @@ def muted() -> Iterator[None]:
         yield
     finally:
         rank.listeners = before
+
+
+def wants_totals() -> bool:
+    """Whether a listener wants to know what all ranks send together."""
+    return any(listener.wants_totals for listener in _local.rank.listeners)
 
 
 def with_call_site(cause: Cause) -> Cause:

@@ -82,7 +82,7 @@ class _Rank:
     groups: dict[tuple[int, ...], _Group] = field(default_factory=dict)  # by the ranks of the mesh of a leaf
 
     def group_of(self, leaf: DTensor) -> _Group:
-        ranks = tuple(sorted(leaf._layout.mesh.ranks))
+        ranks = leaf._layout.mesh.sorted_ranks
         if ranks not in self.groups:
             self.groups[ranks] = _Group(ranks)
         return self.groups[ranks]
@@ -330,17 +330,22 @@ def _finish_bucket(bucket: SentBucket) -> None:
 
 
 def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
-    """The cause for the communication trace: whose gradients, and what all ranks of the mesh send."""
+    """The cause for the communication trace: whose gradients, and, if a listener wants it, what all ranks send."""
+    total = _total_elements(mesh, axes, leaves) * flat.element_size() if comm_trace.wants_totals() else None
+    names = [leaf._name or "a leaf" for leaf in leaves]
+    short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return READ._replace(operand=f"the gradient of {short}", group_total=(mesh.sorted_ranks, total))
+
+
+def _total_elements(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor]) -> int:
+    """What all ranks of the mesh send together to reduce a bucket."""
     elements = 0
     firsts = [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in axes)]
     for submesh in [mesh.submesh(axes, rank) for rank in firsts]:
         numel = sum(leaf._layout.local_numel(submesh.ranks[0]) for leaf in leaves)
         src = Layout(submesh, [Partial()] * submesh.ndim, (numel,))
         elements += plan_redistribute(src, src.replicated()).total_elements
-    names = [leaf._name or "a leaf" for leaf in leaves]
-    short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    together = tuple(sorted(mesh.ranks)), elements * flat.element_size()
-    return READ._replace(operand=f"the gradient of {short}", group_total=together)
+    return elements
 
 
 def _add_reduced(leaf: DTensor, total: Tensor) -> None:
