@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -164,8 +165,8 @@ def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
         if data
         else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
-    received = exchange(buffer, [len(data)] * count, lengths, ranks)
-    return [part.numpy().tobytes() for part in received.split(lengths)]
+    received = exchange(buffer, [len(data)] * count, lengths, ranks).numpy().tobytes()
+    return [received[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:

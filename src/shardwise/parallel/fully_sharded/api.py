@@ -147,12 +147,13 @@ def _stored(named: Mapping[str, nn.Parameter], mesh: Mesh, placement: ShardPlace
     """
     stored: dict[str, Stored] = {}
     problems: list[str] = []
+    joints: dict[Mesh, Mesh] = {}
     for name, parameter in named.items():
         if has_hooks(parameter):
             problems.append(f"{name}: its hooks would not run. Fix: register them afterwards, on the new parameter.")
         try:
             wanted = None if placement is None else placement(parameter)
-            found = storage_of(parameter, mesh, wanted or Shard(0))
+            found = storage_of(parameter, mesh, wanted or Shard(0), joints)
         except (PlanError, LayoutError, MeshError) as error:
             problems.append(f"{name}: {error}")
             continue

@@ -87,11 +87,11 @@ def note_ignored(parameter: nn.Parameter) -> None:
     setattr(parameter, _IGNORED, True)
 
 
-def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard) -> Stored | None:
+def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: dict[Mesh, Mesh]) -> Stored | None:
     """How to store `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
 
     A DTensor keeps its placements on the other axes of its mesh. If its mesh has no such axis, the axes of `mesh` come
-    before those of its own: all ranks of both must call.
+    before those of its own: all ranks of both must call. `joints` has such meshes by the mesh of the parameter.
     """
     axis = mesh.ndim - 1
     if not isinstance(parameter, DTensor):
@@ -107,7 +107,11 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard) -> Stored 
         if layout.placements[axes[-1]] != REPLICATE:
             return None
         return Stored(_sharded_last(layout, axes[-1], placement), axes[-1], layout, layout, 1)
-    joint = _joint(mesh, layout)
+    if layout.mesh not in joints:
+        joints[layout.mesh] = _joint(mesh, layout.mesh)
+    placements = [REPLICATE] * mesh.ndim + list(layout.placements)
+    order = [*range(mesh.ndim), *(mesh.ndim + other for other in layout.shard_order)]
+    joint = Layout(joints[layout.mesh], placements, layout.shape, order)
     return Stored(_sharded_last(joint, axis, placement), axis, joint, layout, mesh.size())
 
 
@@ -126,20 +130,18 @@ def _sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:
     return Layout(layout.mesh, placements, layout.shape, [*order, axis])
 
 
-def _joint(mesh: Mesh, layout: Layout) -> Layout:
-    """The layout of copies along the axes of `mesh` of a DTensor on a mesh without them."""
-    other = layout.mesh
+def _joint(mesh: Mesh, other: Mesh) -> Mesh:
+    """The mesh of the axes of `mesh`, then those of `other`, which all ranks of `mesh` pass one of."""
     if set(mesh.ranks) & set(other.ranks) != {collectives.rank()}:
         raise PlanError(f"its mesh {other} and {mesh} have several ranks in common. Fix: pass an axis of one mesh.")
-    rows = dict(zip(mesh.sorted_ranks, collectives.gather_json(other.ranks, mesh.sorted_ranks), strict=True))
-    ranks = [r for member in mesh.ranks for r in rows[member]]
+    # Relative to the sender: `simulate` takes other ranks to send the same.
+    own = [r - collectives.rank() for r in other.ranks]
+    rows = dict(zip(mesh.sorted_ranks, collectives.gather_json(own, mesh.sorted_ranks), strict=True))
+    ranks = [member + offset for member in mesh.ranks for offset in rows[member]]
     names = None
     if mesh.names and other.names and not set(mesh.names) & set(other.names):
         names = (*mesh.names, *other.names)
-    joint = Mesh((*mesh.shape, *other.shape), tuple(ranks), names, mesh.device_type)
-    placements = [REPLICATE] * mesh.ndim + list(layout.placements)
-    order = [*range(mesh.ndim), *(mesh.ndim + axis for axis in layout.shard_order)]
-    return Layout(joint, placements, layout.shape, order)
+    return Mesh((*mesh.shape, *other.shape), tuple(ranks), names, mesh.device_type)
 
 
 def on_mesh_of(parameter: nn.Parameter, stored: Stored, mesh: Mesh) -> nn.Parameter:
