@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import product
 from math import prod
 from typing import Any, Self
 
@@ -168,8 +167,8 @@ class Mesh:
             raise MeshError(f"Rank {rank} is not part of {self}.")
         if axes != sorted(set(axes)):
             raise MeshError(f"A sub-mesh keeps the order of the axes of its mesh, got {wanted}.")
-        positions = [range(n) if axis in axes else (here[axis],) for axis, n in enumerate(self.shape)]
-        ranks = [self.rank_at(at) for at in product(*positions)]
+        first = self._indices[rank] - sum(here[axis] * self.strides[axis] for axis in axes)
+        ranks = [self.ranks[first + place] for place in self.places(axes)]
         labels = None if self.names is None else tuple(self.names[axis] for axis in axes)
         return Mesh(tuple(self.shape[axis] for axis in axes), tuple(ranks), labels, self.device_type)
 

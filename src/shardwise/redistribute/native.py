@@ -38,8 +38,13 @@ class Shards:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The shard of each rank, as 1-D tensors."""
-        parts = x.split(self.division.sizes, self.dim)
-        return [parts[position].reshape(-1) for position in self.order or range(len(parts))]
+        parts: Sequence[Tensor]
+        if prod(x.shape[: self.dim]) == 1:  # the shards are one after the other
+            width = prod(x.shape[self.dim + 1 :])
+            parts = x.reshape(-1).split([width * n for n in self.division.sizes])
+        else:
+            parts = [part.reshape(-1) for part in x.split(self.division.sizes, self.dim)]
+        return list(parts) if self.order is None else [parts[position] for position in self.order]
 
     def join(self, parts: Sequence[Tensor], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         """The tensor of this shape, in `out` if it is given, of the shard of each rank, as 1-D tensors."""
@@ -47,6 +52,11 @@ class Shards:
             by_position = dict(zip(self.order, parts, strict=True))
             parts = [by_position[position] for position in range(len(parts))]
         before, after = shape[: self.dim], shape[self.dim + 1 :]
+        if prod(before) == 1:  # the shards are one after the other
+            if out is None:
+                return as_result(torch.cat(list(parts)), shape)
+            torch.cat(list(parts), out=out.view(-1))
+            return out
         views = [part.view(*before, n, *after) for part, n in zip(parts, self.division.sizes, strict=True)]
         return torch.cat(views, self.dim) if out is None else torch.cat(views, self.dim, out=out)
 

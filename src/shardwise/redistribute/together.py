@@ -127,4 +127,5 @@ def together(layouts: Sequence[Layout], axis: int, rank: int) -> Together:
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+    flat = [part if part.ndim == 1 else part.reshape(-1) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)

@@ -125,7 +125,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         if rule.in_place:
             return outside.changed_empty(func, args, kwargs)
         return outside.empty_results(func, recipe.output, mesh, args, kwargs, recipe.copied)
-    call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), key)
+    call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), value)
     with DisableTorchFunctionSubclass():
         out = call_under_hooks(call, args, kwargs, recipe.output is None)
         # Simulated ranks share the cache, so a call that some of them do not make is not cached.
