@@ -410,6 +410,10 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     ),
     "shardwise.testing.World": lambda: (testing.World, {"size": 2, "real": False, "timeout": 1.0}),
     "shardwise.testing.world": lambda: (testing.world, {"size": 2, "real": False, "timeout": 1.0}),
+    "shardwise.testing.simulate": lambda: (
+        lambda module, **kwargs: testing.simulate(module, torch.ones(2, 3), **kwargs),  # its inputs are its own affair
+        {"*module": nn.Linear(3, 3), "mesh": MESH, "plan": {"weight": Shard(0)}, "costs": None},
+    ),
     "shardwise.testing.check_rows": lambda: (
         testing.check_rows,
         {"op": torch.neg, "args": (torch.ones(2),), "kwargs": {}, "gradients": False, "meshes": [Mesh((2,))]},

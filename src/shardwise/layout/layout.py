@@ -209,16 +209,26 @@ class Layout:
 
     def _finds_empty(self) -> bool:
         """`has_empty_shards`, without asking each rank."""
-        lengths = {dim: {size} for dim, size in enumerate(self.shape)}
-        for axis in self.shard_order:
-            placement, count = self.placements[axis], self.mesh.shape[axis]
+        for placement, count in zip(self.placements, self.mesh.shape, strict=True):
             if isinstance(placement, OnRanks) and count > 1:
                 return True
             if isinstance(placement, Boxes):
                 return any(not sum(box.numel for box in row) for row in placement.boxes)
+        return any(0 in found for found in self._lengths())
+
+    def _lengths(self) -> list[set[int]]:
+        """The different sizes of the shards of each dim; no axis has OnRanks or Boxes."""
+        lengths = [{size} for size in self.shape]
+        for axis, placement in [(axis, self.placements[axis]) for axis in self.shard_order]:
             if isinstance(placement, Shard):
-                lengths[placement.dim] = _lengths(placement, lengths[placement.dim], count)
-        return any(0 in found for found in lengths.values())
+                lengths[placement.dim] = _lengths(placement, lengths[placement.dim], self.mesh.shape[axis])
+        return lengths
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the local tensors of all ranks of the mesh are known to have one shape, without asking each rank."""
+        listed = any(isinstance(p, OnRanks | Boxes) for p in self.placements)
+        return not listed and set(map(len, self._lengths())) <= {1}
 
     def shard_sizes(self, axis: int) -> ShardSizes | None:
         """The shard sizes along `axis` (one tuple per shard of the axes before it); None if it shards no dim."""

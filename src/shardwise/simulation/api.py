@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.collectives import Ranks, using
 from shardwise.collectives.cost_tables import Costs, costs_of, using_costs
 from shardwise.errors import MeshError
-from shardwise.layout import Layout, Mesh
+from shardwise.layout import Layout, Mesh, checked
 from shardwise.parallel.shard_module import LayoutPlan, shard_module
 from shardwise.simulation.memory import Memory
 from shardwise.simulation.one_rank import OneRank
@@ -24,6 +24,7 @@ from shardwise.trace.comm_trace import listening_with
 Step = Callable[[], object]
 
 
+@checked
 def simulate(
     fn_or_module: Callable[[Mesh], Step] | nn.Module,
     *inputs: object,
@@ -42,7 +43,7 @@ def simulate(
                 loss_of(model, torch.randint(100, (8, 16))).backward()
                 optimizer.step()
             return step
-        print(simulate(train, mesh=Mesh((512, 8), names=("dp", "tp"))))
+        print(simulate(train, mesh=Mesh((512, 8))))
 
     The function runs once for each class, as one rank of the class. Tensors of floating dtype with dims have no values,
     nor what is computed from them; integers have, up to 4 Mi elements of a tensor. A condition on values that are not
@@ -64,8 +65,7 @@ def simulate(
 
     Returns:
         The classes. Ranks are equal if, of all layouts of the program, they have local tensors of the same shapes.
-        What they send may still differ by an element, or at the ends of a chain of ranks. Code that asks for `rank()`
-        is seen as the lowest rank of the class runs it.
+        What they send may still differ by an element. The lowest rank of a class runs code that asks for `rank()`.
 
     Raises:
         ShardwiseError: the program reads values that a simulation does not have.
@@ -116,6 +116,7 @@ def _equal_ranks(layouts: Sequence[Layout], mesh: Mesh, ranks: Sequence[int]) ->
     def held(rank: int) -> list[tuple[tuple[int, ...], ...]]:
         return sorted((x.shape, x.local_shape(_counterpart(x.mesh, mesh, rank))) for x in layouts)
 
+    layouts = [x for x in layouts if not x.is_even]
     first = held(ranks[0])
     return tuple(rank for rank in ranks if held(rank) == first)
 

@@ -11,12 +11,12 @@ as in a run. Its storage is address space that is never touched: ops that would 
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 from weakref import ref
 
@@ -42,7 +42,7 @@ _NORESERVE = 0x4000  # of Linux: count nothing of it as used
 Result = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
-@dataclass
+@dataclass(slots=True)
 class Block:
     """One storage.
 
@@ -72,7 +72,8 @@ class Memory(TorchDispatchMode):
     """
 
     def __init__(self, allocate: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        initialize: Callable[[], None] = super().__init__  # torch has no annotation of it
+        initialize()
         self.allocate = allocate
         self.blocks: dict[int, Block] = {}  # by storage
         self.log: list[tuple[int, int]] = []
@@ -81,16 +82,22 @@ class Memory(TorchDispatchMode):
         self._results: dict[object, object] = {}
         self._patches = ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first op imports the compiler, which takes seconds
+
     def __enter__(self) -> Self:
         _entered.memory = self
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize))
         for name in ("tolist", "numpy"):
             self._patches.enter_context(patch.object(Tensor, name, _reading(name)))
-        super().__enter__()  # type: ignore[no-untyped-call]
+        enter: Callable[[], object] = super().__enter__
+        enter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        leave: Callable[..., None] = super().__exit__
+        leave(*error)
         self._patches.close()
         _entered.memory = None
 
@@ -98,11 +105,13 @@ class Memory(TorchDispatchMode):
 
     def block_of(self, x: Tensor) -> Block | None:
         """The block of a tensor; one that is new here is added to the log. None for a sparse tensor."""
-        if x.layout is not torch.strided or x.device.type == "meta":
+        if x.layout is not torch.strided:
             return None
         storage = x.untyped_storage()
         found = self.blocks.get(storage._cdata)
-        return found if found is not None else self._add(storage, storage.nbytes(), True)
+        if found is None and not x.is_meta:
+            found = self._add(storage, storage.nbytes(), True)
+        return found
 
     def _add(self, storage: torch.UntypedStorage, size: int, has_values: bool) -> Block:
         key, number = storage._cdata, self._count
@@ -134,31 +143,35 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if any(issubclass(kind, Wrapper) for kind in types):
+        if types and any(issubclass(kind, Wrapper) for kind in types):
             return NotImplemented  # decomposed first; its local ops come here
         kwargs = kwargs or {}
+        traits = _traits(func)
         with DisableTorchFunctionSubclass():
-            if func.is_view and args and isinstance(args[0], Tensor):
+            if traits.is_view and args and isinstance(args[0], Tensor):
                 self.block_of(args[0])
                 return func(*args, **kwargs)
-            operands = [
-                block for x in _tensors((args, tuple(kwargs.values()))) if (block := self.block_of(x)) is not None
-            ]
-            if self.allocate or func in _METADATA:
-                out = func(*args, **kwargs)
-            elif func in _FACTORIES or (not operands and any(a.name == "device" for a in func._schema.arguments)):
-                out = self._made(func, args, kwargs)
-            elif all(block.has_values for block in operands):
-                out = func(*args, **kwargs)
+            operands = [block for x in _tensors([*args, *kwargs.values()]) if (block := self.block_of(x)) is not None]
+            if not self.allocate and func not in _METADATA:
+                if func in _FACTORIES or (not operands and traits.takes_device):
+                    out = self._made(func, args, kwargs)
+                elif not operands:  # on the meta device
+                    out = func(*args, **kwargs)
+                elif not all(block.has_values for block in operands):
+                    return self._without_values(func, traits, args, kwargs)
+                elif traits.may_broadcast:
+                    out = self._broadcast(func, args, kwargs)
+                else:
+                    out = func(*args, **kwargs)
             else:
-                out = self._without_values(func, args, kwargs)
-            for x in _tensors((out,)):
+                out = func(*args, **kwargs)
+            for x in _tensors([out]):
                 self.block_of(x)
         return out
 
     def _made(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """The result of an op that reads nothing: with values if it is small or has integers."""
-        device = kwargs.get("device") or next((x.device for x in _tensors(args)), "cpu")
+        device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
         if torch.device(device).type == "meta":
             return func(*args, **kwargs)
         results = self._results_of(func, args, kwargs)
@@ -168,21 +181,31 @@ class Memory(TorchDispatchMode):
                 return self._new(results.meta)
         return func(*args, **kwargs)
 
-    def _without_values(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        schema = func._schema
+    def _broadcast(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+        """The result of an op on values: without values if it is large, such as a mask of queries and keys."""
+        results = self._results_of(func, args, kwargs)
+        if isinstance(results, Described) and prod(results.meta[0]) > LARGE:
+            return self._new(results.meta)
+        return func(*args, **kwargs)
+
+    def _without_values(self, func: OpOverload, traits: "Traits", args: Args, kwargs: Kwargs) -> object:
         if func is aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:  # as of a check that all values are finite
                 return False
             raise no_values("a number is read")
-        if schema.is_mutable:
-            written = _written(schema, args, kwargs)
-            for x in _tensors(list(written.values())):
+        if traits.written:
+            written = [
+                args[at] if at < len(args) else kwargs[name]
+                for at, name in traits.written
+                if at < len(args) or name in kwargs
+            ]
+            for x in _tensors(written):
                 block = self.block_of(x)
                 if block is not None:
                     block.has_values = False
-            if all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns):
-                found = list(written.values())[: len(schema.returns)]
-                return None if not found or not schema.returns else found[0] if len(found) == 1 else tuple(found)
+            if traits.returns_written:
+                found = written[: traits.num_returns]
+                return None if not found else found[0] if len(found) == 1 else tuple(found)
         return _filled(self._results_of(func, args, kwargs), self._new)
 
     def _new(self, result: Result) -> Tensor:
@@ -191,23 +214,23 @@ class Memory(TorchDispatchMode):
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         if not extent:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-        size = extent * dtype.itemsize
-        storage = torch.frombuffer(_region(), dtype=torch.uint8, count=size).untyped_storage()
-        self._add(storage, size, has_values=False)
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+        x = torch.frombuffer(_region(), dtype=dtype, count=extent)
+        self._add(x.untyped_storage(), extent * dtype.itemsize, has_values=False)
+        return x.as_strided_(shape, strides)
 
     def _results_of(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """Shapes, strides and dtypes of the results, found on the meta device."""
         key = func, _key(args), _key(kwargs)
-        if key not in self._results:
+        found = self._results.get(key)
+        if found is None:
             metas, named = map(_as_meta, args), {k: _as_meta(v) for k, v in kwargs.items()}
-            if any(a.name == "device" for a in func._schema.arguments):
+            if _traits(func).takes_device:
                 named["device"] = torch.device("meta")
             try:
-                self._results[key] = _described(func(*metas, **named))
+                found = self._results[key] = _described(func(*metas, **named))
             except NotImplementedError as error:
                 raise no_values(f"the result of {func} depends on values") from error
-        return self._results[key]
+        return found
 
 
 @cache
@@ -228,6 +251,38 @@ _FACTORIES = {
         aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like,
     )
 }  # fmt: skip
+
+
+class Traits(NamedTuple):
+    """What the schema of an op says.
+
+    Attributes:
+        written: positions and names of the arguments that it changes.
+        returns_written: whether it returns those, or nothing.
+    """
+
+    is_view: bool
+    takes_device: bool
+    may_broadcast: bool
+    written: tuple[tuple[int, str], ...]
+    returns_written: bool
+    num_returns: int
+
+
+@cache
+def _traits(func: OpOverload) -> Traits:
+    schema = func._schema
+    written = tuple(
+        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+    return Traits(
+        func.is_view or func is aten._unsafe_view.default,  # whose result has the memory of its operand, too
+        any(a.name == "device" for a in schema.arguments),
+        torch.Tag.pointwise in func.tags and not written,
+        written,
+        all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns),
+        len(schema.returns),
+    )
 
 
 @dataclass(frozen=True)
@@ -269,21 +324,14 @@ def _reading(name: str) -> Callable[..., Any]:
     return checked
 
 
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _written(schema: torch.FunctionSchema, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """The arguments that an op changes."""
-    given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-    return {
-        a.name: given[a.name] for a in schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write and a.name in given
-    }  # fmt: skip
+            found += _tensors(value)
+    return found
 
 
 def _key(value: object) -> object:

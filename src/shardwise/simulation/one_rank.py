@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.collectives import Finish, Ranks, draw_from_torch
@@ -18,7 +19,8 @@ class OneRank:
     """One rank of a world. Every other rank is taken to send what this rank sends to itself.
 
     So an exchange returns this rank's own slice once for each rank, shortened or padded with zeros to the size that
-    this rank expects, and a sum is that of equal tensors.
+    this rank expects, and a sum is that of equal tensors. Memory is taken, and held until the result is dropped, as by
+    the transport of processes.
     """
 
     def __init__(self, rank: int, world_size: int, recorded: Recorded) -> None:
@@ -45,40 +47,51 @@ class OneRank:
         here = ranks.index(self.rank)
         self.recorded.received(ranks, (sum(recv_counts) - recv_counts[here]) * send.element_size())
         start = sum(send_counts[:here])
-        return _finished(_from_all(send[start : start + send_counts[here]], recv_counts))
+        received = _from_all(send[start : start + send_counts[here]], recv_counts)
+        return _finished(received, send.contiguous())
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
         self.recorded.received(ranks, local.numel() * local.element_size())
         with torch.no_grad():
             match reduce_op:
                 case "sum" if local.dtype != torch.bool:
-                    return _finished(local * len(ranks))
+                    return _finished(local * len(ranks), local)
                 case "product":
-                    return _finished(local ** len(ranks))
-            return _finished(local.clone())
+                    return _finished(local ** len(ranks), local)
+            return _finished(local.clone(), local)
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
         others = sum(counts) - counts[ranks.index(self.rank)]
         self.recorded.received(ranks, others * local.element_size())
-        return _finished(_from_all(local, counts))
+        width = max(counts)
+        padded = local.contiguous() if len(local) == width else F.pad(local, (0, width - len(local)))
+        received = _from_all(padded, [width] * len(ranks))
+        if min(counts) == width:
+            return _finished(received, padded)
+
+        def finish() -> Tensor:
+            return torch.cat([part[:count] for part, count in zip(received.split(width), counts, strict=True)])
+
+        return finish
 
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
         here = ranks.index(self.rank)
         self.recorded.received(ranks, (len(ranks) - 1) * counts[here] * local.element_size())
         start = sum(counts[:here])
         with torch.no_grad():
-            return _finished(local[start : start + counts[here]] * len(ranks))
+            return _finished(local[start : start + counts[here]] * len(ranks), local)
 
     def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
         self.recorded.received(ranks, 0 if root == self.rank else count * local.element_size())
-        return _finished(_from_all(local, [count]))
+        return _finished(_from_all(local, [count]), local)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
 
 
-def _finished(received: Tensor) -> Finish:
-    return lambda: received
+def _finished(received: Tensor, sent: Tensor) -> Finish:
+    """Returns `received`, and keeps both tensors meanwhile."""
+    return lambda: (received, sent)[0]
 
 
 def _from_all(own: Tensor, counts: Sequence[int]) -> Tensor:
