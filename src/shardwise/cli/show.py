@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.exits import Exit, SubParsers
+from shardwise.cli.files import write
 from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, printable
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.pictures.svg import draw_svg
 
     if args.html is not None:
-        _write(args.html, page_html(pictures, rows))
+        write(args.html, page_html(pictures, rows))
     if args.svg is not None:
-        _write(args.svg, draw_svg(pictures))
+        write(args.svg, draw_svg(pictures))
     return Exit.OK
 
 
@@ -101,13 +102,3 @@ def _print(rows: Sequence[Sequence[str]], pictures: "Sequence[Picture]") -> None
         if i:
             print()
         picture.show(sys.stdout)
-
-
-def _write(file: str, content: str) -> None:
-    try:
-        Path(file).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be written: {error.strerror}. Fix: name a file in a folder that exists."
-        ) from error
-    print(f"Wrote {file}.")

@@ -35,10 +35,20 @@ def page_html(pictures: Sequence[Subject], table: Sequence[Sequence[str]] = ()) 
         if not single:
             body.append(f"<h2>{safe(picture.header or title(picture.layout))}</h2>")
         body.append(fragment_html(replace(picture, header="") if picture.header else picture))  # shown as the heading
+    return document_html(name, "".join(body))
+
+
+def document_html(name: str, body: str, style: str = "") -> str:
+    """A page that loads nothing.
+
+    Args:
+        body: HTML.
+        style: CSS beside that of all pages.
+    """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{safe(name)}</title><style>{STYLE}</style></head>\n<body>{''.join(body)}</body></html>\n"
+        f"<title>{safe(name)}</title><style>{STYLE}{style}</style></head>\n<body>{body}</body></html>\n"
     )
 
 

@@ -1,7 +1,7 @@
 """Memory and communication of a training step on thousands of ranks, in one process that allocates nothing."""
 
-from shardwise.simulation.api import simulate
+from shardwise.simulation.api import Step, simulate
 from shardwise.simulation.result import RankClass, Simulation
 from shardwise.simulation.traffic import Collective
 
-__all__ = ["Collective", "RankClass", "Simulation", "simulate"]
+__all__ = ["Collective", "RankClass", "Simulation", "Step", "simulate"]

@@ -1,0 +1,185 @@
+"""Training steps of models of well-known sizes, which `shardwise simulate` knows by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.demos.lm.batches import batch_placements
+from shardwise.demos.lm.config import TENSOR_AXIS
+from shardwise.demos.lm.model import shard
+from shardwise.embedding.grouped import embedding_bags
+from shardwise.errors import ConfigError
+from shardwise.layout import REPLICATE, Mesh, Shard
+from shardwise.models import MixtureOfExperts, ModelArgs, Transformer
+from shardwise.models.moe import Routing
+from shardwise.parallel import loss_parallel
+from shardwise.parallel.shard_module import shard_module
+from shardwise.simulation.api import Step
+from shardwise.tensor import DTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of a shape.
+
+    Attributes:
+        layers: None is as many as the model has.
+        batch_size: examples of each shard of the batch.
+        context: tokens of an example.
+        sequence_parallel: shard the activations between layers along the sequence dim.
+        fully_shard: shard parameters and the states of the optimizer over the axes of the batch.
+
+    Raises:
+        ConfigError: a number that is not positive.
+    """
+
+    layers: int | None = None
+    batch_size: int = 1
+    context: int = 4096
+    sequence_parallel: bool = False
+    fully_shard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "batch_size", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, expected 1 or more. Fix: give a positive number.")
+
+    def check(self, mesh: Mesh) -> None:
+        """Whether a mesh has the axes for this.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        names = mesh.names or ()
+        data_axes = [name for name in names if name != TENSOR_AXIS]
+        wrong = None
+        if not names:
+            wrong = "A shape needs a mesh with axis names"
+        elif self.sequence_parallel and TENSOR_AXIS not in names:
+            wrong = f"sequence_parallel needs an axis {TENSOR_AXIS} in the mesh"
+        elif self.fully_shard and not 1 <= len(data_axes) <= 2:
+            wrong = f"fully_shard needs one or two axes besides {TENSOR_AXIS} in the mesh"
+        if wrong:
+            raise ConfigError(f"{wrong}, got {mesh}. Fix: give one such as dp=2,{TENSOR_AXIS}=2.")
+
+
+class BalancedExperts(MixtureOfExperts):
+    """Tokens choose all experts equally often, because a simulation has no scores to choose by."""
+
+    def route(self, tokens: Tensor) -> Routing:
+        routing = super().route(tokens)
+        local = tokens.to_local() if isinstance(tokens, DTensor) else tokens
+        chosen = torch.arange(len(local) * self.top_k).view(-1, self.top_k) % self.num_experts
+        if isinstance(tokens, DTensor):
+            chosen = _distributed(chosen, tokens.layout_.mesh)
+        return routing._replace(chosen=chosen)
+
+
+def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
+    """AdamW on a Transformer that is tensor-parallel on the axis tp; other axes shard the batch.
+
+    With `num_experts`, each token chooses 2 experts, which tp shards along their hidden features.
+    """
+    layers = args.n_layers if options.layers is None else options.layers
+    model = Transformer(replace(args, n_layers=layers, max_seq_len=options.context))
+    if args.num_experts:
+        by_features = {
+            name: [Shard(dim) if axis == TENSOR_AXIS else REPLICATE for axis in mesh.names or ()]
+            for name, dim in (("w1", 1), ("w2", 2))
+        }
+        for block in model.layers:
+            experts = BalancedExperts(args.dim, args.ffn_dim, args.num_experts)
+            block.expert_layer = shard_module(experts, by_features, mesh=mesh)
+    shard(model, mesh, options.sequence_parallel, options.fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        size = options.batch_size, options.context
+        tokens, targets = (_distributed(torch.randint(args.vocab_size, size), mesh) for _ in range(2))
+        with loss_parallel():
+            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+class Recommender(nn.Module):
+    """The sums of rows of many tables, beside dense features, in one multi-layer perceptron."""
+
+    def __init__(self, tables: int, rows: int, dim: int, dense: int) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList([torch.empty(rows, dim) for _ in range(tables)])
+        self.bottom = nn.Sequential(nn.Linear(dense, 512), nn.ReLU(), nn.Linear(512, dim), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(dim * (tables + 1), 1024), nn.ReLU(), nn.Linear(1024, 1))
+
+    def forward(self, dense: Tensor, ids: list[Tensor]) -> Tensor:
+        """(batch, dense) and, of each table, (batch, ids) -> (batch, 1)."""
+        bags = embedding_bags(ids, list(self.tables), mode="sum")
+        scores: Tensor = self.top(torch.cat([self.bottom(dense), *bags], 1))
+        return scores
+
+
+def recommender(options: Options, mesh: Mesh, tables: int = 1000, rows: int = 1_000_000, dim: int = 64) -> Step:
+    """Adagrad on a recommender whose tables are row-wise over all ranks; all else is replicated."""
+    dense, ids_of_bag = 13, 4
+    model = Recommender(tables, rows, dim, dense)
+    shard_module(model, {"tables.*": [Shard(0)] * mesh.ndim}, mesh=mesh, src_rank=None)
+    optimizer = torch.optim.Adagrad(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        size = options.batch_size, ids_of_bag
+        ids = [_distributed(torch.randint(rows, size), mesh) for _ in range(tables)]
+        scores = model(_distributed(torch.ones(options.batch_size, dense), mesh), ids)
+        F.binary_cross_entropy_with_logits(scores, torch.zeros_like(scores)).backward()
+        optimizer.step()
+
+    return step
+
+
+def _distributed(local: Tensor, mesh: Mesh) -> DTensor:
+    """The batch of which this rank has `local`."""
+    data_ranks = prod(size for name, size in zip(mesh.names or (), mesh.shape, strict=True) if name != TENSOR_AXIS)
+    shape = torch.Size((len(local) * data_ranks, *local.shape[1:]))
+    return DTensor.from_local(local, mesh, batch_placements(mesh), run_check=False, shape=shape, stride=local.stride())
+
+
+# ---- by name ----------------------------------------------------------------------------------------------------
+
+# Feed-forward layers of the models have three matrices, of 28,672 and 14,336 features; those here have two.
+LLAMA_70B = ModelArgs(
+    n_layers=80, vocab_size=32_000, dim=8192, n_heads=64, n_kv_heads=8, hidden_dim=43_008, dropout_p=0.0,
+    weight_tying=False,
+)  # fmt: skip
+MIXTRAL_8X7B = ModelArgs(
+    n_layers=32, vocab_size=32_000, dim=4096, n_heads=32, n_kv_heads=8, hidden_dim=21_504, num_experts=8, dropout_p=0.0,
+    weight_tying=False,
+)  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """A step by its name.
+
+    Attributes:
+        options: those that change it.
+    """
+
+    build: Callable[[Options, Mesh], Step]
+    options: tuple[str, ...]
+
+
+_OF_EXPERTS = ("layers", "batch_size", "context", "fully_shard")
+SHAPES: Mapping[str, Shape] = {
+    "llama-70b": Shape(
+        lambda options, mesh: transformer(LLAMA_70B, options, mesh), (*_OF_EXPERTS, "sequence_parallel")
+    ),
+    "mixtral-8x7b": Shape(lambda options, mesh: transformer(MIXTRAL_8X7B, options, mesh), _OF_EXPERTS),
+    "dlrm": Shape(recommender, ("batch_size",)),
+}

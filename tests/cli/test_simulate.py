@@ -1,0 +1,90 @@
+"""`shardwise simulate` prints what `simulate` finds, writes its page, and refuses the rest in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise import Mesh, cli
+from shardwise.simulation import simulate
+from shardwise.simulation.page import page
+from shardwise.simulation.shapes import SHAPES, Options
+
+Captured = pytest.CaptureFixture[str]
+STEPS = """
+import torch
+from shardwise import shard_module, Shard
+
+number = 3
+
+def train(mesh):
+    model = shard_module(torch.nn.Linear(4, 6), {"weight": Shard(0)}, mesh=mesh)
+    return lambda: model(torch.ones(2, 4)).sum().backward()
+
+def nothing(mesh):
+    return None
+
+def reads(mesh):
+    return lambda: torch.ones(3).sum().item()
+"""
+
+
+@pytest.fixture(autouse=True)
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_steps.py").write_text(STEPS)
+    (tmp_path / "my_broken.py").write_text("import no_such_package")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+
+
+def test_a_function_is_simulated_and_a_page_written(tmp_path: Path, capsys: Captured) -> None:
+    assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=3", "--html", "a.html"]) == 0
+    out, err = capsys.readouterr()
+    from my_steps import train  # type: ignore[import-not-found]  # written above
+
+    found = simulate(train, mesh=Mesh((3,), names=("tp",)))
+    assert out == f"{found}\n\nWrote a.html.\n"
+    assert err.splitlines() == ["rank 0: the model is made", "rank 0: step 1 of 2", "rank 0: step 2 of 2"]
+    assert (tmp_path / "a.html").read_text() == page(found)
+
+
+def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:
+    options = ["--layers", "1", "--context", "8", "--batch-size", "2", "--sequence-parallel", "--fully-shard"]
+    assert cli.main(["simulate", "llama-70b", "--mesh", "dp=2,tp=2", *options]) == 0
+    given = Options(layers=1, context=8, batch_size=2, sequence_parallel=True, fully_shard=True)
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    found = simulate(lambda mesh: SHAPES["llama-70b"].build(given, mesh), mesh=mesh)
+    assert capsys.readouterr().out.splitlines()[0] == str(found).splitlines()[0]
+    assert "layers.0.attention" in str(found)
+    assert "layers.1" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["lama-70b", "--mesh", "dp=2"], "'lama-70b' is no shape. Did you mean 'llama-70b'? Fix: use one of"),
+        (["llama-70b", "--mesh", "dp=two"], "'dp=two' is no mesh: "),
+        (["llama-70b", "--mesh", "2,2"], "A shape needs a mesh with axis names, got Mesh(0=2, 1=2). Fix: "),
+        (["llama-70b", "--mesh", "dp=2", "--sequence-parallel"], "sequence_parallel needs an axis tp in the mesh"),
+        (["llama-70b", "--mesh", "tp=2", "--fully-shard"], "fully_shard needs one or two axes besides tp in the mesh"),
+        (["llama-70b", "--mesh", "dp=2", "--layers", "0"], "layers is 0, expected 1 or more"),
+        (["mixtral-8x7b", "--mesh", "tp=2", "--sequence-parallel"], "mixtral-8x7b has no options --sequence-parallel"),
+        (["dlrm", "--mesh", "dp=2", "--layers", "3", "--context", "4"], "dlrm has no options --layers, --context"),
+        (["my_steps:train", "--mesh", "2", "--layers", "3"], "my_steps:train has no options --layers"),
+        (["my_stops:train", "--mesh", "2"], "'my_stops' cannot be imported: No module named 'my_stops'. Fix: "),
+        (["my_broken:train", "--mesh", "2"], "'my_broken' cannot be imported: No module named 'no_such_package'"),
+        ([":train", "--mesh", "2"], "'' cannot be imported"),
+        (["my_steps:trian", "--mesh", "2"], "my_steps has no function 'trian'. Did you mean 'train'? Fix: "),
+        (["my_steps:number", "--mesh", "2"], "my_steps has no function 'number'. Fix: "),
+        (["my_steps:nothing", "--mesh", "2"], "must return a function of one step, got NoneType. Fix: "),
+        (["my_steps:train", "--mesh", "2", "--html", "/nowhere/a.html"], "/nowhere/a.html cannot be written"),
+        (["my_steps:train"], "required: --mesh"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line_and_exits_with_2(argv: list[str], why: str, capsys: Captured) -> None:
+    assert cli.main(["simulate", *argv]) == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_step_that_reads_values_is_an_error_of_the_simulation(capsys: Captured) -> None:
+    assert cli.main(["simulate", "my_steps:reads", "--mesh", "2"]) == 3
+    assert "ShardwiseError: A simulation has no values, but a number is read" in capsys.readouterr().err
