@@ -34,6 +34,8 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_broken.py").write_text("import no_such_package")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_function_is_simulated_and_a_page_written(tmp_path: Path, capsys: Captured) -> None:
@@ -82,7 +84,24 @@ def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:
 )
 def test_what_cannot_be_simulated_is_one_line_and_exits_with_2(argv: list[str], why: str, capsys: Captured) -> None:
     assert cli.main(["simulate", *argv]) == 2
-    assert why in capsys.readouterr().err.splitlines()[-1]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert why in err.splitlines()[-1]
+
+
+def test_a_folder_that_does_not_exist_is_noticed_before_the_simulation(capsys: Captured) -> None:
+    assert cli.main(["simulate", "my_steps:train", "--mesh", "2", "--html", "/nowhere/a.html"]) == 2
+    assert "rank 0" not in capsys.readouterr().err
+
+
+def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=3"]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out
+    assert "rank 0: step" in err
+    assert "\x1b[2K" in err  # lines are erased
 
 
 def test_a_step_that_reads_values_is_an_error_of_the_simulation(capsys: Captured) -> None:

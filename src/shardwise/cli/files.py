@@ -5,6 +5,16 @@ from pathlib import Path
 from shardwise.errors import ConfigError
 
 
+def check_folder(file: str) -> None:
+    """Refuse a file in a folder that does not exist, before what takes long.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not Path(file).absolute().parent.is_dir():
+        raise ConfigError(f"{file} cannot be written: No such folder. Fix: name a file in a folder that exists.")
+
+
 def write(file: str, content: str) -> None:
     """Write a file and print so.
 

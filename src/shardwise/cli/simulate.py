@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise.cli.exits import Exit, SubParsers
-from shardwise.cli.files import write
+from shardwise.cli.files import check_folder, write
 from shardwise.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         raise ConfigError(str(error)) from error
     step = _step_of(args, mesh)
+    if args.html is not None:
+        check_folder(args.html)
     with _progress() as show:
         simulation = simulate(lambda mesh: _watched(step, mesh, show), mesh=mesh)
     print(simulation)

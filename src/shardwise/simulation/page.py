@@ -10,6 +10,7 @@ from shardwise.pictures.page import document_html, table_html
 from shardwise.pictures.svg import CHARACTER, colour_of, safe
 from shardwise.simulation.result import RankClass, Simulation
 from shardwise.simulation.roles import ROLES
+from shardwise.simulation.traffic import Collective
 
 PASSES = "forward, update", "backward"
 SHOWN_CLASSES = 16
@@ -66,7 +67,7 @@ def page(simulation: Simulation) -> str:
     colours = {axis: colour_of(len(ROLES) + i) for i, axis in enumerate(axes)}
     body = [f"<h1>{safe(name)}</h1><div>{note}</div><h2>Memory at the peak of the step</h2>", _memory(shown)]
     for one in shown:
-        bars = [_bar(simulation, one, i) for i in range(len(one.collectives))]
+        bars = [_bar(simulation, x) for x in one.collectives]
         body += [
             f"<h2>Communication of {safe(_named(one))}</h2>",
             table_html(_traffic(bars), 2),
@@ -102,7 +103,7 @@ def _traffic(bars: Iterable[Bar]) -> list[list[str]]:
     for bar in bars:
         for key in ((bar.axes, bar.pass_), ("all", "")):
             rows[key] = [a + b for a, b in zip(rows[key], (1, bar.sent_bytes, bar.cost), strict=True)]
-    ordered = sorted(rows.items(), key=lambda row: (row[0][0] == "all", -row[1][2]))
+    ordered = sorted(rows.items(), key=lambda row: (not row[0][1], -row[1][2]))
     table = [
         [axes, name, f"{calls:,.0f}", bytes_text(sent), bytes_text(cost)]
         for (axes, name), (calls, sent, cost) in ordered
@@ -113,8 +114,7 @@ def _traffic(bars: Iterable[Bar]) -> list[list[str]]:
 # ---- the timeline -----------------------------------------------------------------------------------------------
 
 
-def _bar(simulation: Simulation, one: RankClass, index: int) -> Bar:
-    x = one.collectives[index]
+def _bar(simulation: Simulation, x: Collective) -> Bar:
     cause = LAYER_NUMBER.sub("*", x.cause)
     return Bar(simulation.axes(x), x.kind, cause, x.sent_bytes, x.backward, simulation.cost(x))
 
