@@ -26,4 +26,4 @@ def test_survivors_name_the_rank_that_ended(where: str, how: str, tmp_path: Path
 def test_ranks_that_use_other_units_raise(tmp_path: Path) -> None:
     found = outcomes(tmp_path, fault_jobs.use_other_units)
     assert [outcome.error for outcome in found.values()] == ["MismatchError"] * 3
-    assert "rank 2: all_gather of float32 (10, 10, 0) (fully_shard, unit 2, Linear: bias, weight)" in found[0].text
+    assert "rank 2: all_gather of float32 (10, 10, 0) (fully_shard, Linear: weight, bias (unit 2))" in found[0].text

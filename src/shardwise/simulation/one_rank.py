@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class OneRank:
         self.logs: dict[Ranks, CallLog] = {}
         self.notes = ValueNotes(on=False)
         self.threads = ThreadGuard()
+        self.fingerprints: ExitStack | None = None
         self.recorded = recorded
 
     def message_device(self, ranks: Ranks) -> torch.device:

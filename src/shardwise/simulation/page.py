@@ -16,7 +16,7 @@ PASSES = "forward, update", "backward"
 SHOWN_CLASSES = 16
 SHOWN_BARS = 300  # of a timeline
 LONGEST_PATTERN = 64  # collectives that repeat together, as those of a layer
-LAYER_NUMBER = re.compile(r"(?<=\.)\d+\b")
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
 NAMED = 72  # characters of ranks
 WIDTH = 920  # units of a drawing
 ROW = 26  # units from one row to the next

@@ -123,8 +123,10 @@ def _shard_parameters(
     named = module_sharding.named_parameters(module)
     module_sharding.agree_on_plan((), named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
     owners = module_sharding.owners_of(module, named)
-    found = {id(p): name for name, p in reversed(named.items()) if id(p) not in ignored}  # a tied one by its first name
-    replaced = {name: successor(named[name]) for name in found.values()}
+    first: dict[int, str] = {}  # name of a tied parameter
+    for name, parameter in named.items():
+        first.setdefault(id(parameter), name)
+    replaced = {name: successor(named[name]) for key, name in first.items() if key not in ignored}
     stored = _stored({name: named[name] for name, before in replaced.items() if before is None}, mesh, placement)
     for name, known in replaced.items():
         if known is not None:  # by a unit inside this one, or beside it

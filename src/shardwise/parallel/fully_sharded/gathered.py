@@ -103,7 +103,9 @@ class Gathered:
 
     def _start(self, message: Message) -> Fill:
         shards = [plain(self.parameters[i]).detach() for i in message.members]
-        with self._sending("all-gather", message.moves.gathered_elements * message.dtype.itemsize, message):
+        backward = torch._C._current_graph_task_id() != NO_BACKWARD
+        num_bytes = message.moves.gathered_elements * message.dtype.itemsize
+        with self._sending("all-gather", num_bytes, message, backward):
             return message.moves.start_gather(shards, message.dtype)
 
     def start_earlier(self, count: int) -> None:
@@ -248,7 +250,7 @@ class Gathered:
         cause = Cause(
             "explicit",
             "fully_shard",
-            f"unit {self.unit.number}, {self.unit.name}: {', '.join(message.names)}",  # ranks compare it
+            f"{self.unit.name}: {', '.join(message.names)} (unit {self.unit.number})",  # ranks compare it
             what,
             backward=backward,
         )
