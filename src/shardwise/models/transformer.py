@@ -204,6 +204,7 @@ class Transformer(nn.Module):
         local_output_for_attn: bool = False,
         *,
         gather_output: bool = True,
+        src_data_rank: int | None = 0,
     ) -> nn.Module:
         """Shard heads, features and vocabulary of a Transformer along the axis "tp" (else the last), in place.
 
@@ -215,6 +216,7 @@ class Transformer(nn.Module):
             local_output_for_attn: attention runs on plain local heads; not supported with dropout.
             gather_output: return plain, replicated logits. Otherwise a DTensor sharded along the vocabulary, for
                 `loss_parallel`.
+            src_data_rank: as of `parallelize_module`.
 
         Raises:
             ConfigError: this is no Transformer, or dropout would depend on the sharding of heads.
@@ -227,10 +229,10 @@ class Transformer(nn.Module):
                 "local_output_for_attn off, or build the Transformer with dropout_p=0."
             )
         args, mesh = module.model_args, as_mesh(device_mesh)
-        parallelize_module(module, device_mesh, _plan(args, mesh.ndim, use_seq_parallel, local_output_for_attn))
         output = ColwiseParallel(output_layouts=Replicate() if gather_output else None, use_local_output=gather_output)
-        parallelize_module(module, device_mesh, {"output": output})
-        return shard_module(module, {}, mesh=device_mesh)
+        for plan in (_plan(args, mesh.ndim, use_seq_parallel, local_output_for_attn), {"output": output}):
+            parallelize_module(module, device_mesh, plan, src_data_rank=src_data_rank)
+        return shard_module(module, {}, mesh=device_mesh, src_rank=src_data_rank)
 
 
 def _plan(args: ModelArgs, axes: int, sequence: bool, local_heads: bool) -> dict[str, ParallelStyle]:

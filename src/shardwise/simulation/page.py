@@ -1,6 +1,5 @@
 """A simulation as an HTML page without resources or scripts: memory, traffic, and the collectives of a step."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +15,6 @@ PASSES = "forward, update", "backward"
 SHOWN_CLASSES = 16
 SHOWN_BARS = 300  # of a timeline
 LONGEST_PATTERN = 64  # collectives that repeat together, as those of a layer
-LAYER_NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
 NAMED = 72  # characters of ranks
 WIDTH = 920  # units of a drawing
 ROW = 26  # units from one row to the next
@@ -115,8 +113,7 @@ def _traffic(bars: Iterable[Bar]) -> list[list[str]]:
 
 
 def _bar(simulation: Simulation, x: Collective) -> Bar:
-    cause = LAYER_NUMBER.sub("*", x.cause)
-    return Bar(simulation.axes(x), x.kind, cause, x.sent_bytes, x.backward, simulation.cost(x))
+    return Bar(simulation.axes(x), x.kind, x.cause_of_layers, x.sent_bytes, x.backward, simulation.cost(x))
 
 
 def patterns(bars: Sequence[Bar]) -> Iterator[Pattern]:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from textwrap import shorten
 
 from shardwise.collectives import Ranks
 from shardwise.collectives.cost_tables import Costs
@@ -12,6 +13,7 @@ from shardwise.pictures.labels import aligned, bytes_text, count_text, ranks_tex
 from shardwise.simulation.traffic import Collective
 
 SHOWN_CAUSES = 12
+CAUSE = 100  # characters of one
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Simulation:
     def _traffic(self, one: RankClass) -> list[str]:
         rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
         for collective in one.collectives:
-            row = rows[self.axes(collective), collective.kind, collective.cause]
+            row = rows[
+                self.axes(collective), collective.kind, shorten(collective.cause_of_layers, CAUSE, placeholder=" …")
+            ]
             row[0] += 1
             row[1] += collective.sent_bytes
             row[2] += self.cost(collective)

@@ -95,8 +95,8 @@ def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
         }
         for block in model.layers:
             experts = BalancedExperts(args.dim, args.ffn_dim, args.num_experts)
-            block.expert_layer = shard_module(experts, by_features, mesh=mesh)
-    shard(model, mesh, options.sequence_parallel, options.fully_shard)
+            block.expert_layer = shard_module(experts, by_features, mesh=mesh, src_rank=None)
+    shard(model, mesh, options.sequence_parallel, options.fully_shard, src_data_rank=None)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:

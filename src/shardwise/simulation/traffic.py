@@ -1,10 +1,13 @@
 """The collectives of one rank, with their bytes and causes."""
 
+import re
 from dataclasses import dataclass, replace
 
 from shardwise.collectives import Ranks
 from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import CommEvent, Listener
+
+_NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class Collective:
     sent_bytes: int
     received_bytes: int = 0
     backward: bool = False
+
+    @property
+    def cause_of_layers(self) -> str:
+        """The cause with `*` for the numbers of layers and units, the same for all layers."""
+        return _NUMBER.sub("*", self.cause)
 
 
 class Recorded(Listener):

@@ -59,14 +59,17 @@ def outline(config: LanguageModelConfig) -> Transformer:
     )
 
 
-def shard(model: Transformer, mesh: Mesh, sequence_parallel: bool, over_data: bool = False) -> Transformer:
+def shard(
+    model: Transformer, mesh: Mesh, sequence_parallel: bool, over_data: bool = False, src_data_rank: int | None = 0
+) -> Transformer:
     """Shard `model` in place: tensor-parallel on the axis `tp` if there is one, replicated on all other axes.
 
     Args:
         over_data: shard it on the last of the other axes as well; each layer is a unit of `fully_shard`.
+        src_data_rank: as of `parallelize_module`.
     """
     if TENSOR_AXIS in (mesh.names or ()):
-        Transformer.parallelize(model, mesh, sequence_parallel, gather_output=False)
+        Transformer.parallelize(model, mesh, sequence_parallel, gather_output=False, src_data_rank=src_data_rank)
     else:
         shard_module(model, {}, mesh=mesh, src_rank=None)
     if over_data:
