@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from shardwise.demos.lm.batches import batch_placements
 from shardwise.demos.lm.config import TENSOR_AXIS
-from shardwise.demos.lm.model import shard
+from shardwise.demos.lm.model import data_mesh, shard
 from shardwise.embedding.grouped import embedding_bags
 from shardwise.errors import ConfigError
 from shardwise.layout import REPLICATE, Mesh, Shard
 from shardwise.models import MixtureOfExperts, ModelArgs, Transformer
 from shardwise.models.moe import Routing
-from shardwise.parallel import loss_parallel
+from shardwise.parallel import fully_shard, loss_parallel
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.api import Step
 from shardwise.tensor import DTensor
@@ -96,6 +96,8 @@ def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
         for block in model.layers:
             experts = BalancedExperts(args.dim, args.ffn_dim, args.num_experts)
             block.expert_layer = shard_module(experts, by_features, mesh=mesh, src_rank=None)
+            if options.fully_shard:  # by dim 0, most ranks would have no expert
+                fully_shard(experts, mesh=data_mesh(mesh), shard_placement_fn=_longest_dim)
     shard(model, mesh, options.sequence_parallel, options.fully_shard, src_data_rank=None)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -108,6 +110,11 @@ def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
         optimizer.step()
 
     return step
+
+
+def _longest_dim(parameter: nn.Parameter) -> Shard:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(max(range(local.ndim), key=local.shape.__getitem__))
 
 
 class Recommender(nn.Module):

@@ -73,12 +73,14 @@ def shard(
     else:
         shard_module(model, {}, mesh=mesh, src_rank=None)
     if over_data:
-        names = [name for name in mesh.names or () if name != TENSOR_AXIS]
-        data_mesh = mesh.submesh(names, collectives.rank())
-        for layer in model.layers:
-            fully_shard(layer, mesh=data_mesh)
-        fully_shard(model, mesh=data_mesh)
+        for unit in (*model.layers, model):
+            fully_shard(unit, mesh=data_mesh(mesh))
     return model
+
+
+def data_mesh(mesh: Mesh) -> Mesh:
+    """The axes of `mesh` but `tp`, of the ranks with which this one shares its position on that."""
+    return mesh.submesh([name for name in mesh.names or () if name != TENSOR_AXIS], collectives.rank())
 
 
 def groups(model: nn.Module, weight_decay: float) -> Iterator[dict[str, Any]]:
