@@ -323,6 +323,23 @@ def test_a_step_may_be_taken_in_a_hook_of_the_parameter(placement: Placement) ->
     assert_close(as_dtensor(w.detach()).full_tensor(), W - 0.1 * plain_grads(squares, X, W)[1])
 
 
+@pytest.mark.parametrize("reduce_op", ["max", "min"])
+def test_a_hook_of_a_partial_maximum_keeps_the_layout_of_its_gradient(reduce_op: str) -> None:
+    def run() -> None:
+        mesh = Mesh((3,))
+        x = distribute_tensor(torch.zeros(2, 3), mesh, [Replicate()]).requires_grad_()
+        doubled = as_dtensor(x * 1).redistribute(mesh, [Partial(reduce_op)])
+        HOOKED(doubled, lambda g: g * 2)
+        doubled.redistribute(mesh, [Replicate()]).sum().backward()
+        assert_close(grad_of(x), torch.full((2, 3), 2.0))
+        limited = as_dtensor(x * 1).redistribute(mesh, [Partial(reduce_op)])
+        HOOKED(limited, lambda g: g.clamp(-0.5, 0.5))
+        with pytest.raises(RuleError, match=r"A hook of a tensor .* returned another layout than it got"):
+            limited.redistribute(mesh, [Replicate()]).sum().backward()
+
+    world(3).run(run)
+
+
 @world(3)
 def test_a_hook_may_return_a_plain_whole_gradient_and_be_removed() -> None:
     x = leaf(X)

@@ -11,7 +11,7 @@ from torch._guards import TracingContext
 
 from shardwise import collectives
 from shardwise.errors import CaptureError, RuleError
-from shardwise.layout import REPLICATE
+from shardwise.layout import REPLICATE, Partial
 from shardwise.rules.pointwise import is_contiguous
 from shardwise.rules.registry import handler, handler_of_family, replacement
 from shardwise.rules.row import Args, Kwargs, Meta, Op
@@ -143,6 +143,16 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
         )
         if returned is None:
             return None
+        ends = Partial("max"), Partial("min")
+        chosen = any(n > 1 and p in ends for n, p in zip(layout.mesh.shape, layout.placements, strict=True))
+        if chosen and not (
+            type(returned) is DTensor and returned._layout.placements == local_gradient(layout).placements
+        ):
+            raise RuleError(
+                f"A hook of {x._name or 'a tensor'} as {layout} returned another layout than it got. Only ranks whose "
+                f"values were chosen have a gradient, and the others would lose their part. Fix: redistribute the "
+                f"tensor to Replicate() before you register the hook."
+            )
         if type(returned) is DTensor:
             return gradients.as_cotangent(plain(returned), returned._layout, layout)
         what = f"the plain gradient that a hook of {x._name or 'a tensor'} returned"
