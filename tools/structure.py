@@ -22,10 +22,10 @@ LAYERS = """
     pictures | models
     parallel
     checkpoint | experimental | graph_capture | launch
-    sharded_tensor
+    embedding | sharded_tensor
     tensor
     redistribute
-    embedding
+    lookups
     rules | collectives
     trace
     layout

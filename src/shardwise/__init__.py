@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from shardwise import debug, parallel
     from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
     from shardwise.debug import no_implicit_comm
-    from shardwise.embedding.grouped import embedding_bags
     from shardwise.errors import ShardwiseError
     from shardwise.graph_capture import capture
     from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Placements, Replicate, Shard
+    from shardwise.lookups.grouped import embedding_bags
     from shardwise.parallel import parallelize_module
     from shardwise.parallel.shard_module import distribute_module, shard_module
     from shardwise.pictures import Picture, picture, sharding_table
@@ -28,7 +28,7 @@ _HOMES = {
     "shardwise.graph_capture": ("capture",),
     "shardwise.collectives": ("DeviceMesh", "init_device_mesh", "rank", "world_size"),
     "shardwise.debug": ("no_implicit_comm",),
-    "shardwise.embedding.grouped": ("embedding_bags",),
+    "shardwise.lookups.grouped": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
     "shardwise.layout.layout": ("Layout",),
     "shardwise.layout.mesh": ("Mesh",),

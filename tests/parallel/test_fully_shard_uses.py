@@ -53,6 +53,29 @@ def test_ranks_that_call_other_units_or_copies_are_an_error() -> None:
     world(2).run(run)
 
 
+def test_a_copy_that_one_rank_made_is_not_taken_for_another_one() -> None:
+    x = torch.ones(2, 4)
+
+    def run() -> Tensor:
+        model = as_units(two_layers(), Mesh((2,)))
+        snapshots = [copied(model) for _ in range(2 - collectives.rank())]  # one more on rank 0
+        teacher = copied(model)
+        with torch.no_grad():
+            for p in teacher.parameters():
+                p.mul_(3)
+        own = (snapshots[0], teacher)[collectives.rank()]
+        with pytest.raises(MismatchError, match=r"copy 1 made at units\.py:\d+ in copied"):
+            own(x)
+        return cast(Tensor, teacher(x))
+
+    want = two_layers()
+    with torch.no_grad():
+        for p in want.parameters():
+            p.mul_(3)
+    for out in world(2).run(run):
+        assert_close(out, want(x))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_forward_that_fails_leaves_nothing_behind(error: type[BaseException]) -> None:
     plain, x = two_layers(), torch.randn(4, 4)

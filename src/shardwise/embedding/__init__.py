@@ -1,6 +1,5 @@
-"""Lookups in sharded tables: their rules, and the exchange of ids and rows."""
+"""Collections of embedding tables, and offsets of sharded bags."""
 
-from shardwise.embedding import rules
-from shardwise.embedding.ids import from_lengths
+from shardwise.lookups import from_lengths
 
-__all__ = ["from_lengths", "rules"]
+__all__ = ["from_lengths"]

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwise.embedding.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, verdict_on
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard, checked, checked_init
+from shardwise.lookups.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, verdict_on
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, PlacementsLike, first_input
 from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.local_context import LocalContext

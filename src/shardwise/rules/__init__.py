@@ -1,4 +1,4 @@
-"""The one table of op rules. Importing this package fills it, except for lookups (`shardwise.embedding`)."""
+"""The one table of op rules. Importing this package fills it, except for lookups (`shardwise.lookups`)."""
 
 from shardwise.rules import attention, conv, image, loss, matmul, pointwise, pool, recurrent
 from shardwise.rules.local_context import LocalContext

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from shardwise.demos.lm.batches import batch_placements
 from shardwise.demos.lm.config import TENSOR_AXIS
 from shardwise.demos.lm.model import data_mesh, shard
-from shardwise.embedding.grouped import embedding_bags
 from shardwise.errors import ConfigError
 from shardwise.layout import REPLICATE, Mesh, Shard
+from shardwise.lookups.grouped import embedding_bags
 from shardwise.models import MixtureOfExperts, ModelArgs, Transformer
 from shardwise.models.moe import Routing
 from shardwise.parallel import fully_shard, loss_parallel

@@ -3,7 +3,7 @@
 This file is where the class `DTensor` is completed, and where the modules that register ops are imported.
 """
 
-import shardwise.embedding  # noqa: F401  (registers the rules of lookups)
+import shardwise.lookups  # noqa: F401  (registers the rules of lookups)
 from shardwise.tensor import conversion, factories, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor

@@ -32,6 +32,11 @@ class StackFrame:
         in_stdlib = self.file.startswith(_STDLIB) and not self.file.startswith(_INSTALLED)
         return not in_stdlib and not self.file.startswith((*_MACHINERY, "<"))
 
+    @property
+    def short(self) -> str:
+        """Without the folders of the file, which differ between hosts."""
+        return f"{Path(self.file).name}:{self.line} in {self.function}"
+
     def __str__(self) -> str:
         return f"{self.file.removeprefix(str(Path.cwd()) + os.sep)}:{self.line} in {self.function}"
 

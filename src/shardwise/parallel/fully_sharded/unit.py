@@ -25,8 +25,10 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.module_sharding import assign
 from shardwise.trace.capture_hooks import is_capturing
+from shardwise.trace.user_stack import call_sites
 
 UNIT = "_fully_sharded_unit"  # of a module
+CALLERS = 4  # of deepcopy: a copy is known by where it was made
 _made: WeakKeyDictionary[Owner, Counter[Mesh]] = WeakKeyDictionary()
 
 
@@ -91,13 +93,14 @@ class Unit:
         self._running: Gathered | None = None  # of the forward that runs
         self._in_backward: Gathered | None = None
         self._shown: list[Tensor] = []  # what modules have in the place of stored parameters
-        self._copies = 0
+        self._copies: Counter[str] = Counter()  # by where they were made
         Unit.made += 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Unit":
         module = cast(nn.Module, memo[id(self.module)])
-        self._copies += 1
-        copy = memo[id(self)] = Unit(module, self.options, f"{self.number}.{self._copies}")
+        where = " < ".join(site.frame.short for site in call_sites(CALLERS))
+        self._copies[where] += 1  # counted for each place: a rank may make a copy that others do not
+        copy = memo[id(self)] = Unit(module, self.options, f"{self.number}, copy {self._copies[where]} made at {where}")
         copy.reshard_after_forward = self.reshard_after_forward
         copy.requires_gradient_sync = self.requires_gradient_sync
         return copy

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise.embedding import lookup
-from shardwise.embedding.bad_ids import StraddlingError
-from shardwise.embedding.grouped import embedding_bags
-from shardwise.embedding.requests import Lookup, exchange_axes
+from shardwise.lookups import lookup
+from shardwise.lookups.bad_ids import StraddlingError
+from shardwise.lookups.grouped import embedding_bags
+from shardwise.lookups.requests import Lookup, exchange_axes
 from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Kwargs, arguments
 from shardwise.tensor.dispatch import run_op

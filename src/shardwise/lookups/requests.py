@@ -18,10 +18,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwise.embedding.bad_ids import VALID, Verdict
-from shardwise.embedding.ids import Bags, DistinctIds, GroupedIds, distinct_ids, group_ids, number_of_distinct
-from shardwise.embedding.local import EMPTY_BOX, table_boxes
 from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard
+from shardwise.lookups.bad_ids import VALID, Verdict
+from shardwise.lookups.ids import Bags, DistinctIds, GroupedIds, distinct_ids, group_ids, number_of_distinct
+from shardwise.lookups.local import EMPTY_BOX, table_boxes
 from shardwise.rules.local_context import LocalContext
 
 MAX_RUNS_PER_ID = 0.8  # owners pool if the partial sums are fewer than this fraction of the distinct rows

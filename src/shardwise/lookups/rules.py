@@ -2,7 +2,7 @@
 
 If ids are replicated on an axis, each rank looks up the rows that it holds, and ids of other rows add zero. If ids and
 table are both sharded, an all-to-all sends ids to the ranks that hold their rows, and another one rows or pooled sums
-back (`shardwise.embedding.lookup`). The table is never gathered.
+back (`shardwise.lookups.lookup`). The table is never gathered.
 """
 
 from dataclasses import replace
@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding import bad_ids, lookup, options
-from shardwise.embedding.requests import exchange_axes
 from shardwise.errors import IdTypeError, LayoutError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.lookups import bad_ids, lookup, options
+from shardwise.lookups.requests import exchange_axes
 from shardwise.rules.local_context import LocalContext, specialized
 from shardwise.rules.pointwise import SUMS, shape_of_first, without_sizes
 from shardwise.rules.registry import op_rule

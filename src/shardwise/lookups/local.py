@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding.ids import Bags, plain_lookup
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Boxes, split_by_boxes
+from shardwise.lookups.ids import Bags, plain_lookup
 from shardwise.rules.local_context import LocalContext
 from shardwise.trace.capture_hooks import is_capturing
 

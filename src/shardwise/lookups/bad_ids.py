@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.embedding.ids import Bags
 from shardwise.errors import IdError, IdTypeError, LayoutError
 from shardwise.layout import Layout, Shard, contiguous_strides
+from shardwise.lookups.ids import Bags
 from shardwise.rules.local_context import LocalContext
 from shardwise.trace.capture_hooks import allow_in_graph
 

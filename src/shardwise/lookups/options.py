@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding import bad_ids, lookup
-from shardwise.embedding.local import table_boxes
 from shardwise.errors import IdError
 from shardwise.layout import Boxes, Shard
+from shardwise.lookups import bad_ids, lookup
+from shardwise.lookups.local import table_boxes
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.row import arguments
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.embedding.ids import Bags, coalesced_lookup, distinct_ids, expand
 from shardwise.layout import Mesh, Shard
+from shardwise.lookups.ids import Bags, coalesced_lookup, distinct_ids, expand
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 

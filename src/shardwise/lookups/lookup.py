@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding import bad_ids
-from shardwise.embedding.ids import Bags, GroupedIds, coalesced_lookup, expand
-from shardwise.embedding.local import local_lookup, local_rows, table_boxes
-from shardwise.embedding.requests import (
+from shardwise.lookups import bad_ids
+from shardwise.lookups.ids import Bags, GroupedIds, coalesced_lookup, expand
+from shardwise.lookups.local import local_lookup, local_rows, table_boxes
+from shardwise.lookups.requests import (
     MAX_FIRST_BYTES,
     Lookup,
     Request,
