@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise import collectives
+from shardwise import collectives, distribute_tensor, zeros
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.run_plan import redistribute_local
@@ -60,6 +60,26 @@ def check_memory(mesh: Mesh, shape: tuple[int, ...], count: int) -> int:
         assert memory.peak <= copies * most + found.sent_bytes(here, 4), (src, dst, memory.peak / most)
         several += len(found.collectives) > 1
     return several
+
+
+def memory_of_a_bucket(numel: int) -> None:
+    mesh = Mesh((2,))
+    leaves = [zeros(numel, device_mesh=mesh, requires_grad=True) for _ in range(4)]
+    (sum(leaves[1:], leaves[0]) * distribute_tensor(torch.arange(2.0), mesh, [Shard(0)]).sum()).sum().backward()
+    with LiveMemory(torch.empty(0)) as memory:
+        gradients = [leaf.grad for leaf in leaves]
+    bucket = 4 * numel * 4
+    assert bucket <= memory.peak <= 2.01 * bucket, memory.peak / bucket  # the local gradients, and one copy of them
+    for i, grad in enumerate(gradients):
+        assert grad is not None
+        grad.add_(i)  # changes no other one
+    assert [grad._version for grad in gradients] == [1] * 4
+    assert [x.full_tensor().unique().tolist() for x in gradients] == [[1.0], [2.0], [3.0], [4.0]]
+
+
+@pytest.mark.processes
+def test_gradients_are_copied_once_into_their_bucket_and_stay_there() -> None:
+    world(2, real=True).run(memory_of_a_bucket, 1_000_000)
 
 
 @pytest.mark.processes

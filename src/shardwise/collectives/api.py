@@ -194,22 +194,26 @@ def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     return _start_all_reduce(local, reduce_op, ranks)()
 
 
-def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-    """Start `all_reduce`; the returned function waits for it and returns the result."""
+def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
+    """Start `all_reduce`; the returned function waits for it and returns the result.
+
+    Args:
+        in_place: nobody else uses `local`, which is contiguous: the result may have its memory.
+    """
     if is_capturing() and len(ranks) > 1:
         reduced = all_reduce(local, reduce_op, ranks)
         return lambda: reduced
-    return _start_all_reduce(local, reduce_op, ranks)
+    return _start_all_reduce(local, reduce_op, ranks, in_place)
 
 
-def _start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+def _start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
     if len(ranks) == 1:
-        return local.clone
+        return (lambda: local) if in_place else local.clone
     here = _announced(f"all_reduce {reduce_op}", local, local.shape, ranks)
     if comm_trace.listening():
         sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
         comm_trace.record_collective("all_reduce", sent)
-    return here.start_all_reduce(local, reduce_op, ranks)
+    return here.start_all_reduce(local, reduce_op, ranks, in_place)
 
 
 @allow_in_graph

@@ -270,10 +270,11 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         check = RecvCheck(out, recv_counts, own)
         return self._started(start, pending, ranks, out, check, recv_counts)
 
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
         group = self._group(ranks)
         if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
-            out, number = local.clone(memory_format=torch.contiguous_format), self.calls.get(ranks, 0)
+            out = local if in_place else local.clone(memory_format=torch.contiguous_format)
+            number = self.calls.get(ranks, 0)
             return self._started(
                 lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
                 partial(self._pending, f"all_reduce {reduce_op}", local, local.shape, number, ranks),

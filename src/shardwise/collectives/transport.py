@@ -72,8 +72,12 @@ class Transport(Protocol):
         """
         ...
 
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
-        """A new tensor: the reduction (sum, max, min, product) of `local` over `ranks`."""
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
+        """The reduction (sum, max, min, product) of `local` over `ranks`: a new tensor.
+
+        Args:
+            in_place: nobody else uses `local`, which is contiguous: the result may have its memory.
+        """
         ...
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
@@ -124,7 +128,7 @@ class SingleRankTransport:
     ) -> Finish:
         raise AssertionError("a group of one rank exchanges nothing")
 
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
         raise AssertionError("a group of one rank reduces nothing")
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:

@@ -136,10 +136,15 @@ class Redistribution:
             )
 
 
-def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Finish:
+def start_redistribute(
+    local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT, *, owned: bool = False
+) -> Finish:
     """`redistribute_local` without a gradient, started: call the result to wait for it.
 
     The last step that communicates runs meanwhile; the steps before it end before this returns.
+
+    Args:
+        owned: nobody else uses `local`, which is contiguous: the result may have its memory.
     """
     if src == dst:
         return local.clone
@@ -150,7 +155,10 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
         return lambda: _run(found.steps, local, cause)
     index, last = indices[-1], found.steps[indices[-1]]
     assert isinstance(last, _Collective)
-    if index == 0:  # the caller may change its tensor meanwhile
+    start = last.start
+    if index == 0 and owned:
+        start = last.start_owned or start
+    elif index == 0 and last.start_owned is None:  # sent from the tensor, which the caller may change meanwhile
         local = local.clone()
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
     before = comm_trace.set_purpose(found.purpose(cause))
@@ -160,7 +168,7 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
             DisableTorchFunctionSubclass(),
             comm_trace.emitting(event_of(found.plan, local.element_size(), cause)),
         ):
-            wait = last.start(_run(found.steps[:index], local, cause))
+            wait = start(_run(found.steps[:index], local, cause))
     finally:
         comm_trace.set_purpose(before)
 
@@ -186,10 +194,12 @@ class _Collective:
 
     Attributes:
         start: not recorded by autograd; the result waits for it. The tensor must not change until then.
+        start_owned: the same in the memory of the tensor; then `start` copies the tensor at once.
     """
 
     step: CommStep
     start: Callable[[Tensor], Finish]
+    start_owned: Callable[[Tensor], Finish] | None = None
 
     def run(self, local: Tensor, cause: Cause) -> Tensor:
         if local.requires_grad and torch.is_grad_enabled():  # seldom in backward: no node then
@@ -217,14 +227,17 @@ class _Local:
 
 def prepared(steps: Sequence[Step], rank: int) -> list[_Collective | _Local]:
     """What `rank` does in these steps."""
-    return [_Collective(s, _starter(s, rank)) if isinstance(s, CommStep) else _Local(s, rank) for s in steps]
+    return [_collective(s, rank) if isinstance(s, CommStep) else _Local(s, rank) for s in steps]
 
 
-def _starter(step: CommStep, rank: int) -> Callable[[Tensor], Finish]:
+def _collective(step: CommStep, rank: int) -> _Collective:
     if isinstance(step, Exchange):
-        return exchange_starter(step, rank)
+        return _Collective(step, exchange_starter(step, rank))
     group = step.group(rank)
-    return partial(collectives.start_all_reduce, reduce_op="sum", ranks=group) if group else lambda local: local.clone
+    if not group:
+        return _Collective(step, lambda local: local.clone)
+    start = partial(collectives.start_all_reduce, reduce_op="sum", ranks=group)
+    return _Collective(step, start, partial(start, in_place=True))
 
 
 def run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:

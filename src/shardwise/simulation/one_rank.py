@@ -52,12 +52,12 @@ class OneRank:
         received = _from_all(send[start : start + send_counts[here]], recv_counts)
         return _finished(received, send.contiguous())
 
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
         self.recorded.received(ranks, local.numel() * local.element_size())
         with torch.no_grad():
             match reduce_op:
                 case "sum" if local.dtype != torch.bool:
-                    return _finished(local * len(ranks), local)
+                    return _finished(local.mul_(len(ranks)) if in_place else local * len(ranks), local)
                 case "product":
                     return _finished(local ** len(ranks), local)
             return _finished(local.clone(), local)

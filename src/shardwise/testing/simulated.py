@@ -103,7 +103,7 @@ class _Rank:
     ) -> Finish:
         return self.finished(exchange_call(send, send_counts, recv_counts), send, ranks)
 
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
         return self.finished(call_of(f"all_reduce {reduce_op}", local, local.shape), local, ranks)
 
     def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:

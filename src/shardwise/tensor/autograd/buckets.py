@@ -297,7 +297,7 @@ def _send_bucket(leaves: Sequence[DTensor]) -> SentBucket:
         finish = _done(_sum_sparse(plain(raws[0]), leaves[0]._layout))
     else:
         flat = torch.cat([plain(raw).reshape(-1) for raw in raws]) if len(raws) > 1 else plain(raws[0]).reshape(-1)
-        finish = _start_all_reduce(flat, leaves)
+        finish = _start_all_reduce(flat, leaves, owned=len(raws) > 1)
     return SentBucket(tuple(leaves), tuple(raws), tuple(versions), finish)
 
 
@@ -305,27 +305,28 @@ def _done(total: Tensor) -> Finish:
     return lambda: total
 
 
-def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor]) -> Finish:
+def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor], owned: bool) -> Finish:
     mesh, axes = leaves[0]._layout.mesh, axes_to_reduce(leaves[0]._layout)
     submesh = mesh.submesh(axes, collectives.rank())
     src = Layout(submesh, [Partial()] * submesh.ndim, flat.shape)
     cause = _cause_of(mesh, axes, leaves, flat) if comm_trace.listening() else READ
     if torch.is_grad_enabled() and flat.requires_grad:
         return _done(redistribute_local(flat, src, src.replicated(), cause))
-    return start_redistribute(flat.detach(), src, src.replicated(), cause)
+    return start_redistribute(flat.detach(), src, src.replicated(), cause, owned=owned)
 
 
 def _finish_bucket(bucket: SentBucket) -> None:
     total, rank = bucket.finish(), collectives.rank()
-    totals = total.split([raw.numel() for raw in bucket.gradients]) if len(bucket.leaves) > 1 else (total,)
+    totals: Sequence[Tensor] = (total,)
+    if len(bucket.leaves) > 1:  # not views: a change of one gradient is no change of the others
+        totals = total.unsafe_split_with_sizes([raw.numel() for raw in bucket.gradients])
     for leaf, reduced, unchanged in zip(bucket.leaves, totals, bucket.unchanged(), strict=True):
         if not unchanged:
             continue
         raw_grad.__set__(leaf, None)
         if not reduced.is_sparse and leaf._layout.mesh.coordinate(rank) is not None:
             shape = leaf._layout.local_shape(rank)
-            alone = len(bucket.leaves) == 1 and not reduced.requires_grad  # nothing shares its memory: no view
-            reduced = torch.ops.aten._unsafe_view.default(reduced, shape) if alone else reduced.view(shape)
+            reduced = torch.ops.aten._unsafe_view.default(reduced, shape)
         _add_reduced(leaf, reduced)
 
 
@@ -350,7 +351,7 @@ def _total_elements(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor]
 
 def _add_reduced(leaf: DTensor, total: Tensor) -> None:
     if leaf._reduced_grad is None:
-        leaf._reduced_grad = tag(total.clone() if total._base is not None else total, readable(leaf._layout))
+        leaf._reduced_grad = tag(total, readable(leaf._layout))
     elif torch.is_grad_enabled() and total.requires_grad:
         leaf._reduced_grad = tag(plain(leaf._reduced_grad) + total, readable(leaf._layout))
     else:
