@@ -4,7 +4,7 @@ Each says which ranks take part in its collective, what a rank sends, and what a
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from shardwise.collectives.cost_tables import Costs
@@ -236,5 +236,6 @@ def _group(src: Mesh, dst: Mesh, axes: tuple[int, ...] | None, rank: int) -> tup
     return ranks if src.coordinate(rank) is not None or dst.coordinate(rank) is not None else ()
 
 
+@lru_cache(maxsize=64)
 def ranks_of(src: Mesh, dst: Mesh) -> tuple[int, ...]:
     return src.sorted_ranks if src is dst or src.ranks == dst.ranks else tuple(sorted({*src.ranks, *dst.ranks}))
