@@ -33,8 +33,8 @@ class Shards:
         """The elements of each rank's shard of a tensor of this shape."""
         width, sizes = prod(n for d, n in enumerate(shape) if d != self.dim), self.division.sizes
         numel = {size: width * size for size in set(sizes)}  # few objects for many ranks
-        sizes = sizes if self.order is None else map(sizes.__getitem__, self.order)
-        return tuple(map(numel.__getitem__, sizes))
+        in_order = sizes if self.order is None else map(sizes.__getitem__, self.order)
+        return tuple(map(numel.__getitem__, in_order))
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The shard of each rank, as 1-D tensors."""

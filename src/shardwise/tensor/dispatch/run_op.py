@@ -5,7 +5,7 @@ a dictionary look-up, the op itself, and giving the result its layout.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,15 @@ def _checked_key(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs) -> 
 
 
 def _layouts(args: Args, kwargs: Kwargs) -> list[Layout]:
-    return [x._layout for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    return list(_layouts_in((*args, *kwargs.values())))
+
+
+def _layouts_in(values: Iterable[object]) -> Iterator[Layout]:  # pytree takes a third of a call of a known shape
+    for x in values:
+        if type(x) is DTensor:
+            yield x._layout
+        elif isinstance(x, list | tuple):
+            yield from _layouts_in(x)
 
 
 def _owned(layouts: Layouts, owner: Owner) -> Layouts:
