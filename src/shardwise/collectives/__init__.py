@@ -44,18 +44,18 @@ from shardwise.collectives.failures.reports import has_failed, report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.joining import init_from_environment, init_processes, shutdown
 from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
-from shardwise.collectives.transport import Finish, Transport, draw_from_torch, reduce_stack
+from shardwise.collectives.transport import Allocate, Finish, Transport, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import when_watching
 from shardwise.trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked", "all_gather", "all_reduce",
-    "all_to_all", "as_mesh", "barrier", "broadcast", "check_ranks", "check_values", "chunks", "contents", "costs",
-    "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch", "exchange_messages", "expect_equal",
-    "expect_equal_numbers", "fingerprint", "gather_bytes", "gather_json", "group_ranks", "has_failed",
-    "init_device_mesh", "init_from_environment", "init_processes", "is_simulated", "load_with_process_group",
-    "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread", "reduce_scatter",
-    "reduce_stack", "report_failure", "shutdown", "start_all_gather", "start_all_reduce", "start_all_to_all",
-    "start_broadcast", "start_reduce_scatter", "storage_metadata", "transport", "using", "watches_numbers",
-    "when_watching", "world_size", "write_items",
+    "Allocate", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked", "all_gather",
+    "all_reduce", "all_to_all", "as_mesh", "barrier", "broadcast", "check_ranks", "check_values", "chunks",
+    "contents", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch",
+    "exchange_messages", "expect_equal", "expect_equal_numbers", "fingerprint", "gather_bytes", "gather_json",
+    "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes", "is_simulated",
+    "load_with_process_group", "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
+    "reduce_scatter", "reduce_stack", "report_failure", "shutdown", "start_all_gather", "start_all_reduce",
+    "start_all_to_all", "start_broadcast", "start_reduce_scatter", "storage_metadata", "transport", "using",
+    "watches_numbers", "when_watching", "world_size", "write_items",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from shardwise.collectives.cost_tables import (
 )
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT, current_world
-from shardwise.collectives.transport import Finish, SingleRankTransport, Transport
+from shardwise.collectives.transport import Allocate, Finish, SingleRankTransport, Transport
 from shardwise.collectives.value_notes import Note
 from shardwise.errors import MeshError, ThreadError
 from shardwise.layout import Owner, checked, ring_elements
@@ -157,15 +157,31 @@ def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[i
     return _start_all_to_all(send, send_counts, recv_counts, ranks)()
 
 
-def start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
-    """Start `all_to_all`; the returned function waits for it and returns the received elements."""
+def start_all_to_all(
+    send: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    ranks: Ranks,
+    allocate: Allocate | None = None,
+) -> Finish:
+    """Start `all_to_all`; the returned function waits for it and returns the received elements.
+
+    Args:
+        allocate: makes a 1-D tensor of the dtype of `send` for the result, which the caller may use again later.
+    """
     if is_capturing() and len(ranks) > 1:
         received = all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
-    return _start_all_to_all(send, send_counts, recv_counts, ranks)
+    return _start_all_to_all(send, send_counts, recv_counts, ranks, allocate)
 
 
-def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Finish:
+def _start_all_to_all(
+    send: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    ranks: Ranks,
+    allocate: Allocate | None = None,
+) -> Finish:
     if len(ranks) == 1:
         return send.clone
     here = _transport_of(ranks)
@@ -175,7 +191,7 @@ def _start_all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
     if comm_trace.listening():
         own = send_counts[ranks.index(here.rank)]
         comm_trace.record_collective(ALL_TO_ALL, (sum(send_counts) - own) * send.element_size())
-    return here.start_all_to_all(send, send_counts, recv_counts, ranks)
+    return here.start_all_to_all(send, send_counts, recv_counts, ranks, allocate)
 
 
 def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
@@ -222,21 +238,25 @@ def all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
     return _start_all_gather(local, counts, ranks)()
 
 
-def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-    """Start `all_gather`; the returned function waits for it and returns the result."""
+def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None) -> Finish:
+    """Start `all_gather`; the returned function waits for it and returns the result.
+
+    Args:
+        allocate: as in `start_all_to_all`.
+    """
     if is_capturing() and len(ranks) > 1:
         gathered = all_gather(local, counts, ranks)
         return lambda: gathered
-    return _start_all_gather(local, counts, ranks)
+    return _start_all_gather(local, counts, ranks, allocate)
 
 
-def _start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+def _start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None) -> Finish:
     if len(ranks) == 1:
         return local.clone
     here = _announced(ALL_GATHER, local, counts, ranks)
     if comm_trace.listening():
         comm_trace.record_collective(ALL_GATHER, (len(ranks) - 1) * max(counts) * local.element_size())
-    return here.start_all_gather(local, counts, ranks)
+    return here.start_all_gather(local, counts, ranks, allocate)
 
 
 @allow_in_graph

@@ -51,7 +51,7 @@ from shardwise.collectives.shared_records import SharedRecords, add_peers
 from shardwise.collectives.started import StartedCollective, unequal
 from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
-from shardwise.collectives.transport import Finish, draw_from_torch, exchange_of, reduce_stack
+from shardwise.collectives.transport import Allocate, Finish, draw_from_torch, exchange_of, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
 from shardwise.layout import Mesh, Owner
 from shardwise.trace.user_stack import format_call_sites
@@ -231,16 +231,23 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         return {"call": asdict(call.described()), "where": where}
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        allocate: Allocate | None = None,
     ) -> Finish:
-        return self._start_all_to_all(send, send_counts, recv_counts, ranks)
+        return self._start_all_to_all(send, send_counts, recv_counts, ranks, allocate=allocate)
 
-    def _start_to_each(self, send: Tensor, recv_counts: Sequence[int], ranks: Ranks) -> Finish:
+    def _start_to_each(
+        self, send: Tensor, recv_counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
         """An all-to-all in which each rank is sent all of `send`; copied for each only if torch needs that."""
         counts = [send.numel()] * len(ranks)
         if self._group(ranks) is None:
-            return self._start_all_to_all(send, counts, recv_counts, ranks, to_each=True)
-        return self._start_all_to_all(send.repeat(len(ranks)), counts, recv_counts, ranks)
+            return self._start_all_to_all(send, counts, recv_counts, ranks, to_each=True, allocate=allocate)
+        return self._start_all_to_all(send.repeat(len(ranks)), counts, recv_counts, ranks, allocate=allocate)
 
     def _start_all_to_all(
         self,
@@ -249,6 +256,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         recv_counts: Sequence[int],
         ranks: Ranks,
         to_each: bool = False,
+        allocate: Allocate | None = None,
     ) -> Finish:
         here, group, number = self._rank, self._group(ranks), self.calls.get(ranks, 0)
         own = ranks.index(here)
@@ -258,7 +266,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
         if send_counts[own] != recv_counts[own]:
             raise unequal(here, here, send_counts[own], recv_counts[own], pending())
-        out = send.new_empty(sum(recv_counts))
+        out = (allocate or send.new_empty)(sum(recv_counts))
         wire_out, wire_send = as_supported(out), as_supported(send.contiguous())
 
         def start() -> Sequence[dist.Work]:
@@ -286,13 +294,16 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         receive = self._start_to_each(flat, [flat.numel()] * count, ranks)
         return lambda: reduce_stack(receive().view(count, *local.shape), reduce_op)
 
-    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    def start_all_gather(
+        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
         group, own, number = self._group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
         if group is None:
-            return self._start_to_each(local, counts, ranks)
+            return self._start_to_each(local, counts, ranks, allocate)
         width = max(counts)
         padded = local.contiguous() if local.numel() == width else F.pad(local, (0, width - local.numel()))
-        out = local.new_empty(width * len(ranks))
+        empty = allocate or local.new_empty
+        out = empty(width * len(ranks))
         wait = self._started(
             lambda: [dist.all_gather_single(as_supported(out), as_supported(padded), group, async_op=True)],
             partial(self._pending, ALL_GATHER, local, counts, number, ranks),
@@ -303,7 +314,12 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         )
         if min(counts) == width:
             return wait
-        return lambda: torch.cat([part[:n] for part, n in zip(wait().split(width), counts, strict=True)])
+
+        def finish() -> Tensor:
+            parts = [part[:n] for part, n in zip(wait().split(width), counts, strict=True)]
+            return torch.cat(parts, out=empty(sum(counts)))
+
+        return finish
 
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
         group, own, number = self._group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)

@@ -17,6 +17,7 @@ from shardwise.collectives.value_notes import Note, ValueNotes
 from shardwise.layout import Owner
 
 Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
+Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all of tensors on the CPU
 
 
@@ -64,11 +65,19 @@ class Transport(Protocol):
         ...
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        allocate: Allocate | None = None,
     ) -> Finish:
         """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; get those received, in rank order.
 
         `send` must not change until the collective is finished.
+
+        Args:
+            allocate: may be called for the memory of the result, which is a new tensor otherwise.
         """
         ...
 
@@ -80,8 +89,14 @@ class Transport(Protocol):
         """
         ...
 
-    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        """The 1-D tensors of all ranks, one after the other; they have `counts` elements."""
+    def start_all_gather(
+        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
+        """The 1-D tensors of all ranks, one after the other; they have `counts` elements.
+
+        Args:
+            allocate: as in `start_all_to_all`.
+        """
         ...
 
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
@@ -124,14 +139,21 @@ class SingleRankTransport:
         raise AssertionError("one rank has nobody to disagree with")
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        allocate: Allocate | None = None,
     ) -> Finish:
         raise AssertionError("a group of one rank exchanges nothing")
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
         raise AssertionError("a group of one rank reduces nothing")
 
-    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    def start_all_gather(
+        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
         raise AssertionError("a group of one rank gathers nothing")
 
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.layout import Layout, Shard
+from shardwise.collectives import Finish
+from shardwise.layout import Layout, Owner, Shard
+from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.redistribute.native import Shards, as_result, shards_of, total
 
 Waits = Callable[[], list[Tensor]]
@@ -68,41 +71,54 @@ class Together:
         Returns:
             A function that waits for it, and returns the full tensors, in the given ones where there are any.
         """
-        flat = _flat(local).to(dtype)
-        wait = collectives.start_all_gather(flat, self.counts, self.ranks)
+        lent = buffers_of_rank().lend(dtype, local[0].device)
+        wait = collectives.start_all_gather(_message(local, dtype, lent), self.counts, self.ranks, lent.empty)
 
         def finish(outs: Sequence[Tensor | None]) -> list[Tensor]:
             received = wait().split(self.counts)
             by_rank = [part.split(numels) for part, numels in zip(received, self._numels, strict=True)]
             by_tensor = zip(*by_rank, strict=True)
             each = zip(self.shards, by_tensor, self.shapes, outs, strict=True)
-            return [shards.join(parts, shape, out) for shards, parts, shape, out in each]
+            full = [shards.join(parts, shape, out) for shards, parts, shape, out in each]
+            lent.give_back()
+            return full
 
         return finish
 
     def start_reduce(self, full: Sequence[Tensor], dtype: torch.dtype) -> Waits:
         """Start the sum over the ranks, in this dtype; the returned function waits for it and returns the shards."""
         by_tensor = [shards.split(x) for shards, x in zip(self.shards, full, strict=True)]
-        message = _flat([part for parts in zip(*by_tensor, strict=True) for part in parts]).to(dtype)
-        del by_tensor
+        by_rank = list(zip(*by_tensor, strict=True))
+        lent = buffers_of_rank().lend(dtype, full[0].device)
         if self.collective == "reduce_scatter":
+            message = _message([part for parts in by_rank for part in parts], dtype, lent)
             wait = collectives.start_reduce_scatter(message, self.counts, self.ranks)
         else:
-            wait = self._start_exchange(message)
+            wait = self._start_exchange(by_rank, dtype, lent)
 
         def finish() -> list[Tensor]:
             parts = wait().split([prod(shape) for shape in self.own])
+            lent.give_back()
             return [as_result(part, shape) for part, shape in zip(parts, self.own, strict=True)]
 
         return finish
 
-    def _start_exchange(self, message: Tensor) -> Callable[[], Tensor]:
-        own = sum(map(prod, self.own))
-        wait = collectives.start_all_to_all(message, self.counts, [own] * len(self.ranks), self.ranks)
+    def _start_exchange(self, by_rank: Sequence[Sequence[Tensor]], dtype: torch.dtype, lent: Lent) -> Finish:
+        """A reduce-scatter as an all-to-all and a sum. What this rank keeps is in no message."""
+        here, count = self.ranks.index(collectives.rank()), sum(map(prod, self.own))
+        own = _message(by_rank[here], dtype, lent)
+        others = [part for i, parts in enumerate(by_rank) if i != here for part in parts]
+        if not others:
+            return own.clone
+        send_counts = [0 if i == here else n for i, n in enumerate(self.counts)]
+        recv_counts = [0 if i == here else count for i in range(len(self.ranks))]
+        message = _message(others, dtype, lent)
+        wait = collectives.start_all_to_all(message, send_counts, recv_counts, self.ranks, lent.empty)
 
         def finish() -> Tensor:
-            received = wait().split([own] * len(self.ranks))
-            return total(received) if len(received) > 1 else received[0]
+            received = list(wait().split(recv_counts))
+            received[here] = own
+            return total(received)
 
         return finish
 
@@ -126,6 +142,17 @@ def together(layouts: Sequence[Layout], axis: int, rank: int) -> Together:
     return Together(ranks, tuple(shards), tuple(shapes), tuple(own), min(of, key=of.__getitem__))
 
 
-def _flat(parts: Sequence[Tensor]) -> Tensor:
+def _message(parts: Sequence[Tensor], dtype: torch.dtype, lent: Lent) -> Tensor:
+    """The elements of all tensors, in this dtype."""
     flat = [part if part.ndim == 1 else part.reshape(-1) for part in parts]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    if len(flat) == 1:
+        return flat[0].to(dtype)
+    return torch.cat(flat, out=lent.empty(sum(part.numel() for part in flat)))
+
+
+_buffers: WeakKeyDictionary[Owner, Buffers] = WeakKeyDictionary()
+
+
+def buffers_of_rank() -> Buffers:
+    """Those of this rank; whoever sends messages clears them when it is done."""
+    return _buffers.setdefault(collectives.owner(), Buffers())

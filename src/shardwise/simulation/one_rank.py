@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.collectives import Finish, Ranks, draw_from_torch
+from shardwise.collectives import Allocate, Finish, Ranks, draw_from_torch
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import Note, ValueNotes
@@ -44,12 +44,17 @@ class OneRank:
         """Other ranks have the same values."""
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        allocate: Allocate | None = None,
     ) -> Finish:
         here = ranks.index(self.rank)
         self.recorded.received(ranks, (sum(recv_counts) - recv_counts[here]) * send.element_size())
         start = sum(send_counts[:here])
-        received = _from_all(send[start : start + send_counts[here]], recv_counts)
+        received = _from_all(send[start : start + send_counts[here]], recv_counts, allocate)
         return _finished(received, send.contiguous())
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
@@ -62,17 +67,20 @@ class OneRank:
                     return _finished(local ** len(ranks), local)
             return _finished(local.clone(), local)
 
-    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    def start_all_gather(
+        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
         others = sum(counts) - counts[ranks.index(self.rank)]
         self.recorded.received(ranks, others * local.element_size())
         width = max(counts)
         padded = local.contiguous() if len(local) == width else F.pad(local, (0, width - len(local)))
-        received = _from_all(padded, [width] * len(ranks))
+        received = _from_all(padded, [width] * len(ranks), allocate)
         if min(counts) == width:
             return _finished(received, padded)
 
         def finish() -> Tensor:
-            return torch.cat([part[:count] for part, count in zip(received.split(width), counts, strict=True)])
+            parts = [part[:count] for part, count in zip(received.split(width), counts, strict=True)]
+            return torch.cat(parts, out=(allocate or local.new_empty)(sum(counts)))
 
         return finish
 
@@ -96,10 +104,10 @@ def _finished(received: Tensor, sent: Tensor) -> Finish:
     return lambda: (received, sent)[0]
 
 
-def _from_all(own: Tensor, counts: Sequence[int]) -> Tensor:
+def _from_all(own: Tensor, counts: Sequence[int], allocate: Allocate | None = None) -> Tensor:
     """A new tensor of `counts` elements of each rank: those of `own`, as far as it has them."""
     with torch.no_grad():
-        received = own.new_zeros(sum(counts))
+        received = (allocate or own.new_empty)(sum(counts)).zero_()
         if received.is_floating_point():  # without values
             return received
         if len(set(counts)) == 1 and len(own) >= counts[0]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.collectives import Finish, Ranks, draw_from_torch, reduce_stack, using
+from shardwise.collectives import Allocate, Finish, Ranks, draw_from_torch, reduce_stack, using
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.collective_call import (
     ALL_GATHER,
@@ -99,14 +99,21 @@ class _Rank:
         """All ranks see it."""
 
     def start_all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        allocate: Allocate | None = None,
     ) -> Finish:
         return self.finished(exchange_call(send, send_counts, recv_counts), send, ranks)
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
         return self.finished(call_of(f"all_reduce {reduce_op}", local, local.shape), local, ranks)
 
-    def start_all_gather(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    def start_all_gather(
+        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
         return self.finished(call_of(ALL_GATHER, local, counts), local, ranks)
 
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:

@@ -7,6 +7,7 @@ from weakref import ref
 import torch
 
 from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered
+from shardwise.redistribute.together import buffers_of_rank
 
 
 class Followed(Protocol):
@@ -52,6 +53,8 @@ class Forward:
         """It ran."""
         self.root.order = self.units
         running.forward = None
+        if not torch.is_grad_enabled():
+            buffers_of_rank().clear()
 
 
 class _Running(threading.local):
@@ -77,3 +80,4 @@ def _end(filled: list[Gathered]) -> None:
     running.backward = NO_BACKWARD
     for gathered in filled:
         gathered.unit.end_backward(gathered)
+    buffers_of_rank().clear()
