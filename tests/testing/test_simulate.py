@@ -2,29 +2,34 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import (
     DTensor,
     Mesh,
     OnRanks,
     Placement,
+    Replicate,
     Shard,
     collectives,
     count_comms,
+    distribute_tensor,
     embedding_bags,
     shard_module,
 )
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
 from shardwise.simulation.memory import Memory
+from shardwise.simulation.page import page
 from shardwise.testing import simulate, world
 
 ARGS = ModelArgs(n_layers=2, vocab_size=64, max_seq_len=16, dim=48, n_heads=4, dropout_p=0.0)
@@ -106,18 +111,20 @@ def peak_of_a_real_rank(style: Callable[[nn.Module, Mesh], None], args: ModelArg
     return min(peaks)
 
 
-def assert_same_collectives(build: Callable[[Mesh], Step], mesh: Mesh) -> None:
+def assert_same_collectives(build: Callable[[Mesh], Step], mesh: Mesh, in_ops: bool = False) -> None:
+    """On all ranks of each class, unless they exchange other amounts inside an op."""
     counted = run(build, mesh)
     found = simulate(build, mesh=mesh)
     assert sorted(rank for one in found.classes for rank in one.ranks) == list(range(mesh.size()))
+    assert any(one.sent_bytes for one in found.classes)
     for one in found.classes:
         calls: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         for collective in one.collectives:
             calls[collective.kind] += 1
             sent[collective.kind] += collective.sent_bytes
-        assert sent.total()
-        assert (dict(calls), dict(sent)) == counted[one.ranks[0]]
+        for rank in one.ranks[: 1 if in_ops else None]:
+            assert (dict(calls), dict(sent)) == counted[rank], rank
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -128,7 +135,7 @@ def test_collectives_and_bytes_are_those_of_a_world(style: Callable[[nn.Module, 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_collectives_of_experts_are_those_of_a_world(size: int) -> None:
-    assert_same_collectives(training(sequence_parallel, replace(ARGS, num_experts=6)), Mesh((size,)))
+    assert_same_collectives(training(sequence_parallel, replace(ARGS, num_experts=6)), Mesh((size,)), in_ops=size == 8)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)])
@@ -164,7 +171,7 @@ def test_collectives_of_lookups_are_those_of_a_world(placement: Placement, size:
 
         return step
 
-    assert_same_collectives(build, Mesh((size,)))
+    assert_same_collectives(build, Mesh((size,)), in_ops=True)
 
 
 def test_a_large_mask_takes_no_memory() -> None:
@@ -230,6 +237,95 @@ def test_ranks_of_sub_meshes_are_equal() -> None:
     found = simulate(build, mesh=Mesh((3, 4), names=("replicate", "shard")))
     assert [len(one.ranks) for one in found.classes] == [12]
     assert {found.axes(one) for one in found.classes[0].collectives} == {"shard"}
+
+
+def of_swapped_axes(mesh: Mesh) -> Step:
+    """Two tensors of one shape, each sharded as the other one along the other axis."""
+    model = shard_module(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), SWAPPED, mesh=mesh)
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 7)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    return step
+
+
+def from_one_rank(mesh: Mesh) -> Step:
+    return lambda: distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)] * mesh.ndim)
+
+
+def to_all_ranks(mesh: Mesh) -> Step:
+    x = distribute_tensor(torch.ones(24), mesh, [OnRanks(1)])
+    return x.full_tensor
+
+
+def of_uneven_grids(mesh: Mesh) -> Step:
+    x = distribute_tensor(torch.ones(5, 7), mesh, [Shard(0), Shard(1)])
+    return lambda: x.redistribute(mesh, [Shard(1), Shard(0)])
+
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+SWAPPED: dict[str, Sequence[Placement]] = {"0.weight": [S0, R], "0.bias": [R, R], "1.weight": [R, S0], "1.bias": [R, R]}
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh"),
+    [
+        (of_swapped_axes, Mesh((2, 2))), (of_swapped_axes, Mesh((3, 2))), (from_one_rank, Mesh((4,))),
+        (from_one_rank, Mesh((2, 2))), (to_all_ranks, Mesh((3,))), (to_all_ranks, Mesh((4,))),
+        (of_uneven_grids, Mesh((2, 2))), (of_uneven_grids, Mesh((2, 3))),
+    ],
+)  # fmt: skip
+def test_all_ranks_of_a_class_send_as_much(build: Callable[[Mesh], Step], mesh: Mesh) -> None:
+    assert_same_collectives(build, mesh)
+
+
+def test_what_depends_on_values_or_ranks_is_said() -> None:
+    def build(mesh: Mesh) -> Step:
+        model = nn.Linear(2 if collectives.rank() == 0 else 3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model(torch.ones(1, model.in_features)).sum().backward()
+            if torch.isfinite(model.weight).all():
+                optimizer.step()
+
+        return step
+
+    found = simulate(build, mesh=Mesh((4,)))
+    condition, reads = found.assumptions
+    assert "test_simulate.py" in condition
+    assert "in step: a condition on values that are not there is False" in condition
+    assert "in build: rank() is the lowest of each class" in reads
+    assert condition in str(found)
+    assert condition in page(found)
+    assert not simulate(nn.Linear(2, 2), torch.ones(1, 2), mesh=Mesh((2,))).assumptions
+
+
+class Several(nn.Module):
+    """Without parameters, and with several outputs."""
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"a": (x * 2, None), "b": x.exp(), "count": 3}
+
+
+def test_modules_may_have_several_outputs_and_no_parameters() -> None:
+    for x in (torch.ones(3, requires_grad=True), torch.ones(3)):
+        (one,) = simulate(Several(), x, mesh=Mesh((2,))).classes
+        assert one.peak_bytes
+        assert not one.collectives
+
+
+def test_a_function_takes_no_inputs_and_returns_a_function() -> None:
+    mesh = Mesh((2,))
+    with pytest.raises(ArgumentError, match="inputs and plan are those of a module"):
+        simulate(from_one_rank, torch.ones(2), mesh=mesh)
+    with pytest.raises(ArgumentError, match="inputs and plan are those of a module"):
+        simulate(from_one_rank, mesh=mesh, plan={})
+    for returned in (None, torch.ones(2)):
+        with pytest.raises(ArgumentError, match=r"must return a function of one step, got (NoneType|Tensor)"):
+            simulate(cast(Callable[[Mesh], Step], partial(lambda found, _: found, returned)), mesh=mesh)
 
 
 def test_reading_a_value_is_an_error() -> None:

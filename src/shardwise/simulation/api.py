@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shardwise.collectives import Ranks, using
 from shardwise.collectives.cost_tables import Costs, costs_of, using_costs
-from shardwise.errors import MeshError
-from shardwise.layout import Layout, Mesh, checked
+from shardwise.errors import ArgumentError, MeshError
+from shardwise.layout import Boxes, Layout, Mesh, OnRanks, checked
 from shardwise.parallel.shard_module import LayoutPlan, shard_module
+from shardwise.redistribute.plan import plan_redistribute
 from shardwise.simulation.memory import Memory
 from shardwise.simulation.one_rank import OneRank
 from shardwise.simulation.result import RankClass, Simulation
@@ -47,8 +49,8 @@ def simulate(
 
     The function runs once for each class, as one rank of the class. Tensors of floating dtype with dims have no values,
     nor what is computed from them; integers have, up to 4 Mi elements of a tensor. A condition on values that are not
-    there is False (`if bad.any()`). Shapes, dtypes, devices and strides are those of a run on CPUs. The first step is
-    not counted, because in it optimizers make their states.
+    there is False (`if bad.any()`), which the result says. Shapes, dtypes, devices and strides are those of a run on
+    CPUs. The first step is not counted, because in it optimizers make their states.
 
     Other ranks are taken to send what this one sends to itself. So where sizes depend on data (ids of a lookup), each
     rank receives from every rank as many as it keeps; plain batches of ranks have equal shapes.
@@ -57,37 +59,56 @@ def simulate(
 
     Args:
         fn_or_module: a function of the mesh that makes a model and returns a function of one training step; or a
-            module, for which a step is forward, backward of the sum of its output, and AdamW.
+            module, for which a step is forward, backward of the sum of its outputs, and AdamW.
         inputs: of a module.
         mesh: of ranks 0, 1, ….
         plan: of a module: what `shard_module` takes.
         costs: by which plans are made and time is modelled; None is those of the device type of the mesh.
 
     Returns:
-        The classes. Ranks are equal if, of all layouts of the program, they have local tensors of the same shapes.
-        What they send may still differ by an element. The lowest rank of a class runs code that asks for `rank()`.
+        The classes. Ranks are equal if, of all layouts of the program, they have local tensors of the same shapes, and
+        send as many bytes in each redistribution. They may send other amounts in exchanges inside an op: a lookup, a
+        flatten of uneven shards. The lowest rank of a class runs code that asks for `rank()`, which the result says.
 
     Raises:
         ShardwiseError: the program reads values that a simulation does not have.
         MeshError: the mesh has other ranks.
+        ArgumentError: inputs or a plan beside a function, or a function that returns no function.
     """
     if mesh.sorted_ranks != tuple(range(mesh.size())):
         raise MeshError(f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}.")
-    build = _training(fn_or_module, inputs, plan or {}) if isinstance(fn_or_module, nn.Module) else fn_or_module
-    costs = costs or costs_of(mesh.device_type, None, None)
+    return _simulated(_build(fn_or_module, inputs, plan), mesh, costs or costs_of(mesh.device_type, None, None))
+
+
+def _simulated(build: Callable[[Mesh], Step], mesh: Mesh, costs: Costs) -> Simulation:
+    """One rank of each class, until each rank is in one."""
     classes: list[RankClass] = []
+    assumed: dict[str, None] = {}
     left = list(mesh.sorted_ranks)
     while left:
-        one, layouts = _run(build, mesh, left[0], costs)
-        equal = _equal_ranks(layouts, mesh, left)
+        one, layouts, redistributions = _run(build, mesh, left[0], costs, assumed)
+        with using_costs(costs):
+            equal = _equal_ranks(layouts, redistributions, mesh, left)
         classes.append(replace(one, ranks=equal))
         known = set(equal)
         left = [rank for rank in left if rank not in known]
-    return Simulation(mesh, tuple(classes), costs)
+    return Simulation(mesh, tuple(classes), costs, tuple(assumed))
 
 
-def _run(build: Callable[[Mesh], Step], mesh: Mesh, rank: int, costs: Costs) -> tuple[RankClass, list[Layout]]:
-    """One rank, and the layouts of its tensors."""
+def _build(
+    fn_or_module: Callable[[Mesh], Step] | nn.Module, inputs: Sequence[object], plan: LayoutPlan | None
+) -> Callable[[Mesh], Step]:
+    if isinstance(fn_or_module, nn.Module):
+        return _training(fn_or_module, inputs, plan or {})
+    if inputs or plan is not None:
+        raise ArgumentError("simulate: inputs and plan are those of a module. Fix: use them in the function.")
+    return fn_or_module
+
+
+def _run(
+    build: Callable[[Mesh], Step], mesh: Mesh, rank: int, costs: Costs, assumed: dict[str, None]
+) -> tuple[RankClass, list[Layout], list[tuple[Layout, Layout]]]:
+    """One rank, the layouts of its tensors, and between which layouts it redistributes."""
     recorded, memory = Recorded(), Memory(allocate=False)
     roles = Roles(memory)
     here = OneRank(rank, mesh.size(), recorded)
@@ -98,8 +119,13 @@ def _run(build: Callable[[Mesh], Step], mesh: Mesh, rank: int, costs: Costs) -> 
             memory, listening_with(recorded),
         ):  # fmt: skip
             step = build(mesh)
+            if not callable(step):
+                raise ArgumentError(
+                    f"simulate: the function must return a function of one step, got {type(step).__name__}. "
+                    f"Fix: return it."
+                )
             step()
-            recorded.collectives.clear()
+            recorded.clear()
             gc.collect()  # else what is in reference cycles of the first step is counted
             start = len(memory.log)
             step()
@@ -107,18 +133,40 @@ def _run(build: Callable[[Mesh], Step], mesh: Mesh, rank: int, costs: Costs) -> 
         layouts = list(here.owner._layouts.values())
     finally:
         torch.set_rng_state(state)
-    return RankClass((rank,), roles.at_peak(start), tuple(recorded.collectives)), layouts
+    assumed |= {f"{where}: a condition on values that are not there is False": None for where in memory.conditions}
+    assumed |= {
+        f"{where}: rank() is the lowest of each class, whose other ranks do the same": None for where in here.rank_reads
+    }
+    found = RankClass((rank,), roles.at_peak(start), tuple(recorded.collectives))
+    return found, layouts, list(recorded.redistributions)
 
 
-def _equal_ranks(layouts: Sequence[Layout], mesh: Mesh, ranks: Sequence[int]) -> Ranks:
-    """The ranks that have as many local tensors of each shape as the first one."""
+def _equal_ranks(
+    layouts: Sequence[Layout], redistributions: Sequence[tuple[Layout, Layout]], mesh: Mesh, ranks: Sequence[int]
+) -> Ranks:
+    """The ranks that hold tensors of the same shapes as the first one, and send as much in each redistribution."""
 
-    def held(rank: int) -> list[tuple[tuple[int, ...], ...]]:
-        return sorted((x.shape, x.local_shape(_counterpart(x.mesh, mesh, rank))) for x in layouts)
+    def held(rank: int) -> list[tuple[int, ...]]:
+        return [x.local_shape(_counterpart(x.mesh, mesh, rank)) for x in layouts]
+
+    def sent(rank: int) -> list[int]:
+        return [
+            plan.sent_bytes(_counterpart(plan.src.mesh, mesh, rank) if plan.src.mesh == plan.dst.mesh else rank, 1)
+            for plan in plans
+        ]
 
     layouts = [x for x in layouts if not x.is_even]
     first = held(ranks[0])
-    return tuple(rank for rank in ranks if held(rank) == first)
+    ranks = [rank for rank in ranks if held(rank) == first]
+    plans = [plan_redistribute(src, dst) for src, dst in redistributions if not _is_even(src, dst)]
+    sent_first = sent(ranks[0])
+    return tuple(rank for rank in ranks if sent(rank) == sent_first)
+
+
+def _is_even(src: Layout, dst: Layout) -> bool:
+    """Whether all ranks of a redistribution send as much."""
+    one_rank = any(isinstance(p, OnRanks | Boxes) for p in (*src.placements, *dst.placements))
+    return src.is_even and dst.is_even and src.mesh == dst.mesh and not one_rank
 
 
 @lru_cache(maxsize=1 << 16)
@@ -144,12 +192,16 @@ def _training(module: nn.Module, inputs: Sequence[object], plan: LayoutPlan) -> 
             empty = torch.empty(x.shape, dtype=x.dtype)
             memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
         model = shard_module(copy.deepcopy(module, memo), plan, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters())
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters) if parameters else None
 
         def step() -> None:
-            optimizer.zero_grad()
-            model(*inputs).sum().backward()
-            optimizer.step()
+            model.zero_grad()
+            outputs = [x for x in pytree.tree_leaves(model(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
+            if outputs:
+                torch.autograd.backward([x.sum() for x in outputs])
+            if optimizer is not None:
+                optimizer.step()
 
         return step
 

@@ -10,12 +10,15 @@ as in a run. Its storage is address space that is never touched: ops that would 
 """
 
 import mmap
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 from weakref import ref
@@ -29,12 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import ShardwiseError
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.fallback import Wrapper
+from shardwise.tensor.dtensor import DTensor
 from shardwise.trace import comm_trace
+from shardwise.trace.user_stack import StackFrame, frames_of
 
 aten = torch.ops.aten
 # Of the local tensor, also of a DTensor.
 _size = torch._C.TensorBase.size
 _stride = torch._C.TensorBase.stride
+LIBRARY = str(Path(__file__).parents[1]) + os.sep
 LARGE = 1 << 22  # elements: a tensor of integers with more has no values
 _RESERVED = 1 << 44  # bytes of address space
 _NORESERVE = 0x4000  # of Linux: count nothing of it as used
@@ -69,6 +75,7 @@ class Memory(TorchDispatchMode):
 
     Attributes:
         log: (block, bytes) in order; what was freed is negative.
+        conditions: where conditions on values that are not there were taken as False.
     """
 
     def __init__(self, allocate: bool) -> None:
@@ -78,6 +85,7 @@ class Memory(TorchDispatchMode):
         self.blocks: dict[int, Block] = {}  # by storage
         self.log: list[tuple[int, int]] = []
         self.redistributed: set[int] = set()
+        self.conditions: dict[StackFrame, None] = {}
         self._count = 0
         self._results: dict[object, object] = {}
         self._patches = ExitStack()
@@ -191,6 +199,8 @@ class Memory(TorchDispatchMode):
     def _without_values(self, func: OpOverload, traits: "Traits", args: Args, kwargs: Kwargs) -> object:
         if func is aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:  # as of a check that all values are finite
+                if (where := _reader()) is not None:
+                    self.conditions[where] = None
                 return False
             raise no_values("a number is read")
         if traits.written:
@@ -300,6 +310,17 @@ def no_values(what: str) -> ShardwiseError:
 
 
 _true_resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
+
+
+def _reader() -> StackFrame | None:
+    """Where the program reads a value; None if the library does, for a check of its own."""
+    passing = {__file__, DTensor.item.__code__.co_filename}
+    for frame in frames_of(sys._getframe(1)):
+        if frame.is_user_code:
+            return frame
+        if frame.file.startswith(LIBRARY) and frame.file not in passing:
+            return None
+    return None
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

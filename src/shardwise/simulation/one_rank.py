@@ -1,5 +1,6 @@
 """The transport of one rank whose peers do not run."""
 
+import sys
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import Note, ValueNotes
 from shardwise.layout import Owner
 from shardwise.simulation.traffic import Recorded
+from shardwise.trace.user_stack import StackFrame, is_user_file
 
 
 class OneRank:
@@ -25,7 +27,8 @@ class OneRank:
     """
 
     def __init__(self, rank: int, world_size: int, recorded: Recorded) -> None:
-        self.rank, self.world_size = rank, world_size
+        self._rank, self.world_size = rank, world_size
+        self.rank_reads: dict[StackFrame, None] = {}  # where the program calls `rank()`
         self.owner = Owner(rank, world_size)
         self.calls: dict[Ranks, int] = {}
         self.logs: dict[Ranks, CallLog] = {}
@@ -33,6 +36,13 @@ class OneRank:
         self.threads = ThreadGuard()
         self.fingerprints: ExitStack | None = None
         self.recorded = recorded
+
+    @property
+    def rank(self) -> int:
+        caller = sys._getframe(2)  # of `rank()`
+        if is_user_file(caller.f_code.co_filename):
+            self.rank_reads[StackFrame(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name)] = None
+        return self._rank
 
     def message_device(self, ranks: Ranks) -> torch.device:
         return torch.device("cpu")

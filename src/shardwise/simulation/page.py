@@ -63,6 +63,8 @@ def page(simulation: Simulation) -> str:
         note += f" Of {len(simulation.classes):,} classes the {len(shown)} with the highest peaks are shown."
     axes = dict.fromkeys(simulation.axes(x) for one in shown for x in one.collectives)
     colours = {axis: colour_of(len(ROLES) + i) for i, axis in enumerate(axes)}
+    assumed = "".join(f"<li>{safe(text)}</li>" for text in simulation.assumptions)
+    note += f" Assumed:<ul>{assumed}</ul>" if assumed else ""
     body = [f"<h1>{safe(name)}</h1><div>{note}</div><h2>Memory at the peak of the step</h2>", _memory(shown)]
     for one in shown:
         bars = [_bar(simulation, x) for x in one.collectives]

@@ -46,11 +46,13 @@ class Simulation:
     Attributes:
         classes: each rank is in one of them.
         costs: by which time is modelled.
+        assumptions: about code whose behaviour depends on values or ranks that are not simulated.
     """
 
     mesh: Mesh
     classes: tuple[RankClass, ...]
     costs: Costs
+    assumptions: tuple[str, ...] = ()
 
     def axes(self, collective: Collective) -> str:
         """The axes of the mesh along which a collective runs, such as "dp" or "dp, tp"."""
@@ -75,6 +77,8 @@ class Simulation:
         for one in self.classes:
             lines += ["", f"{count_text(len(one.ranks), 'rank')}: {ranks_text(one.ranks)}", *self._memory(one)]
             lines += ["", *self._traffic(one)]
+        if self.assumptions:
+            lines += ["", "Assumed:", *self.assumptions]
         return "\n".join(lines)
 
     def _memory(self, one: RankClass) -> list[str]:

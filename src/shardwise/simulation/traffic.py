@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from shardwise.collectives import Ranks
+from shardwise.layout import Layout
 from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import CommEvent, Listener
 
@@ -37,10 +38,15 @@ class Collective:
 
 
 class Recorded(Listener):
-    """Collects the collectives of a rank."""
+    """Collects the collectives of a rank, and between which layouts it redistributes."""
 
     def __init__(self) -> None:
         self.collectives: list[Collective] = []
+        self.redistributions: dict[tuple[Layout, Layout], None] = {}
+
+    def clear(self) -> None:
+        self.collectives.clear()
+        self.redistributions.clear()
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         """Called just before the transport, which calls `received`."""
@@ -48,6 +54,9 @@ class Recorded(Listener):
         purpose = comm_trace.current_purpose()
         if cause is None and purpose is not None:
             cause = purpose.cause
+        for known in (event, purpose):
+            if known is not None and known.src is not None and known.dst is not None:
+                self.redistributions[known.src.unowned, known.dst.unowned] = None
         text = "an exchange of the library's own" if cause is None else str(cause)
         backward = cause is not None and cause.backward
         self.collectives.append(Collective(kind, (), text, sent_bytes, backward=backward))

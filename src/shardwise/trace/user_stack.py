@@ -75,7 +75,7 @@ def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite
         file = code.co_filename
         is_user = _is_user_file.get(file)
         if is_user is None:
-            is_user = _is_user_file[file] = StackFrame(file, 0, "").is_user_code
+            is_user = is_user_file(file)
         if is_user:
             site = _call_sites.get((id(code), frame.f_lasti))
             if site is None:
@@ -85,6 +85,14 @@ def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite
                 break
         frame = frame.f_back
     return tuple(found)
+
+
+def is_user_file(file: str) -> bool:
+    """`StackFrame.is_user_code`, remembered."""
+    found = _is_user_file.get(file)
+    if found is None:
+        found = _is_user_file[file] = StackFrame(file, 0, "").is_user_code
+    return found
 
 
 def _add_call_site(frame: FrameType) -> tuple[CallSite, CodeType]:
