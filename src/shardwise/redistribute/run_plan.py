@@ -141,8 +141,9 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
 
     The last step that communicates runs meanwhile; the steps before it end before this returns.
     """
+    local = local.clone()  # the caller may change its tensor meanwhile
     if src == dst:
-        return local.clone
+        return lambda: local
     found = redistribution(src, dst)
     found.check(local.dtype)
     indices = [i for i, step in enumerate(found.steps) if isinstance(step, _Collective)]
@@ -150,8 +151,6 @@ def start_redistribute(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
         return lambda: _run(found.steps, local, cause)
     index, last = indices[-1], found.steps[indices[-1]]
     assert isinstance(last, _Collective)
-    if index == 0:  # the caller may change its tensor meanwhile
-        local = local.clone()
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
     before = comm_trace.set_purpose(found.purpose(cause))
     try:

@@ -39,9 +39,8 @@ class _Pending(DTensor):
 
 def _waited(x: _Pending) -> DTensor:
     """Wait for the redistribution; `x` is a DTensor from then on."""
-    layout, finish = x._target, x._finish
+    layout, local = x._target, x._finish()
     del x._target, x._finish
-    local = finish()
     with DisableTorchFunctionSubclass():
         x.__class__ = DTensor  # type: ignore[assignment]
         _data.__set__(x, local)
