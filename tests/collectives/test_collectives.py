@@ -6,10 +6,11 @@ from functools import reduce
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise import collectives
 from shardwise.collectives import count_comms, rank
-from shardwise.errors import MismatchError
+from shardwise.errors import GroupError, MismatchError
 from shardwise.testing import world
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float64, torch.complex128]
@@ -78,6 +79,31 @@ def every_case() -> None:
 @pytest.mark.processes
 def test_real_ranks_get_what_the_others_have() -> None:
     world(3, real=True).run(every_case)
+
+
+def in_groups_of_torch() -> None:
+    for ranks in [(0, 2), (2, 0), (2, 0, 1)]:
+        for _ in range(2):
+            group = dist.new_group(list(ranks), sort_ranks=False)
+            members = tuple(sorted(ranks))
+            if rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                assert collectives.group_ranks(group) == ranks
+                known = collectives.process_group(ranks)
+                assert isinstance(known, dist.ProcessGroup)
+                assert dist.get_process_group_ranks(known) == list(ranks)
+                gather_and_broadcast((3, 3, 1), members, torch.float32)
+                reduce_and_scatter((3, 3, 1), members, torch.float32)
+                dist.destroy_process_group(group)
+                with pytest.raises(GroupError, match="was destroyed"):
+                    collectives.group_ranks(group)
+            gather_and_broadcast((3, 3, 1), members, torch.float32)
+            reduce_and_scatter((3, 3, 1), members, torch.float32)
+
+
+@pytest.mark.processes
+def test_groups_of_torch_may_have_any_order_and_may_be_destroyed() -> None:
+    world(3, real=True).run(in_groups_of_torch)
 
 
 def sum_in_rank_order() -> list[float]:
