@@ -1,6 +1,7 @@
 """Moves that take their time: the first look at the result waits for it."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -74,6 +75,20 @@ def test_the_source_may_change_meanwhile() -> None:
         y = x.redistribute(placements=[dst], async_op=True)
         x.zero_()
         assert torch.equal(y.full_tensor(), full)
+
+
+@pytest.mark.processes
+@world(2, real=True)
+def test_several_threads_may_look_at_a_move_at_once() -> None:
+    full = torch.arange(600.0 * 500).view(600, 500)
+    x = distribute_tensor(full, Mesh((2,)), [S0])
+    for _ in range(20):
+        y = x.redistribute(placements=[R], async_op=True)
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _, y=y: (tuple(y.shape), y.to_local().clone()), range(4)))
+        for shape, local in found:
+            assert shape == full.shape
+            assert torch.equal(local, full)
 
 
 def use_after_a_failure() -> list[str]:
