@@ -1,5 +1,6 @@
 """All-gather, reduce-scatter and broadcast, simulated and real, with sizes of every kind."""
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise import collectives
 from shardwise.collectives import count_comms, rank
+from shardwise.collectives.started import SLICE_SECONDS
 from shardwise.errors import GroupError, MismatchError
 from shardwise.testing import world
 
@@ -79,6 +81,20 @@ def every_case() -> None:
 @pytest.mark.processes
 def test_real_ranks_get_what_the_others_have() -> None:
     world(3, real=True).run(every_case)
+
+
+def from_a_late_root() -> list[float]:
+    if rank() == 1:
+        return []
+    collectives.barrier((0, 2))
+    if rank() == 2:
+        time.sleep(2 * SLICE_SECONDS)
+    return collectives.broadcast(torch.full((3,), float(rank())), 3, 2, (0, 2)).tolist()  # rank 0 only receives
+
+
+@pytest.mark.processes
+def test_a_rank_that_only_receives_waits_for_one_that_is_late() -> None:
+    assert world(3, real=True).run(from_a_late_root) == [[2.0] * 3, [], [2.0] * 3]
 
 
 def in_groups_of_torch() -> None:

@@ -268,7 +268,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return [group.all_to_all_single(wire_out, wire_send, list(recv_counts), list(send_counts), _ASYNC_EXCHANGE)]
 
         check = RecvCheck(out, recv_counts, own)
-        return self._started(start, pending, ranks, out, check, recv_counts)
+        return self._started(start, pending, ranks, out, check, recv_counts, pairwise=group is None)
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks) -> Finish:
         group = self.group(ranks)
@@ -352,9 +352,10 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         out: Tensor,
         check: RecvCheck | None = None,
         counts: Sequence[int] = (),
+        pairwise: bool = False,
     ) -> StartedCollective:
         timeout = self._timeout(ranks) if out.is_cpu else None
-        return StartedCollective(self, start, pending, timeout, ranks, out, check, counts)
+        return StartedCollective(self, start, pending, timeout, ranks, out, check, counts, pairwise)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
