@@ -1,15 +1,18 @@
 """All-gather, reduce-scatter and broadcast, simulated and real, with sizes of every kind."""
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise import collectives
 from shardwise.collectives import count_comms, rank
-from shardwise.errors import MismatchError
+from shardwise.collectives.started import SLICE_SECONDS
+from shardwise.errors import GroupError, MismatchError
 from shardwise.testing import world
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float64, torch.complex128]
@@ -78,6 +81,45 @@ def every_case() -> None:
 @pytest.mark.processes
 def test_real_ranks_get_what_the_others_have() -> None:
     world(3, real=True).run(every_case)
+
+
+def from_a_late_root() -> list[float]:
+    if rank() == 1:
+        return []
+    collectives.barrier((0, 2))
+    if rank() == 2:
+        time.sleep(2 * SLICE_SECONDS)
+    return collectives.broadcast(torch.full((3,), float(rank())), 3, 2, (0, 2)).tolist()  # rank 0 only receives
+
+
+@pytest.mark.processes
+def test_a_rank_that_only_receives_waits_for_one_that_is_late() -> None:
+    assert world(3, real=True).run(from_a_late_root) == [[2.0] * 3, [], [2.0] * 3]
+
+
+def in_groups_of_torch() -> None:
+    for ranks in [(0, 2), (2, 0), (2, 0, 1)]:
+        for _ in range(2):
+            group = dist.new_group(list(ranks), sort_ranks=False)
+            members = tuple(sorted(ranks))
+            if rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                assert collectives.group_ranks(group) == ranks
+                known = collectives.process_group(ranks)
+                assert isinstance(known, dist.ProcessGroup)
+                assert dist.get_process_group_ranks(known) == list(ranks)
+                gather_and_broadcast((3, 3, 1), members, torch.float32)
+                reduce_and_scatter((3, 3, 1), members, torch.float32)
+                dist.destroy_process_group(group)
+                with pytest.raises(GroupError, match="was destroyed"):
+                    collectives.group_ranks(group)
+            gather_and_broadcast((3, 3, 1), members, torch.float32)
+            reduce_and_scatter((3, 3, 1), members, torch.float32)
+
+
+@pytest.mark.processes
+def test_groups_of_torch_may_have_any_order_and_may_be_destroyed() -> None:
+    world(3, real=True).run(in_groups_of_torch)
 
 
 def sum_in_rank_order() -> list[float]:

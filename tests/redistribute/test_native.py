@@ -8,7 +8,7 @@ import torch
 
 from shardwise import collectives
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.exchange import exchange_starter
+from shardwise.redistribute.exchange import exchange_program
 from shardwise.redistribute.search import native_step
 from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter
 from shardwise.testing import world
@@ -60,8 +60,8 @@ def agree(mesh: Mesh, shape: tuple[int, ...]) -> int:
         for dtype in (torch.float64, torch.bool):
             local = local_of(step.src, dtype)
             before = local.clone()
-            expected = exchange_starter(Exchange(step.src, step.dst), here)(local)()
-            got = exchange_starter(step, here)(local)()
+            expected = exchange_program(Exchange(step.src, step.dst), here).start(local)()
+            got = exchange_program(step, here).start(local)()
             assert got.shape == expected.shape, step
             assert torch.equal(got, expected), step
             got.zero_()  # it is nobody else's memory

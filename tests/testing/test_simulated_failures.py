@@ -1,8 +1,10 @@
 """Simulated ranks that fail, disagree, wait for each other or never return."""
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -378,6 +380,31 @@ def test_a_rank_that_does_not_return_in_time_is_reported_and_cannot_go_on_later(
         f"           from {HERE}:{line(body, 3)} in body",
         "  rank 2: ready, waiting for its turn",
     ]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_no_thread_of_a_rank_that_has_ended_is_left_over(hangs: bool) -> None:
+    release, freed = threading.Event(), list[bool]()
+
+    class FreedLate:
+        def __del__(self) -> None:
+            time.sleep(0.3)
+            freed.append(True)
+
+    local = threading.local()
+
+    def body() -> None:
+        local.kept = FreedLate()
+        if hangs and rank() == 2:
+            release.wait()
+        barrier((0, 1, 2))
+
+    with pytest.raises(DeadlockError) if hangs else nullcontext():
+        world(3, timeout=under_load(0.3) if hangs else PATIENCE_SECONDS).run(body)
+    names = {thread.name for thread in threading.enumerate()}
+    release.set()
+    assert names & {f"rank {i} of 3" for i in range(3)} == ({"rank 2 of 3"} if hangs else set())
+    assert len(freed) == (2 if hangs else 3)
 
 
 def test_a_failure_goes_before_a_rank_that_does_not_return() -> None:

@@ -36,8 +36,11 @@ def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks
         return tuple(range(world_size()))
     if isinstance(group, dist.ProcessGroup):
         TORCH_TRANSPORT.attach()
-        ranks = tuple(dist.get_process_group_ranks(group))
-        TORCH_TRANSPORT.groups.setdefault(tuple(sorted(ranks)), group)
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except KeyError:
+            raise GroupError("A process group was destroyed. Fix: make one with torch.distributed.new_group.") from None
+        TORCH_TRANSPORT.register_group(group)
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         ranks = ()
     elif isinstance(group, Mesh | DeviceMesh):
@@ -60,8 +63,8 @@ def process_group(ranks: Ranks) -> object:
     """An argument of `group_ranks` for these ranks: torch's process group where one is known, else the ranks."""
     if is_simulated() or not dist.is_initialized():
         return ranks
-    members = tuple(sorted(ranks))
-    return dist.group.WORLD if len(members) == world_size() else TORCH_TRANSPORT.groups.get(members, ranks)
+    TORCH_TRANSPORT.attach()
+    return TORCH_TRANSPORT.group(ranks) or TORCH_TRANSPORT.group(tuple(sorted(ranks))) or ranks
 
 
 @contextmanager

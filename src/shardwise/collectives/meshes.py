@@ -35,8 +35,7 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
         TORCH_TRANSPORT.register_mesh(mesh, value)
         if value.coordinate(rank()) is not None:
             for axis in range(value.ndim):
-                ranks = tuple(sorted(value.axis_ranks(rank(), axis)))
-                TORCH_TRANSPORT.groups.setdefault(ranks, mesh.get_group(axis))
+                TORCH_TRANSPORT.register_group(mesh.get_group(axis))
     return value
 
 

@@ -21,10 +21,9 @@ class OpenWorks:
 
     def add(self, works: Sequence[dist.Work]) -> int:
         """Keep `works`; the key to remove them by."""
-        if self._works:  # works that ended and that nobody waited for
-            self._works = {
-                key: kept for key, kept in self._works.items() if not all(work.is_completed() for work in kept)
-            }
+        for key, kept in list(self._works.items()):  # a list: other threads may wait meanwhile
+            if all(work.is_completed() for work in kept):  # and nobody waited
+                self.remove(key)
         key = next(self._keys)
         self._works[key] = works
         return key

@@ -245,7 +245,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     ) -> Finish:
         """An all-to-all in which each rank is sent all of `send`; copied for each only if torch needs that."""
         counts = [send.numel()] * len(ranks)
-        if self._group(ranks) is None:
+        if self.group(ranks) is None:
             return self._start_all_to_all(send, counts, recv_counts, ranks, to_each=True, allocate=allocate)
         return self._start_all_to_all(send.repeat(len(ranks)), counts, recv_counts, ranks, allocate=allocate)
 
@@ -258,7 +258,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         to_each: bool = False,
         allocate: Allocate | None = None,
     ) -> Finish:
-        here, group, number = self._rank, self._group(ranks), self.calls.get(ranks, 0)
+        here, group, number = self._rank, self.group(ranks), self.calls.get(ranks, 0)
         own = ranks.index(here)
 
         def pending() -> PendingCollective:
@@ -276,10 +276,10 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return [group.all_to_all_single(wire_out, wire_send, list(recv_counts), list(send_counts), _ASYNC_EXCHANGE)]
 
         check = RecvCheck(out, recv_counts, own)
-        return self._started(start, pending, ranks, out, check, recv_counts)
+        return self._started(start, pending, ranks, out, check, recv_counts, pairwise=group is None)
 
     def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
-        group = self._group(ranks)
+        group = self.group(ranks)
         if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
             out = local if in_place else local.clone(memory_format=torch.contiguous_format)
             number = self.calls.get(ranks, 0)
@@ -297,7 +297,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def start_all_gather(
         self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
     ) -> Finish:
-        group, own, number = self._group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
+        group, own, number = self.group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
         if group is None:
             return self._start_to_each(local, counts, ranks, allocate)
         width = max(counts)
@@ -322,7 +322,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         return finish
 
     def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        group, own, number = self._group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
+        group, own, number = self.group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
         local = local.resolve_conj()
         if group is None or local.dtype in _NOT_REDUCED_BY_GLOO:
             receive = self.start_all_to_all(local, counts, [counts[own]] * len(ranks), ranks)
@@ -344,7 +344,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         return lambda: torch.narrow_copy(wait(), 0, 0, counts[own])
 
     def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-        group, number, is_root = self._group(ranks), self.calls.get(ranks, 0), self._rank == root
+        group, number, is_root = self.group(ranks), self.calls.get(ranks, 0), self._rank == root
         sent = [count * (rank == root) for rank in ranks]
         if group is None:
             return self._start_to_each(local if is_root else local.new_empty(0), sent, ranks)
@@ -369,19 +369,30 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         out: Tensor,
         check: RecvCheck | None = None,
         counts: Sequence[int] = (),
+        pairwise: bool = False,
     ) -> StartedCollective:
         timeout = self._timeout(ranks) if out.is_cpu else None
-        return StartedCollective(self, start, pending, timeout, ranks, out, check, counts)
+        return StartedCollective(self, start, pending, timeout, ranks, out, check, counts, pairwise)
 
     def draw_seed(self) -> int:
         return draw_from_torch()
 
-    def _group(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        return self._world() if ranks == self._everyone else self.groups.get(ranks)
+    def register_group(self, group: dist.ProcessGroup) -> None:
+        """Use a process group of torch for the collectives of its ranks, unless one is known."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if self.group(ranks) is None:
+            self.groups[ranks] = group
+
+    def group(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        """A process group of these ranks in this order, if one is known that was not destroyed."""
+        if ranks == self._everyone:
+            return self._world()
+        found = self.groups.get(ranks)
+        return found if found in distributed_c10d._world.pg_map else None
 
     def message_device(self, ranks: Ranks) -> torch.device:
         self.attach()
-        group = self._group(ranks) or dist.group.WORLD
+        group = self.group(ranks) or dist.group.WORLD
         assert group is not None
         types = [device.type for device in group._device_types]
         return torch.device("cpu" if not types or "cpu" in types else types[0])
@@ -392,7 +403,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         NCCL would wait in this thread for every collective that has a timeout; its own watchdog has one.
         """
         if ranks not in self._timeouts:
-            found = timeout_of(self._group(ranks), "cpu")
+            found = timeout_of(self.group(ranks), "cpu")
             self._timeouts[ranks] = None if found is None else found.total_seconds()
         return self._timeouts[ranks]
 

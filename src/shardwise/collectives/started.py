@@ -37,6 +37,7 @@ class StartedCollective:
         out: the result.
         timeout_seconds: how long to wait; None where the backend ends the wait, or it is not in this thread.
         check: whether the ranks sent the `counts` elements that this one expects; None: the backend knows.
+        pairwise: whether it was started by `start_pairwise`.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class StartedCollective:
         out: Tensor,
         check: RecvCheck | None = None,
         counts: Sequence[int] = (),
+        pairwise: bool = False,
     ) -> None:
         self.here, self.pending, self.timeout, self.ranks = here, pending, timeout_seconds, ranks
-        self.out, self.check, self.counts = out, check, counts
+        self.out, self.check, self.counts, self.pairwise = out, check, counts, pairwise
         began, monitor = monotonic(), here.monitor
         monitor.pending = pending
         try:
@@ -88,7 +90,8 @@ class StartedCollective:
     def _wait(self, began: float, monitor: FailureMonitor) -> None:
         """Wait in slices, to notice failures that break no connection, and to end in time.
 
-        Gloo alone waits for one peer after the other, each for the full timeout.
+        Gloo alone waits for one peer after the other, each for the full timeout. A send or receive cannot be waited for
+        in slices: it fails at the end of the first, and closes the connection.
         """
         works = self.works
         if self.timeout is None:
@@ -96,10 +99,10 @@ class StartedCollective:
                 work.wait()
             return
         deadline = began + self.timeout
-        if len(works) != 1:
+        if self.pairwise:
             wait_pairwise(works, deadline)
             return
-        work = works[0]
+        (work,) = works
         while True:
             seconds = SHORT_SLICE_SECONDS if monitor.failed else SLICE_SECONDS
             try:

@@ -26,13 +26,32 @@ class _Layout(Protocol):
 L = TypeVar("L", bound=_Layout)
 
 
+class SizedCache(dict[object, Any]):
+    """A cache of so many bytes, about, which begins again when it is full."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_bytes = 0
+
+    def add(self, key: object, value: object, num_bytes: int) -> None:
+        if self.num_bytes + num_bytes > self.limit:
+            self.clear()
+        self[key] = value
+        self.num_bytes += num_bytes
+
+    def clear(self) -> None:
+        super().clear()
+        self.num_bytes = 0
+
+
 class Owner:
     """A rank of one world. A cache whose keys have layout objects distinguishes its tensors from those of others.
 
     Attributes:
         world: the same object for all ranks of it that are in this process.
         calls: how this rank runs calls that it has made before, by `call_key`.
-        redistributions: how it redistributes, and the layouts that it redistributed to, by what it was given.
+        redistributions: how it redistributes, and the layouts that it redistributed to, by what it was given; at
+            4,096 ranks one may take 9 MB.
     """
 
     def __init__(self, rank: int, world_size: int, world: object = None) -> None:
@@ -41,7 +60,7 @@ class Owner:
         self.rank = rank
         self.world_size = world_size
         self.calls: dict[object, Any] = {}
-        self.redistributions: dict[object, Any] = {}
+        self.redistributions = SizedCache(1 << 26)
         self._layouts: WeakValueDictionary[object, Any] = WeakValueDictionary()
 
     def described(self, other: "Owner") -> str:
@@ -75,9 +94,9 @@ class Owner:
 CACHE_LIMIT = 1 << 16
 
 
-def remember(cache: dict[Any, Any], key: object, value: object, limit: int = CACHE_LIMIT) -> None:
+def remember(cache: dict[Any, Any], key: object, value: object) -> None:
     """Add to a cache, which begins again when it is full."""
-    if len(cache) >= limit:
+    if len(cache) >= CACHE_LIMIT:
         cache.clear()
     cache[key] = value
 

@@ -1,9 +1,9 @@
 """Runs the `Exchange` step of a plan on one rank: pack, all-to-all, unpack."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from shardwise.redistribute.native import as_result, native_program, total
 from shardwise.redistribute.steps import AllGather, Exchange
 from shardwise.redistribute.transfers import Region, Schedule, pack, schedule, unpack
 
+REGION_BYTES = 450  # of memory, of a region that is sent or received
+
 
 @dataclass(frozen=True)
 class _Program:
     """What one rank does in an exchange."""
 
+    step: Exchange
     schedule: Schedule  # without ranks if nothing is sent
     first: tuple[bool, ...]  # for each part received: it is the first for its region, so it is copied, not added
     order: tuple[int, ...]  # of the parts received: by partial index, so that sums have the same bits on all replicas
@@ -27,6 +30,21 @@ class _Program:
     fill: str | None  # the reduction whose identity fills elements that no part has; None: parts have all
     in_order: bool  # the parts received, one after the other, are the local tensor
     partial_sums: bool  # each part received has the local shape, and they are added
+
+    @property
+    def num_bytes(self) -> int:
+        return REGION_BYTES * (len(self.schedule.sends) + len(self.schedule.recvs))
+
+    def start(self, local: Tensor) -> Finish:
+        step, schedule = self.step, self.schedule
+        if not schedule.ranks:
+            found = _run_locally(local, step, self)
+            return lambda: found
+        if isinstance(step, AllGather):
+            wait = collectives.start_all_gather(local.reshape(-1), schedule.recv_counts, schedule.ranks)
+        else:
+            wait = collectives.start_all_to_all(*_message(local, step, self))
+        return lambda: _assemble(wait(), step, self)
 
 
 def program_of(step: Exchange, rank: int) -> _Program:
@@ -42,6 +60,7 @@ def program_of(step: Exchange, rank: int) -> _Program:
         op = [p.reduce_op for p in step.dst.placements if isinstance(p, Partial)]
         fill = op[0] if op else "sum"
     return _Program(
+        step,
         schedule(
             step.group(rank),
             [(t.receiver, Region.of(t.box, src_boxes)) for t in sends],
@@ -68,25 +87,26 @@ def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
     return at == box.offsets[0] + box.sizes[0]
 
 
-def exchange_starter(step: Exchange, rank: int) -> Callable[[Tensor], Finish]:
-    """From the local tensor of `rank` to that after `step`, started: the result waits for it.
+class ExchangeProgram(Protocol):
+    """What one rank does in an exchange.
 
-    Not recorded by autograd. The local tensor must not change until it is finished.
+    Attributes:
+        num_bytes: of memory that it takes, about.
     """
-    native = native_program(step, rank)
-    return native.start if native is not None else partial(_start, step, program_of(step, rank))
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def start(self, local: Tensor, /) -> Finish:
+        """From the local tensor to that after the step, started: the result waits for it.
+
+        Not recorded by autograd. The local tensor must not change until it is finished.
+        """
+        ...
 
 
-def _start(step: Exchange, program: _Program, local: Tensor) -> Finish:
-    if not program.schedule.ranks:
-        found = _run_locally(local, step, program)
-        return lambda: found
-    if isinstance(step, AllGather):
-        counts, ranks = program.schedule.recv_counts, program.schedule.ranks
-        wait = collectives.start_all_gather(local.reshape(-1), counts, ranks)
-    else:
-        wait = collectives.start_all_to_all(*_message(local, step, program))
-    return lambda: _assemble(wait(), step, program)
+def exchange_program(step: Exchange, rank: int) -> ExchangeProgram:
+    return native_program(step, rank) or program_of(step, rank)
 
 
 def _message(local: Tensor, step: Exchange, program: _Program) -> tuple[Tensor, list[int], list[int], tuple[int, ...]]:

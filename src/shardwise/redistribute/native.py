@@ -20,6 +20,8 @@ from shardwise.redistribute.neighbors import sizes_along
 from shardwise.redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter, group_axes
 from shardwise.redistribute.volume import sizes_of_ranks
 
+RANK_BYTES = 40  # of memory, of a rank of a group: sizes and positions of shards, counts
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -73,6 +75,10 @@ class _OfShards:
     received: tuple[int, ...]  # elements from each rank
     shape: tuple[int, ...]  # of the local tensor afterwards
 
+    @property
+    def num_bytes(self) -> int:
+        return RANK_BYTES * len(self.ranks)
+
     def start(self, local: Tensor) -> Finish:
         match self.collective:
             case "all_gather":
@@ -109,6 +115,10 @@ class _Broadcast:
     ranks: tuple[int, ...]
     root: int
     shape: tuple[int, ...]  # of the local tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return 0  # the ranks are those of the mesh
 
     def start(self, local: Tensor) -> Finish:
         wait = collectives.start_broadcast(local.reshape(-1), prod(self.shape), self.root, self.ranks)

@@ -18,15 +18,16 @@ from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.collectives.cost_tables import used_costs
 from shardwise.errors import RuleError
-from shardwise.layout import PLACEMENTS, Layout, Owner, Partial, Placements, remember
-from shardwise.redistribute.exchange import exchange_starter
+from shardwise.layout import PLACEMENTS, Layout, Owner, Partial, Placements
+from shardwise.redistribute.exchange import exchange_program
 from shardwise.redistribute.plan import RedistributePlan, plan_redistribute
 from shardwise.redistribute.steps import CommStep, Exchange, ReduceStack, Restack, Scale, Step
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
 
-CACHE_LIMIT = 1024  # of redistributions: at 4,096 ranks up to 70 kB each, a number for each rank
+PLAN_BYTES = 8000  # of memory, of a plan
+LAYOUT_BYTES, UNEVEN_BYTES = 2000, 50  # of a layout; for each rank, of one with different shards
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:
@@ -70,7 +71,7 @@ def redistribution(src: Layout, dst: Layout) -> "Redistribution":
         owner = collectives.owner()
         found = Redistribution(src, dst, plan_redistribute(src, dst), owner)
         if {src.owner, dst.owner} <= {None, owner}:
-            remember(owner.redistributions, (src.key, dst.key, used_costs()), found, CACHE_LIMIT)
+            owner.redistributions.add((src.key, dst.key, used_costs()), found, found.num_bytes)
     return found
 
 
@@ -82,8 +83,13 @@ def with_placements(layout: Layout, placements: Placements) -> Layout:
     found: Layout | None = known.get(key)
     if found is None:
         found = layout.replace(placements)
-        remember(known, key, found, CACHE_LIMIT)
+        known.add(key, found, _bytes_of(found))
     return found
+
+
+def _bytes_of(layout: Layout) -> int:
+    """The memory that a layout takes, about."""
+    return LAYOUT_BYTES + (0 if layout.is_even else UNEVEN_BYTES * layout.mesh.size())
 
 
 class Redistribution:
@@ -91,11 +97,14 @@ class Redistribution:
 
     Attributes:
         target: `dst` as the layout of a tensor of this rank.
+        num_bytes: of memory that it takes, about.
     """
 
     def __init__(self, src: Layout, dst: Layout, plan: RedistributePlan, owner: Owner) -> None:
         self.src, self.dst, self.plan, self.target = src, dst, plan, owner.layout(dst)
         self.steps = prepared(plan.steps, owner.rank)
+        programs = sum(step.num_bytes for step in self.steps if isinstance(step, _Collective))
+        self.num_bytes = PLAN_BYTES + _bytes_of(src) + _bytes_of(dst) + programs
         self._explicit = Purpose(EXPLICIT, src, dst)
         self._reduce_ops = {p.reduce_op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
 
@@ -146,8 +155,10 @@ def start_redistribute(
     Args:
         owned: nobody else uses `local`, which is contiguous: the result may have its memory.
     """
+    if not owned:  # the caller may change its tensor meanwhile
+        local = local.clone()
     if src == dst:
-        return local.clone
+        return lambda: local
     found = redistribution(src, dst)
     found.check(local.dtype)
     indices = [i for i, step in enumerate(found.steps) if isinstance(step, _Collective)]
@@ -156,10 +167,8 @@ def start_redistribute(
     index, last = indices[-1], found.steps[indices[-1]]
     assert isinstance(last, _Collective)
     start = last.start
-    if index == 0 and owned:
-        start = last.start_owned or start
-    elif index == 0 and last.start_owned is None:  # sent from the tensor, which the caller may change meanwhile
-        local = local.clone()
+    if index == 0 and last.start_owned is not None and local.is_contiguous():
+        start = last.start_owned
     cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
     before = comm_trace.set_purpose(found.purpose(cause))
     try:
@@ -194,11 +203,13 @@ class _Collective:
 
     Attributes:
         start: not recorded by autograd; the result waits for it. The tensor must not change until then.
-        start_owned: the same in the memory of the tensor; then `start` copies the tensor at once.
+        num_bytes: of memory that it takes, about.
+        start_owned: `start` in the memory of a tensor that nobody else uses.
     """
 
     step: CommStep
     start: Callable[[Tensor], Finish]
+    num_bytes: int = 0
     start_owned: Callable[[Tensor], Finish] | None = None
 
     def run(self, local: Tensor, cause: Cause) -> Tensor:
@@ -227,17 +238,18 @@ class _Local:
 
 def prepared(steps: Sequence[Step], rank: int) -> list[_Collective | _Local]:
     """What `rank` does in these steps."""
-    return [_collective(s, rank) if isinstance(s, CommStep) else _Local(s, rank) for s in steps]
+    return [_prepared(step, rank) if isinstance(step, CommStep) else _Local(step, rank) for step in steps]
 
 
-def _collective(step: CommStep, rank: int) -> _Collective:
+def _prepared(step: CommStep, rank: int) -> _Collective:
     if isinstance(step, Exchange):
-        return _Collective(step, exchange_starter(step, rank))
+        program = exchange_program(step, rank)
+        return _Collective(step, program.start, program.num_bytes)
     group = step.group(rank)
     if not group:
         return _Collective(step, lambda local: local.clone)
     start = partial(collectives.start_all_reduce, reduce_op="sum", ranks=group)
-    return _Collective(step, start, partial(start, in_place=True))
+    return _Collective(step, start, start_owned=partial(start, in_place=True))
 
 
 def run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,7 @@ from shardwise.trace.user_stack import StackFrame, format_call_sites, format_run
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 
 R = TypeVar("R")
+END_SECONDS = 5.0  # for the threads of ranks that have ended or are unwound
 
 
 def run_on_threads(
@@ -190,6 +192,7 @@ class _Simulation:
                 late = None if self.over.wait(timeout) else self.report(f"did not finish within {timeout:g} s")
             finally:
                 self.stop()
+                self.join()
                 torch.set_rng_state(state)
         for rank in self.ranks:
             if rank.error is None and rank.threads.failed:  # in a thread that the rank still waits for
@@ -212,6 +215,13 @@ class _Simulation:
         for rank in self.ranks:
             if rank is not self.running:
                 rank.turn.release()
+
+    def join(self) -> None:
+        """Wait for the threads of ranks that have ended: one that frees tensors while the process ends aborts it."""
+        until = monotonic() + END_SECONDS
+        for rank in self.ranks:
+            if self.over.is_set() or rank is not self.running:
+                rank.thread.join(max(0.0, until - monotonic()))
 
     def report(self, what: str) -> str:
         states = "\n".join(f"  rank {rank.rank}: {rank.state()}" for rank in self.ranks)

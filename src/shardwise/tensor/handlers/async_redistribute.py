@@ -1,5 +1,6 @@
 """The result of an asynchronous redistribution: its first use waits for it, and makes it an ordinary DTensor."""
 
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class _Pending(DTensor):
 
     _finish: Finish
     _target: Layout
+    _waiting: Lock  # several threads may use it
 
     @property
     def _layout(self) -> Layout:  # type: ignore[override]
@@ -39,13 +41,16 @@ class _Pending(DTensor):
 
 def _waited(x: _Pending) -> DTensor:
     """Wait for the redistribution; `x` is a DTensor from then on."""
-    layout, finish = x._target, x._finish
-    del x._target, x._finish
-    local = finish()
-    with DisableTorchFunctionSubclass():
-        x.__class__ = DTensor  # type: ignore[assignment]
-        _data.__set__(x, local)
-        return tag(x, layout)
+    with x._waiting:
+        if type(x) is not _Pending:  # another thread waited
+            return x
+        layout, local = collectives.owner().layout(x._target), x._finish()
+        with DisableTorchFunctionSubclass():
+            _data.__set__(x, local)
+            vars(x)["_layout"] = layout  # first: other threads do not take the lock any more once it is a DTensor
+            x.__class__ = DTensor  # type: ignore[assignment]
+        del x._target, x._finish
+    return x
 
 
 class _Redistribute(TensorFunction):
@@ -85,7 +90,7 @@ def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, 
         if later is None:
             return tag(out, target)
         out.__class__ = _Pending
-        out._target, (out._finish,) = target, later
+        out._target, (out._finish,), out._waiting = target, later, Lock()
         return out  # type: ignore[no-any-return]
 
 
