@@ -43,7 +43,7 @@ def fully_shard(
     module: M,
     *,
     mesh: Mesh | DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
@@ -70,7 +70,9 @@ def fully_shard(
         mesh: of one axis, the data axis; or of two: parameters are replicated on the first and sharded on the second.
             None is one axis of all ranks.
         reshard_after_forward: free parameters after forward, and all-gather them again for backward. None is False for
-            the outermost unit, whose backward comes first, and True for others.
+            the outermost unit, whose backward comes first, and True for others. A number of ranks, a factor of those
+            of the axis: parameters are divided among so many neighbours after forward, which sends nothing, and these
+            all-gather them for backward.
         shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
         mp_policy: dtypes in which parameters are used and gradients are reduced.
         ignored_params: stay as they are.
@@ -85,16 +87,15 @@ def fully_shard(
     Sends: (n - 1) / n of the parameters for each of the three collectives of a unit on n ranks.
 
     Raises:
-        PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message.
+        PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message;
+            `reshard_after_forward` is 1 or no factor of the ranks of the axis.
         MeshError: the mesh has other axes, or not this rank.
     """
     mesh = _checked_mesh(module, mesh)
-    ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
-    ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
+    options = _options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), prefetch)
     _shard_parameters(module, mesh, shard_placement_fn, {id(p) for p in ignored_params}, src_data_rank)
     for parameter in ignored_params:
         note_ignored(parameter)
-    options = Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead))
     _become_unit(module, options)
     return module
 
@@ -115,6 +116,27 @@ def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
     if found.ndim > 2:
         raise MeshError(f"fully_shard takes a mesh of one axis, or of two: replicate, then shard; got {found}.")
     return found
+
+
+def _options(
+    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy, prefetch: int | None
+) -> Options:
+    reshard = _checked_reshard(reshard_after_forward, mesh.shape[-1])
+    ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
+    ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
+    return Options(mesh, reshard, mp_policy, max(0, ahead))
+
+
+def _checked_reshard(value: bool | int | None, size: int) -> bool | int | None:
+    if value is None or isinstance(value, bool):
+        return value
+    value = as_integer(value, "reshard_after_forward", PlanError, "True, False, or a number of ranks")
+    if value < 2 or size % value:
+        raise PlanError(
+            f"reshard_after_forward={value} is no factor above 1 of the {size} ranks that shard parameters. Fix: "
+            f"such a factor; True frees parameters after forward, False keeps them."
+        )
+    return True if value == size else value
 
 
 def _shard_parameters(

@@ -19,6 +19,7 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.redistribute.together import Together
 from shardwise.tensor.dtensor import DTensor, plain
@@ -42,6 +43,7 @@ class Message:
         dtype: of the all-gathered parameters.
         reduce_dtype: in which gradients are added.
         terms: for each, of how many ranks gradients are averaged; 1: they are added.
+        resharded: how they are divided from forward to backward among fewer ranks, which all-gather them again.
     """
 
     members: tuple[int, ...]
@@ -50,6 +52,7 @@ class Message:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     terms: tuple[int, ...]
+    resharded: Together | None = None
 
     def of_sums(self) -> "Message":
         """Gradients are added."""
@@ -86,6 +89,7 @@ class Gathered:
         self.full: list[Tensor] = []  # without history; those that a forward uses share their versions
         self.filled = False
         self._ahead: list[Fill] | None = None
+        self._resharded: list[tuple[Together, list[Tensor]]] = []  # shards of each message among fewer ranks
         self._seen = [_state(p) for p in parameters]
         self.before: Sequence[ref[Gathered]] = ()  # of the same forward, this one is `number`
         self.number = 0
@@ -99,14 +103,14 @@ class Gathered:
             return
         self._check_unchanged()
         with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
-            self._ahead = [self._start(message) for message in self.messages]
+            stored = [(m.moves, [plain(self.parameters[i]).detach() for i in m.members]) for m in self.messages]
+            sources = zip(self.messages, self._resharded or stored, strict=True)
+            self._ahead = [self._start(message, *source) for message, source in sources]
 
-    def _start(self, message: Message) -> Fill:
-        shards = [plain(self.parameters[i]).detach() for i in message.members]
+    def _start(self, message: Message, moves: Together, shards: Sequence[Tensor]) -> Fill:
         backward = torch._C._current_graph_task_id() != NO_BACKWARD
-        num_bytes = message.moves.gathered_elements * message.dtype.itemsize
-        with self._sending("all-gather", num_bytes, message, backward):
-            return message.moves.start_gather(shards, message.dtype)
+        with self._sending("all-gather", moves.gathered_elements * message.dtype.itemsize, message, moves, backward):
+            return moves.start_gather(shards, message.dtype)
 
     def start_earlier(self, count: int) -> None:
         """Start those of the units that ran before, which backward needs next."""
@@ -134,11 +138,21 @@ class Gathered:
             _set_versions(self.full, 0)
         self.filled, self._ahead = True, None
 
-    def free(self) -> None:
-        """Free the memory; what refers to it can be read again after `fill`."""
-        self._ahead = None
+    def free(self, among_fewer: bool = False) -> None:
+        """Free the memory; what refers to it can be read again after `fill`.
+
+        Args:
+            among_fewer: keep shards of it, so that fewer ranks can all-gather it again.
+        """
+        self._ahead, self._resharded = None, []
         if not self.filled:
             return
+        if among_fewer:
+            self._resharded = [
+                (m.resharded, m.resharded.own_shards([self.full[i] for i in m.members], collectives.rank()))
+                for m in self.messages
+                if m.resharded is not None
+            ]
         self.filled = False
         if self.is_pinned:  # on this rank: all ranks must go on with the same collectives
             return
@@ -239,13 +253,19 @@ class Gathered:
         with (
             torch.no_grad(),
             self._sending(
-                "reduce-scatter", message.moves.reduced_elements * message.reduce_dtype.itemsize, message, backward=True
+                "reduce-scatter",
+                message.moves.reduced_elements * message.reduce_dtype.itemsize,
+                message,
+                message.moves,
+                backward=True,
             ),
         ):
             return message.moves.start_reduce(gradients, message.reduce_dtype)()
 
     @contextmanager
-    def _sending(self, what: str, num_bytes: int, message: Message, backward: bool = False) -> Iterator[None]:
+    def _sending(
+        self, what: str, num_bytes: int, message: Message, moves: Together, backward: bool = False
+    ) -> Iterator[None]:
         """Say to listeners of the communication trace, and in errors, what is sent."""
         cause = Cause(
             "explicit",
@@ -259,7 +279,7 @@ class Gathered:
             if not comm_trace.listening():
                 yield
                 return
-            with comm_trace.emitting(CommEvent(cause, None, None, message.moves.ranks, num_bytes, None)):
+            with comm_trace.emitting(CommEvent(cause, None, None, moves.ranks, num_bytes, None)):
                 yield
         finally:
             comm_trace.set_purpose(before)

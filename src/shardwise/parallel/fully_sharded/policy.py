@@ -10,7 +10,7 @@ from shardwise.layout import checked_init
 @checked_init
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """As torch's `MixedPrecisionPolicy`, which is taken as well.
+    """As torch's `MixedPrecisionPolicy`.
 
     Args:
         param_dtype: in which parameters are all-gathered and used; None: their own.

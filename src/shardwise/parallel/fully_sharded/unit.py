@@ -61,7 +61,7 @@ class Options:
     """See `fully_shard`."""
 
     mesh: Mesh
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None  # an int is a factor of the number of ranks, neither of them nor 1
     mp_policy: MixedPrecisionPolicy
     prefetch: int
 
@@ -205,7 +205,7 @@ class Unit:
         if torch.is_grad_enabled() and not recomputed and not is_capturing():
             reshard = not is_root if self.reshard_after_forward is None else self.reshard_after_forward
             if reshard:
-                gathered.free()
+                gathered.free(among_fewer=not isinstance(reshard, bool))
         with DisableTorchFunctionSubclass():
             for x in tensors:
                 if x.requires_grad and not x.is_leaf:
@@ -301,7 +301,7 @@ class Unit:
     def messages(self, as_dtensors: bool) -> list[Message]:
         """What is all-gathered, in one collective for each dtype and mesh axis."""
         if as_dtensors not in self._messages:
-            found = _messages(self.slots(), self.options.mp_policy)
+            found = _messages(self.slots(), self.options)
             if as_dtensors:  # one loss of all ranks
                 found = [m if any(self._slots[i].stored.shown for i in m.members) else m.of_sums() for m in found]
             self._messages[as_dtensors] = found
@@ -358,7 +358,8 @@ def _slots(module: nn.Module) -> Iterable[Slot]:
     return found.values()
 
 
-def _messages(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[Message]:
+def _messages(slots: Sequence[Slot], options: Options) -> list[Message]:
+    policy, fewer = options.mp_policy, options.reshard_after_forward
     groups: dict[object, list[int]] = {}
     for i, slot in enumerate(slots):
         groups.setdefault((slot.stored.at_rest.mesh, slot.stored.axis, slot.parameter.dtype), []).append(i)
@@ -370,7 +371,8 @@ def _messages(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[Messa
         dtype = policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
         terms = tuple(slots[i].stored.terms for i in members)
         names = tuple(slots[i].parameter._name or f"number {i}" for i in members)
-        messages.append(Message(tuple(members), names, moves, dtype, policy.reduce_dtype or dtype, terms))
+        resharded = None if fewer is None or isinstance(fewer, bool) else moves.among(fewer, collectives.rank())
+        messages.append(Message(tuple(members), names, moves, dtype, policy.reduce_dtype or dtype, terms, resharded))
     return messages
 
 
