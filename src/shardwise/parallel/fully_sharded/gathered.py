@@ -25,6 +25,7 @@ from shardwise.redistribute.together import Together
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
+from shardwise.trace.capture_hooks import not_capturable, tracing_paused
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
 _UNREDUCED = "_unit_of_unreduced"  # of a parameter with gradients that were not reduced
@@ -235,6 +236,7 @@ class Gathered:
         kept, found = self.unit.unreduced, list(gradients)
         if self.unit.requires_gradient_sync and not kept:
             return found
+        not_capturable("gradients of fully_shard that are not reduced")
         dtypes = {i: message.reduce_dtype for message in self.messages for i in message.members}
         for i, parameter in enumerate(self.parameters):
             before, now = kept.pop(id(parameter), None), found[i]
@@ -307,7 +309,7 @@ def _set_versions(tensors: Sequence[Tensor], version: int) -> None:
 
 def _state(parameter: DTensor) -> tuple[int, int]:
     """Differs after a parameter was changed."""
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass(), tracing_paused():
         return parameter._version, torch._C.TensorBase.data_ptr(parameter)
 
 

@@ -24,7 +24,7 @@ from shardwise.redistribute.together import together
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.module_sharding import assign
-from shardwise.trace.capture_hooks import is_capturing
+from shardwise.trace.capture_hooks import is_capturing, tracing_paused
 
 UNIT = "_fully_sharded_unit"  # of a module
 _made: WeakKeyDictionary[Owner, Counter[Mesh]] = WeakKeyDictionary()
@@ -176,6 +176,8 @@ class Unit:
     def _gathered(self, as_dtensors: bool) -> Gathered:
         """The all-gathered parameters for the forward that begins: those that backward has, if it is recomputed."""
         ahead, self._ahead = self._ahead, None
+        if is_capturing():  # a replay would use what was all-gathered before the trace
+            ahead = None
         for known in (self._in_backward, ahead):
             if known is not None and known.is_current and known.messages is self.messages(as_dtensors):
                 return known
@@ -183,7 +185,7 @@ class Unit:
 
     def start_ahead(self, as_dtensors: bool) -> None:
         """Start the all-gathers before the forward."""
-        if self.slots():
+        if self.slots() and not is_capturing():
             self._ahead = self._gathered(as_dtensors)
             self._ahead.start()
 
@@ -249,7 +251,7 @@ class Unit:
         """Raise if a forward put something else in the place of a parameter: it would be lost."""
         assert self._running is not None
         for slot, shown, full in zip(self._slots, self._shown, self._running.full, strict=True):
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass(), tracing_paused():
                 same_dtype = shown.dtype == full.dtype  # else it was converted, for this forward
                 moved = same_dtype and torch._C.TensorBase.data_ptr(shown) != full.data_ptr()
             if moved or any(owner._parameters[name] is not cast(object, shown) for owner, name in slot.owners):
