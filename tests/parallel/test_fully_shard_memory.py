@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from shardwise import Mesh, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import PlanError
 from shardwise.models import ModelArgs, Transformer
-from shardwise.parallel import fully_shard
+from shardwise.parallel import CPUOffloadPolicy, fully_shard
 from shardwise.testing import simulate, world
 from tests.parallel.units import (
     ARGS,
@@ -152,3 +152,16 @@ def test_numbers_of_ranks_that_are_refused_and_all_of_them() -> None:
         assert calls[0] == calls[1]
 
     world(4).run(run)
+
+
+def test_offloading_changes_nothing_on_cpus() -> None:
+    model, data = transformer(ARGS), batches(5)
+
+    def run() -> None:
+        mesh = Mesh((3,))
+        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
+        found = sharded(copied(model), mesh, offload_policy=CPUOffloadPolicy())
+        assert not any(p.to_local().is_pinned() for p in found.parameters())
+        assert_trained_alike(train(found, of_all), model, data)
+
+    world(3).run(run)

@@ -41,7 +41,8 @@ class Message:
         members: which of the parameters of the unit.
         names: theirs.
         moves: what is sent.
-        dtype: of the all-gathered parameters.
+        device: of the all-gathered parameters.
+        dtype: of them.
         reduce_dtype: in which gradients are added.
         terms: for each, of how many ranks gradients are averaged; 1: they are added.
         resharded: how they are divided from forward to backward among fewer ranks, which all-gather them again.
@@ -50,6 +51,7 @@ class Message:
     members: tuple[int, ...]
     names: tuple[str, ...]
     moves: Together
+    device: str
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     terms: tuple[int, ...]
@@ -104,7 +106,7 @@ class Gathered:
             return
         self._check_unchanged()
         with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
-            stored = [(m.moves, [plain(self.parameters[i]).detach() for i in m.members]) for m in self.messages]
+            stored = [(m.moves, [_on(plain(self.parameters[i]), m.device) for i in m.members]) for m in self.messages]
             sources = zip(self.messages, self._resharded or stored, strict=True)
             self._ahead = [self._start(message, *source) for message, source in sources]
 
@@ -222,13 +224,13 @@ class Gathered:
                 continue
             part = message if len(present) == len(message.members) else _some(message, present)
             wanted = cast("list[Tensor]", [gradients[i] for i in part.members])
-            dtypes = [self.parameters[i].dtype for i in part.members]
+            stored = [plain(self.parameters[i]) for i in part.members]
             if torch.is_grad_enabled() and any(g.requires_grad for g in wanted):
                 found = cast("list[Tensor]", _Reduced.apply(self, part, *wanted))
             else:
                 found = self.reduce_now(part, wanted)
-            for i, x, terms, dtype in zip(part.members, found, part.terms, dtypes, strict=True):
-                reduced[i] = (x / terms if terms > 1 else x).to(dtype)
+            for i, x, terms, p in zip(part.members, found, part.terms, stored, strict=True):
+                reduced[i] = (x / terms if terms > 1 else x).to(p.device, p.dtype)
         return reduced
 
     def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -301,6 +303,10 @@ def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
                 f"{type(optimizer).__name__}.step: gradients of {unit.name} were not reduced over the ranks. Fix: "
                 f"set_requires_gradient_sync(True) before the last backward, and let that one use {unit.name}."
             )
+
+
+def _on(x: Tensor, device: str) -> Tensor:
+    return x.detach() if x.device.type == device else x.detach().to(device, non_blocking=True)
 
 
 def _set_versions(tensors: Sequence[Tensor], version: int) -> None:

@@ -368,13 +368,16 @@ def _messages(slots: Sequence[Slot], options: Options) -> list[Message]:
     messages = []
     for members in groups.values():
         first = slots[members[0]]
-        moves = together([slots[i].stored.at_rest for i in members], first.stored.axis, collectives.rank())
+        moves = together([slots[i].stored.sharded for i in members], first.stored.axis, collectives.rank())
         stored = first.parameter.dtype
         dtype = policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
         terms = tuple(slots[i].stored.terms for i in members)
+        device = first.stored.gathered.mesh.device_type
         names = tuple(slots[i].parameter._name or f"number {i}" for i in members)
         resharded = None if fewer is None or isinstance(fewer, bool) else moves.among(fewer, collectives.rank())
-        messages.append(Message(tuple(members), names, moves, dtype, policy.reduce_dtype or dtype, terms, resharded))
+        messages.append(
+            Message(tuple(members), names, moves, device, dtype, policy.reduce_dtype or dtype, terms, resharded)
+        )
     return messages
 
 
