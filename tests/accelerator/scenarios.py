@@ -16,7 +16,7 @@ from shardwise.checkpoint import load, save
 from shardwise.collectives import rank
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import MismatchError
-from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, fully_shard, parallelize_module
+from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, RowwiseParallel, fully_shard, parallelize_module
 from shardwise.tensor import DTensor
 from tests.accelerator.nccl_rules import DEVICE
 
@@ -247,6 +247,26 @@ def parameters_are_offloaded() -> None:
         want = copy.deepcopy(model)
 
 
+def parameters_on_another_axis_are_offloaded() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(3, 6), torch.nn.Linear(6, 5, bias=False)  # which would be replicated on tp
+    want, x = torch.nn.Sequential(*layers), torch.randn(4, 3)
+    model, mesh = copy.deepcopy(want).to(DEVICE), Mesh((2, 2), (), ("dp", "tp"), DEVICE)
+    at = mesh.coordinate(rank())
+    assert at is not None
+    parallelize_module(model, mesh.submesh("tp", rank()), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    policy = CPUOffloadPolicy(pin_memory=DEVICE == "cuda")
+    fully_shard(model, mesh=mesh.submesh("dp", rank()), offload_policy=policy, reshard_after_forward=RESHARD)
+    for each, inputs in ((model, x.chunk(2)[at[0]].to(DEVICE)), (want, x)):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        each(inputs).square().mean().backward()
+        optimizer.step()
+    expected = dict(want.named_parameters())["1.weight"].detach().chunk(2, 1)[at[1]].chunk(2)[at[0]]
+    weight = dict(model.named_parameters())["1.weight"]
+    assert isinstance(weight, DTensor)
+    torch.testing.assert_close(weight.detach().to_local(), expected)
+
+
 SCENARIOS: list[Callable[..., None]] = [
     cpu_tensors_are_refused,
     ranks_agree,
@@ -265,4 +285,5 @@ SCENARIOS: list[Callable[..., None]] = [
     random_numbers_are_those_of_any_layout,
     a_checkpoint_is_read_again,
     parameters_are_offloaded,
+    parameters_on_another_axis_are_offloaded,
 ]
