@@ -1,5 +1,6 @@
 """What ranks with an accelerator do in a world whose only backend takes what NCCL takes."""
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -15,13 +16,14 @@ from shardwise.checkpoint import load, save
 from shardwise.collectives import rank
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import MismatchError
-from shardwise.parallel import ColwiseParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, RowwiseParallel, fully_shard, parallelize_module
 from shardwise.tensor import DTensor
 from tests.accelerator.nccl_rules import DEVICE
 
 EVERYONE = (0, 1, 2, 3)
 LINE, GRID = Mesh((4,), (), None, DEVICE), Mesh((2, 2), (), None, DEVICE)
 SPARSE = (False, True) if DEVICE == "cuda" else (False,)  # the other device has no sparse tensors
+RESHARD = DEVICE == "cuda"  # the other device has no `set_`, by which memory is filled again
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 
 
@@ -217,6 +219,54 @@ def a_checkpoint_is_read_again(folder: Path) -> None:
     same(target["x"], values(5, 4))
 
 
+def parameters_are_offloaded() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    want, x = copy.deepcopy(model), torch.randn(8, 3)
+    policy = CPUOffloadPolicy(pin_memory=DEVICE == "cuda")
+    for prefetch in (0, 1):
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=LINE, offload_policy=policy, reshard_after_forward=RESHARD, prefetch=prefetch)
+        for each, inputs in ((model, x.chunk(4)[rank()].to(DEVICE)), (want, x)):
+            optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                out = each(inputs)
+                out.square().mean().backward()
+                optimizer.step()
+            assert out.device == inputs.device
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            assert isinstance(p.grad, DTensor)
+            shards = [*q.detach().chunk(4), *[q.detach()[:0]] * 4]
+            assert {p.to_local().device.type, p.grad.to_local().device.type} == {"cpu"}
+            assert p.to_local().is_pinned() == (DEVICE == "cuda" and p.to_local().numel() > 0)
+            torch.testing.assert_close(p.detach().to_local(), shards[rank()])
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+        want = copy.deepcopy(model)
+
+
+def parameters_on_another_axis_are_offloaded() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(3, 6), torch.nn.Linear(6, 5, bias=False)  # which would be replicated on tp
+    want, x = torch.nn.Sequential(*layers), torch.randn(4, 3)
+    model, mesh = copy.deepcopy(want).to(DEVICE), Mesh((2, 2), (), ("dp", "tp"), DEVICE)
+    at = mesh.coordinate(rank())
+    assert at is not None
+    parallelize_module(model, mesh.submesh("tp", rank()), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    policy = CPUOffloadPolicy(pin_memory=DEVICE == "cuda")
+    fully_shard(model, mesh=mesh.submesh("dp", rank()), offload_policy=policy, reshard_after_forward=RESHARD)
+    for each, inputs in ((model, x.chunk(2)[at[0]].to(DEVICE)), (want, x)):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        each(inputs).square().mean().backward()
+        optimizer.step()
+    expected = dict(want.named_parameters())["1.weight"].detach().chunk(2, 1)[at[1]].chunk(2)[at[0]]
+    weight = dict(model.named_parameters())["1.weight"]
+    assert isinstance(weight, DTensor)
+    torch.testing.assert_close(weight.detach().to_local(), expected)
+
+
 SCENARIOS: list[Callable[..., None]] = [
     cpu_tensors_are_refused,
     ranks_agree,
@@ -234,4 +284,6 @@ SCENARIOS: list[Callable[..., None]] = [
     plain_local_tensors_are_joined,
     random_numbers_are_those_of_any_layout,
     a_checkpoint_is_read_again,
+    parameters_are_offloaded,
+    parameters_on_another_axis_are_offloaded,
 ]

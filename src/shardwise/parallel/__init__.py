@@ -2,7 +2,13 @@
 
 from shardwise.parallel.boundary import BoundaryRedistribution
 from shardwise.parallel.experts import ExpertParallel, mix_experts
-from shardwise.parallel.fully_sharded import FullyShardedModule, MixedPrecisionPolicy, fully_shard
+from shardwise.parallel.fully_sharded import (
+    CPUOffloadPolicy,
+    FullyShardedModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import ParallelPlan, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -20,8 +26,9 @@ from shardwise.parallel.styles import (
 )
 
 __all__ = [
-    "BoundaryRedistribution", "ColwiseParallel", "ExpertParallel", "FirstInput", "FullyShardedModule", "InputFn",
-    "MixedPrecisionPolicy", "ModuleContext", "OutputFn", "ParallelPlan", "ParallelStyle", "PrepareModuleInput",
-    "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "first_input",
-    "fully_shard", "local_parameters", "loss_parallel", "mix_experts", "parallelize_module",
+    "BoundaryRedistribution", "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FirstInput",
+    "FullyShardedModule", "InputFn", "MixedPrecisionPolicy", "ModuleContext", "OffloadPolicy", "OutputFn",
+    "ParallelPlan", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
+    "RowwiseParallel", "SequenceParallel", "first_input", "fully_shard", "local_parameters", "loss_parallel",
+    "mix_experts", "parallelize_module",
 ]  # fmt: skip

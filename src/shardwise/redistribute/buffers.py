@@ -12,6 +12,8 @@ send what they hold (benchmarks/fully_shard.py). Accelerators have an allocator 
 import torch
 from torch import Tensor
 
+from shardwise.trace.capture_hooks import is_capturing
+
 MIN_BYTES = 1 << 20  # smaller blocks stay with the C library
 MAX_EXCESS = 2  # of a buffer over what is needed
 MAX_FREE = 2  # buffers: what a reduce-scatter needs
@@ -53,7 +55,7 @@ class Lent:
     def empty(self, numel: int) -> Tensor:
         """A 1-D tensor, used until `give_back`."""
         num_bytes = numel * self._dtype.itemsize
-        if num_bytes < MIN_BYTES or self._device.type != "cpu":
+        if num_bytes < MIN_BYTES or self._device.type != "cpu" or is_capturing():  # a graph would keep the memory
             return torch.empty(numel, dtype=self._dtype, device=self._device)
         buffer = self._buffers.take(num_bytes)
         self._taken.append(buffer)

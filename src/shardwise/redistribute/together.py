@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import Layout, Owner, Shard
+from shardwise.layout.division import Chunks
 from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.redistribute.native import Shards, as_result, shards_of, total
 
@@ -62,6 +63,24 @@ class Together:
         if self.collective == "reduce_scatter":
             return self.gathered_elements
         return sum(self.counts) - sum(map(prod, self.own))
+
+    def among(self, count: int, rank: int) -> "Together":
+        """The same full tensors, divided evenly among the `count` ranks of this rank: ranks are taken as they rise."""
+        at = self.ranks.index(rank)
+        first = at - at % count
+        chunks = [Chunks(prod(shape), count) for shape in self.shapes]
+        return Together(
+            self.ranks[first : first + count],
+            tuple([Shards(0, each, None) for each in chunks]),
+            tuple([(each.size,) for each in chunks]),
+            tuple([(each.shard(at - first)[1],) for each in chunks]),
+            self.collective,
+        )
+
+    def own_shards(self, full: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """Copies of the shards of `rank`, as 1-D tensors."""
+        at = self.ranks.index(rank)
+        return [s.split(x.view(shape))[at].clone() for s, x, shape in zip(self.shards, full, self.shapes, strict=True)]
 
     def start_gather(
         self, local: Sequence[Tensor], dtype: torch.dtype

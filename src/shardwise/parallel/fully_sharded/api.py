@@ -17,16 +17,21 @@ from shardwise.parallel.fully_sharded.parameters import (
     has_hooks,
     note_ignored,
     note_successor,
+    offload,
     on_mesh_of,
     storage_of,
     store,
     successor,
 )
-from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
+from shardwise.parallel.fully_sharded.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
 from shardwise.tensor import module_sharding
 
 M = TypeVar("M", bound=nn.Module)
+describe(
+    OffloadPolicy,
+    Kind("an OffloadPolicy", lambda value: isinstance(value, OffloadPolicy), "such as CPUOffloadPolicy()", PlanError),
+)
 describe(
     MixedPrecisionPolicy,
     Kind(
@@ -43,9 +48,10 @@ def fully_shard(
     module: M,
     *,
     mesh: Mesh | DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     prefetch: int | None = None,
     src_data_rank: int | None = 0,
@@ -70,9 +76,12 @@ def fully_shard(
         mesh: of one axis, the data axis; or of two: parameters are replicated on the first and sharded on the second.
             None is one axis of all ranks.
         reshard_after_forward: free parameters after forward, and all-gather them again for backward. None is False for
-            the outermost unit, whose backward comes first, and True for others.
+            the outermost unit, whose backward comes first, and True for others. A number of ranks, a factor of those
+            of the axis: parameters are divided among so many neighbours after forward, which sends nothing, and these
+            all-gather them for backward.
         shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
         mp_policy: dtypes in which parameters are used and gradients are reduced.
+        offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU.
         ignored_params: stay as they are.
         prefetch: how many units ahead an all-gather starts, in the order of the last forward. None is 0 on the CPU,
             where communication takes the cores of forward, and 1 elsewhere.
@@ -85,16 +94,13 @@ def fully_shard(
     Sends: (n - 1) / n of the parameters for each of the three collectives of a unit on n ranks.
 
     Raises:
-        PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message.
+        PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message;
+            `reshard_after_forward` is 1 or no factor of the ranks of the axis.
         MeshError: the mesh has other axes, or not this rank.
     """
     mesh = _checked_mesh(module, mesh)
-    ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
-    ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
-    _shard_parameters(module, mesh, shard_placement_fn, {id(p) for p in ignored_params}, src_data_rank)
-    for parameter in ignored_params:
-        note_ignored(parameter)
-    options = Options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), max(0, ahead))
+    options = _options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), prefetch)
+    _shard_parameters(module, mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
     _become_unit(module, options)
     return module
 
@@ -117,9 +123,36 @@ def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
     return found
 
 
+def _options(
+    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy, prefetch: int | None
+) -> Options:
+    reshard = _checked_reshard(reshard_after_forward, mesh.shape[-1])
+    ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
+    ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
+    return Options(mesh, reshard, mp_policy, max(0, ahead))
+
+
+def _checked_reshard(value: bool | int | None, size: int) -> bool | int | None:
+    if value is None or isinstance(value, bool):
+        return value
+    value = as_integer(value, "reshard_after_forward", PlanError, "True, False, or a number of ranks")
+    if value < 2 or size % value:
+        raise PlanError(
+            f"reshard_after_forward={value} is no factor above 1 of the {size} ranks that shard parameters. Fix: "
+            f"such a factor; True frees parameters after forward, False keeps them."
+        )
+    return True if value == size else value
+
+
 def _shard_parameters(
-    module: nn.Module, mesh: Mesh, placement: ShardPlacementFn | None, ignored: set[int], src_data_rank: int | None
+    module: nn.Module,
+    mesh: Mesh,
+    placement: ShardPlacementFn | None,
+    offload_policy: OffloadPolicy | None,
+    ignored_params: Collection[nn.Parameter],
+    src_data_rank: int | None,
 ) -> None:
+    ignored = {id(p) for p in ignored_params}
     named = module_sharding.named_parameters(module)
     module_sharding.agree_on_plan((), named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
     owners = module_sharding.owners_of(module, named)
@@ -128,6 +161,9 @@ def _shard_parameters(
         first.setdefault(id(parameter), name)
     replaced = {name: successor(named[name]) for key, name in first.items() if key not in ignored}
     stored = _stored({name: named[name] for name, before in replaced.items() if before is None}, mesh, placement)
+    on_cpu = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu" else None
+    if on_cpu is not None:
+        stored = {name: new.offloaded() for name, new in stored.items()}
     for name, known in replaced.items():
         if known is not None:  # by a unit inside this one, or beside it
             module_sharding.assign(owners[name], known[0])
@@ -135,10 +171,14 @@ def _shard_parameters(
     for name, new in stored.items():
         module_sharding.assign(owners[name], on_mesh_of(named[name], new, mesh))
         _store(owners[name], new)
-    module_sharding.replace_parameters(module, {name: new.at_rest for name, new in stored.items()}, src_data_rank)
+    module_sharding.replace_parameters(module, {name: new.sharded for name, new in stored.items()}, src_data_rank)
     for name, new in stored.items():
         owner, attribute = owners[name][0]
+        if on_cpu is not None:
+            module_sharding.assign(owners[name], offload(owner.get_parameter(attribute), new, on_cpu.pin_memory))
         note_successor(named[name], owner._parameters[attribute], new)
+    for parameter in ignored_params:
+        note_ignored(parameter)
 
 
 def _stored(named: Mapping[str, nn.Parameter], mesh: Mesh, placement: ShardPlacementFn | None) -> dict[str, Stored]:

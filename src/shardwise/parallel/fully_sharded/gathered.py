@@ -19,11 +19,13 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.redistribute.together import Together
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
+from shardwise.trace.capture_hooks import not_capturable, tracing_paused
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
 _UNREDUCED = "_unit_of_unreduced"  # of a parameter with gradients that were not reduced
@@ -39,17 +41,21 @@ class Message:
         members: which of the parameters of the unit.
         names: theirs.
         moves: what is sent.
-        dtype: of the all-gathered parameters.
+        device: of the all-gathered parameters.
+        dtype: of them.
         reduce_dtype: in which gradients are added.
         terms: for each, of how many ranks gradients are averaged; 1: they are added.
+        resharded: how they are divided from forward to backward among fewer ranks, which all-gather them again.
     """
 
     members: tuple[int, ...]
     names: tuple[str, ...]
     moves: Together
+    device: str
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     terms: tuple[int, ...]
+    resharded: Together | None = None
 
     def of_sums(self) -> "Message":
         """Gradients are added."""
@@ -86,6 +92,7 @@ class Gathered:
         self.full: list[Tensor] = []  # without history; those that a forward uses share their versions
         self.filled = False
         self._ahead: list[Fill] | None = None
+        self._resharded: list[tuple[Together, list[Tensor]]] = []  # shards of each message among fewer ranks
         self._seen = [_state(p) for p in parameters]
         self.before: Sequence[ref[Gathered]] = ()  # of the same forward, this one is `number`
         self.number = 0
@@ -99,14 +106,14 @@ class Gathered:
             return
         self._check_unchanged()
         with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
-            self._ahead = [self._start(message) for message in self.messages]
+            stored = [(m.moves, [_on(plain(self.parameters[i]), m.device) for i in m.members]) for m in self.messages]
+            sources = zip(self.messages, self._resharded or stored, strict=True)
+            self._ahead = [self._start(message, *source) for message, source in sources]
 
-    def _start(self, message: Message) -> Fill:
-        shards = [plain(self.parameters[i]).detach() for i in message.members]
+    def _start(self, message: Message, moves: Together, shards: Sequence[Tensor]) -> Fill:
         backward = torch._C._current_graph_task_id() != NO_BACKWARD
-        num_bytes = message.moves.gathered_elements * message.dtype.itemsize
-        with self._sending("all-gather", num_bytes, message, backward):
-            return message.moves.start_gather(shards, message.dtype)
+        with self._sending("all-gather", moves.gathered_elements * message.dtype.itemsize, message, moves, backward):
+            return moves.start_gather(shards, message.dtype)
 
     def start_earlier(self, count: int) -> None:
         """Start those of the units that ran before, which backward needs next."""
@@ -134,11 +141,21 @@ class Gathered:
             _set_versions(self.full, 0)
         self.filled, self._ahead = True, None
 
-    def free(self) -> None:
-        """Free the memory; what refers to it can be read again after `fill`."""
-        self._ahead = None
+    def free(self, among_fewer: bool = False) -> None:
+        """Free the memory; what refers to it can be read again after `fill`.
+
+        Args:
+            among_fewer: keep shards of it, so that fewer ranks can all-gather it again.
+        """
+        self._ahead, self._resharded = None, []
         if not self.filled:
             return
+        if among_fewer:
+            self._resharded = [
+                (m.resharded, m.resharded.own_shards([self.full[i] for i in m.members], collectives.rank()))
+                for m in self.messages
+                if m.resharded is not None
+            ]
         self.filled = False
         if self.is_pinned:  # on this rank: all ranks must go on with the same collectives
             return
@@ -207,13 +224,13 @@ class Gathered:
                 continue
             part = message if len(present) == len(message.members) else _some(message, present)
             wanted = cast("list[Tensor]", [gradients[i] for i in part.members])
-            dtypes = [self.parameters[i].dtype for i in part.members]
+            stored = [plain(self.parameters[i]) for i in part.members]
             if torch.is_grad_enabled() and any(g.requires_grad for g in wanted):
                 found = cast("list[Tensor]", _Reduced.apply(self, part, *wanted))
             else:
                 found = self.reduce_now(part, wanted)
-            for i, x, terms, dtype in zip(part.members, found, part.terms, dtypes, strict=True):
-                reduced[i] = (x / terms if terms > 1 else x).to(dtype)
+            for i, x, terms, p in zip(part.members, found, part.terms, stored, strict=True):
+                reduced[i] = (x / terms if terms > 1 else x).to(p.device, p.dtype)
         return reduced
 
     def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -221,6 +238,7 @@ class Gathered:
         kept, found = self.unit.unreduced, list(gradients)
         if self.unit.requires_gradient_sync and not kept:
             return found
+        not_capturable("gradients of fully_shard that are not reduced")
         dtypes = {i: message.reduce_dtype for message in self.messages for i in message.members}
         for i, parameter in enumerate(self.parameters):
             before, now = kept.pop(id(parameter), None), found[i]
@@ -239,13 +257,19 @@ class Gathered:
         with (
             torch.no_grad(),
             self._sending(
-                "reduce-scatter", message.moves.reduced_elements * message.reduce_dtype.itemsize, message, backward=True
+                "reduce-scatter",
+                message.moves.reduced_elements * message.reduce_dtype.itemsize,
+                message,
+                message.moves,
+                backward=True,
             ),
         ):
             return message.moves.start_reduce(gradients, message.reduce_dtype)()
 
     @contextmanager
-    def _sending(self, what: str, num_bytes: int, message: Message, backward: bool = False) -> Iterator[None]:
+    def _sending(
+        self, what: str, num_bytes: int, message: Message, moves: Together, backward: bool = False
+    ) -> Iterator[None]:
         """Say to listeners of the communication trace, and in errors, what is sent."""
         cause = Cause(
             "explicit",
@@ -259,7 +283,7 @@ class Gathered:
             if not comm_trace.listening():
                 yield
                 return
-            with comm_trace.emitting(CommEvent(cause, None, None, message.moves.ranks, num_bytes, None)):
+            with comm_trace.emitting(CommEvent(cause, None, None, moves.ranks, num_bytes, None)):
                 yield
         finally:
             comm_trace.set_purpose(before)
@@ -281,13 +305,17 @@ def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
             )
 
 
+def _on(x: Tensor, device: str) -> Tensor:
+    return x.detach() if x.device.type == device else x.detach().to(device, non_blocking=True)
+
+
 def _set_versions(tensors: Sequence[Tensor], version: int) -> None:
     _unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
 
 
 def _state(parameter: DTensor) -> tuple[int, int]:
     """Differs after a parameter was changed."""
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass(), tracing_paused():
         return parameter._version, torch._C.TensorBase.data_ptr(parameter)
 
 

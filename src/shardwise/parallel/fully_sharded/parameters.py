@@ -1,7 +1,7 @@
 """Which parameters are sharded along the data axis, how they are stored, and how a forward sees them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -21,9 +21,9 @@ class Stored:
     """How one parameter is stored and used.
 
     Args:
-        at_rest: the layout of the parameter between steps, sharded along `axis`.
+        at_rest: the layout of the parameter between steps, sharded along `axis`; if offloaded, on a CPU mesh.
         axis: of the mesh of `at_rest`.
-        gathered: the layout of the all-gathered parameter, on the same mesh.
+        gathered: the layout of the all-gathered parameter, on the same ranks.
         shown: what a forward of plain inputs sees: a DTensor of this layout; None: a plain tensor.
         terms: of how many ranks gradients are averaged in such a forward; 1: they are added.
     """
@@ -33,6 +33,20 @@ class Stored:
     gathered: Layout
     shown: Layout | None
     terms: int
+
+    @property
+    def sharded(self) -> Layout:
+        """`at_rest` on the device where parameters are used."""
+        return _on_mesh(self.at_rest, self.gathered.mesh)
+
+    def offloaded(self) -> "Stored":
+        """Stored on the CPU."""
+        mesh = self.at_rest.mesh
+        return replace(self, at_rest=_on_mesh(self.at_rest, Mesh(mesh.shape, mesh.ranks, mesh.names)))
+
+
+def _on_mesh(layout: Layout, mesh: Mesh) -> Layout:
+    return Layout(mesh, layout.placements, layout.shape, layout.shard_order)
 
 
 def stored_of(module: nn.Module) -> Mapping[str, Stored]:
@@ -152,6 +166,15 @@ def on_mesh_of(parameter: nn.Parameter, stored: Stored, mesh: Mesh) -> nn.Parame
     collectives.expect_equal(local, mesh.sorted_ranks, f"fully_shard: {parameter._name or 'a parameter'}")
     moved = nn.Parameter(tag(local, stored.gathered), parameter.requires_grad)
     vars(moved)["_name"] = parameter._name
+    return moved
+
+
+def offload(parameter: nn.Parameter, stored: Stored, pin_memory: bool) -> nn.Parameter:
+    """A DTensor parameter, with its shard on the CPU."""
+    local = plain(parameter.detach()).cpu()
+    moved = nn.Parameter(tag(local.pin_memory() if pin_memory else local, stored.at_rest), parameter.requires_grad)
+    known = vars(parameter).items()
+    vars(moved).update({key: x for key, x in known if not key.startswith("_") or key == "_name"})  # the user's own
     return moved
 
 

@@ -1,4 +1,4 @@
-"""The dtypes in which a unit computes and reduces."""
+"""The dtypes in which a unit computes and reduces, and where its parameters are between uses."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from shardwise.layout import checked_init
 @checked_init
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """As torch's `MixedPrecisionPolicy`, which is taken as well.
+    """As torch's `MixedPrecisionPolicy`.
 
     Args:
         param_dtype: in which parameters are all-gathered and used; None: their own.
@@ -23,3 +23,23 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """As torch's `OffloadPolicy`: parameters are stored on the device of the mesh."""
+
+
+@checked_init
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """As torch's `CPUOffloadPolicy`: parameters, gradients and states of the optimizer are on the CPU.
+
+    Shards are copied to the device of the mesh for an all-gather; their gradients are copied back once they are
+    reduced. On a CPU mesh this changes nothing.
+
+    Args:
+        pin_memory: the shards are in pinned memory, from which they are copied while the device computes.
+    """
+
+    pin_memory: bool = True

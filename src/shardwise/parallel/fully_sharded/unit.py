@@ -24,7 +24,7 @@ from shardwise.redistribute.together import together
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.module_sharding import assign
-from shardwise.trace.capture_hooks import is_capturing
+from shardwise.trace.capture_hooks import is_capturing, tracing_paused
 from shardwise.trace.user_stack import call_sites
 
 UNIT = "_fully_sharded_unit"  # of a module
@@ -63,7 +63,7 @@ class Options:
     """See `fully_shard`."""
 
     mesh: Mesh
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None  # an int is a factor of the number of ranks, neither of them nor 1
     mp_policy: MixedPrecisionPolicy
     prefetch: int
 
@@ -179,6 +179,8 @@ class Unit:
     def _gathered(self, as_dtensors: bool) -> Gathered:
         """The all-gathered parameters for the forward that begins: those that backward has, if it is recomputed."""
         ahead, self._ahead = self._ahead, None
+        if is_capturing():  # a replay would use what was all-gathered before the trace
+            ahead = None
         for known in (self._in_backward, ahead):
             if known is not None and known.is_current and known.messages is self.messages(as_dtensors):
                 return known
@@ -186,7 +188,7 @@ class Unit:
 
     def start_ahead(self, as_dtensors: bool) -> None:
         """Start the all-gathers before the forward."""
-        if self.slots():
+        if self.slots() and not is_capturing():
             self._ahead = self._gathered(as_dtensors)
             self._ahead.start()
 
@@ -208,7 +210,7 @@ class Unit:
         if torch.is_grad_enabled() and not recomputed and not is_capturing():
             reshard = not is_root if self.reshard_after_forward is None else self.reshard_after_forward
             if reshard:
-                gathered.free()
+                gathered.free(among_fewer=not isinstance(reshard, bool))
         with DisableTorchFunctionSubclass():
             for x in tensors:
                 if x.requires_grad and not x.is_leaf:
@@ -252,7 +254,7 @@ class Unit:
         """Raise if a forward put something else in the place of a parameter: it would be lost."""
         assert self._running is not None
         for slot, shown, full in zip(self._slots, self._shown, self._running.full, strict=True):
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass(), tracing_paused():
                 same_dtype = shown.dtype == full.dtype  # else it was converted, for this forward
                 moved = same_dtype and torch._C.TensorBase.data_ptr(shown) != full.data_ptr()
             if moved or any(owner._parameters[name] is not cast(object, shown) for owner, name in slot.owners):
@@ -304,7 +306,7 @@ class Unit:
     def messages(self, as_dtensors: bool) -> list[Message]:
         """What is all-gathered, in one collective for each dtype and mesh axis."""
         if as_dtensors not in self._messages:
-            found = _messages(self.slots(), self.options.mp_policy)
+            found = _messages(self.slots(), self.options)
             if as_dtensors:  # one loss of all ranks
                 found = [m if any(self._slots[i].stored.shown for i in m.members) else m.of_sums() for m in found]
             self._messages[as_dtensors] = found
@@ -361,19 +363,24 @@ def _slots(module: nn.Module) -> Iterable[Slot]:
     return found.values()
 
 
-def _messages(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[Message]:
+def _messages(slots: Sequence[Slot], options: Options) -> list[Message]:
+    policy, fewer = options.mp_policy, options.reshard_after_forward
     groups: dict[object, list[int]] = {}
     for i, slot in enumerate(slots):
         groups.setdefault((slot.stored.at_rest.mesh, slot.stored.axis, slot.parameter.dtype), []).append(i)
     messages = []
     for members in groups.values():
         first = slots[members[0]]
-        moves = together([slots[i].stored.at_rest for i in members], first.stored.axis, collectives.rank())
+        moves = together([slots[i].stored.sharded for i in members], first.stored.axis, collectives.rank())
         stored = first.parameter.dtype
         dtype = policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
         terms = tuple(slots[i].stored.terms for i in members)
+        device = first.stored.gathered.mesh.device_type
         names = tuple(slots[i].parameter._name or f"number {i}" for i in members)
-        messages.append(Message(tuple(members), names, moves, dtype, policy.reduce_dtype or dtype, terms))
+        resharded = None if fewer is None or isinstance(fewer, bool) else moves.among(fewer, collectives.rank())
+        messages.append(
+            Message(tuple(members), names, moves, device, dtype, policy.reduce_dtype or dtype, terms, resharded)
+        )
     return messages
 
 

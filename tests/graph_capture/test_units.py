@@ -1,0 +1,93 @@
+"""A replay of units of `fully_shard` gives what they give, and all-gathers what optimizer steps wrote."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from shardwise import Mesh, Replicate, Shard, capture, distribute_tensor
+from shardwise.demos.lm.model import shard
+from shardwise.errors import CaptureError
+from shardwise.models import ModelArgs
+from shardwise.testing import world
+from tests.parallel.one_process import full
+from tests.parallel.units import (
+    ARGS,
+    SWITCHES,
+    assert_trained_alike,
+    batches,
+    copied,
+    described,
+    mean_loss,
+    sharded,
+    train,
+    transformer,
+)
+
+
+@pytest.mark.parametrize("args", [a for a in SWITCHES if not a.num_experts], ids=described)
+@pytest.mark.parametrize(("ranks", "options"), [(2, {"prefetch": 2}), (3, {}), (4, {"reshard_after_forward": 2})])
+def test_captured_units_train_as_one_process(args: ModelArgs, ranks: int, options: dict[str, Any]) -> None:
+    model, data = transformer(args), batches(5)
+
+    def run() -> None:
+        mesh = Mesh((ranks,))
+        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
+        found = sharded(copied(model), mesh, **options)
+        step = capture(lambda tokens: mean_loss(found, tokens))
+        trained = train(found, of_all, lambda _, tokens: step(tokens))
+        assert len(step.graphs()) == 1
+        assert_trained_alike(trained, model, data)
+
+    world(ranks).run(run)
+
+
+def test_captured_units_beside_tensor_parallelism() -> None:
+    model, data = transformer(ARGS), batches(4)
+
+    def run() -> None:
+        mesh = Mesh((2, 2), names=("dp", "tp"))
+        found = shard(copied(model), mesh, sequence_parallel=False, over_data=True)
+        of_all = [distribute_tensor(x, mesh, [Shard(0), Replicate()]) for x in data]
+        step = capture(lambda tokens: mean_loss(found, tokens))
+        trained = train(found, of_all, lambda _, tokens: step(tokens))
+        assert len(step.graphs()) == 1
+        assert_trained_alike(trained, model, data)
+
+    world(4).run(run)
+
+
+def test_what_was_gathered_before_the_trace_is_not_replayed() -> None:
+    model, (tokens, *_) = transformer(replace(ARGS, n_layers=1)), batches(4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        found, want = sharded(copied(model), mesh), copied(model)
+        of_all = distribute_tensor(tokens, mesh, [Shard(0)])
+        step = capture(lambda x: mean_loss(found, x))
+        mean_loss(found, of_all)  # says that parameters are used as DTensors
+        found.layers[0].unshard()
+        step(of_all).backward()
+        for each in (found, want):
+            with torch.no_grad():
+                for p in each.parameters():
+                    p.mul_(1.5)
+        assert_close(full(step(of_all).detach()), mean_loss(want, tokens).detach())
+
+    world(2).run(run)
+
+
+def test_gradients_that_are_not_reduced_are_refused() -> None:
+    model, (tokens, *_) = transformer(replace(ARGS, n_layers=1)), batches(4)
+
+    def run() -> None:
+        mesh = Mesh((2,))
+        found = sharded(copied(model), mesh)
+        found.set_requires_gradient_sync(False)
+        step = capture(lambda x: mean_loss(found, x))
+        with pytest.raises(CaptureError, match="gradients of fully_shard that are not reduced"):
+            step(distribute_tensor(tokens, mesh, [Shard(0)])).backward()
+
+    world(2).run(run)

@@ -1,0 +1,167 @@
+"""What `fully_shard` keeps from forward to backward, where, and what it sends for that."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from shardwise import Mesh, Shard, collectives, count_comms, distribute_tensor
+from shardwise.errors import PlanError
+from shardwise.models import ModelArgs, Transformer
+from shardwise.parallel import CPUOffloadPolicy, fully_shard
+from shardwise.testing import simulate, world
+from tests.parallel.units import (
+    ARGS,
+    SWITCHES,
+    assert_trained_alike,
+    batches,
+    copied,
+    described,
+    gathered,
+    mean_loss,
+    sharded,
+    train,
+    transformer,
+)
+
+
+@pytest.mark.parametrize("args", SWITCHES, ids=described)
+def test_parameters_are_resharded_to_fewer_ranks(args: ModelArgs) -> None:
+    model, data = transformer(args), batches(5)
+
+    def run() -> None:
+        mesh = Mesh((4,))
+        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
+        assert_trained_alike(train(sharded(copied(model), mesh, reshard_after_forward=2), of_all), model, data)
+
+    world(4).run(run)
+
+
+@pytest.mark.parametrize(("shape", "fewer"), [((1, 6), 3), ((1, 6), 2), ((2, 4), 2)])
+def test_a_factor_of_the_axis_beside_replicas_and_prefetching(shape: tuple[int, int], fewer: int) -> None:
+    model, data = transformer(ARGS), batches(5)
+
+    def run() -> None:
+        mesh = Mesh(shape, names=("replicate", "shard"))
+        of_all = [distribute_tensor(x, mesh, [Shard(0), Shard(0)]) for x in data]
+        found = sharded(copied(model), mesh, reshard_after_forward=fewer, prefetch=2)
+        assert_trained_alike(train(found, of_all), model, data)
+
+    world(shape[0] * shape[1]).run(run)
+
+
+def test_fewer_ranks_beside_tensor_parallelism() -> None:
+    model, data = transformer(ARGS), batches(4)
+
+    def run() -> None:
+        mesh, rank = Mesh((4, 2), names=("dp", "tp")), collectives.rank()
+        found: Any = Transformer.parallelize(copied(model), mesh, False)
+        sharded(found, mesh.submesh("dp", rank), reshard_after_forward=2)
+        own = [x[rank // 2 : rank // 2 + 1] for x in data]
+        losses, left = train(found, own, lambda m, tokens: mean_loss(m, tokens) / 4)
+        sums = [collectives.all_reduce(loss, "sum", mesh.axis_ranks(rank, 0)) for loss in losses]
+        assert_trained_alike((sums, left), model, data)
+
+    world(8).run(run)
+
+
+def test_backward_gathers_from_fewer_ranks_what_forward_kept() -> None:
+    """Of 5 x 3 and 5 elements, each of two ranks keeps the larger half, 8 and 3."""
+
+    def run() -> None:
+        mesh, model = Mesh((4,)), nn.Linear(3, 5)
+        shown: list[Any] = []
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)
+        model.register_forward_pre_hook(lambda m, args: shown.append(m.weight.to_local().untyped_storage()))
+        x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        with count_comms() as forward:
+            out = model(x).square().sum()
+        assert forward.calls["all_gather"] == 1
+        assert shown[0].nbytes() == 0
+        for retain, elements in ((True, 8 + 3), (False, 3 * (2 * 3 + 2))):  # after a backward, stored shards are left
+            with count_comms() as backward:
+                torch.autograd.grad(out, list(model.parameters()), retain_graph=retain)
+            assert backward.calls["all_gather"] == 1
+            assert backward.sent_bytes["all_gather"] == 4 * elements
+            assert shown[0].nbytes() == 0
+
+    world(4).run(run)
+
+
+def test_memory_of_what_fewer_ranks_keep() -> None:
+    layers, width = 8, 64
+
+    def peak(reshard: bool | int) -> int:
+        def build(mesh: Mesh) -> Any:
+            model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+            for layer in model:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(model, mesh=mesh)
+            x = distribute_tensor(torch.ones(4, width), mesh, [Shard(0)], src_data_rank=None)
+            return lambda: model(x).sum().backward()
+
+        return simulate(build, mesh=Mesh((4,))).classes[0].peak_bytes
+
+    freed, on_two, kept = peak(True), peak(2), peak(False)
+    layer_bytes = 4 * width * width
+    assert (layers - 2) * layer_bytes / 2 < on_two - freed < (layers + 1) * layer_bytes / 2
+    assert (layers - 2) * layer_bytes < kept - freed < (layers + 1) * layer_bytes
+
+
+def test_a_parameter_that_is_returned_and_a_change_before_backward() -> None:
+    torch.manual_seed(0)
+
+    class Shows(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x), self.weight
+
+    plain, x = Shows(4, 4), torch.randn(4, 4)
+
+    def run() -> None:
+        mesh = Mesh((4,))
+        model, want = copied(plain), copied(plain)
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)
+        of_all = distribute_tensor(x, mesh, [Shard(0)])
+        for each, inputs in ((model, of_all), (want, x)):
+            out, weight = each(inputs)
+            (out.square().sum() + weight.square().sum()).backward()
+        assert_close(gathered(model.weight.grad), want.weight.grad)
+        out, _ = model(of_all)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="changed between forward and backward"):
+            out.square().sum().backward()
+
+    world(4).run(run)
+
+
+def test_numbers_of_ranks_that_are_refused_and_all_of_them() -> None:
+    def run() -> None:
+        mesh = Mesh((4,))
+        for wrong in (1, 0, -2, 3, 8):
+            with pytest.raises(PlanError, match=rf"reshard_after_forward={wrong} is no factor above 1 of the 4 ranks"):
+                fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=wrong)
+        calls = []
+        for every in (4, True):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=every)
+            with count_comms() as comms:
+                model(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])).sum().backward()
+            calls.append((comms.calls, comms.total_bytes))
+        assert calls[0] == calls[1]
+
+    world(4).run(run)
+
+
+def test_offloading_changes_nothing_on_cpus() -> None:
+    model, data = transformer(ARGS), batches(5)
+
+    def run() -> None:
+        mesh = Mesh((3,))
+        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
+        found = sharded(copied(model), mesh, offload_policy=CPUOffloadPolicy())
+        assert not any(p.to_local().is_pinned() for p in found.parameters())
+        assert_trained_alike(train(found, of_all), model, data)
+
+    world(3).run(run)
