@@ -1,0 +1,162 @@
+"""A step of a sharded collection: three collectives, and the update of the rows in backward."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids
+from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
+from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
+from shardwise.embedding.exchange.results import ResultIndex
+from shardwise.embedding.exchange.stacks import Pooling, Stack, Update
+from shardwise.embedding.plan import Plan, requests_of
+from shardwise.trace import comm_trace
+from shardwise.trace.autograd_function import TensorFunction
+from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
+
+MOST_BATCH_SIZES = 64  # of which the index is kept
+
+
+@dataclass(frozen=True)
+class Requested:
+    """After message 1: what this rank waits for, and what all ranks requested of its stacks."""
+
+    results: ResultIndex
+    of_stacks: list[StackRequests]
+
+
+class Engine:
+    """The exchange of one collection on one rank.
+
+    Args:
+        name: of the collection, for the communication trace.
+        update: how rows are updated; None: they are not trained.
+    """
+
+    def __init__(
+        self, name: str, plan: Plan, stacks: Sequence[Stack], kernels: Pooling, update: Update | None, weighted: bool
+    ) -> None:
+        self.name, self.plan, self.stacks, self.kernels, self.update = name, plan, list(stacks), kernels, update
+        self.weighted = weighted
+        self.rank = collectives.rank()
+        device = stacks[0].weight.device
+        self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device)
+        self.capacities = Capacities(len(plan.ranks))
+        self.trigger = torch.zeros(0, device=device, requires_grad=update is not None)
+        self._indices: dict[tuple[int, ...], BatchIndex] = {}
+        mesh = plan.tables[0].layout.mesh
+        coordinates = [mesh.coordinate(rank) or () for rank in plan.ranks]
+        own = mesh.coordinate(self.rank) or ()
+        self._answered = [  # the ranks that each stack answers, by position
+            [i for i, other in enumerate(coordinates) if all(other[a] == own[a] for a in key.replicated)]
+            for key in plan.keys
+        ]
+
+    def batch_index(self, bags: tuple[int, ...]) -> BatchIndex:
+        """The index of a batch with `bags` of each feature."""
+        found = self._indices.get(bags)
+        if found is None:
+            if len(self._indices) >= MOST_BATCH_SIZES:
+                self._indices.pop(next(iter(self._indices)))
+            found = self._indices[bags] = make_batch_index(self.routes, bags)
+        return found
+
+    def request(
+        self, outgoing: Outgoing, verdict: Sequence[int], check: Callable[[Sequence[Sequence[int]]], None]
+    ) -> Requested:
+        """Message 1.
+
+        Args:
+            verdict: of this rank on its ids, as many integers on each rank.
+            check: called with the verdicts of all ranks; may raise, the same on all.
+        """
+        count, size = len(self.plan.ranks), len(verdict)
+
+        def check_headers(headers: Headers) -> None:
+            check([header[:size] for header in headers])
+
+        with self._sending("ids", sum(outgoing.ids[-1:]) * self.routes.dtype.itemsize):
+            messages, headers = exchange_ids(
+                self.capacities,
+                self.plan.ranks,
+                outgoing.messages(count),
+                [[*verdict, *header] for header in outgoing.headers(count)],
+                check_headers,
+            )
+        per_stack = received_requests(messages, [h[size:] for h in headers], len(self.stacks), self.weighted)
+        return Requested(outgoing.results, per_stack)
+
+    def results(self, requested: Requested) -> Tensor:
+        """The sums of all runs in their places: flat, float32. Backward updates the rows."""
+        return _Results.apply(self.trigger, self, requested)
+
+    def answer(self, requested: Requested) -> Tensor:
+        """Message 2: the sums that this rank requested, in its output."""
+        replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
+        sums = [
+            self.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
+            for stack, reply in zip(self.stacks, replies, strict=True)
+        ]
+        runs = self._runs(requested, answered_only=True)
+        cols, results = [key.cols for key in self.plan.keys], requested.results
+        sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
+        with self._sending("results", sum(sizes) * 4):
+            message = collectives.all_to_all(
+                by_rank(sums, runs, sums[0].new_empty(0)), sizes, results.received, self.plan.ranks
+            )
+        return results.combine(message)
+
+    def step(self, requested: Requested, grad: Tensor) -> None:
+        """Message 3: the gradient of the output to the owners, which update their rows."""
+        assert self.update is not None
+        runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
+        sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
+        with self._sending("gradients", sum(results.sent) * 4, backward=True):
+            message = collectives.all_to_all(results.spread(grad), results.sent, sizes, self.plan.ranks)
+        for stack, requests, sums in zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True):
+            stack.step += 1
+            self.update(stack, requests.rows, requests.offsets, sums, requests.weights)
+
+    def _runs(self, requested: Requested, answered_only: bool = False) -> list[list[int]]:
+        """How many runs each rank requested of each stack."""
+        return [
+            [n if not answered_only or i in answered else 0 for i, n in enumerate(requests.runs)]
+            for requests, answered in zip(requested.of_stacks, self._answered, strict=True)
+        ]
+
+    @contextmanager
+    def _sending(self, what: str, num_bytes: int, backward: bool = False) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent."""
+        cause = Cause("internal", "an embedding collection", self.name, what, backward=backward)
+        before = comm_trace.set_purpose(Purpose(cause))
+        try:
+            if not comm_trace.listening():
+                yield
+                return
+            with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, num_bytes, None)):
+                yield
+        finally:
+            comm_trace.set_purpose(before)
+
+
+class _Context(Protocol):
+    args: tuple[Engine, Requested]
+
+
+class _Results(TensorFunction):
+    @staticmethod
+    def forward(ctx: _Context, trigger: Tensor, engine: Engine, requested: Requested) -> Tensor:
+        ctx.args = engine, requested
+        return engine.answer(requested)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
+        engine, requested = ctx.args
+        engine.step(requested, grads[0])
+        return None, None, None

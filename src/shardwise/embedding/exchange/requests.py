@@ -1,0 +1,313 @@
+"""Message 1 on the requesting rank: its ids as runs of rows of the owners' stacks.
+
+For features a and b of two bags each, both row-wise on two ranks, the runs of the message to an owner are those of a's
+first and second bag, then b's. A run may have no id. What depends only on the plan and the sizes of the batch is
+computed once (`BatchIndex`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
+from shardwise.embedding.plan import Ints, Plan, Requests
+from shardwise.lookups.ids import DistinctIds, distinct_ids
+
+MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The requests of a rank, as tensors on its device, whatever the batch."""
+
+    plan: Plan
+    requests: Requests
+    base: Tensor  # of each feature
+    num_rows: Tensor
+    dims: Tensor  # in units
+    starts: Tensor  # of each interval
+    position: Tensor
+    feature_of: Tensor
+    interval: Tensor  # of each request
+    at: Tensor  # the position of its interval
+    in_order: bool  # requests are in the order of positions, one each
+    owner: Tensor
+    feature: Tensor
+    shift: Tensor
+    column: Tensor  # in units
+    widths: Tensor  # in units
+    replies: Tensor | None  # whether it gets an answer; None: all do
+    segments: Tensor  # the last request of each owner and stack
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of message 1."""
+        return torch.int32 if self.plan.ids_fit_int32 else torch.int64
+
+    def by_owner(self, of_requests: Tensor) -> list[int]:
+        """The sum over the requests to each owner."""
+        sums = torch.zeros(len(self.plan.ranks), dtype=torch.int64, device=of_requests.device)
+        return [int(n) for n in sums.index_add_(0, self.owner, of_requests).tolist()]
+
+    def borders(self, of_requests: Tensor) -> list[int]:
+        """Where the sums over the requests of each segment (owner, stack) end, starting with 0."""
+        ends: list[int] = F.pad(of_requests.cumsum(0), (1, 0))[self.segments].tolist()
+        return [0, *ends]
+
+    def shifted(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows of the owners' stacks, of rows over all features, `counts` for each request."""
+        shift = torch.repeat_interleave(self.shift, counts, output_size=rows.numel())
+        return torch.add(rows, shift).to(self.dtype)
+
+
+def make_routes(plan: Plan, requests: Requests, device: torch.device) -> Routes:
+    """The requests of a rank as tensors on `device`."""
+
+    def put(values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    interval, owner = requests.column("interval"), requests.column("owner")
+    at = requests.position[interval]
+    replies = requests.column("replies").astype(bool)
+    segment, num_segments = owner * len(plan.keys) + requests.column("stack"), len(plan.ranks) * len(plan.keys)
+    return Routes(
+        plan,
+        requests,
+        put(requests.base),
+        put(requests.rows),
+        put(np.array(plan.dims) // plan.unit),
+        put(requests.starts),
+        put(requests.position),
+        put(requests.feature_of),
+        put(interval),
+        put(at),
+        bool(np.array_equal(at, np.arange(len(requests.starts)))),
+        put(owner),
+        put(requests.column("feature")),
+        put(requests.column("shift")),
+        put(requests.column("column") // plan.unit),
+        put(requests.column("width") // plan.unit),
+        None if replies.all() else torch.from_numpy(replies).to(device),
+        put(np.searchsorted(segment, np.arange(num_segments), side="right")),
+    )
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What a rank sends in message 1, in the order of owners and stacks, and where the results belong.
+
+    Attributes:
+        lengths: of runs; None: each run has one id.
+        runs, ids: where those of each segment (owner, stack) end, starting with 0.
+    """
+
+    lengths: Tensor | None
+    rows: Tensor
+    weights: Tensor | None
+    runs: list[int]
+    ids: list[int]
+    results: ResultIndex
+
+    def messages(self, num_owners: int) -> list[list[Tensor]]:
+        """The parts of the message to each owner."""
+        per_owner = (len(self.runs) - 1) // num_owners
+        runs, ids = self.runs[::per_owner], self.ids[::per_owner]
+        parts: list[list[Tensor]] = [[] for _ in range(num_owners)]
+        weights = None if self.weights is None else as_integers(self.weights, self.rows.dtype)
+        for owner in range(num_owners):
+            if self.lengths is not None:
+                parts[owner].append(self.lengths[runs[owner] : runs[owner + 1]])
+            parts[owner].append(self.rows[ids[owner] : ids[owner + 1]])
+            if weights is not None:
+                parts[owner].append(weights[ids[owner] : ids[owner + 1]])
+        return parts
+
+    def headers(self, num_owners: int) -> list[list[int]]:
+        """For each owner: whether lengths are sent, then the numbers of runs and of ids of each stack."""
+        counts = [
+            n for a, b in zip(pairwise(self.runs), pairwise(self.ids), strict=True) for n in (a[1] - a[0], b[1] - b[0])
+        ]
+        size = len(counts) // num_owners
+        return [[int(self.lengths is not None), *counts[i : i + size]] for i in range(0, len(counts), size)]
+
+
+def as_integers(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of float32 weights as integers."""
+    return weights.float().view(torch.int32).to(dtype)
+
+
+def as_weights(integers: Tensor) -> Tensor:
+    """The inverse of `as_integers`."""
+    return integers.to(torch.int32).view(torch.float32)
+
+
+# ---- bags ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchIndex:
+    """What follows from the plan and how many bags each feature has.
+
+    Bags are numbered by feature. Cells are the bags of each interval, in the order of positions.
+    """
+
+    routes: Routes
+    feature_of_bag: Tensor
+    base_of_bag: Tensor
+    rows_of_bag: Tensor
+    cell_shift: Tensor  # of each interval: from a bag to its cell
+    num_cells: int
+    cell_borders: Tensor  # the first cell of each position
+    cell_of_run: Tensor | None  # None: runs are cells
+    runs: list[int]  # where those of each segment end
+    ends: Tensor  # the same
+    run_of_unit: Tensor
+    of_all_runs: ResultIndex
+
+
+def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
+    """The index of a batch with `bags` of each feature.
+
+    If all features have as many, the output is one row a bag, with the columns of all features; else the outputs of
+    the features are one after the other.
+    """
+    device, dims = routes.base.device, routes.dims
+    sizes = torch.tensor(bags, dtype=torch.int64, device=device)
+    feature_of_bag = torch.repeat_interleave(torch.arange(len(bags), device=device), sizes)
+    cells = torch.empty_like(routes.feature_of).index_copy_(0, routes.position, sizes[routes.feature_of])
+    cell_borders = F.pad(cells.cumsum(0), (1, 0))
+    bag_base = sizes.cumsum(0) - sizes
+    feature = routes.feature
+    runs = sizes[feature]
+    if len(set(bags)) == 1:
+        first, strides = (dims.cumsum(0) - dims)[feature], dims.sum().expand(len(feature))
+    else:
+        first, strides = ((sizes * dims).cumsum(0) - sizes * dims)[feature], dims[feature]
+    run_of_unit, targets = unit_targets(runs, routes.widths, first + routes.column, strides)
+    segments = routes.borders(runs)
+    return BatchIndex(
+        routes,
+        feature_of_bag,
+        routes.base[feature_of_bag],
+        routes.num_rows[feature_of_bag],
+        cell_borders[routes.position] - bag_base[routes.feature_of],
+        int(cells.sum()),
+        cell_borders,
+        None if routes.in_order else ranges(cell_borders[routes.at], runs),
+        segments,
+        torch.tensor(segments, device=device),
+        run_of_unit,
+        results_of(routes, runs, int((sizes * dims).sum()), targets),
+    )
+
+
+def results_of(routes: Routes, runs: Tensor, num_units: int, targets: Tensor) -> ResultIndex:
+    """The index of results of `runs` of each request, whose units have `targets`."""
+    units = runs * routes.widths
+    replied, unit = (units if routes.replies is None else units * routes.replies), routes.plan.unit
+    received, sent = routes.by_owner(replied), routes.by_owner(units)
+    of_replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, units)
+    return result_index(unit, num_units, targets, of_replies, [n * unit for n in received], [n * unit for n in sent])
+
+
+def ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """`start, start + 1, …`, `count` of them, one range after the other."""
+    total = int(counts.sum())
+    shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts, output_size=total)
+    return shift + torch.arange(total, device=starts.device)
+
+
+def request_bags(index: BatchIndex, values: Tensor, bag: Tensor, lengths: Tensor, weights: Tensor | None) -> Outgoing:
+    """Request the sums of bags.
+
+    Args:
+        values: valid ids, int64, by feature and bag.
+        bag: of each id, numbered over all features.
+        lengths: of all bags.
+        weights: of each id.
+    """
+    routes, results = index.routes, index.of_all_runs
+    rows = values + index.base_of_bag[bag]
+    if routes.requests.several:
+        interval = torch.searchsorted(routes.starts, rows, right=True) - 1
+        lengths = torch.bincount(index.cell_shift[interval] + bag, minlength=index.num_cells)
+        order = stable_order(routes.position[interval], len(routes.requests.starts))
+        rows, weights = rows[order], None if weights is None else weights[order]
+    ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_borders]
+    counts = ends.diff()[routes.at]
+    if index.cell_of_run is not None:
+        picked = ranges(ends[routes.at], counts)
+        rows, weights = rows[picked], None if weights is None else weights[picked]
+        lengths = lengths[index.cell_of_run]
+    runs, occupied = index.runs, lengths > 0
+    if int(occupied.sum()) < MOST_RUNS * lengths.numel():
+        lengths, runs = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
+        results = results.only(occupied[index.run_of_unit])
+    return Outgoing(
+        lengths.to(routes.dtype), routes.shifted(rows, counts), weights, runs, routes.borders(counts), results
+    )
+
+
+def stable_order(keys: Tensor, num_keys: int) -> Tensor:
+    """The stable order of small integers. On CPUs numpy has a radix sort for short ones, which is 6 times as fast."""
+    if keys.device.type == "cpu" and num_keys <= 1 << 16:
+        short = keys.numpy().astype(np.uint8 if num_keys <= 1 << 8 else np.uint16)
+        return torch.from_numpy(np.argsort(short, kind="stable"))
+    return keys.argsort(stable=True)
+
+
+# ---- distinct rows ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DistinctRows:
+    """The distinct rows among the ids of all features, and where each id finds its own."""
+
+    distinct: DistinctIds
+    unit: int
+    num_units: int  # of the distinct rows
+    units: Tensor  # for each unit of the rows of all ids, that of the distinct rows
+
+    def expand(self, rows: Tensor) -> Tensor:
+        """The rows of all ids, flat, of the distinct ones."""
+        return rows.view(-1, self.unit).index_select(0, self.units).view(-1)
+
+    def sum(self, grad: Tensor) -> Tensor:
+        """The gradient of the distinct rows, flat, of that of the rows of all ids."""
+        grad = grad.reshape(-1, self.unit)
+        if self.num_units == self.distinct.values.numel():  # a row is one unit
+            if not self.num_units:
+                return grad.view(-1)
+            return F.embedding_bag(self.distinct.order, grad, self.distinct.starts, mode="sum").view(-1)
+        return grad.new_zeros(self.num_units, self.unit).index_add_(0, self.units, grad).view(-1)
+
+
+def request_rows(routes: Routes, values: Tensor, feature: Tensor) -> tuple[Outgoing, DistinctRows]:
+    """Request the row of each id, once for each feature.
+
+    Args:
+        values: valid ids, int64, by feature.
+        feature: of each id.
+    """
+    found = distinct_ids(values + routes.base[feature])
+    borders = F.pad(torch.searchsorted(found.values, routes.starts), (0, 1), value=found.values.numel())
+    counts = borders.diff()[routes.interval]
+    rows = found.values[ranges(borders[routes.interval], counts)]
+    feature_of = torch.searchsorted(routes.base, found.values, right=True) - 1
+    widths = routes.dims[feature_of]
+    first = widths.cumsum(0) - widths
+    of_requests = routes.feature
+    starts = F.pad(first, (0, 1))[borders[routes.interval]] + routes.column
+    _, targets = unit_targets(counts, routes.widths, starts, routes.dims[of_requests])
+    num_units = int(widths.sum())
+    segments = routes.borders(counts)
+    results = results_of(routes, counts, num_units, targets)
+    ones = torch.ones_like(feature)
+    _, units = unit_targets(ones, routes.dims[feature], first[found.inverse], ones)
+    expanded = DistinctRows(found, routes.plan.unit, num_units, units)
+    return Outgoing(None, routes.shifted(rows, counts), None, segments, segments, results), expanded
