@@ -13,11 +13,13 @@ from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
-from shardwise.embedding.exchange.stacks import Pooling, Stack, Update
+from shardwise.embedding.exchange.stacks import Pooling, Stack
 from shardwise.embedding.plan import Plan, requests_of
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
+
+Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
@@ -35,11 +37,17 @@ class Engine:
 
     Args:
         name: of the collection, for the communication trace.
-        update: how rows are updated; None: they are not trained.
+        update: called in backward, with the runs and gradients of each stack.
     """
 
     def __init__(
-        self, name: str, plan: Plan, stacks: Sequence[Stack], kernels: Pooling, update: Update | None, weighted: bool
+        self,
+        name: str,
+        plan: Plan,
+        stacks: Sequence[Stack],
+        kernels: Pooling,
+        update: Callable[[Gradients], None],
+        weighted: bool,
     ) -> None:
         self.name, self.plan, self.stacks, self.kernels, self.update = name, plan, list(stacks), kernels, update
         self.weighted = weighted
@@ -47,7 +55,7 @@ class Engine:
         device = stacks[0].weight.device
         self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device)
         self.capacities = Capacities(len(plan.ranks))
-        self.trigger = torch.zeros(0, device=device, requires_grad=update is not None)
+        self.trigger = torch.zeros(0, device=device, requires_grad=True)
         self._indices: dict[tuple[int, ...], BatchIndex] = {}
         mesh = plan.tables[0].layout.mesh
         coordinates = [mesh.coordinate(rank) or () for rank in plan.ranks]
@@ -56,6 +64,26 @@ class Engine:
             [i for i, other in enumerate(coordinates) if all(other[a] == own[a] for a in key.replicated)]
             for key in plan.keys
         ]
+
+    def rows_of(self, table: int, stacks: Sequence[Tensor]) -> Tensor:
+        """This rank's rows of a table among those of all stacks; the blocks of a table follow each other."""
+        blocks = self.plan.blocks_of(self.rank, table)
+        if not blocks:
+            return stacks[0][:0, :0]
+        first, last = blocks[0], blocks[-1]
+        return stacks[first.stack][first.first : last.first + len(last.rows)]
+
+    def freeze(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Do not train some rows, given by table and row, of a collection that is looked up without pooling."""
+        own = [b for b in self.plan.blocks if b.rank == self.rank]
+        for number, stack in enumerate(self.stacks):
+            found = [
+                block.first + row - block.rows.start
+                for table, row in rows
+                for block in own
+                if block.stack == number and block.table == table and row in block.rows
+            ]
+            stack.frozen = torch.tensor(found, device=stack.weight.device) if found else None
 
     def batch_index(self, bags: tuple[int, ...]) -> BatchIndex:
         """The index of a batch with `bags` of each feature."""
@@ -92,7 +120,7 @@ class Engine:
         return Requested(outgoing.results, per_stack)
 
     def results(self, requested: Requested) -> Tensor:
-        """The sums of all runs in their places: flat, float32. Backward updates the rows."""
+        """The sums of all runs in their places: flat, float32. Backward calls `update`."""
         return _Results.apply(self.trigger, self, requested)
 
     def answer(self, requested: Requested) -> Tensor:
@@ -111,16 +139,14 @@ class Engine:
             )
         return results.combine(message)
 
-    def step(self, requested: Requested, grad: Tensor) -> None:
-        """Message 3: the gradient of the output to the owners, which update their rows."""
-        assert self.update is not None
+    def gradients(self, requested: Requested, grad: Tensor) -> Gradients:
+        """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
         runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
         with self._sending("gradients", sum(results.sent) * 4, backward=True):
             message = collectives.all_to_all(results.spread(grad), results.sent, sizes, self.plan.ranks)
-        for stack, requests, sums in zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True):
-            stack.step += 1
-            self.update(stack, requests.rows, requests.offsets, sums, requests.weights)
+        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True)
+        return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
 
     def _runs(self, requested: Requested, answered_only: bool = False) -> list[list[int]]:
         """How many runs each rank requested of each stack."""
@@ -144,6 +170,16 @@ class Engine:
             comm_trace.set_purpose(before)
 
 
+def _without_frozen(stack: Stack, requests: StackRequests, grad: Tensor) -> tuple[StackRequests, Tensor]:
+    """Runs and gradients without those of rows that are not trained. Then each run has one row."""
+    if stack.frozen is None:
+        return requests, grad
+    keep = ~torch.isin(requests.rows, stack.frozen)
+    rows = requests.rows[keep]
+    offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
+    return StackRequests(rows, offsets, None, (rows.numel(),), (rows.numel(),)), grad[keep]
+
+
 class _Context(Protocol):
     args: tuple[Engine, Requested]
 
@@ -158,5 +194,5 @@ class _Results(TensorFunction):
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
         engine, requested = ctx.args
-        engine.step(requested, grads[0])
+        engine.update(engine.gradients(requested, grads[0]))
         return None, None, None

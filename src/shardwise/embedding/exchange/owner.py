@@ -95,3 +95,12 @@ def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]
     sizes = [counts[rank] * width for rank in range(len(runs[0])) for counts, width in zip(runs, cols, strict=True)]
     parts = message.split(sizes)
     return [torch.cat(parts[stack :: len(cols)]).view(-1, width) for stack, width in enumerate(cols)]
+
+
+def dense_gradient(requests: StackRequests, grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of a stack, of those of its runs."""
+    of_rows = torch.repeat_interleave(grad, requests.offsets.diff().long(), dim=0, output_size=requests.rows.numel())
+    if requests.weights is not None:
+        of_rows = of_rows * requests.weights[:, None]
+    dense = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device)
+    return dense.index_add_(0, requests.rows.long(), of_rows).to(weight.dtype)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
 from shardwise.embedding.plan import Ints, Plan, Requests
-from shardwise.lookups.ids import DistinctIds, distinct_ids
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
 
@@ -167,6 +166,7 @@ class BatchIndex:
     runs: list[int]  # where those of each segment end
     ends: Tensor  # the same
     run_of_unit: Tensor
+    bag_of_unit: Tensor  # of the output
     of_all_runs: ResultIndex
 
 
@@ -186,8 +186,10 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
     runs = sizes[feature]
     if len(set(bags)) == 1:
         first, strides = (dims.cumsum(0) - dims)[feature], dims.sum().expand(len(feature))
+        bag_of_unit = (torch.repeat_interleave(bag_base, dims) + torch.arange(bags[0], device=device)[:, None]).view(-1)
     else:
         first, strides = ((sizes * dims).cumsum(0) - sizes * dims)[feature], dims[feature]
+        bag_of_unit = torch.repeat_interleave(dims[feature_of_bag])
     run_of_unit, targets = unit_targets(runs, routes.widths, first + routes.column, strides)
     segments = routes.borders(runs)
     return BatchIndex(
@@ -202,6 +204,7 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
         segments,
         torch.tensor(segments, device=device),
         run_of_unit,
+        bag_of_unit,
         results_of(routes, runs, int((sizes * dims).sum()), targets),
     )
 
@@ -259,55 +262,3 @@ def stable_order(keys: Tensor, num_keys: int) -> Tensor:
         short = keys.numpy().astype(np.uint8 if num_keys <= 1 << 8 else np.uint16)
         return torch.from_numpy(np.argsort(short, kind="stable"))
     return keys.argsort(stable=True)
-
-
-# ---- distinct rows ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DistinctRows:
-    """The distinct rows among the ids of all features, and where each id finds its own."""
-
-    distinct: DistinctIds
-    unit: int
-    num_units: int  # of the distinct rows
-    units: Tensor  # for each unit of the rows of all ids, that of the distinct rows
-
-    def expand(self, rows: Tensor) -> Tensor:
-        """The rows of all ids, flat, of the distinct ones."""
-        return rows.view(-1, self.unit).index_select(0, self.units).view(-1)
-
-    def sum(self, grad: Tensor) -> Tensor:
-        """The gradient of the distinct rows, flat, of that of the rows of all ids."""
-        grad = grad.reshape(-1, self.unit)
-        if self.num_units == self.distinct.values.numel():  # a row is one unit
-            if not self.num_units:
-                return grad.view(-1)
-            return F.embedding_bag(self.distinct.order, grad, self.distinct.starts, mode="sum").view(-1)
-        return grad.new_zeros(self.num_units, self.unit).index_add_(0, self.units, grad).view(-1)
-
-
-def request_rows(routes: Routes, values: Tensor, feature: Tensor) -> tuple[Outgoing, DistinctRows]:
-    """Request the row of each id, once for each feature.
-
-    Args:
-        values: valid ids, int64, by feature.
-        feature: of each id.
-    """
-    found = distinct_ids(values + routes.base[feature])
-    borders = F.pad(torch.searchsorted(found.values, routes.starts), (0, 1), value=found.values.numel())
-    counts = borders.diff()[routes.interval]
-    rows = found.values[ranges(borders[routes.interval], counts)]
-    feature_of = torch.searchsorted(routes.base, found.values, right=True) - 1
-    widths = routes.dims[feature_of]
-    first = widths.cumsum(0) - widths
-    of_requests = routes.feature
-    starts = F.pad(first, (0, 1))[borders[routes.interval]] + routes.column
-    _, targets = unit_targets(counts, routes.widths, starts, routes.dims[of_requests])
-    num_units = int(widths.sum())
-    segments = routes.borders(counts)
-    results = results_of(routes, counts, num_units, targets)
-    ones = torch.ones_like(feature)
-    _, units = unit_targets(ones, routes.dims[feature], first[found.inverse], ones)
-    expanded = DistinctRows(found, routes.plan.unit, num_units, units)
-    return Outgoing(None, routes.shifted(rows, counts), None, segments, segments, results), expanded
