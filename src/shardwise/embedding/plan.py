@@ -187,6 +187,7 @@ class Requests:
     Attributes:
         starts: the first row of each interval.
         position: of each interval, in the order in which ids are grouped by interval.
+        sizes: for each feature, of all its intervals but the last, which may be smaller; None: there are others.
         single: whether each interval is sent to one owner only; then requests and intervals are in the same order.
         several: whether some feature has several intervals.
     """
@@ -196,6 +197,7 @@ class Requests:
     starts: Ints
     feature_of: Ints
     position: Ints
+    sizes: Ints | None
     all: tuple[Request, ...]
     single: bool
 
@@ -221,8 +223,8 @@ def requests_of(plan: Plan, rank: int) -> Requests:
     found: list[Request] = []
     coordinates = {r: mesh.coordinate(r) or () for r in plan.ranks}
     for feature, table in enumerate(plan.table_of):
-        cuts = sorted({end for block in of_table[table] for end in (block.rows.start, block.rows.stop)})
-        first_of = {start: len(starts) + i for i, start in enumerate(cuts)}
+        ends = sorted({end for block in of_table[table] for end in (block.rows.start, block.rows.stop)})
+        first_of = {start: len(starts) + i for i, start in enumerate(ends)}
         axes = plan.tables[table].replicated
         for block in of_table[table]:
             replies = all(coordinates[block.rank][a] == coordinates[rank][a] for a in axes)
@@ -237,11 +239,11 @@ def requests_of(plan: Plan, rank: int) -> Requests:
                     len(block.cols),
                     replies,
                 )
-                for start, _ in pairwise(cuts)
+                for start, _ in pairwise(ends)
                 if start in block.rows
             ]
-        starts += [int(base[feature]) + start for start in cuts[:-1]]
-        feature_of += [feature] * (len(cuts) - 1)
+        starts += [int(base[feature]) + start for start in ends[:-1]]
+        feature_of += [feature] * (len(ends) - 1)
     found.sort()
     single, several = len(found) == len(starts), len(starts) > len(rows)
     position = np.arange(len(starts))
@@ -253,6 +255,16 @@ def requests_of(plan: Plan, rank: int) -> Requests:
         np.array(starts, dtype=np.int64),
         np.array(feature_of, dtype=np.int64),
         position,
+        _sizes(base, rows, starts, feature_of),
         tuple(found),
         single,
     )
+
+
+def _sizes(base: Ints, rows: Ints, starts: Sequence[int], feature_of: Sequence[int]) -> Ints | None:
+    """The size of the intervals of each feature, if an id is in the interval that division by it says."""
+    first = np.searchsorted(feature_of, np.arange(len(rows)))
+    second = np.append(starts, 0)[first + 1]
+    sizes = np.where(np.bincount(feature_of, minlength=len(rows)) > 1, second - base, rows)
+    even = np.array_equal(starts, base[feature_of] + (np.arange(len(starts)) - first[feature_of]) * sizes[feature_of])
+    return sizes if even else None

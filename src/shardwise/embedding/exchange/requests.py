@@ -53,7 +53,7 @@ class Routes:
         sums = torch.zeros(len(self.plan.ranks), dtype=torch.int64, device=of_requests.device)
         return [int(n) for n in sums.index_add_(0, self.owner, of_requests).tolist()]
 
-    def borders(self, of_requests: Tensor) -> list[int]:
+    def bounds(self, of_requests: Tensor) -> list[int]:
         """Where the sums over the requests of each segment (owner, stack) end, starting with 0."""
         ends: list[int] = F.pad(of_requests.cumsum(0), (1, 0))[self.segments].tolist()
         return [0, *ends]
@@ -161,13 +161,22 @@ class BatchIndex:
     rows_of_bag: Tensor
     cell_shift: Tensor  # of each interval: from a bag to its cell
     num_cells: int
-    cell_borders: Tensor  # the first cell of each position
+    cell_bounds: Tensor  # the first cell of each position
     cell_of_run: Tensor | None  # None: runs are cells
     runs: list[int]  # where those of each segment end
     ends: Tensor  # the same
     run_of_unit: Tensor
     bag_of_unit: Tensor  # of the output
+    first_interval: Tensor  # of each bag
+    interval_size: Tensor | None  # of each bag; None: look them up
     of_all_runs: ResultIndex
+
+    def intervals(self, values: Tensor, rows: Tensor, bag: Tensor) -> Tensor:
+        """The interval of each id. Dividing takes half as long as a search, or less."""
+        if self.interval_size is None:
+            return torch.searchsorted(self.routes.starts, rows, right=True) - 1
+        quotients = values.div(self.interval_size.index_select(0, bag), rounding_mode="trunc")
+        return quotients.add_(self.first_interval.index_select(0, bag))
 
 
 def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
@@ -176,11 +185,11 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
     If all features have as many, the output is one row a bag, with the columns of all features; else the outputs of
     the features are one after the other.
     """
-    device, dims = routes.base.device, routes.dims
+    device, dims, sizes_of = routes.base.device, routes.dims, routes.requests.sizes
     sizes = torch.tensor(bags, dtype=torch.int64, device=device)
     feature_of_bag = torch.repeat_interleave(torch.arange(len(bags), device=device), sizes)
     cells = torch.empty_like(routes.feature_of).index_copy_(0, routes.position, sizes[routes.feature_of])
-    cell_borders = F.pad(cells.cumsum(0), (1, 0))
+    cell_bounds = F.pad(cells.cumsum(0), (1, 0))
     bag_base = sizes.cumsum(0) - sizes
     feature = routes.feature
     runs = sizes[feature]
@@ -191,20 +200,22 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
         first, strides = ((sizes * dims).cumsum(0) - sizes * dims)[feature], dims[feature]
         bag_of_unit = torch.repeat_interleave(dims[feature_of_bag])
     run_of_unit, targets = unit_targets(runs, routes.widths, first + routes.column, strides)
-    segments = routes.borders(runs)
+    segments = routes.bounds(runs)
     return BatchIndex(
         routes,
         feature_of_bag,
         routes.base[feature_of_bag],
         routes.num_rows[feature_of_bag],
-        cell_borders[routes.position] - bag_base[routes.feature_of],
+        cell_bounds[routes.position] - bag_base[routes.feature_of],
         int(cells.sum()),
-        cell_borders,
-        None if routes.in_order else ranges(cell_borders[routes.at], runs),
+        cell_bounds,
+        None if routes.in_order else ranges(cell_bounds[routes.at], runs),
         segments,
         torch.tensor(segments, device=device),
         run_of_unit,
         bag_of_unit,
+        torch.searchsorted(routes.feature_of, feature_of_bag),
+        None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
         results_of(routes, runs, int((sizes * dims).sum()), targets),
     )
 
@@ -235,24 +246,24 @@ def request_bags(index: BatchIndex, values: Tensor, bag: Tensor, lengths: Tensor
         weights: of each id.
     """
     routes, results = index.routes, index.of_all_runs
-    rows = values + index.base_of_bag[bag]
+    rows = values + index.base_of_bag.index_select(0, bag)
     if routes.requests.several:
-        interval = torch.searchsorted(routes.starts, rows, right=True) - 1
-        lengths = torch.bincount(index.cell_shift[interval] + bag, minlength=index.num_cells)
-        order = stable_order(routes.position[interval], len(routes.requests.starts))
-        rows, weights = rows[order], None if weights is None else weights[order]
-    ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_borders]
+        interval = index.intervals(values, rows, bag)
+        lengths = torch.bincount(index.cell_shift.index_select(0, interval) + bag, minlength=index.num_cells)
+        order = stable_order(routes.position.index_select(0, interval), len(routes.requests.starts))
+        rows, weights = rows.index_select(0, order), None if weights is None else weights.index_select(0, order)
+    ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_bounds]
     counts = ends.diff()[routes.at]
     if index.cell_of_run is not None:
         picked = ranges(ends[routes.at], counts)
-        rows, weights = rows[picked], None if weights is None else weights[picked]
+        rows, weights = rows.index_select(0, picked), None if weights is None else weights.index_select(0, picked)
         lengths = lengths[index.cell_of_run]
     runs, occupied = index.runs, lengths > 0
     if int(occupied.sum()) < MOST_RUNS * lengths.numel():
         lengths, runs = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
         results = results.only(occupied[index.run_of_unit])
     return Outgoing(
-        lengths.to(routes.dtype), routes.shifted(rows, counts), weights, runs, routes.borders(counts), results
+        lengths.to(routes.dtype), routes.shifted(rows, counts), weights, runs, routes.bounds(counts), results
     )
 
 

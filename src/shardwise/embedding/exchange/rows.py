@@ -72,16 +72,16 @@ def request_rows(
         all_features: of each id of the input.
     """
     found = distinct_ids(values + routes.base[feature])
-    borders = F.pad(torch.searchsorted(found.values, routes.starts), (0, 1), value=found.values.numel())
-    counts = borders.diff()[routes.interval]
-    rows = found.values[ranges(borders[routes.interval], counts)]
+    bounds = F.pad(torch.searchsorted(found.values, routes.starts), (0, 1), value=found.values.numel())
+    counts = bounds.diff()[routes.interval]
+    rows = found.values[ranges(bounds[routes.interval], counts)]
     feature_of = torch.searchsorted(routes.base, found.values, right=True) - 1
     widths = routes.dims[feature_of]
     first = widths.cumsum(0) - widths
-    starts = F.pad(first, (0, 1))[borders[routes.interval]] + routes.column
+    starts = F.pad(first, (0, 1))[bounds[routes.interval]] + routes.column
     _, targets = unit_targets(counts, routes.widths, starts, routes.dims[routes.feature])
     num_units = int(widths.sum())
-    segments = routes.borders(counts)
+    segments = routes.bounds(counts)
     results = results_of(routes, counts, num_units, targets)
     ones = torch.ones_like(feature)
     _, units = unit_targets(ones, routes.dims[feature], first[found.inverse], ones)
