@@ -24,6 +24,8 @@ from shardwise.layout import Box, Layout, Partial, Replicate
 
 Ints = NDArray[np.int64]
 
+DTYPES = ("float32", "bfloat16", "float16")  # sums are float32
+
 
 class StackKey(NamedTuple):
     """Blocks of a rank with the same key are rows of one tensor, its stack.
@@ -129,8 +131,16 @@ class Plan:
     def ids_fit_int32(self) -> bool:
         return max((n for rows in self.stack_rows for n in rows), default=0) < 1 << 31
 
+    @cached_property
+    def _by_holder(self) -> dict[tuple[int, int], list[Block]]:
+        found: dict[tuple[int, int], list[Block]] = {}
+        for block in self.blocks:
+            found.setdefault((block.rank, block.table), []).append(block)
+        return found
+
     def blocks_of(self, rank: int, table: int) -> list[Block]:
-        return [block for block in self.blocks if block.rank == rank and block.table == table]
+        """Those of one table on one rank, which follow each other in a stack."""
+        return self._by_holder.get((rank, table), [])
 
 
 def make_plan(tables: Sequence[Table]) -> Plan:
@@ -170,6 +180,8 @@ def _check(table: Table, first: Table) -> None:
         )
     if any(isinstance(p, Partial) for p in layout.placements):
         raise PlanError(f"Table {table.name} cannot be {layout.placements}: a pending sum has no rows.")
+    if table.dtype not in DTYPES:
+        raise PlanError(f"Table {table.name} has dtype {table.dtype}; sharded collections have {', '.join(DTYPES)}.")
     for rank in layout.mesh.ranks:
         if len({box.sizes[1] for box in layout.boxes(rank) if box.numel}) > 1:
             raise PlanError(

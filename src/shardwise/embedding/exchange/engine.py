@@ -15,6 +15,7 @@ from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, 
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.stacks import Pooling, Stack
 from shardwise.embedding.plan import Plan, requests_of
+from shardwise.errors import PlanError
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
@@ -73,17 +74,28 @@ class Engine:
         first, last = blocks[0], blocks[-1]
         return stacks[first.stack][first.first : last.first + len(last.rows)]
 
-    def freeze(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Do not train some rows, given by table and row, of a collection that is looked up without pooling."""
-        own = [b for b in self.plan.blocks if b.rank == self.rank]
-        for number, stack in enumerate(self.stacks):
-            found = [
-                block.first + row - block.rows.start
-                for table, row in rows
-                for block in own
-                if block.stack == number and block.table == table and row in block.rows
-            ]
-            stack.frozen = torch.tensor(found, device=stack.weight.device) if found else None
+    def freeze(self, table: int, row: int) -> None:
+        """Do not train a row of a table that is looked up without pooling."""
+        for block in self.plan.blocks_of(self.rank, table):
+            if row in block.rows:
+                stack = self.stacks[block.stack]
+                known = stack.weight.new_empty(0, dtype=torch.int64) if stack.frozen is None else stack.frozen
+                stack.frozen = torch.cat([known, known.new_tensor([block.first + row - block.rows.start])])
+
+    def limit_norm(self, table: int, max_norm: float) -> None:
+        """Scale rows of a table to at most `max_norm` before they are looked up.
+
+        Raises:
+            PlanError: no rank has full rows of the table.
+        """
+        if any(len(b.cols) < self.plan.tables[table].layout.shape[1] for b in self.plan.blocks if b.table == table):
+            name = self.plan.tables[table].name
+            raise PlanError(f"Table {name} has a max_norm, which needs full rows. Fix: shard no columns of it.")
+        for block in self.plan.blocks_of(self.rank, table):
+            stack = self.stacks[block.stack]
+            if stack.max_norm is None:
+                stack.max_norm = torch.full((stack.weight.shape[0],), torch.inf, device=stack.weight.device)
+            stack.max_norm[block.first : block.first + len(block.rows)] = max_norm
 
     def batch_index(self, bags: tuple[int, ...]) -> BatchIndex:
         """The index of a batch with `bags` of each feature."""
@@ -125,6 +137,8 @@ class Engine:
 
     def answer(self, requested: Requested) -> Tensor:
         """Message 2: the sums that this rank requested, in its output."""
+        for stack, requests in zip(self.stacks, requested.of_stacks, strict=True):
+            stack.renorm(requests.rows)
         replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
         sums = [
             self.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
