@@ -1,5 +1,6 @@
 """Plans of embedding collections: blocks, stacks and requests."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +81,21 @@ def test_each_element_of_a_row_is_answered_once_and_all_its_copies_get_gradients
                     if row in b.rows and r.column in b.cols and b.stack == r.stack
                 )
                 assert g + r.shift == block.first + row - block.rows.start
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 1), (3, 3, 0), (2, 5, 0), (2, 2, 3), (0, 4, 3), (7, 0, 0)])
+def test_intervals_found_by_division_are_those_of_the_ids(sizes: tuple[int, ...]) -> None:
+    rows = sum(sizes)
+    placement = Shard(0, sizes=sizes)
+    tables = [Table(f"t{i}", Layout(Mesh((3,)), [placement], (rows, 4)), "float32", (f"f{i}",)) for i in range(2)]
+    requests = requests_of(make_plan(tables), 0)
+    for feature in range(2):
+        of_feature = [i for i, f in enumerate(requests.feature_of) if f == feature]
+        for row in range(rows):
+            interval = int(np.searchsorted(requests.starts, requests.base[feature] + row, side="right")) - 1
+            if requests.sizes is not None:
+                assert of_feature[0] + row // requests.sizes[feature] == interval
+    assert (requests.sizes is not None) == (sizes in [(3, 3, 1), (3, 3, 0), (0, 4, 3), (7, 0, 0)])
 
 
 def test_the_unit_divides_widths_and_offsets_of_all_blocks() -> None:

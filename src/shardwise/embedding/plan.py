@@ -276,7 +276,8 @@ def requests_of(plan: Plan, rank: int) -> Requests:
 def _sizes(base: Ints, rows: Ints, starts: Sequence[int], feature_of: Sequence[int]) -> Ints | None:
     """The size of the intervals of each feature, if an id is in the interval that division by it says."""
     first = np.searchsorted(feature_of, np.arange(len(rows)))
+    counts = np.bincount(feature_of, minlength=len(rows))
     second = np.append(starts, 0)[first + 1]
-    sizes = np.where(np.bincount(feature_of, minlength=len(rows)) > 1, second - base, rows)
+    sizes = np.where(counts > 1, second - base, rows)
     even = np.array_equal(starts, base[feature_of] + (np.arange(len(starts)) - first[feature_of]) * sizes[feature_of])
-    return sizes if even else None
+    return sizes if even and bool((counts * sizes >= rows).all()) else None

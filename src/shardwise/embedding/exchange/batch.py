@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embedding.plan import Plan
-from shardwise.errors import IdError
+from shardwise.errors import IdError, IdTypeError
 
 POLICIES = ("error", "clip", "hash", "zero")
 Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid
@@ -44,10 +44,17 @@ class Batch:
 
 
 def make_batch(values: Tensor, lengths: Tensor, weights: Tensor | None, bags: Sequence[int]) -> Batch:
-    """The batch of ids and the lengths of bags, both by feature."""
+    """The batch of ids and the lengths of bags, both by feature.
+
+    Raises:
+        IdTypeError: the lengths are not those of the ids.
+    """
     lengths = lengths.long()
-    numbers = torch.arange(lengths.numel(), device=values.device)
-    bag = torch.repeat_interleave(numbers, lengths, output_size=values.numel())
+    bag = torch.repeat_interleave(lengths)
+    if bag.numel() != values.numel() or lengths.numel() != sum(bags):
+        raise IdTypeError(
+            f"{values.numel()} ids have {lengths.numel()} lengths with the sum {bag.numel()}, for {sum(bags)} bags."
+        )
     return Batch(values.long(), bag, lengths, weights, tuple(bags), lengths)
 
 

@@ -60,8 +60,7 @@ class Routes:
 
     def shifted(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows of the owners' stacks, of rows over all features, `counts` for each request."""
-        shift = torch.repeat_interleave(self.shift, counts, output_size=rows.numel())
-        return torch.add(rows, shift).to(self.dtype)
+        return torch.add(rows, torch.repeat_interleave(self.shift, counts)).to(self.dtype)
 
 
 def make_routes(plan: Plan, requests: Requests, device: torch.device) -> Routes:
@@ -167,6 +166,7 @@ class BatchIndex:
     ends: Tensor  # the same
     run_of_unit: Tensor
     bag_of_unit: Tensor  # of the output
+    first_unit: Tensor  # of the output, of each bag
     first_interval: Tensor  # of each bag
     interval_size: Tensor | None  # of each bag; None: look them up
     of_all_runs: ResultIndex
@@ -194,12 +194,14 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
     feature = routes.feature
     runs = sizes[feature]
     if len(set(bags)) == 1:
-        first, strides = (dims.cumsum(0) - dims)[feature], dims.sum().expand(len(feature))
+        offsets, strides = dims.cumsum(0) - dims, dims.sum().expand(len(dims))
         bag_of_unit = (torch.repeat_interleave(bag_base, dims) + torch.arange(bags[0], device=device)[:, None]).view(-1)
     else:
-        first, strides = ((sizes * dims).cumsum(0) - sizes * dims)[feature], dims[feature]
+        offsets, strides = (sizes * dims).cumsum(0) - sizes * dims, dims
         bag_of_unit = torch.repeat_interleave(dims[feature_of_bag])
-    run_of_unit, targets = unit_targets(runs, routes.widths, first + routes.column, strides)
+    run_of_unit, targets = unit_targets(runs, routes.widths, offsets[feature] + routes.column, strides[feature])
+    first_unit = unit_targets(sizes, torch.ones_like(sizes), offsets, strides)[1]
+    replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, runs * routes.widths)
     segments = routes.bounds(runs)
     return BatchIndex(
         routes,
@@ -214,19 +216,19 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
         torch.tensor(segments, device=device),
         run_of_unit,
         bag_of_unit,
+        first_unit,
         torch.searchsorted(routes.feature_of, feature_of_bag),
         None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
-        results_of(routes, runs, int((sizes * dims).sum()), targets),
+        result_index(routes.plan.unit, int((sizes * dims).sum()), targets, replies, *elements(routes, runs)),
     )
 
 
-def results_of(routes: Routes, runs: Tensor, num_units: int, targets: Tensor) -> ResultIndex:
-    """The index of results of `runs` of each request, whose units have `targets`."""
-    units = runs * routes.widths
-    replied, unit = (units if routes.replies is None else units * routes.replies), routes.plan.unit
-    received, sent = routes.by_owner(replied), routes.by_owner(units)
-    of_replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, units)
-    return result_index(unit, num_units, targets, of_replies, [n * unit for n in received], [n * unit for n in sent])
+def elements(routes: Routes, runs: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The elements of message 2 from each owner and of message 3 to each owner, for `runs` of each request."""
+    units = runs * routes.widths * routes.plan.unit
+    return tuple(routes.by_owner(units if routes.replies is None else units * routes.replies)), tuple(
+        routes.by_owner(units)
+    )
 
 
 def ranges(starts: Tensor, counts: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ class ResultIndex:
     Attributes:
         unit: elements.
         num_units: of the output.
-        targets: the unit of the output for each unit of message 3.
+        targets: for each unit of message 3, the units of the output that it is added to.
+        target_offsets: where those of each unit of message 3 start in `targets`; None if it has exactly one.
         replies: which units of message 3 are also in message 2; None: all.
         sources: for each unit of the output, the units of message 2 that are added.
         offsets: where those of each unit of the output start in `sources`; None if it has exactly one.
@@ -30,6 +31,7 @@ class ResultIndex:
     unit: int
     num_units: int
     targets: Tensor
+    target_offsets: Tensor | None
     replies: Tensor | None
     sources: Tensor
     offsets: Tensor | None
@@ -37,7 +39,7 @@ class ResultIndex:
     sent: tuple[int, ...]
 
     def only(self, sent: Tensor) -> "ResultIndex":
-        """The index if only some of the units are `sent`."""
+        """The index if only some of the units are `sent`, each of which is added to one unit of the output."""
         received = sent if self.replies is None else sent[self.replies]
         chosen = received[self.sources]
         positions, ends = received.cumsum(0) - 1, F.pad(chosen.cumsum(0), (1, 0))
@@ -45,6 +47,7 @@ class ResultIndex:
             self.unit,
             self.num_units,
             self.targets[sent],
+            None,
             None if self.replies is None else self.replies[sent],
             positions[self.sources[chosen]],
             ends[:-1] if self.offsets is None else ends[self.offsets],
@@ -60,16 +63,20 @@ class ResultIndex:
 
     def combine(self, message: Tensor) -> Tensor:
         """The output, flat, of message 2."""
-        units = message.view(-1, self.unit)
-        if self.offsets is None:
-            return units.index_select(0, self.sources).view(-1)
-        if not self.sources.numel():
-            return units.new_zeros(self.num_units * self.unit)
-        return F.embedding_bag(self.sources, units, self.offsets, mode="sum").view(-1)
+        return _sums(message.view(-1, self.unit), self.sources, self.offsets).view(-1)
 
     def spread(self, grad: Tensor) -> Tensor:
         """Message 3, of the gradient of the output."""
-        return grad.reshape(-1, self.unit).index_select(0, self.targets).view(-1)
+        return _sums(grad.reshape(-1, self.unit), self.targets, self.target_offsets).view(-1)
+
+
+def _sums(units: Tensor, index: Tensor, offsets: Tensor | None) -> Tensor:
+    """The sums of bags of rows of `units`; None: one each."""
+    if offsets is None:
+        return units.index_select(0, index)
+    if not index.numel():
+        return units.new_zeros(offsets.numel(), units.shape[1])
+    return F.embedding_bag(index, units, offsets, mode="sum")
 
 
 def unit_targets(counts: Tensor, widths: Tensor, first: Tensor, strides: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,4 +106,4 @@ def result_index(
     counts = torch.bincount(replied, minlength=num_units)
     sources = replied.argsort(stable=True)
     offsets = None if bool((counts == 1).all()) else counts.cumsum(0) - counts
-    return ResultIndex(unit, num_units, targets, replies, sources, offsets, tuple(received), tuple(sent))
+    return ResultIndex(unit, num_units, targets, None, replies, sources, offsets, tuple(received), tuple(sent))
