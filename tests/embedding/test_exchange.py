@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import collectives
@@ -17,8 +19,9 @@ from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.exchange.stacks import make_stacks
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.errors import IdError, RemoteRankError
-from shardwise.layout import Layout, Mesh, OnRanks, Placement, Shard
+from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
+from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 
 class Pool:
@@ -63,7 +66,7 @@ class Setup:
         requested = self.engine.request(out, verdict, lambda verdicts: raise_bad_ids(self.plan, verdicts))
         if self.fails:
             raise ValueError("between messages 1 and 2")
-        return self.engine.results(requested).view(len(ids), -1)
+        return self.engine.results(requested).view(len(ids), self.plan.dims[0])
 
 
 ROWS = 1001  # so that sums stay exact
@@ -176,3 +179,55 @@ def test_fewer_results_than_bags_are_sent_if_few_bags_have_ids() -> None:
     results = comms.total_bytes
     assert torch.equal(sums.detach(), full_table(300, 64)[::3])
     assert results < 100 * 64 * 4 + 3 * 8 * FIRST_CAPACITY
+
+
+class Events(Listener):
+    """The purposes and bytes of events, and the bytes of their collectives."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int]] = []
+        self.sent: list[int] = []
+
+    def record(self, event: CommEvent) -> None:
+        self.said.append((str(event), event.sent_bytes))
+        self.sent.append(0)
+
+    def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
+        assert event is not None
+        self.sent[-1] += sent_bytes
+
+
+@pytest.mark.parametrize("count", [3, 4000])
+@world(3)
+def test_the_trace_says_what_is_sent_and_how_much(count: int) -> None:
+    setup, events = Setup(3, Shard(0), rows=ROWS), Events()
+    with listening_with(events):
+        setup.sums([list(range(count // 4))] * 4).sum().backward()
+    assert [text for text, _ in events.said] == [
+        "ids of an embedding collection, test",
+        "results of an embedding collection, test",
+        "gradients of an embedding collection in backward, test",
+    ]
+    assert [n for _, n in events.said] == events.sent
+
+
+BAGS = st.lists(st.lists(st.integers(0, 10), max_size=4), max_size=5)
+
+
+def two_steps(placement: Placement, bags: Sequence[list[list[int]]]) -> None:
+    setup, table, me = Setup(3, placement), full_table(11, 4), collectives.rank()
+    for _ in range(2):
+        sums = setup.sums(bags[me])
+        assert torch.equal(sums.detach(), torch.stack([table[:0].sum(0), *(table[bag].sum(0) for bag in bags[me])])[1:])
+        (sums * torch.arange(1, 1 + len(bags[me]))[:, None]).sum().backward()
+        for of_rank in bags:
+            for number, bag in enumerate(of_rank):
+                table.index_add_(0, torch.tensor(bag, dtype=torch.int64), torch.full((len(bag), 4), -1.0 - number))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([Shard(0), Shard(1), OnRanks(1), Replicate()]), st.tuples(BAGS, BAGS, BAGS))
+def test_any_bags_have_the_sums_and_updates_of_one_process(
+    placement: Placement, bags: tuple[list[list[int]], ...]
+) -> None:
+    world(3).run(two_steps, placement, bags)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids
+from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids, message_bytes
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
@@ -22,6 +22,7 @@ from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
+BYTES = 4  # of an element of messages 2 and 3
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
 
@@ -120,15 +121,12 @@ class Engine:
         def check_headers(headers: Headers) -> None:
             check([header[:size] for header in headers])
 
-        with self._sending("ids", sum(outgoing.ids[-1:]) * self.routes.dtype.itemsize):
-            messages, headers = exchange_ids(
-                self.capacities,
-                self.plan.ranks,
-                outgoing.messages(count),
-                [[*verdict, *header] for header in outgoing.headers(count)],
-                check_headers,
-            )
-        per_stack = received_requests(messages, [h[size:] for h in headers], len(self.stacks), self.weighted)
+        messages = outgoing.messages(count)
+        headers = [[*verdict, *header] for header in outgoing.headers(count)]
+        sent = message_bytes(self.capacities, messages, headers)
+        with self._sending("ids", sent):
+            received, others = exchange_ids(self.capacities, self.plan.ranks, messages, headers, check_headers)
+        per_stack = received_requests(received, [h[size:] for h in others], len(self.stacks), self.weighted)
         return Requested(outgoing.results, per_stack)
 
     def results(self, requested: Requested) -> Tensor:
@@ -147,7 +145,7 @@ class Engine:
         runs = self._runs(requested, answered_only=True)
         cols, results = [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        with self._sending("results", sum(sizes) * 4):
+        with self._sending("results", [n * BYTES for n in sizes]):
             message = collectives.all_to_all(
                 by_rank(sums, runs, sums[0].new_empty(0)), sizes, results.received, self.plan.ranks
             )
@@ -157,7 +155,7 @@ class Engine:
         """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
         runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        with self._sending("gradients", sum(results.sent) * 4, backward=True):
+        with self._sending("gradients", [n * BYTES for n in results.sent], backward=True):
             message = collectives.all_to_all(results.spread(grad), results.sent, sizes, self.plan.ranks)
         per_stack = zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True)
         return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
@@ -170,15 +168,16 @@ class Engine:
         ]
 
     @contextmanager
-    def _sending(self, what: str, num_bytes: int, backward: bool = False) -> Iterator[None]:
-        """Say to listeners of the communication trace, and in errors, what is sent."""
-        cause = Cause("internal", "an embedding collection", self.name, what, backward=backward)
+    def _sending(self, what: str, num_bytes: Sequence[int], backward: bool = False) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent to each rank."""
+        cause = Cause("internal", f"{what} of an embedding collection", self.name, backward=backward)
         before = comm_trace.set_purpose(Purpose(cause))
         try:
             if not comm_trace.listening():
                 yield
                 return
-            with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, num_bytes, None)):
+            to_others = sum(num_bytes) - num_bytes[self.plan.ranks.index(self.rank)]
+            with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, to_others, None)):
                 yield
         finally:
             comm_trace.set_purpose(before)

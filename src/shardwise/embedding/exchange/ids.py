@@ -35,6 +35,16 @@ def _next_capacity(capacity: int, length: int) -> int:
     return max(length + length // 4, capacity - capacity // 8)
 
 
+def message_bytes(
+    capacities: Capacities, messages: Sequence[Sequence[Tensor]], headers: Sequence[Sequence[int]]
+) -> list[int]:
+    """What `exchange_ids` sends to each rank."""
+    return [
+        (len(header) + 2) * 8 + max(capacity, sum(part.numel() for part in parts)) * parts[0].element_size()
+        for capacity, parts, header in zip(capacities.sent, messages, headers, strict=True)
+    ]
+
+
 def exchange_ids(
     capacities: Capacities,
     ranks: tuple[int, ...],
