@@ -1,0 +1,211 @@
+"""A step of a sharded collection: three collectives, and the update of the rows in backward."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids, message_bytes
+from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
+from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
+from shardwise.embedding.exchange.results import ResultIndex
+from shardwise.embedding.exchange.stacks import Pooling, Stack
+from shardwise.embedding.plan import Plan, requests_of
+from shardwise.errors import PlanError
+from shardwise.trace import comm_trace
+from shardwise.trace.autograd_function import TensorFunction
+from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
+
+Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
+
+BYTES = 4  # of an element of messages 2 and 3
+MOST_BATCH_SIZES = 64  # of which the index is kept
+
+
+@dataclass(frozen=True)
+class Requested:
+    """After message 1: what this rank waits for, and what all ranks requested of its stacks."""
+
+    results: ResultIndex
+    of_stacks: list[StackRequests]
+
+
+class Engine:
+    """The exchange of one collection on one rank.
+
+    Args:
+        name: of the collection, for the communication trace.
+        update: called in backward, with the runs and gradients of each stack.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        stacks: Sequence[Stack],
+        kernels: Pooling,
+        update: Callable[[Gradients], None],
+        weighted: bool,
+    ) -> None:
+        self.name, self.plan, self.stacks, self.kernels, self.update = name, plan, list(stacks), kernels, update
+        self.weighted = weighted
+        self.rank = collectives.rank()
+        device = stacks[0].weight.device
+        self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device)
+        self.capacities = Capacities(len(plan.ranks))
+        self.trigger = torch.zeros(0, device=device, requires_grad=True)
+        self._indices: dict[tuple[int, ...], BatchIndex] = {}
+        mesh = plan.tables[0].layout.mesh
+        coordinates = [mesh.coordinate(rank) or () for rank in plan.ranks]
+        own = mesh.coordinate(self.rank) or ()
+        self._answered = [  # the ranks that each stack answers, by position
+            [i for i, other in enumerate(coordinates) if all(other[a] == own[a] for a in key.replicated)]
+            for key in plan.keys
+        ]
+
+    def rows_of(self, table: int, stacks: Sequence[Tensor]) -> Tensor:
+        """This rank's rows of a table among those of all stacks; the blocks of a table follow each other."""
+        blocks = self.plan.blocks_of(self.rank, table)
+        if not blocks:
+            return stacks[0][:0, :0]
+        first, last = blocks[0], blocks[-1]
+        return stacks[first.stack][first.first : last.first + len(last.rows)]
+
+    def freeze(self, table: int, row: int) -> None:
+        """Do not train a row of a table that is looked up without pooling."""
+        for block in self.plan.blocks_of(self.rank, table):
+            if row in block.rows:
+                stack = self.stacks[block.stack]
+                known = stack.weight.new_empty(0, dtype=torch.int64) if stack.frozen is None else stack.frozen
+                stack.frozen = torch.cat([known, known.new_tensor([block.first + row - block.rows.start])])
+
+    def limit_norm(self, table: int, max_norm: float) -> None:
+        """Scale rows of a table to at most `max_norm` before they are looked up.
+
+        Raises:
+            PlanError: no rank has full rows of the table.
+        """
+        if any(len(b.cols) < self.plan.tables[table].layout.shape[1] for b in self.plan.blocks if b.table == table):
+            name = self.plan.tables[table].name
+            raise PlanError(f"Table {name} has a max_norm, which needs full rows. Fix: shard no columns of it.")
+        for block in self.plan.blocks_of(self.rank, table):
+            stack = self.stacks[block.stack]
+            if stack.max_norm is None:
+                stack.max_norm = torch.full((stack.weight.shape[0],), torch.inf, device=stack.weight.device)
+            stack.max_norm[block.first : block.first + len(block.rows)] = max_norm
+
+    def batch_index(self, bags: tuple[int, ...]) -> BatchIndex:
+        """The index of a batch with `bags` of each feature."""
+        found = self._indices.get(bags)
+        if found is None:
+            if len(self._indices) >= MOST_BATCH_SIZES:
+                self._indices.pop(next(iter(self._indices)))
+            found = self._indices[bags] = make_batch_index(self.routes, bags)
+        return found
+
+    def request(
+        self, outgoing: Outgoing, verdict: Sequence[int], check: Callable[[Sequence[Sequence[int]]], None]
+    ) -> Requested:
+        """Message 1.
+
+        Args:
+            verdict: of this rank on its ids, as many integers on each rank.
+            check: called with the verdicts of all ranks; may raise, the same on all.
+        """
+        count, size = len(self.plan.ranks), len(verdict)
+
+        def check_headers(headers: Headers) -> None:
+            check([header[:size] for header in headers])
+
+        messages = outgoing.messages(count)
+        headers = [[*verdict, *header] for header in outgoing.headers(count)]
+        sent = message_bytes(self.capacities, messages, headers)
+        with self._sending("ids", sent):
+            received, others = exchange_ids(self.capacities, self.plan.ranks, messages, headers, check_headers)
+        per_stack = received_requests(received, [h[size:] for h in others], len(self.stacks), self.weighted)
+        return Requested(outgoing.results, per_stack)
+
+    def results(self, requested: Requested) -> Tensor:
+        """The sums of all runs in their places: flat, float32. Backward calls `update`."""
+        return _Results.apply(self.trigger, self, requested)
+
+    def answer(self, requested: Requested) -> Tensor:
+        """Message 2: the sums that this rank requested, in its output."""
+        for stack, requests in zip(self.stacks, requested.of_stacks, strict=True):
+            stack.renorm(requests.rows)
+        replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
+        sums = [
+            self.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
+            for stack, reply in zip(self.stacks, replies, strict=True)
+        ]
+        runs = self._runs(requested, answered_only=True)
+        cols, results = [key.cols for key in self.plan.keys], requested.results
+        sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
+        with self._sending("results", [n * BYTES for n in sizes]):
+            message = collectives.all_to_all(
+                by_rank(sums, runs, sums[0].new_empty(0)), sizes, results.received, self.plan.ranks
+            )
+        return results.combine(message)
+
+    def gradients(self, requested: Requested, grad: Tensor) -> Gradients:
+        """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
+        runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
+        sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
+        with self._sending("gradients", [n * BYTES for n in results.sent], backward=True):
+            message = collectives.all_to_all(results.spread(grad), results.sent, sizes, self.plan.ranks)
+        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True)
+        return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
+
+    def _runs(self, requested: Requested, answered_only: bool = False) -> list[list[int]]:
+        """How many runs each rank requested of each stack."""
+        return [
+            [n if not answered_only or i in answered else 0 for i, n in enumerate(requests.runs)]
+            for requests, answered in zip(requested.of_stacks, self._answered, strict=True)
+        ]
+
+    @contextmanager
+    def _sending(self, what: str, num_bytes: Sequence[int], backward: bool = False) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent to each rank."""
+        cause = Cause("internal", f"{what} of an embedding collection", self.name, backward=backward)
+        before = comm_trace.set_purpose(Purpose(cause))
+        try:
+            if not comm_trace.listening():
+                yield
+                return
+            to_others = sum(num_bytes) - num_bytes[self.plan.ranks.index(self.rank)]
+            with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, to_others, None)):
+                yield
+        finally:
+            comm_trace.set_purpose(before)
+
+
+def _without_frozen(stack: Stack, requests: StackRequests, grad: Tensor) -> tuple[StackRequests, Tensor]:
+    """Runs and gradients without those of rows that are not trained. Then each run has one row."""
+    if stack.frozen is None:
+        return requests, grad
+    keep = ~torch.isin(requests.rows, stack.frozen)
+    rows = requests.rows[keep]
+    offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
+    return StackRequests(rows, offsets, None, (rows.numel(),), (rows.numel(),)), grad[keep]
+
+
+class _Context(Protocol):
+    args: tuple[Engine, Requested]
+
+
+class _Results(TensorFunction):
+    @staticmethod
+    def forward(ctx: _Context, trigger: Tensor, engine: Engine, requested: Requested) -> Tensor:
+        ctx.args = engine, requested
+        return engine.answer(requested)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
+        engine, requested = ctx.args
+        engine.update(engine.gradients(requested, grads[0]))
+        return None, None, None

@@ -1,0 +1,277 @@
+"""Message 1 on the requesting rank: its ids as runs of rows of the owners' stacks.
+
+For features a and b of two bags each, both row-wise on two ranks, the runs of the message to an owner are those of a's
+first and second bag, then b's. A run may have no id. What depends only on the plan and the sizes of the batch is
+computed once (`BatchIndex`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
+from shardwise.embedding.plan import Ints, Plan, Requests
+
+MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The requests of a rank, as tensors on its device, whatever the batch."""
+
+    plan: Plan
+    requests: Requests
+    base: Tensor  # of each feature
+    num_rows: Tensor
+    dims: Tensor  # in units
+    starts: Tensor  # of each interval
+    position: Tensor
+    feature_of: Tensor
+    interval: Tensor  # of each request
+    at: Tensor  # the position of its interval
+    in_order: bool  # requests are in the order of positions, one each
+    owner: Tensor
+    feature: Tensor
+    shift: Tensor
+    column: Tensor  # in units
+    widths: Tensor  # in units
+    replies: Tensor | None  # whether it gets an answer; None: all do
+    segments: Tensor  # the last request of each owner and stack
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of message 1."""
+        return torch.int32 if self.plan.ids_fit_int32 else torch.int64
+
+    def by_owner(self, of_requests: Tensor) -> list[int]:
+        """The sum over the requests to each owner."""
+        sums = torch.zeros(len(self.plan.ranks), dtype=torch.int64, device=of_requests.device)
+        return [int(n) for n in sums.index_add_(0, self.owner, of_requests).tolist()]
+
+    def bounds(self, of_requests: Tensor) -> list[int]:
+        """Where the sums over the requests of each segment (owner, stack) end, starting with 0."""
+        ends: list[int] = F.pad(of_requests.cumsum(0), (1, 0))[self.segments].tolist()
+        return [0, *ends]
+
+    def shifted(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows of the owners' stacks, of rows over all features, `counts` for each request."""
+        return torch.add(rows, torch.repeat_interleave(self.shift, counts)).to(self.dtype)
+
+
+def make_routes(plan: Plan, requests: Requests, device: torch.device) -> Routes:
+    """The requests of a rank as tensors on `device`."""
+
+    def put(values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    interval, owner = requests.column("interval"), requests.column("owner")
+    at = requests.position[interval]
+    replies = requests.column("replies").astype(bool)
+    segment, num_segments = owner * len(plan.keys) + requests.column("stack"), len(plan.ranks) * len(plan.keys)
+    return Routes(
+        plan,
+        requests,
+        put(requests.base),
+        put(requests.rows),
+        put(np.array(plan.dims) // plan.unit),
+        put(requests.starts),
+        put(requests.position),
+        put(requests.feature_of),
+        put(interval),
+        put(at),
+        bool(np.array_equal(at, np.arange(len(requests.starts)))),
+        put(owner),
+        put(requests.column("feature")),
+        put(requests.column("shift")),
+        put(requests.column("column") // plan.unit),
+        put(requests.column("width") // plan.unit),
+        None if replies.all() else torch.from_numpy(replies).to(device),
+        put(np.searchsorted(segment, np.arange(num_segments), side="right")),
+    )
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What a rank sends in message 1, in the order of owners and stacks, and where the results belong.
+
+    Attributes:
+        lengths: of runs; None: each run has one id.
+        runs, ids: where those of each segment (owner, stack) end, starting with 0.
+    """
+
+    lengths: Tensor | None
+    rows: Tensor
+    weights: Tensor | None
+    runs: list[int]
+    ids: list[int]
+    results: ResultIndex
+
+    def messages(self, num_owners: int) -> list[list[Tensor]]:
+        """The parts of the message to each owner."""
+        per_owner = (len(self.runs) - 1) // num_owners
+        runs, ids = self.runs[::per_owner], self.ids[::per_owner]
+        parts: list[list[Tensor]] = [[] for _ in range(num_owners)]
+        weights = None if self.weights is None else as_integers(self.weights, self.rows.dtype)
+        for owner in range(num_owners):
+            if self.lengths is not None:
+                parts[owner].append(self.lengths[runs[owner] : runs[owner + 1]])
+            parts[owner].append(self.rows[ids[owner] : ids[owner + 1]])
+            if weights is not None:
+                parts[owner].append(weights[ids[owner] : ids[owner + 1]])
+        return parts
+
+    def headers(self, num_owners: int) -> list[list[int]]:
+        """For each owner: whether lengths are sent, then the numbers of runs and of ids of each stack."""
+        counts = [
+            n for a, b in zip(pairwise(self.runs), pairwise(self.ids), strict=True) for n in (a[1] - a[0], b[1] - b[0])
+        ]
+        size = len(counts) // num_owners
+        return [[int(self.lengths is not None), *counts[i : i + size]] for i in range(0, len(counts), size)]
+
+
+def as_integers(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of float32 weights as integers."""
+    return weights.float().view(torch.int32).to(dtype)
+
+
+def as_weights(integers: Tensor) -> Tensor:
+    """The inverse of `as_integers`."""
+    return integers.to(torch.int32).view(torch.float32)
+
+
+# ---- bags ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchIndex:
+    """What follows from the plan and how many bags each feature has.
+
+    Bags are numbered by feature. Cells are the bags of each interval, in the order of positions.
+    """
+
+    routes: Routes
+    feature_of_bag: Tensor
+    base_of_bag: Tensor
+    rows_of_bag: Tensor
+    cell_shift: Tensor  # of each interval: from a bag to its cell
+    num_cells: int
+    cell_bounds: Tensor  # the first cell of each position
+    cell_of_run: Tensor | None  # None: runs are cells
+    runs: list[int]  # where those of each segment end
+    ends: Tensor  # the same
+    run_of_unit: Tensor
+    bag_of_unit: Tensor  # of the output
+    first_unit: Tensor  # of the output, of each bag
+    first_interval: Tensor  # of each bag
+    interval_size: Tensor | None  # of each bag; None: look them up
+    of_all_runs: ResultIndex
+
+    def intervals(self, values: Tensor, rows: Tensor, bag: Tensor) -> Tensor:
+        """The interval of each id. Dividing takes half as long as a search, or less."""
+        if self.interval_size is None:
+            return torch.searchsorted(self.routes.starts, rows, right=True) - 1
+        quotients = values.div(self.interval_size.index_select(0, bag), rounding_mode="trunc")
+        return quotients.add_(self.first_interval.index_select(0, bag))
+
+
+def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
+    """The index of a batch with `bags` of each feature.
+
+    If all features have as many, the output is one row a bag, with the columns of all features; else the outputs of
+    the features are one after the other.
+    """
+    device, dims, sizes_of = routes.base.device, routes.dims, routes.requests.sizes
+    sizes = torch.tensor(bags, dtype=torch.int64, device=device)
+    feature_of_bag = torch.repeat_interleave(torch.arange(len(bags), device=device), sizes)
+    cells = torch.empty_like(routes.feature_of).index_copy_(0, routes.position, sizes[routes.feature_of])
+    cell_bounds = F.pad(cells.cumsum(0), (1, 0))
+    bag_base = sizes.cumsum(0) - sizes
+    feature = routes.feature
+    runs = sizes[feature]
+    if len(set(bags)) == 1:
+        offsets, strides = dims.cumsum(0) - dims, dims.sum().expand(len(dims))
+        bag_of_unit = (torch.repeat_interleave(bag_base, dims) + torch.arange(bags[0], device=device)[:, None]).view(-1)
+    else:
+        offsets, strides = (sizes * dims).cumsum(0) - sizes * dims, dims
+        bag_of_unit = torch.repeat_interleave(dims[feature_of_bag])
+    run_of_unit, targets = unit_targets(runs, routes.widths, offsets[feature] + routes.column, strides[feature])
+    first_unit = unit_targets(sizes, torch.ones_like(sizes), offsets, strides)[1]
+    replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, runs * routes.widths)
+    segments = routes.bounds(runs)
+    return BatchIndex(
+        routes,
+        feature_of_bag,
+        routes.base[feature_of_bag],
+        routes.num_rows[feature_of_bag],
+        cell_bounds[routes.position] - bag_base[routes.feature_of],
+        int(cells.sum()),
+        cell_bounds,
+        None if routes.in_order else ranges(cell_bounds[routes.at], runs),
+        segments,
+        torch.tensor(segments, device=device),
+        run_of_unit,
+        bag_of_unit,
+        first_unit,
+        torch.searchsorted(routes.feature_of, feature_of_bag),
+        None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
+        result_index(routes.plan.unit, int((sizes * dims).sum()), targets, replies, *elements(routes, runs)),
+    )
+
+
+def elements(routes: Routes, runs: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The elements of message 2 from each owner and of message 3 to each owner, for `runs` of each request."""
+    units = runs * routes.widths * routes.plan.unit
+    return tuple(routes.by_owner(units if routes.replies is None else units * routes.replies)), tuple(
+        routes.by_owner(units)
+    )
+
+
+def ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """`start, start + 1, …`, `count` of them, one range after the other."""
+    total = int(counts.sum())
+    shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts, output_size=total)
+    return shift + torch.arange(total, device=starts.device)
+
+
+def request_bags(index: BatchIndex, values: Tensor, bag: Tensor, lengths: Tensor, weights: Tensor | None) -> Outgoing:
+    """Request the sums of bags.
+
+    Args:
+        values: valid ids, int64, by feature and bag.
+        bag: of each id, numbered over all features.
+        lengths: of all bags.
+        weights: of each id.
+    """
+    routes, results = index.routes, index.of_all_runs
+    rows = values + index.base_of_bag.index_select(0, bag)
+    if routes.requests.several:
+        interval = index.intervals(values, rows, bag)
+        lengths = torch.bincount(index.cell_shift.index_select(0, interval) + bag, minlength=index.num_cells)
+        order = stable_order(routes.position.index_select(0, interval), len(routes.requests.starts))
+        rows, weights = rows.index_select(0, order), None if weights is None else weights.index_select(0, order)
+    ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_bounds]
+    counts = ends.diff()[routes.at]
+    if index.cell_of_run is not None:
+        picked = ranges(ends[routes.at], counts)
+        rows, weights = rows.index_select(0, picked), None if weights is None else weights.index_select(0, picked)
+        lengths = lengths[index.cell_of_run]
+    runs, occupied = index.runs, lengths > 0
+    if int(occupied.sum()) < MOST_RUNS * lengths.numel():
+        lengths, runs = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
+        results = results.only(occupied[index.run_of_unit])
+    return Outgoing(
+        lengths.to(routes.dtype), routes.shifted(rows, counts), weights, runs, routes.bounds(counts), results
+    )
+
+
+def stable_order(keys: Tensor, num_keys: int) -> Tensor:
+    """The stable order of small integers. On CPUs numpy has a radix sort for short ones, which is 6 times as fast."""
+    if keys.device.type == "cpu" and num_keys <= 1 << 16:
+        short = keys.numpy().astype(np.uint8 if num_keys <= 1 << 8 else np.uint16)
+        return torch.from_numpy(np.argsort(short, kind="stable"))
+    return keys.argsort(stable=True)

@@ -1,0 +1,52 @@
+"""The memory of a rank: one tensor for all its blocks of the same width, with the optimizer states of its rows."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.embedding.plan import Plan, StackKey
+
+
+class Pooling(Protocol):
+    """What is needed of the kernels."""
+
+    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass
+class Stack:
+    """The rows of all blocks of one key: [rows, columns].
+
+    Attributes:
+        max_norm: the greatest norm of each row, in float32; None: rows have any.
+        frozen: rows that are not trained, as `padding_idx` of tables that are looked up without pooling; or None.
+    """
+
+    key: StackKey
+    weight: Tensor
+    states: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0
+    frozen: Tensor | None = None
+    max_norm: Tensor | None = None
+
+    def renorm(self, rows: Tensor) -> None:
+        """Scale those of the `rows` that are longer than their `max_norm`, as `F.embedding` does."""
+        if self.max_norm is None:
+            return
+        rows = rows.long()
+        limit, found = self.max_norm[rows], self.weight[rows]
+        norm = found.float().norm(dim=1)
+        long = norm > limit
+        scale = (limit[long] / (norm[long] + 1e-7)).to(found.dtype)
+        self.weight[rows[long]] = found[long] * scale[:, None]
+
+
+def make_stacks(plan: Plan, rank: int, device: torch.device) -> list[Stack]:
+    """The stacks of `rank`, not initialised."""
+    rows = plan.stack_rows[plan.ranks.index(rank)]
+    return [
+        Stack(key, torch.empty(n, key.cols, dtype=getattr(torch, key.dtype), device=device))
+        for key, n in zip(plan.keys, rows, strict=True)
+    ]

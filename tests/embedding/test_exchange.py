@@ -1,0 +1,233 @@
+"""The three collectives of a step, without modules around them."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.collectives import count_comms
+from shardwise.embedding.exchange.batch import IdRules, make_batch, raise_bad_ids
+from shardwise.embedding.exchange.engine import Engine, Gradients
+from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, exchange_ids
+from shardwise.embedding.exchange.owner import dense_gradient
+from shardwise.embedding.exchange.requests import request_bags
+from shardwise.embedding.exchange.stacks import make_stacks
+from shardwise.embedding.plan import Table, make_plan
+from shardwise.errors import IdError, RemoteRankError
+from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise.testing import world
+from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
+
+
+class Pool:
+    """Pooling by torch."""
+
+    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        bags = offsets.diff().long()
+        bag = torch.repeat_interleave(torch.arange(len(bags)), bags)
+        found = weight[rows.long()] if scale is None else weight[rows.long()] * scale[:, None]
+        return weight.new_zeros(len(bags), weight.shape[1]).index_add_(0, bag, found)
+
+
+def full_table(rows: int, cols: int) -> Tensor:
+    return torch.arange(rows * cols).view(rows, cols).remainder(17).float()
+
+
+class Setup:
+    """One table on `size` ranks, trained by SGD with a step of 1."""
+
+    def __init__(self, size: int, placement: Placement, rows: int = 11, cols: int = 4) -> None:
+        layout = Layout(Mesh((size,)), [placement], (rows, cols))
+        self.plan = make_plan([Table("items", layout, "float32", ("item",))])
+        self.stacks = make_stacks(self.plan, collectives.rank(), torch.device("cpu"))
+        for block in self.plan.blocks_of(collectives.rank(), 0):
+            self.stacks[0].weight[:] = full_table(rows, cols)[
+                block.rows.start : block.rows.stop, block.cols.start : block.cols.stop
+            ]
+        self.engine = Engine("test", self.plan, self.stacks, Pool(), self.update, weighted=False)
+        self.fails = False
+
+    def update(self, gradients: Gradients) -> None:
+        for stack, (requests, grad) in zip(self.stacks, gradients, strict=True):
+            stack.weight -= dense_gradient(requests, grad, stack.weight)
+
+    def sums(self, ids: Sequence[Sequence[int]], policy: str = "error") -> Tensor:
+        """The sums of bags of ids."""
+        values = torch.tensor([i for bag in ids for i in bag], dtype=torch.int64)
+        rows = torch.tensor([self.plan.tables[0].layout.shape[0]])
+        given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
+        batch, verdict = IdRules(rows, (policy,), (-1,)).apply(given)
+        out = request_bags(self.engine.batch_index(batch.bags), batch.values, batch.bag, batch.lengths, None)
+        requested = self.engine.request(out, verdict, lambda verdicts: raise_bad_ids(self.plan, verdicts))
+        if self.fails:
+            raise ValueError("between messages 1 and 2")
+        return self.engine.results(requested).view(len(ids), self.plan.dims[0])
+
+
+ROWS = 1001  # so that sums stay exact
+
+
+def calls_of_steps(sizes: Sequence[int]) -> list[int]:
+    """The collectives of training steps in which rank 1 has bags of so many ids."""
+    setup, found = Setup(2, Shard(0), rows=ROWS), []
+    for step, size in enumerate(sizes):
+        own = [[(7 * i + step) % ROWS for i in range(size if collectives.rank() else 3)]] * 2
+        expected = F.embedding_bag(torch.tensor(own), expected_table(sizes, step), mode="sum")
+        with count_comms() as comms:
+            sums = setup.sums(own)
+            assert torch.equal(sums.detach(), expected), (step, size)
+            sums.sum().backward()
+        found.append(comms.total_calls)
+    return found
+
+
+def expected_table(sizes: Sequence[int], steps: int) -> Tensor:
+    table = full_table(ROWS, 4)
+    for step, size in enumerate(sizes[:steps]):
+        for count in (3, size):
+            ids = torch.tensor([(7 * i + step) % ROWS for i in range(count)] * 2, dtype=torch.int64)
+            table.index_add_(0, ids, torch.full((len(ids), 4), -1.0))
+    return table
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
+def test_only_messages_longer_than_expected_cost_a_fourth_collective(real: bool) -> None:
+    assert FIRST_CAPACITY == 1024
+    sizes = [8, 4000, 4000, 4400, 8, 8, 8000, 8]
+    assert world(2, real=real).run(calls_of_steps, sizes) == [[3, 4, 3, 3, 3, 3, 4, 3]] * 2
+
+
+def exchange_random(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 3000, (6, size, size), generator=generator).tolist()
+    capacities, ranks, me = Capacities(size), tuple(range(size)), collectives.rank()
+    for step, table in enumerate(lengths):
+        sent = [torch.full((n,), 100 * step + 10 * me + to, dtype=torch.int32) for to, n in enumerate(table[me])]
+        halves = [list(x.split([len(x) // 2, len(x) - len(x) // 2])) for x in sent]
+        seen: list[list[list[int]]] = []
+        bodies, headers = exchange_ids(capacities, ranks, halves, [[me, to] for to in ranks], seen.append)
+        assert headers == [[source, me] for source in ranks] == seen[0]
+        assert [x.tolist() for x in bodies] == [[100 * step + 10 * source + me] * table[source][me] for source in ranks]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_messages_of_any_lengths_arrive(size: int) -> None:
+    world(size).run(exchange_random, size)
+
+
+BIG = 2**63 - 1
+
+
+def bad_id(placement: Placement, bad: int) -> str:
+    setup = Setup(3, placement)
+    before = setup.stacks[0].weight.clone()
+    with pytest.raises(IdError) as info:
+        setup.sums([[1, 2], [], [3, bad if collectives.rank() == 1 else 4, bad if collectives.rank() == 1 else 4]])
+    assert torch.equal(setup.stacks[0].weight, before)
+    assert torch.equal(setup.sums([[10]]).detach(), full_table(11, 4)[10:])  # and the next step runs
+    return str(info.value)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), OnRanks(2)], ids=str)
+@pytest.mark.parametrize("bad", [11, -1, BIG, -BIG])
+def test_a_bad_id_is_the_same_error_on_all_ranks(placement: Placement, bad: int) -> None:
+    texts = set(world(3).run(bad_id, placement, bad))
+    assert len(texts) == 1
+    assert f"Table items, feature item: id {bad}, at position 1 of sample 2 of rank 1, is not" in texts.pop()
+
+
+@pytest.mark.parametrize("policy", ["clip", "hash", "zero"])
+@world(2)
+def test_other_policies_give_bad_ids_a_row(policy: str) -> None:
+    bags = [[-3, 2, 11], [BIG], [5]]
+    rows: dict[str, Callable[[int], Tensor]] = {
+        "clip": lambda i: full_table(11, 4)[min(max(i, 0), 10)],
+        "hash": lambda i: full_table(11, 4)[i % 11],
+        "zero": lambda i: full_table(11, 4)[i] if 0 <= i < 11 else torch.zeros(4),
+    }
+    expected = torch.stack([torch.stack([rows[policy](i) for i in bag]).sum(0) for bag in bags])
+    assert torch.equal(Setup(2, Shard(0)).sums(bags, policy).detach(), expected)
+
+
+def fail_on_rank_1() -> None:
+    setup = Setup(3, Shard(0))
+    setup.fails = collectives.rank() == 1  # after it has sent its ids
+    before = setup.stacks[0].weight.clone()
+    if setup.fails:
+        setup.sums([[1, 2, 9]])
+    with pytest.raises(RemoteRankError, match="between messages 1 and 2"):
+        setup.sums([[1, 2, 9]])
+    assert torch.equal(setup.stacks[0].weight, before)
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
+def test_a_rank_that_raises_between_messages_ends_all(real: bool) -> None:
+    with pytest.raises(ValueError, match="between messages 1 and 2"):
+        world(3, real=real).run(fail_on_rank_1)
+
+
+@world(3)
+def test_fewer_results_than_bags_are_sent_if_few_bags_have_ids() -> None:
+    setup = Setup(3, Shard(0), rows=300, cols=64)
+    with count_comms() as comms:
+        sums = setup.sums([[i * 3] for i in range(100)])  # each is on one rank only
+    results = comms.total_bytes
+    assert torch.equal(sums.detach(), full_table(300, 64)[::3])
+    assert results < 100 * 64 * 4 + 3 * 8 * FIRST_CAPACITY
+
+
+class Events(Listener):
+    """The purposes and bytes of events, and the bytes of their collectives."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int]] = []
+        self.sent: list[int] = []
+
+    def record(self, event: CommEvent) -> None:
+        self.said.append((str(event), event.sent_bytes))
+        self.sent.append(0)
+
+    def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
+        assert event is not None
+        self.sent[-1] += sent_bytes
+
+
+@pytest.mark.parametrize("count", [3, 4000])
+@world(3)
+def test_the_trace_says_what_is_sent_and_how_much(count: int) -> None:
+    setup, events = Setup(3, Shard(0), rows=ROWS), Events()
+    with listening_with(events):
+        setup.sums([list(range(count // 4))] * 4).sum().backward()
+    assert [text for text, _ in events.said] == [
+        "ids of an embedding collection, test",
+        "results of an embedding collection, test",
+        "gradients of an embedding collection in backward, test",
+    ]
+    assert [n for _, n in events.said] == events.sent
+
+
+BAGS = st.lists(st.lists(st.integers(0, 10), max_size=4), max_size=5)
+
+
+def two_steps(placement: Placement, bags: Sequence[list[list[int]]]) -> None:
+    setup, table, me = Setup(3, placement), full_table(11, 4), collectives.rank()
+    for _ in range(2):
+        sums = setup.sums(bags[me])
+        assert torch.equal(sums.detach(), torch.stack([table[:0].sum(0), *(table[bag].sum(0) for bag in bags[me])])[1:])
+        (sums * torch.arange(1, 1 + len(bags[me]))[:, None]).sum().backward()
+        for of_rank in bags:
+            for number, bag in enumerate(of_rank):
+                table.index_add_(0, torch.tensor(bag, dtype=torch.int64), torch.full((len(bag), 4), -1.0 - number))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([Shard(0), Shard(1), OnRanks(1), Replicate()]), st.tuples(BAGS, BAGS, BAGS))
+def test_any_bags_have_the_sums_and_updates_of_one_process(
+    placement: Placement, bags: tuple[list[list[int]], ...]
+) -> None:
+    world(3).run(two_steps, placement, bags)

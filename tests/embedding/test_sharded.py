@@ -1,0 +1,494 @@
+"""Sharded collections beside plain ones in one process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import collectives
+from shardwise.collectives import count_comms
+from shardwise.embedding.exchange import pooling
+from shardwise.embedding.exchange.stacks import Stack
+from shardwise.embedding.plan import Plan
+from shardwise.embedding.sharded import PooledRows, RowsOfIds
+from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
+from shardwise.errors import IdTypeError, PlanError
+from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise.tensor import DTensor
+from shardwise.testing import world
+
+# ---- plain collections, jagged ids, kernels and an optimizer, of what torch has ------------------------------
+
+
+class PoolingType(Enum):
+    SUM = "sum"
+    MEAN = "mean"
+
+
+@dataclass
+class EmbeddingConfig:
+    num_embeddings: int
+    embedding_dim: int
+    name: str
+    feature_names: Sequence[str]
+    padding_idx: int | None = None
+    max_norm: float | None = None
+
+
+@dataclass
+class EmbeddingBagConfig(EmbeddingConfig):
+    pooling: PoolingType = PoolingType.SUM
+
+
+class KeyedJaggedTensor:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        *,
+        lengths: Tensor,
+        stride_per_key: Sequence[int] = (),
+    ) -> None:
+        self._keys, self._values, self._weights, self._lengths = keys, values, weights, lengths
+        self._strides = list(stride_per_key or [len(lengths) // len(keys)] * len(keys))
+
+    def keys(self) -> Sequence[str]:
+        return self._keys
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+    def stride_per_key(self) -> Sequence[int]:
+        return self._strides
+
+    def features(self) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
+        """Ids, lengths and weights of each feature."""
+        lengths = self._lengths.split(self._strides)
+        counts = [int(n.sum()) for n in lengths]
+        weights = [None] * len(counts) if self._weights is None else self._weights.split(counts)
+        return dict(zip(self._keys, zip(self._values.split(counts), lengths, weights, strict=True), strict=True))
+
+    def permute(self, indices: list[int]) -> "KeyedJaggedTensor":
+        keys, features = [self._keys[i] for i in indices], self.features()
+        weights = None if self._weights is None else torch.cat([w for k in keys if (w := features[k][2]) is not None])
+        return KeyedJaggedTensor(
+            keys,
+            torch.cat([features[k][0] for k in keys]),
+            weights,
+            lengths=torch.cat([features[k][1] for k in keys]),
+            stride_per_key=[self._strides[i] for i in indices],
+        )
+
+
+class EmbeddingBagCollection(nn.Module):
+    def __init__(self, tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False) -> None:
+        super().__init__()
+        self._configs, self._weighted = tables, is_weighted
+        self.embedding_bags = nn.ModuleDict({
+            c.name: nn.EmbeddingBag(
+                c.num_embeddings,
+                c.embedding_dim,
+                c.max_norm,
+                mode=c.pooling.value,
+                padding_idx=c.padding_idx,
+                include_last_offset=True,
+            )
+            for c in tables
+        })  # fmt: skip
+
+    def embedding_bag_configs(self) -> Sequence[EmbeddingBagConfig]:
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return self._weighted
+
+    def forward(self, batch: KeyedJaggedTensor) -> PooledRows:
+        features, names, found = batch.features(), [], []
+        for config in self._configs:
+            for name in config.feature_names:
+                ids, lengths, weights = features[name]
+                table, offsets = self.embedding_bags[config.name], F.pad(lengths.cumsum(0), (1, 0))
+                found.append(table(ids, offsets, per_sample_weights=weights if self._weighted else None))
+                names.append(name)
+        if len(set(batch.stride_per_key())) == 1:
+            return PooledRows(tuple(names), tuple(x.shape[1] for x in found), torch.cat(found, 1))
+        flat = [x.reshape(-1) for x in found]
+        return PooledRows(tuple(names), tuple(map(len, flat)), torch.cat(flat))
+
+
+class EmbeddingCollection(nn.Module):
+    def __init__(self, tables: Sequence[EmbeddingConfig]) -> None:
+        super().__init__()
+        self._configs = tables
+        self.embeddings = nn.ModuleDict({
+            c.name: nn.Embedding(c.num_embeddings, c.embedding_dim, c.padding_idx) for c in tables
+        })  # fmt: skip
+
+    def embedding_configs(self) -> Sequence[EmbeddingConfig]:
+        return self._configs
+
+    def forward(self, batch: KeyedJaggedTensor) -> dict[str, RowsOfIds]:
+        features = batch.features()
+        return {
+            name: RowsOfIds(self.embeddings[config.name](features[name][0]), features[name][1])
+            for config in self._configs
+            for name in config.feature_names
+        }
+
+
+class Kernels:
+    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        of_rows = weight[rows.long()].float() if scale is None else weight[rows.long()].float() * scale[:, None]
+        bag = torch.repeat_interleave(offsets.diff().long())
+        return torch.zeros(len(offsets) - 1, weight.shape[1]).index_add_(0, bag, of_rows)
+
+
+class SGD:
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def __call__(self, stack: Stack, rows: Tensor, offsets: Tensor, grad: Tensor, scale: Tensor | None) -> None:
+        of_rows = torch.repeat_interleave(grad, offsets.diff().long(), 0)
+        of_rows = of_rows if scale is None else of_rows * scale[:, None]
+        stack.weight.index_add_(0, rows.long(), of_rows.to(stack.weight.dtype), alpha=-self.lr)
+
+
+shard_embeddings = partial(shard_with_kernels, kernels=Kernels())
+
+
+# ---- the same steps, sharded and plain ----------------------------------------------------------------------
+
+STEPS = 10
+ROWS = (7, 10, 5, 12)
+DIMS = (4, 8, 4, 6)
+
+PlacementsOf = dict[str, Any]
+
+
+def bag_configs(pooling: str = "mixed", padding: bool = False) -> list[EmbeddingBagConfig]:
+    mean = {"sum": (), "mean": (0, 1, 2, 3), "mixed": (1, 2)}[pooling]
+    return [
+        EmbeddingBagConfig(
+            num_embeddings=rows,
+            embedding_dim=dim,
+            name=f"t{i}",
+            feature_names=[f"f{i}", f"g{i}"] if i == 1 else [f"f{i}"],
+            pooling=PoolingType.MEAN if i in mean else PoolingType.SUM,
+            padding_idx=2 if padding and i != 3 else None,
+        )
+        for i, (rows, dim) in enumerate(zip(ROWS, DIMS, strict=True))
+    ]
+
+
+def row_configs(padding: bool = False) -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            num_embeddings=c.num_embeddings,
+            embedding_dim=c.embedding_dim,
+            name=c.name,
+            feature_names=c.feature_names,
+            padding_idx=c.padding_idx,
+        )
+        for c in bag_configs("sum", padding)
+    ]
+
+
+def with_integers(collection: nn.Module) -> Any:
+    """The collection with small integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in collection.parameters():
+        parameter.data = torch.randint(-8, 8, parameter.shape, generator=generator).to(parameter.dtype)
+    return collection
+
+
+FEATURES = ("g1", "f3", "f0", "f1", "f2")  # not in the order of the tables
+ROWS_OF = {"f0": 7, "f1": 10, "g1": 10, "f2": 5, "f3": 12}
+
+
+def batch_of(rank: int, step: int, *, variable: bool = False, weighted: bool = False) -> KeyedJaggedTensor:
+    """A ragged batch, which differs from rank to rank; some ranks and steps have no bag, or no id."""
+    g = torch.Generator().manual_seed(1000 * step + rank)
+
+    def draw(high: int, count: int) -> Tensor:
+        return torch.randint(0, high, (count,), generator=g)
+
+    bags = [int(n) for n in (draw(5, 5) if variable else draw(6, 1).expand(5))]
+    if step == 3:
+        bags = [0] * 5
+    lengths = [draw(1 if step == 4 and rank == 0 else 2 if step == 5 else 6, n) for n in bags]
+    ids = [draw(ROWS_OF[name], int(n.sum())) for name, n in zip(FEATURES, lengths, strict=True)]
+    weights = draw(4, sum(len(x) for x in ids)).float() if weighted else None
+    sizes = {"stride_per_key": bags} if variable else {}
+    return KeyedJaggedTensor(
+        keys=list(FEATURES), values=torch.cat(ids), weights=weights, lengths=torch.cat(lengths), **sizes
+    )
+
+
+def loss_of(out: Any) -> Tensor:
+    """A loss with small integers as gradients."""
+    parts = out.values() if isinstance(out, dict) else [out]
+    total = torch.zeros(())
+    for part in parts:
+        flat = part.values.reshape(-1)
+        total = total + (flat * (torch.arange(len(flat)) % 5 - 2)).sum()
+    return total
+
+
+def values_of(out: Any) -> Tensor:
+    parts = [out[name] for name in sorted(out)] if isinstance(out, dict) else [out]
+    return torch.cat([part.values.reshape(-1) for part in parts])
+
+
+def train(
+    make: Any,
+    mesh: Mesh,
+    plan: PlacementsOf,
+    fused: bool = True,
+    lr: float = 1.0,
+    exact: bool = True,
+    **batches: bool,
+) -> int:
+    """Ten steps beside one process; returns the most collectives of a step after the first."""
+    plain = with_integers(make())
+    sharded = shard_embeddings(with_integers(make()), plan, mesh, SGD(lr=lr) if fused else None)
+    reference = torch.optim.SGD(plain.parameters(), lr=lr)
+    outer = None if fused else torch.optim.SGD(sharded.parameters(), lr=lr)
+    size, rank, most = mesh.size(), collectives.rank(), 0
+    compare = torch.equal if exact else (lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-5))
+    for step in range(STEPS):
+        with count_comms() as comms:
+            out = sharded(batch_of(rank, step, **batches))
+            expected = plain(batch_of(rank, step, **batches))
+            assert list(out) == list(expected) if isinstance(out, dict) else out[:2] == expected[:2]
+            assert compare(values_of(out), values_of(expected))
+            loss_of(out).backward()
+            if outer is not None:
+                outer.step()
+                outer.zero_grad()
+        if step > 0:
+            most = max(most, comms.total_calls)
+        reference.zero_grad()
+        sum(loss_of(plain(batch_of(r, step, **batches))) for r in range(size)).backward()  # type: ignore[union-attr]
+        reference.step()
+    state = sharded.state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert isinstance(state[name], DTensor)
+        assert compare(state[name].full_tensor(), value), name
+    return most
+
+
+def plans(size: int) -> dict[str, PlacementsOf]:
+    names = [f"t{i}" for i in range(4)]
+
+    def every(placement: Placement) -> PlacementsOf:
+        return dict.fromkeys(names, placement)
+
+    uneven = {f"t{i}": Shard(0, sizes=(rows, *[0] * (size - 1))) for i, rows in enumerate(ROWS)}
+    return {
+        "row": every(Shard(0)),
+        "uneven": uneven if size == 1 else uneven | {"t0": Shard(0, sizes=(2, 5, *[0] * (size - 2)))},
+        "column": every(Shard(1)),
+        "table": {name: OnRanks(i % size) for i, name in enumerate(names)},
+        "replicated": {},
+        "mixed": {"t0": Shard(0), "t1": Shard(1), "t2": OnRanks(size - 1)},
+    }
+
+
+SHARDINGS = list(plans(1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ten_steps_of_sums_equal_those_of_one_process(size: int, sharding: str, weighted: bool) -> None:
+    def make() -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(tables=bag_configs("sum"), is_weighted=weighted)
+
+    found = world(size).run(train, make, Mesh((size,)), plans(size)[sharding], weighted=weighted)
+    assert found == [0 if size == 1 else 3] * size
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("variable", [False, True])
+def test_means_padding_and_a_batch_size_for_each_feature(sharding: str, variable: bool) -> None:
+    def make() -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(tables=bag_configs("mixed", padding=True))
+
+    mesh, plan = Mesh((3,)), plans(3)[sharding]
+    assert world(3).run(train, make, mesh, plan, lr=0.125, exact=False, variable=variable) == [3] * 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("variable", [False, True])
+def test_rows_without_pooling(sharding: str, fused: bool, variable: bool) -> None:
+    def make() -> EmbeddingCollection:
+        return EmbeddingCollection(tables=row_configs(padding=True))
+
+    found = world(3).run(train, make, Mesh((3,)), plans(3)[sharding], fused, variable=variable)
+    assert found == [3] * 3
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_without_a_fused_optimizer_the_parameters_get_gradients(sharding: str) -> None:
+    def make() -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(tables=bag_configs("sum"))
+
+    assert world(3).run(train, make, Mesh((3,)), plans(3)[sharding], False) == [3] * 3
+
+
+GRIDS: dict[str, Sequence[Placement]] = {
+    "columns over groups, rows inside": [Shard(1), Shard(0)],
+    "rows of one host": [OnRanks(1), Shard(0)],
+    "columns of one host": [OnRanks(0), Shard(1)],
+    "replicas of rows": [Replicate(), Shard(0)],
+    "rows of replicas": [Shard(0), Replicate()],
+    "rows over both": [Shard(0), Shard(0)],
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_grids_and_host_groups(grid: str, pooled: bool) -> None:
+    def make() -> nn.Module:
+        return (
+            EmbeddingBagCollection(tables=bag_configs("sum")) if pooled else EmbeddingCollection(tables=row_configs())
+        )
+
+    mesh = Mesh((2, 2), names=("host", "rank"))
+    plan = {"t0": GRIDS[grid], "t1": GRIDS[grid], "t2": [Replicate(), OnRanks(1)], "t3": GRIDS[grid]}
+    assert world(4).run(train, make, mesh, plan) == [3] * 4
+
+
+def test_explicit_boxes_several_on_a_rank() -> None:
+    def make() -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(tables=bag_configs("sum"))
+
+    boxes = Boxes([[((0, 0), (2, 2)), ((5, 2), (2, 2))], [((2, 0), (5, 2)), ((0, 2), (5, 2))]])
+    assert world(2).run(train, make, Mesh((2,)), {"t0": boxes}) == [3] * 2
+
+
+def test_max_norm_scales_rows_as_one_process_does() -> None:
+    def make() -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(tables=[replace(c, max_norm=4.0 + i) for i, c in enumerate(bag_configs("sum"))])
+
+    plan = {"t0": Shard(0), "t1": OnRanks(1), "t2": Shard(0)}  # and t3 is replicated
+    assert world(3).run(train, make, Mesh((3,)), plan, lr=0.01, exact=False) == [3] * 3
+    with pytest.raises(PlanError, match="t1 has a max_norm, which needs full rows"):
+        world(2).run(train, make, Mesh((2,)), {"t1": Shard(1)})
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("variable", [False, True])
+def test_bags_that_the_requesting_rank_pools(sharding: str, variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "MIN_SAVED", -1000)  # also where it costs more
+
+    def make() -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(tables=bag_configs("sum", padding=True))
+
+    found = world(3).run(train, make, Mesh((3,)), plans(3)[sharding], variable=variable)
+    assert found == [3] * 3
+
+
+def bytes_of_equal_ids() -> int:
+    config = EmbeddingBagConfig(num_embeddings=10, embedding_dim=64, name="t", feature_names=["f"])
+    collection = with_integers(EmbeddingBagCollection(tables=[config]))
+    sharded = shard_embeddings(collection, {"t": Shard(0)}, Mesh((2,)), SGD(lr=1.0))
+    batch = KeyedJaggedTensor(keys=["f"], values=torch.full((500,), 7), lengths=torch.ones(500, dtype=torch.int64))
+    with count_comms() as comms:
+        out = sharded(batch).values
+    assert torch.equal(out, collection.embedding_bags.t.weight[7].expand(500, -1))
+    out.sum().backward()
+    assert torch.equal(sharded(batch).values[0], out[0] - 1000)
+    return comms.total_bytes
+
+
+def test_many_bags_of_one_row_get_it_once() -> None:
+    one_row = 64 * 4
+    assert max(world(2).run(bytes_of_equal_ids)) < 20 * one_row + 4 * 1100  # of 500 rows, and ids
+
+
+def test_ids_that_do_not_fit_into_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plan, "ids_fit_int32", False)  # as if a stack had 2^31 rows
+    assert world(2).run(train, make_weighted, Mesh((2,)), plans(2)["mixed"], weighted=True) == [3] * 2
+
+
+def mixed_dtypes() -> None:
+    def make() -> EmbeddingBagCollection:
+        collection = with_integers(EmbeddingBagCollection(tables=bag_configs("sum")))
+        collection.embedding_bags.t0.bfloat16()
+        collection.embedding_bags.t3.half()
+        return collection  # type: ignore[no-any-return]
+
+    plain = make()
+    sharded = shard_embeddings(make(), {"t0": Shard(0), "t2": Shard(1), "t3": OnRanks(1)}, Mesh((2,)), SGD(lr=1.0))
+    batch = batch_of(collectives.rank(), 0)
+    out, expected = sharded(batch), plain(batch)
+    assert torch.equal(out.values, expected.values)
+    assert out.values.dtype == expected.values.dtype
+    loss_of(out).backward()
+    for table in "t0", "t1", "t2", "t3":
+        name = f"embedding_bags.{table}.weight"
+        assert sharded.get_parameter(name).dtype == plain.get_parameter(name).dtype
+
+
+def test_tables_of_several_dtypes() -> None:
+    world(2).run(mixed_dtypes)
+
+
+def states() -> None:
+    mesh, plan = Mesh((3,)), plans(3)["mixed"] | {"t3": Shard(0, sizes=(5, 0, 7))}
+    plain = EmbeddingBagCollection(tables=bag_configs("mixed"))
+    sharded = shard_embeddings(with_integers(EmbeddingBagCollection(tables=bag_configs())), plan, mesh, SGD(lr=1.0))
+    again = shard_embeddings(plain, plans(3)["column"], mesh, SGD(lr=1.0))
+    again.load_state_dict(with_integers(EmbeddingBagCollection(tables=bag_configs())).state_dict())  # a plain one
+    batch = batch_of(collectives.rank(), 0)
+    for module in sharded, again:
+        loss_of(module(batch)).backward()  # trains the memory that the parameters are views of
+    whole = sharded.unshard()
+    for name, value in again.unshard().state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    assert type(whole) is EmbeddingBagCollection
+    assert torch.equal(whole(batch).values, again(batch).values)
+    sharded.load_state_dict(again.state_dict())  # DTensors of another sharding
+    assert torch.equal(sharded(batch).values, again(batch).values)
+
+
+def test_states_load_from_plain_and_from_other_shardings_and_unshard() -> None:
+    world(3).run(states)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    collection, mesh = EmbeddingBagCollection(tables=bag_configs()), Mesh((1,))
+    with pytest.raises(PlanError, match="has 'item', but the tables are t0, t1, t2, t3"):
+        shard_embeddings(collection, {"item": Shard(0)}, mesh)
+    with pytest.raises(PlanError, match="got Linear"):
+        shard_embeddings(nn.Linear(2, 2), {}, mesh)
+    sharded = shard_embeddings(collection, {}, mesh)
+    with pytest.raises(IdTypeError, match="no feature 'f0'; it has 'g1'"):
+        sharded(KeyedJaggedTensor(keys=["g1"], values=torch.tensor([1]), lengths=torch.tensor([1])))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, 3])
+def test_on_processes(size: int) -> None:
+    found = world(size, real=True).run(train, make_weighted, Mesh((size,)), plans(size)["mixed"], weighted=True)
+    assert found == [3] * size
+
+
+def make_weighted() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=bag_configs("sum"), is_weighted=True)
