@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from shardwise import DTensor, collectives, distribute_tensor
 from shardwise.errors import PlanError
-from shardwise.layout import Layout, Mesh, Partial, Shard
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
+from shardwise.parallel import fully_shard
 from shardwise.pictures.plan_file import PlanFile, read_plan
 from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from shardwise.testing import world
 
 ALL = """
 mesh = { dp = 2, tp = 2 }
@@ -38,6 +43,14 @@ placements = ["R", "P(max)"]
 """
 
 
+class Holder(nn.Module):
+    """Of one parameter."""
+
+    def __init__(self, w: DTensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+
 def read(folder: Path, content: str) -> PlanFile:
     file = folder / "plan.toml"
     file.write_text(content)
@@ -52,6 +65,23 @@ def test_placements_are_those_of_python(tmp_path: Path) -> None:
     assert plan.pictures[0].layout == Layout(mesh, [Shard(0), Shard(0)], (10, 4), (1, 0))
     assert plan.pictures[3].layout.placements[1] == Partial("max")
     assert [p.itemsize for p in plan.pictures] == [2, 8, 8, 8]
+
+
+def test_a_fully_sharded_tensor_is_drawn_as_it_is_held_between_steps(tmp_path: Path) -> None:
+    content = 'mesh = { dp = 2, tp = 3 }\n[parameters.w]\nshape = [10, 7]\nfully_shard = "dp"\nplacements = '
+    mesh = Mesh((2, 3), names=("dp", "tp"))
+    for placements, tp in (('"R, S(0)"', Shard(0)), ('{ tp = "S(1)" }', Shard(1)), ('"R, R"', Replicate())):
+        plan = read(tmp_path, content + placements)
+        assert plan.pictures[0].header == "w, all-gathered along dp for use"
+
+        def held(tp: Placement = tp) -> Layout:
+            w = distribute_tensor(torch.zeros(10, 7), mesh, [Replicate(), tp])
+            stored = fully_shard(Holder(w), mesh=mesh.submesh("dp", collectives.rank())).w
+            assert isinstance(stored, DTensor)
+            return stored._layout.unowned
+
+        assert set(world(6).run(held)) == {plan.pictures[0].layout}
+    assert "all-gathered along dp for use" in str(plan.table)
 
 
 def test_specs_are_those_of_python(tmp_path: Path) -> None:
@@ -129,6 +159,14 @@ HEAD = "mesh = [2]\n[parameters.w]\n"
             f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [0] }}\nshard_order = [0]",
             "w: shard_order is for placements",
         ),
+        (
+            f"{HEAD}shape = [4]\nfully_shard = 0\nplacements = 'S(0)'",
+            "w: fully_shard shards a tensor that is replicated",
+        ),
+        (f"{HEAD}shape = [4]\nfully_shard = 3\nplacements = 'R'", "w: The mesh has axes 0 to 0, got 3"),
+        (f"{HEAD}shape = [4]\nfully_shard = [0]\nplacements = 'R'", "w: fully_shard is an axis of the mesh, got [0]"),
+        (f"{HEAD}shape = []\nfully_shard = 0\nplacements = 'R'", "w: Shard(0)"),
+        (f"{HEAD}shape = [4]\nfully_shard = 0\nshards = []", "w: "),
         (f"{HEAD}shape = [4]\nshards = 4", "w: a shard is offsets, sizes and a rank"),
         (f"{HEAD}shape = [4]\nshards = [{{ offsets = [0], sizes = [3], rank = 0 }}]", "w: Boxes leave a gap"),
         (f"{HEAD}shape = [4]\nshards = [{{ offsets = [-1], sizes = [5], rank = 0 }}]", "w: Box"),

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import Mesh, Shard, distribute_tensor, world_size
+from shardwise import Mesh, Shard, count_comms, distribute_tensor, world_size
 from shardwise.parallel import fully_shard
+from shardwise.redistribute import together
 from shardwise.redistribute.buffers import MIN_BYTES, Buffers
 from shardwise.redistribute.together import buffers_of_rank
 from shardwise.testing import world
@@ -93,6 +94,25 @@ def trained_in_units() -> list[Tensor]:
     found = steps(model, distribute_tensor(batch(), mesh, [Shard(0)]))
     assert not buffers_of_rank()._free
     return [full(x.detach()) for x in found]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_gradients_are_reduced_in_several_messages(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "MESSAGE_BYTES", MIN_BYTES + 600_000)  # one weight and biases
+
+    def run() -> tuple[int, list[Tensor]]:
+        mesh = Mesh((world_size(),))
+        model, x = fully_shard(layers(), mesh=mesh), distribute_tensor(batch(), mesh, [Shard(0)])
+        loss = model(x).sum()
+        with count_comms() as counts:
+            loss.backward()
+        return counts.calls["all_to_all"], [full(p.grad) for p in model.parameters() if p.grad is not None]
+
+    plain = layers()
+    plain(batch()).sum().backward()
+    for calls, gradients in world(ranks).run(run):
+        assert calls == 4  # one for each weight
+        assert_close(gradients, [p.grad for p in plain.parameters()])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from shardwise.layout.arguments import (
     is_listing,
     shown,
 )
+from shardwise.layout.at_rest import sharded_last
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
 from shardwise.layout.by_axis import PLACEMENTS, Placements, as_placement, as_placements, axis_names, placements_text
 from shardwise.layout.dim_shards import DimShards, ShardSizes, rows_of
@@ -102,6 +103,7 @@ __all__ = [
     "remember",
     "ring_elements",
     "rows_of",
+    "sharded_last",
     "shown",
     "split_by_boxes",
     "strides_in_order",

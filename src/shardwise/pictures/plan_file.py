@@ -8,6 +8,7 @@ dtype = "float32"                  # of all tensors that name none; without it b
 shape = [10, 4]
 placements = "Shard(0), Shard(1)"  # one per mesh axis; or by name, such as { dp = "Shard(0)" }
 shard_order = [1, 0]               # optional: order of the axes that shard a dim
+fully_shard = "dp"                 # optional: sharded along this axis at rest, too, and all-gathered for use
 dtype = "bfloat16"                 # optional
 
 [parameters."users.weight"]
@@ -31,23 +32,26 @@ from typing import Any
 
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import (
+    REPLICATE,
     Box,
     Boxes,
     Layout,
     Mesh,
+    Shard,
     chunk,
     parse_integers,
     parse_itemsize,
     parse_mesh,
     parse_placements,
     read_toml,
+    sharded_last,
 )
 from shardwise.pictures.drawing import Picture
 from shardwise.pictures.table import Table, placed
 
 HEAD = ("mesh", "ranks", "dtype", "parameters")
 WAYS = ("placements", "chunk", "shards")  # to say how a tensor is sharded
-KEYS = ("shape", "dtype", "shard_order", *WAYS)
+KEYS = ("shape", "dtype", "shard_order", "fully_shard", *WAYS)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,10 @@ def _picture(name: str, entry: Mapping[str, Any], mesh: Mesh, itemsize: int) -> 
             raise PlanError("the shape is missing. Fix: write shape = [10, 4].")
         if "dtype" in entry:
             itemsize = parse_itemsize(entry["dtype"])
-        return Picture(_layout(entry, mesh), name, itemsize)
+        layout = _layout(entry, mesh)
+        if "fully_shard" in entry:
+            layout, name = _at_rest(layout, entry), f"{name}, all-gathered along {entry['fully_shard']} for use"
+        return Picture(layout, name, itemsize)
     except (PlanError, LayoutError, MeshError) as error:
         raise PlanError(f"{name}: {error}") from error
 
@@ -134,6 +141,21 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
         rows[rank].append(box)
     line = Mesh((len(mesh.ranks),), mesh.ranks)
     return Layout(line, [Boxes([rows[rank] for rank in line.ranks])], shape)
+
+
+def _at_rest(layout: Layout, entry: Mapping[str, Any]) -> Layout:
+    """What ranks hold between steps of a tensor that `fully_shard` shards, too: dim 0 along the axis that is named."""
+    if "placements" not in entry:
+        raise PlanError("fully_shard is for placements. Fix: leave it out, or write placements.")
+    if not isinstance(entry["fully_shard"], str | int):
+        raise PlanError(f"fully_shard is an axis of the mesh, got {entry['fully_shard']!r}. Fix: write its name.")
+    axis = layout.mesh.axis(entry["fully_shard"])
+    if layout.placements[axis] != REPLICATE:
+        raise PlanError(
+            f"fully_shard shards a tensor that is replicated on the axis {entry['fully_shard']}, got "
+            f"{layout.placements[axis]} there. Fix: placements that replicate it there."
+        )
+    return sharded_last(layout, axis, Shard(0))
 
 
 def _chunks(spec: object, shape: tuple[int, ...]) -> list[tuple[int, Box]]:

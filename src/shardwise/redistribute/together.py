@@ -5,8 +5,8 @@ reduce-scatter of their gradients.
     weight, bias = moves.start_gather([weight_shard, bias_shard])()
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from weakref import WeakKeyDictionary
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.collectives import Finish
 from shardwise.layout import Layout, Owner, Shard
 from shardwise.layout.division import Chunks
 from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.redistribute.native import Shards, as_result, shards_of, total
 
-Waits = Callable[[], list[Tensor]]
+MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
 
 
 @dataclass(frozen=True)
@@ -104,42 +103,56 @@ class Together:
 
         return finish
 
-    def start_reduce(self, full: Sequence[Tensor], dtype: torch.dtype) -> Waits:
-        """Start the sum over the ranks, in this dtype; the returned function waits for it and returns the shards."""
+    def reduce(self, full: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The shards of the sums over the ranks, added in this dtype."""
+        if self.collective == "reduce_scatter":
+            return self._reduce(full, dtype)
+        found: list[Tensor] = []
+        for at, some in self._messages(MESSAGE_BYTES // dtype.itemsize):
+            found += some._reduce(full[at : at + len(some.own)], dtype)
+        return found
+
+    def _reduce(self, full: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         by_tensor = [shards.split(x) for shards, x in zip(self.shards, full, strict=True)]
         by_rank = list(zip(*by_tensor, strict=True))
         lent = buffers_of_rank().lend(dtype, full[0].device)
         if self.collective == "reduce_scatter":
             message = _message([part for parts in by_rank for part in parts], dtype, lent)
-            wait = collectives.start_reduce_scatter(message, self.counts, self.ranks)
+            summed = collectives.start_reduce_scatter(message, self.counts, self.ranks)()
         else:
-            wait = self._start_exchange(by_rank, dtype, lent)
+            summed = self._exchange(by_rank, dtype, lent)
+        lent.give_back()
+        parts = summed.split([prod(shape) for shape in self.own])
+        return [as_result(part, shape) for part, shape in zip(parts, self.own, strict=True)]
 
-        def finish() -> list[Tensor]:
-            parts = wait().split([prod(shape) for shape in self.own])
-            lent.give_back()
-            return [as_result(part, shape) for part, shape in zip(parts, self.own, strict=True)]
-
-        return finish
-
-    def _start_exchange(self, by_rank: Sequence[Sequence[Tensor]], dtype: torch.dtype, lent: Lent) -> Finish:
+    def _exchange(self, by_rank: Sequence[Sequence[Tensor]], dtype: torch.dtype, lent: Lent) -> Tensor:
         """A reduce-scatter as an all-to-all and a sum. What this rank keeps is in no message."""
         here, count = self.ranks.index(collectives.rank()), sum(map(prod, self.own))
         own = _message(by_rank[here], dtype, lent)
         others = [part for i, parts in enumerate(by_rank) if i != here for part in parts]
         if not others:
-            return own.clone
+            return own.clone()
         send_counts = [0 if i == here else n for i, n in enumerate(self.counts)]
         recv_counts = [0 if i == here else count for i in range(len(self.ranks))]
         message = _message(others, dtype, lent)
         wait = collectives.start_all_to_all(message, send_counts, recv_counts, self.ranks, lent.empty)
+        received = list(wait().split(recv_counts))
+        received[here] = own
+        return total(received)
 
-        def finish() -> Tensor:
-            received = list(wait().split(recv_counts))
-            received[here] = own
-            return total(received)
+    def _messages(self, numel: int) -> Iterator[tuple[int, "Together"]]:
+        """Consecutive tensors of at most `numel` elements together, or one: the number of the first, and what to do."""
+        first = held = 0
+        for at, shape in enumerate(self.shapes):
+            if at > first and held + prod(shape) > numel:
+                yield first, self._some(first, at)
+                first, held = at, 0
+            held += prod(shape)
+        yield first, self._some(first, len(self.shapes))
 
-        return finish
+    def _some(self, first: int, end: int) -> "Together":
+        some = slice(first, end)
+        return replace(self, shards=self.shards[some], shapes=self.shapes[some], own=self.own[some])
 
 
 def together(layouts: Sequence[Layout], axis: int, rank: int) -> Together:

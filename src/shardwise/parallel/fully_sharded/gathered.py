@@ -264,7 +264,7 @@ class Gathered:
                 backward=True,
             ),
         ):
-            return message.moves.start_reduce(gradients, message.reduce_dtype)()
+            return message.moves.reduce(gradients, message.reduce_dtype)
 
     @contextmanager
     def _sending(
@@ -395,4 +395,4 @@ class _GatheredGradients(TensorFunction):
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         message = ctx.message
-        return None, *message.moves.start_reduce(grads, message.reduce_dtype)()
+        return None, *message.moves.reduce(grads, message.reduce_dtype)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.errors import PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Shard
+from shardwise.layout import REPLICATE, Layout, Mesh, Shard, sharded_last
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -120,13 +120,13 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: di
     if axes is not None:
         if layout.placements[axes[-1]] != REPLICATE:
             return None
-        return Stored(_sharded_last(layout, axes[-1], placement), axes[-1], layout, layout, 1)
+        return Stored(sharded_last(layout, axes[-1], placement), axes[-1], layout, layout, 1)
     if layout.mesh not in joints:
         joints[layout.mesh] = _joint(mesh, layout.mesh)
     placements = [REPLICATE] * mesh.ndim + list(layout.placements)
     order = [*range(mesh.ndim), *(mesh.ndim + other for other in layout.shard_order)]
     joint = Layout(joints[layout.mesh], placements, layout.shape, order)
-    return Stored(_sharded_last(joint, axis, placement), axis, joint, layout, mesh.size())
+    return Stored(sharded_last(joint, axis, placement), axis, joint, layout, mesh.size())
 
 
 def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
@@ -135,13 +135,6 @@ def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
     ranks = [of.axis_ranks(rank, axis) for axis in range(of.ndim)]
     wanted = [mesh.axis_ranks(rank, axis) for axis in range(mesh.ndim)]
     return [ranks.index(group) for group in wanted] if set(wanted) <= set(ranks) else None
-
-
-def _sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:
-    placements = [*layout.placements]
-    placements[axis] = placement
-    order = [other for other in layout.shard_order if other != axis]
-    return Layout(layout.mesh, placements, layout.shape, [*order, axis])
 
 
 def _joint(mesh: Mesh, other: Mesh) -> Mesh:
