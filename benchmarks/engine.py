@@ -42,7 +42,6 @@ class Options:
     drawn: int  # batches; they are used in turn
     only: tuple[str, ...]
     profile: str
-    scaling: bool
 
 
 @dataclass
@@ -107,14 +106,14 @@ def rank_main(rank: int, cells: list[Cell], options: Options, folder: str) -> No
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # of the peers
     init_processes(rank, cells[0].ranks, str(Path(folder) / "store"), timeout_seconds=600)
-    measured = {}
+    measured = []
     for cell in cells:
-        measured[cell] = measure(cell, rank, options)
+        measured.append(measure(cell, rank, options))
         gc.collect()
         if rank == 0:
-            print(f"{cell.ranks} ranks, {cell}: " + line(measured[cell]), flush=True)
+            print(f"{cell.ranks} ranks, {cell}: " + line(measured[-1]), flush=True)
     if rank == 0:
-        report_scaling(measured) if options.scaling else report(measured)
+        torch.save([{name: vars(result) for name, result in one.items()} for one in measured], Path(folder) / "results")
     dist.destroy_process_group()
 
 
@@ -233,16 +232,19 @@ def compared(results: dict[str, Result], what: str) -> str:
 
 
 def report_scaling(measured: dict[Cell, dict[str, Result]]) -> None:
-    names = list(next(iter(measured.values())))
-    rows = [
-        [f"{cell.ranks} ranks, {len(cell.rows)} tables"]
-        + [f"{results[n].ms:.2f}" for n in names]
-        + [f"{results[n].ms * 1e3 / len(cell.rows):.0f}" for n in names]
-        + [f"{results[n].sent_bytes / 1e3:.0f} ({results[n].calls})" for n in names]
-        for cell, results in measured.items()
-    ]
-    titles = [f"{name}: {what}" for what in ("ms", "µs a table", "kB (calls)") for name in names]
-    print_table(f"{next(iter(measured)).sharding}: time of a step, and what a rank sends", ["", *titles], rows)
+    for sharding, name in product(sorted({cell.sharding for cell in measured}), next(iter(measured.values()))):
+        found = {(len(c.rows), c.ranks): r[name] for c, r in measured.items() if c.sharding == sharding}
+        tables, ranks = (sorted({key[axis] for key in found}) for axis in (0, 1))
+        print_table(
+            f"{sharding}, {name}: ms a step; µs a table; kB sent by a rank (calls)",
+            ["tables", *(f"{n} ranks" for n in ranks)],
+            [[count, *(scaled(found[count, n], count) for n in ranks)] for count in tables],
+        )
+
+
+def scaled(result: Result, tables: int) -> str:
+    per_table = result.ms * 1e3 / tables
+    return f"{result.ms:.1f}; {per_table:.0f}; {result.sent_bytes / 1e3:.0f} ({result.calls})"
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -269,25 +271,28 @@ def main() -> None:
     parser.add_argument("--only", type=words, default=(), help="systems whose name contains one of these words")
     parser.add_argument("--profile", default="", help="torch's profiler on systems whose name contains this word")
     parser.add_argument("--quick", action="store_true", help="one small cell of each sharding: shows that it runs")
+    modes, _ = parser.parse_known_args()
+    if modes.scaling:
+        parser.set_defaults(ranks=(1, 2, 4, 8), batch=(64,), tables=(1, 10, 100, 1000), rows=2000, bags=("8",))
+    if modes.quick:
+        parser.set_defaults(batch=(64,), tables=(4,), rows=2000, rounds=3)
     chosen = parser.parse_args()
-    if chosen.quick:
-        chosen.batch, chosen.tables, chosen.rows, chosen.rounds = (64,), (4,), 2000, 3
-    if chosen.scaling:
-        chosen.ranks, chosen.tables, chosen.batch, chosen.rows, chosen.bags = (
-            (1, 2, 4, 8),
-            (1, 10, 100, 1000),
-            (64,),
-            2000,
-            ("8",),
-        )
-    options = Options(chosen.rounds, chosen.drawn, chosen.only, chosen.profile, chosen.scaling)
+    options = Options(chosen.rounds, chosen.drawn, chosen.only, chosen.profile)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     print(machine())
+    measured: dict[Cell, dict[str, Result]] = {}
     for ranks in chosen.ranks:
         cells = list(cells_of(chosen, ranks))
         with tempfile.TemporaryDirectory() as folder:
             spawn(rank_main, args=(cells, options, folder), nprocs=ranks)
+            found = torch.load(Path(folder) / "results")
+        here = [{name: Result(**values) for name, values in one.items()} for one in found]
+        measured |= zip(cells, here, strict=True)
+        if not chosen.scaling:
+            report(dict(zip(cells, here, strict=True)))
+    if chosen.scaling:
+        report_scaling(measured)
 
 
 def cells_of(chosen: argparse.Namespace, ranks: int) -> Iterator[Cell]:
