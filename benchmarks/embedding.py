@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as peer
 import torch.nn.functional as F
-from measure import machine, print_table, ratio
+from measure import machine, power_law_ids, print_table, ratio
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
@@ -55,15 +55,12 @@ Batch = list[Tensor]  # this rank's ids, (batch, bag) for each table
 
 
 def draw_ids(sizes: Sizes, rank: int, steps: int) -> list[Batch]:
-    """Ids whose k-th most frequent value has probability proportional to k ** -skew, spread over the table."""
-    weights = torch.arange(1, sizes.rows + 1, dtype=torch.float64) ** -sizes.skew
-    ends = weights.cumsum(0) / weights.sum()
-    places = torch.randperm(sizes.rows, generator=torch.Generator().manual_seed(0))
+    """The ids of a rank in every step: a power law in every table."""
     generator = torch.Generator().manual_seed(1 + rank)
 
     def draw() -> Tensor:
-        uniform = torch.rand(sizes.batch * sizes.bag, generator=generator, dtype=torch.float64)
-        return places[torch.searchsorted(ends, uniform).clamp(max=sizes.rows - 1)].view(sizes.batch, sizes.bag)
+        ids = power_law_ids(sizes.rows, sizes.skew, sizes.batch * sizes.bag, generator)
+        return ids.view(sizes.batch, sizes.bag)
 
     return [[draw() for _ in range(sizes.tables)] for _ in range(steps)]
 

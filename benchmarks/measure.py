@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, tables, and a line about the machine."""
+"""What the benchmarks share: interleaved timing, ids, tables, and a line about the machine."""
 
 import gc
 import os
@@ -6,10 +6,12 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,20 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         if number == 0:
             print("  " + "  ".join("-" * w for w in widths))
     sys.stdout.flush()
+
+
+def power_law_ids(rows: int, skew: float, count: int, generator: torch.Generator) -> Tensor:
+    """Ids whose k-th most frequent value has probability proportional to k ** -skew, spread over the table."""
+    ends, ids = _power_law(rows, skew)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    return ids[torch.searchsorted(ends, uniform).clamp_(max=rows - 1)]
+
+
+@cache
+def _power_law(rows: int, skew: float) -> tuple[Tensor, Tensor]:
+    """Cumulative probabilities from the most frequent id on, and the ids in this order."""
+    ends = (torch.arange(1, rows + 1, dtype=torch.float64) ** -skew).cumsum(0)
+    return ends / ends[-1], torch.randperm(rows, generator=torch.Generator().manual_seed(0))
 
 
 def machine() -> str:

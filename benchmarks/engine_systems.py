@@ -1,0 +1,159 @@
+"""The systems of `engine.py`: TorchRec, and shardwise. A step is forward, backward and the update of the tables."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from engine_cells import Batch, Block, Cell, first_values
+from engine_floor import EPS, LEARNING_RATE, Exchange, FbgemmKernels, Floor, TorchKernels
+from torch import Tensor, nn
+
+import shardwise.tensor as ours
+from shardwise.collectives import init_device_mesh
+from shardwise.embedding import from_lengths
+from shardwise.layout import OnRanks, Shard
+from shardwise.lookups.grouped import embedding_bags
+
+
+class System(Protocol):
+    """Tables of one system in one cell."""
+
+    def step(self, step: int) -> None:
+        """One training step on the ids of batch number `step`; the gradient of the sums is `cell.gradient`."""
+
+    def sums(self, step: int) -> Tensor | None:
+        """This rank's sums, [batch, tables * dim], tables in order."""
+
+    def tables(self) -> dict[Block, Tensor]:
+        """What this rank holds, if the optimizer is row-wise Adagrad."""
+
+
+class TorchRec:
+    """A sharded EmbeddingBagCollection on fbgemm's fused kernels, without the wrapper DistributedModelParallel."""
+
+    def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch]) -> None:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        from torchrec.distributed import sharding_plan as plans
+        from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.types import ShardingEnv
+
+        self.cell, self.batches, self.jagged = cell, batches, KeyedJaggedTensor
+        self.keys = [f"f{table}" for table in range(len(cell.rows))]
+        tables = [
+            EmbeddingBagConfig(name=f"t{t}", embedding_dim=cell.dim, num_embeddings=rows, feature_names=[self.keys[t]])
+            for t, rows in enumerate(cell.rows)
+        ]
+        everyone = list(range(cell.ranks))
+        kinds = {
+            "row": lambda _: plans.row_wise(),
+            "column": lambda _: plans.column_wise(ranks=everyone),
+            "table": lambda t: plans.table_wise(rank=t % cell.ranks),
+        }
+        collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LEARNING_RATE, "eps": EPS}
+        sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+        plan = plans.construct_module_sharding_plan(
+            collection,
+            {f"t{t}": kinds[cell.sharding_of(t)](t) for t in range(len(tables))},
+            sharder,
+            local_size=cell.ranks,
+            world_size=cell.ranks,
+            device_type="cpu",
+        )
+        for sharding in plan.values():
+            sharding.compute_kernel = EmbeddingComputeKernel.FUSED.value
+        env = ShardingEnv.from_process_group(dist.group.WORLD)
+        self.module: Any = sharder.shard(collection, plan, env, torch.device("cpu"))
+        self.gradient: Tensor | None = None
+        for block, local in self.tables().items():
+            local.copy_(first_values(block))
+
+    def forward(self, step: int) -> Any:
+        batch = self.batches[step]
+        return self.module(self.jagged(self.keys, batch.values, lengths=batch.lengths)).wait()
+
+    def step(self, step: int) -> None:
+        out = self.forward(step)
+        if self.gradient is None:
+            by_key = dict(zip(self.keys, self.cell.gradient.split(self.cell.dim, 1), strict=True))
+            self.gradient = torch.cat([by_key[key] for key in out.keys()], 1)  # noqa: SIM118 - it is no dict
+        out.values().backward(self.gradient)
+
+    def sums(self, step: int) -> Tensor:
+        with torch.no_grad():
+            found = self.forward(step).to_dict()
+        return torch.cat([found[key] for key in self.keys], 1)
+
+    def tables(self) -> dict[Block, Tensor]:
+        found = {}
+        for name, value in self.module.state_dict().items():
+            table = int(name.split(".")[-2][1:])
+            for shard in value.local_shards():
+                (row, col), (rows, cols) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                if shard.tensor.numel():
+                    block = Block(table, range(row, row + rows), range(col, col + cols), dist.get_rank())
+                    found[block] = shard.tensor
+        return found
+
+
+class Lookups:
+    """shardwise: `embedding_bags` of single tables, row-sparse gradients, `torch.optim.Adagrad` of every number."""
+
+    def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch]) -> None:
+        self.cell, self.mesh = cell, init_device_mesh("cpu", (cell.ranks,))
+        self.batches = [[batch.of_table(t, cell.batch) for t in range(len(cell.rows))] for batch in batches]
+        self.params: list[Tensor] = []
+        for table, rows in enumerate(cell.rows):
+            blocks = [block for block in cell.blocks if block.table == table]
+            own = next((block for block in blocks if block.rank == rank), None)
+            sizes = [sum(len(b.rows) for b in blocks if b.rank == r) for r in range(cell.ranks)]
+            placement: Any = {"row": Shard(0, sizes), "column": Shard(1), "table": OnRanks(table % cell.ranks)}[
+                cell.sharding_of(table)
+            ]
+            shape = {"row": (0, cell.dim), "column": (rows, 0), "table": (0,)}[cell.sharding_of(table)]
+            local = first_values(own) if own else torch.empty(shape)
+            value = ours.DTensor.from_local(local, self.mesh, [placement], shape=(rows, cell.dim), stride=(cell.dim, 1))
+            self.params.append(nn.Parameter(value))
+        self.optimizer = torch.optim.Adagrad(self.params, lr=LEARNING_RATE)
+
+    def forward(self, step: int) -> Tensor:
+        ids, starts = [], []
+        for values, lengths in self.batches[step]:
+            ids.append(ours.DTensor.from_local(values, self.mesh, [Shard(0)]))
+            lengths_of_all = ours.DTensor.from_local(lengths.long(), self.mesh, [Shard(0)], run_check=False)
+            starts.append(from_lengths(lengths_of_all))
+        sums: list[Any] = embedding_bags(ids, self.params, starts, mode="sum", sparse=True)
+        return torch.cat([x.to_local() for x in sums], 1)
+
+    def step(self, step: int) -> None:
+        self.forward(step).backward(self.cell.gradient)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sums(self, step: int) -> Tensor:
+        with torch.no_grad():
+            return self.forward(step)
+
+    def tables(self) -> dict[Block, Tensor]:
+        return {}  # another optimizer
+
+
+PEER, OURS = "TorchRec", "shardwise"
+EXCHANGE, FLOORS = "exchange alone", ("floor, torch kernels", "floor, fbgemm kernels")
+
+
+def candidates(cell: Cell, rank: int, steps: int) -> dict[str, Callable[[], System]]:
+    """What takes turns, by name, made when called. A `step` is the number of one of the drawn batches."""
+    every = [[cell.draw(r, step) for r in range(cell.ranks)] for step in range(steps)]
+    mine = [batches[rank] for batches in every]
+    exchanges = [Exchange(cell, rank, batches) for batches in every]
+    return {
+        PEER: lambda: TorchRec(cell, rank, mine),
+        OURS: lambda: Lookups(cell, rank, mine),  # here goes `shard_embeddings`
+        FLOORS[0]: lambda: Floor(cell, rank, exchanges, TorchKernels(cell, rank, every)),
+        FLOORS[1]: lambda: Floor(cell, rank, exchanges, FbgemmKernels(cell, rank, every)),
+        EXCHANGE: lambda: Floor(cell, rank, exchanges, None),
+    }
