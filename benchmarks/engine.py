@@ -204,7 +204,7 @@ def report(measured: dict[Cell, dict[str, Result]]) -> None:
         goal = max(peer / 1.5, 0.0 if floor <= peer / 1.5 else floor * 1.25)
         ratios += [peer / mine] if peer and mine else []
         figures = [f"{x:.1f}" if x else "-" for x in (peer, mine, floor, goal)]
-        rows.append([cell, *figures, ratio(peer, mine), ratio(mine, floor), ratio(peer, floor)])
+        rows.append([cell, *figures, ratio(peer, mine), ratio(mine, floor if mine else 0), ratio(peer, floor)])
         part = [f"{ms[name]:.1f}" if name in ms else "-" for name in (*FLOORS, EXCHANGE)]
         sent = [
             f"{results[n].sent_bytes / 1e3:.0f} ({results[n].calls})" if n in ms else "-"
