@@ -1,6 +1,8 @@
 """A simulated step communicates, and takes memory, as the same step in a world of ranks that all run."""
 
 import gc
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -336,3 +338,18 @@ def test_reading_a_value_is_an_error() -> None:
         simulate(build, mesh=Mesh((2,)))
     with pytest.raises(ShardwiseError, match="has no values, but tolist"):
         simulate(lambda mesh: lambda: torch.ones(3).tolist(), mesh=Mesh((2,)))
+
+
+@pytest.mark.slow
+def test_a_limit_of_addresses_is_named() -> None:
+    program = """
+import resource, torch
+from torch import nn
+from shardwise import Mesh
+from shardwise.testing import simulate
+resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
+simulate(nn.Linear(2, 2), torch.ones(1, 2), mesh=Mesh((2,)))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "A simulation reserves 16 TiB of addresses, no memory, which the system refuses" in ran.stderr
+    assert "Fix: lift the limit of this process: ulimit -v unlimited." in ran.stderr

@@ -246,7 +246,13 @@ class Memory(TorchDispatchMode):
 @cache
 def _region() -> mmap.mmap:
     """The address space of all tensors without values."""
-    return mmap.mmap(-1, _RESERVED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    try:
+        return mmap.mmap(-1, _RESERVED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    except OSError as error:
+        raise ShardwiseError(
+            f"A simulation reserves {_RESERVED >> 40} TiB of addresses, no memory, which the system refuses: {error}. "
+            f"Fix: lift the limit of this process: ulimit -v unlimited."
+        ) from error
 
 
 class _Entered(threading.local):
@@ -304,8 +310,8 @@ class Described:
 
 def no_values(what: str) -> ShardwiseError:
     return ShardwiseError(
-        f"A simulation has no values, but {what}. Fix: leave out of the step what reads values, such as logging; or "
-        f"pass what depends on them as a plain number."
+        f"A simulation has no values, but {what}. Fix: leave out of the step what reads values, such as logging, a "
+        f"GradScaler or a line search (L-BFGS: another optimizer); or pass what depends on them as a plain number."
     )
 
 
