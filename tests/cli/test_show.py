@@ -166,7 +166,7 @@ def test_the_page_about_pictures_shows_what_is_printed(tmp_path: Path, capsys: C
     file = tmp_path / "plan.toml"
     file.write_text(written)
     assert cli.main(["show", str(file)]) == 0
-    assert capsys.readouterr().out.count("┌") == 3
+    assert capsys.readouterr().out.count("┌") == 4
 
 
 def test_the_format_is_described_alike_where_it_is_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
+from shardwise.embedding import kernels as torch_kernels
 from shardwise.embedding.exchange.batch import POLICIES, Batch, IdRules, Verdict, make_batch, raise_bad_ids
 from shardwise.embedding.exchange.engine import Engine, Gradients
 from shardwise.embedding.exchange.owner import dense_gradient
@@ -279,7 +280,7 @@ def shard_embeddings(
     mesh: Mesh | DeviceMesh,
     optimizer: RowOptimizer | None = None,
     *,
-    kernels: Pooling,
+    kernels: Pooling = torch_kernels,
     bad_ids: Policy = "error",
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
     """The collection with its tables sharded over `mesh`. A training step has three collectives for all tables.

@@ -8,8 +8,12 @@ dtype = "float32"                  # of all tensors that name none; without it b
 shape = [10, 4]
 placements = "Shard(0), Shard(1)"  # one per mesh axis; or by name, such as { dp = "Shard(0)" }
 shard_order = [1, 0]               # optional: order of the axes that shard a dim
-fully_shard = "dp"                 # optional: sharded along this axis at rest, too, and all-gathered for use
 dtype = "bfloat16"                 # optional
+
+[parameters."layers.0.wq.weight"]
+shape = [10, 4]
+placements = "Replicate(), Shard(0)"
+fully_shard = 0                    # by rows along this axis as well, after the others; all-gathered along it for use
 
 [parameters."users.weight"]
 shape = [10, 4]
