@@ -1,8 +1,6 @@
 """The systems of `engine.py`: TorchRec, and shardwise. A step is forward, backward and the update of the tables."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -13,17 +11,16 @@ from torch import Tensor, nn
 
 import shardwise.tensor as ours
 from shardwise.collectives import init_device_mesh
-from shardwise.embedding import from_lengths
-from shardwise.embedding.optimizers import RowWiseAdagrad
-from shardwise.embedding.sharded import shard_embeddings
+from shardwise.embedding import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    from_lengths,
+    shard_embeddings,
+)
 from shardwise.layout import OnRanks, Shard
 from shardwise.lookups.grouped import embedding_bags
-
-
-class PoolingType(Enum):
-    """Of a table."""
-
-    SUM = "sum"
 
 
 class System(Protocol):
@@ -151,65 +148,13 @@ class Lookups:
         return {}  # another optimizer
 
 
-@dataclass(frozen=True)
-class Table:
-    """The configuration of a table."""
-
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    feature_names: Sequence[str]
-    pooling: PoolingType = PoolingType.SUM
-    padding_idx: None = None
-    max_norm: None = None
-
-
-class Tables(nn.Module):
-    """A plain collection, without memory."""
-
-    def __init__(self, tables: Sequence[Table]) -> None:
-        super().__init__()
-        self.of_tables = tables
-        self.embedding_bags = nn.ModuleDict(
-            {t.name: nn.EmbeddingBag(t.num_embeddings, t.embedding_dim, device="meta") for t in tables}
-        )
-
-    def embedding_bag_configs(self) -> Sequence[Table]:
-        return self.of_tables
-
-    def is_weighted(self) -> bool:
-        return False
-
-
-class Jagged:
-    """Ids of all features, by feature and bag."""
-
-    def __init__(self, keys: Sequence[str], batch: Batch, bags: int) -> None:
-        self.batch, self.names, self.bags = batch, list(keys), bags
-
-    def keys(self) -> Sequence[str]:
-        return self.names
-
-    def values(self) -> Tensor:
-        return self.batch.values
-
-    def lengths(self) -> Tensor:
-        return self.batch.lengths
-
-    def weights_or_none(self) -> None:
-        return None
-
-    def stride_per_key(self) -> Sequence[int]:
-        return [self.bags] * len(self.names)
-
-
 class Collection:
     """shardwise: `shard_embeddings`, with row-wise Adagrad in backward."""
 
     def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch]) -> None:
         self.cell, self.rank = cell, rank
         keys = [f"f{table}" for table in range(len(cell.rows))]
-        self.batches: list[Any] = [Jagged(keys, batch, cell.batch) for batch in batches]
+        self.batches = [KeyedJaggedTensor(keys, batch.values, lengths=batch.lengths) for batch in batches]
         plan: dict[str, Any] = {}
         for table in range(len(cell.rows)):
             sizes = [
@@ -218,18 +163,22 @@ class Collection:
             plan[f"t{table}"] = {"row": Shard(0, sizes), "column": Shard(1), "table": OnRanks(table % cell.ranks)}[
                 cell.sharding_of(table)
             ]
-        tables = [Table(f"t{t}", rows, cell.dim, [keys[t]]) for t, rows in enumerate(cell.rows)]
+        tables = [
+            EmbeddingBagConfig(rows, cell.dim, f"t{t}", feature_names=[keys[t]]) for t, rows in enumerate(cell.rows)
+        ]
         mesh = init_device_mesh("cpu", (cell.ranks,))
-        self.module: Any = shard_embeddings(Tables(tables), plan, mesh, RowWiseAdagrad(LEARNING_RATE, EPS))
+        self.module: Any = shard_embeddings(
+            EmbeddingBagCollection(tables, device="meta"), plan, mesh, RowWiseAdagrad(LEARNING_RATE, EPS)
+        )
         for block, local in self.tables().items():
             local.copy_(first_values(block))
 
     def step(self, step: int) -> None:
-        self.module(self.batches[step]).values.backward(self.cell.gradient)
+        self.module(self.batches[step]).values().backward(self.cell.gradient)
 
     def sums(self, step: int) -> Tensor:
         with torch.no_grad():
-            found: Tensor = self.module(self.batches[step]).values
+            found: Tensor = self.module(self.batches[step]).values()
         return found
 
     def tables(self) -> dict[Block, Tensor]:

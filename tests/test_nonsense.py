@@ -27,6 +27,7 @@ from shardwise import (
     collectives,
     debug,
     distribute_tensor,
+    embedding,
     experimental,
     models,
     parallel,
@@ -39,7 +40,7 @@ from shardwise.testing import world
 
 RANKS = 2
 MESH = Mesh((RANKS,))
-NAMESPACES = (sw, parallel, st, testing, checkpoint, debug, experimental, pictures, models)
+NAMESPACES = (sw, embedding, parallel, st, testing, checkpoint, debug, experimental, pictures, models)
 COLLECTIVES = ("as_mesh", "check_ranks", "init_device_mesh")  # what users call there
 
 # ---- nonsense -----------------------------------------------------------------------------------------------------
@@ -113,6 +114,27 @@ def applied(
     return run
 
 
+def bag_config() -> embedding.EmbeddingBagConfig:
+    return embedding.EmbeddingBagConfig(4, 3, "t", feature_names=["f"])
+
+
+def config_arguments(pooling: bool) -> "Arguments":
+    bags: Arguments = {"pooling": embedding.PoolingType.SUM} if pooling else {}
+    return bags | {
+        "num_embeddings": 4,
+        "embedding_dim": 3,
+        "name": "t",
+        "data_type": torch.float32,
+        "feature_names": ["f"],
+        "weight_init_max": None,
+        "weight_init_min": None,
+        "init_fn": None,
+        "padding_idx": None,
+        "max_norm": None,
+        "bad_ids": "error",
+    }
+
+
 def spec() -> st.ChunkShardingSpec:
     return st.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
 
@@ -145,6 +167,48 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.Shard": lambda: (Shard, {"dim": 0, "sizes": [3, 1]}),
     "shardwise.capture": lambda: (sw.capture, {"function": torch.exp, "backend": None, "limit": 3}),
     "shardwise.count_comms": lambda: (sw.count_comms, {}),
+    "shardwise.embedding.SGD": lambda: (embedding.SGD, {"lr": 0.1}),
+    "shardwise.embedding.Adagrad": lambda: (embedding.Adagrad, {"lr": 0.1, "eps": 1e-10}),
+    "shardwise.embedding.RowWiseAdagrad": lambda: (embedding.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-8}),
+    "shardwise.embedding.EmbeddingBagConfig": lambda: (embedding.EmbeddingBagConfig, config_arguments(pooling=True)),
+    "shardwise.embedding.EmbeddingConfig": lambda: (embedding.EmbeddingConfig, config_arguments(pooling=False)),
+    "shardwise.embedding.EmbeddingBagCollection": lambda: (
+        embedding.EmbeddingBagCollection,
+        {"tables": [bag_config()], "is_weighted": False, "device": "cpu"},
+    ),
+    "shardwise.embedding.EmbeddingCollection": lambda: (
+        embedding.EmbeddingCollection,
+        {"tables": [embedding.EmbeddingConfig(4, 3, "t", feature_names=["f"])], "device": "cpu"},
+    ),
+    "shardwise.embedding.JaggedTensor": lambda: (
+        embedding.JaggedTensor,
+        {"values": torch.ones(2), "weights": None, "lengths": torch.tensor([2, 0]), "offsets": None},
+    ),
+    "shardwise.embedding.KeyedJaggedTensor": lambda: (
+        embedding.KeyedJaggedTensor,
+        {
+            "keys": ["f"],
+            "values": torch.tensor([1, 2]),
+            "weights": None,
+            "lengths": torch.tensor([2, 0]),
+            "offsets": None,
+            "stride_per_key": None,
+        },
+    ),
+    "shardwise.embedding.KeyedTensor": lambda: (
+        embedding.KeyedTensor,
+        {"keys": ["f"], "length_per_key": [3], "values": torch.ones(2, 3), "stride_per_key": None},
+    ),
+    "shardwise.embedding.from_lengths": lambda: (embedding.from_lengths, {"lengths": torch.tensor([2, 0])}),
+    "shardwise.embedding.shard_embeddings": lambda: (
+        embedding.shard_embeddings,
+        {
+            "collection": embedding.EmbeddingBagCollection([bag_config()]),
+            "plan": {"t": [Shard(0)]},
+            "mesh": MESH,
+            "optimizer": None,
+        },
+    ),
     "shardwise.distribute_module": lambda: (
         sw.distribute_module,
         {"module": nn.Linear(3, 3), "device_mesh": MESH, "partition_fn": None, "input_fn": None, "output_fn": None},
@@ -521,7 +585,15 @@ NOT_CALLED = {
     *("CommCounts", "DTensor", "DeviceMesh", "Placement", "Placements", "ShardwiseError", "InputFn", "OutputFn"),
     *("ParallelStyle", "ParallelPlan", "ShardedTensor", "Sharder", "ShardingPlanner", "ShardingSpec", "Chunk"),
     *("Manifest", "StoredTensor", "Budget", "Cause", "CommEvent", "Shadow", "Meta", "Row", "Placed", "Table"),
-    *("Routing", "DTensorOpTestBase", "DTensorTestBase", "TensorAssertions", "DeadlockError", "SendError"),
+    *(
+        "PoolingType",
+        "Routing",
+        "DTensorOpTestBase",
+        "DTensorTestBase",
+        "TensorAssertions",
+        "DeadlockError",
+        "SendError",
+    ),
     *("FullyShardedModule", "skip_unless_torch_gpu", "with_comms", "pre_load_state_dict_hook", "state_dict_hook"),
 }
 

@@ -112,6 +112,10 @@ class IdTypeError(ShardwiseError, TypeError):
     """Ids of a dtype, device or number of dims that a lookup cannot take."""
 
 
+class JaggedError(ShardwiseError, ValueError):
+    """Lengths, offsets, weights or keys that do not fit the values of a jagged tensor."""
+
+
 class LaunchError(ShardwiseError, ValueError):
     """A function, or arguments of it, that cannot be run on new processes."""
 

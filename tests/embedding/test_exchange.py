@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.collectives import count_comms
-from shardwise.embedding.exchange.batch import IdRules, make_batch, raise_bad_ids
+from shardwise.embedding.batch import IdRules, features_of, make_batch
+from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.exchange.engine import Engine, Gradients
 from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, exchange_ids
 from shardwise.embedding.exchange.owner import dense_gradient
@@ -59,11 +60,13 @@ class Setup:
     def sums(self, ids: Sequence[Sequence[int]], policy: str = "error") -> Tensor:
         """The sums of bags of ids."""
         values = torch.tensor([i for bag in ids for i in bag], dtype=torch.int64)
-        rows = torch.tensor([self.plan.tables[0].layout.shape[0]])
+        rows, cols = self.plan.tables[0].layout.shape
+        config = EmbeddingConfig(rows, cols, "items", feature_names=["item"], bad_ids=policy)
+        rules = IdRules(features_of([config]), torch.device("cpu"), skips_padding=True)
         given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
-        batch, verdict = IdRules(rows, (policy,), (-1,)).apply(given)
+        batch, verdict = rules.apply(given)
         out = request_bags(self.engine.batch_index(batch.bags), batch.values, batch.bag, batch.lengths, None)
-        requested = self.engine.request(out, verdict, lambda verdicts: raise_bad_ids(self.plan, verdicts))
+        requested = self.engine.request(out, verdict, lambda verdicts: rules.raise_for(verdicts, self.plan.ranks))
         if self.fails:
             raise ValueError("between messages 1 and 2")
         return self.engine.results(requested).view(len(ids), self.plan.dims[0])

@@ -1,5 +1,14 @@
-"""Collections of embedding tables, and offsets of sharded bags."""
+"""Collections of embedding tables: their inputs and results, and how they are sharded."""
 
+from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from shardwise.embedding.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
+from shardwise.embedding.sharded import shard_embeddings
 from shardwise.lookups import from_lengths
 
-__all__ = ["from_lengths"]
+__all__ = [
+    "SGD", "Adagrad", "EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig",
+    "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "PoolingType", "RowWiseAdagrad", "from_lengths",
+    "shard_embeddings",
+]  # fmt: skip

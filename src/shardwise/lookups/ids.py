@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.errors import IdTypeError
+from shardwise.layout import checked
 from shardwise.trace.autograd_function import TensorFunction
 
 
@@ -217,10 +219,19 @@ def _summed(grad: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None)
     return F.embedding_bag(row_of, grad, distinct.starts, mode="sum")
 
 
+@checked
 def from_lengths(lengths: Tensor) -> Tensor:
     """The `offsets` of `F.embedding_bag`, where each bag starts, from how many ids each bag has.
 
     For ids and bags that each rank has by itself, with `lengths` a DTensor: `DTensor.from_local(lengths, mesh,
     [Shard(0)])`. Offsets are positions among the ids of all ranks.
+
+    Raises:
+        IdTypeError: lengths that are not 1-D and int32 or int64.
     """
+    if lengths.ndim != 1 or lengths.dtype not in (torch.int32, torch.int64) or lengths.layout != torch.strided:
+        raise IdTypeError(
+            f"from_lengths: lengths are 1-D and int32 or int64, got {lengths.ndim}-D {lengths.dtype}. "
+            f"Fix: lengths.long(), one of each bag."
+        )
     return lengths.cumsum(0) - lengths

@@ -1,6 +1,6 @@
 """Who adds the rows of a bag: their owners, or the requesting rank, which then gets each distinct row once."""
 
-from shardwise.embedding.exchange.batch import Batch
+from shardwise.embedding.batch import Batch
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, request_bags
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
 

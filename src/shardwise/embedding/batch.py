@@ -1,0 +1,200 @@
+"""A batch of a collection: the ids of all features in the order of its tables, bad ids, and padding."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardwise.embedding.configs import POLICIES, EmbeddingConfig
+from shardwise.embedding.jagged import KeyedJaggedTensor
+from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
+from shardwise.errors import ConfigError, IdError, IdTypeError
+
+Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid
+VALID: Verdict = (-1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ids of all features.
+
+    Attributes:
+        values: int64, by feature and bag.
+        bag: of each id, numbered over all features.
+        lengths: of all bags.
+        weights: of each id, or None.
+        bags: how many each feature has.
+        counted: ids of each bag that a mean divides by.
+        kept: which ids of the input these are; None: all.
+    """
+
+    values: Tensor
+    bag: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+    bags: tuple[int, ...]
+    counted: Tensor
+    kept: Tensor | None = None
+
+    def where(self, keep: Tensor) -> "Batch":
+        """Only some of the ids; `counted` stays as it is."""
+        lengths = torch.bincount(self.bag[keep], minlength=self.lengths.numel())
+        weights = None if self.weights is None else self.weights[keep]
+        return replace(self, values=self.values[keep], bag=self.bag[keep], lengths=lengths, weights=weights, kept=keep)
+
+
+def make_batch(values: Tensor, lengths: Tensor, weights: Tensor | None, bags: Sequence[int]) -> Batch:
+    """The batch of ids and the lengths of bags, both by feature."""
+    lengths = lengths.long()
+    return Batch(values.long(), torch.repeat_interleave(lengths), lengths, weights, tuple(bags), lengths)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of some tables, in their order.
+
+    A feature of two tables is there twice, and its results are named `feature@table`, as in TorchRec.
+
+    Attributes:
+        names: in the input.
+        outputs: in the result.
+        config_of: the table of each feature.
+    """
+
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
+    config_of: tuple[EmbeddingConfig, ...]
+
+    @cached_property
+    def dims(self) -> tuple[int, ...]:
+        """Columns of each feature."""
+        return tuple(config.embedding_dim for config in self.config_of)
+
+    def batch(self, features: JaggedFeatures, weighted: bool) -> Batch:
+        """The ids of these features, in their order.
+
+        Raises:
+            IdTypeError: a feature is missing, ids are no integers, or a collection with weights gets none.
+            JaggedError: lengths that do not fit the ids.
+        """
+        given = features if isinstance(features, KeyedJaggedTensor) else KeyedJaggedTensor.from_torchrec(features)
+        known = set(given.keys())
+        missing = [name for name in self.names if name not in known]
+        if missing:
+            raise IdTypeError(
+                f"The input has no feature {missing[0]!r}; it has {', '.join(map(repr, given.keys()))}. "
+                f"Fix: give all features of the collection; a bag may be empty."
+            )
+        if given.values().dtype not in (torch.int32, torch.int64):
+            raise IdTypeError(f"Ids are int32 or int64, got {given.values().dtype}. Fix: values.long().")
+        if weighted and given.weights_or_none() is None:
+            raise IdTypeError(
+                "The collection is weighted, but the input has no weights. Fix: weights=, one of each id."
+            )
+        given = given.of_features(self.names)
+        weights = given.weights_or_none() if weighted else None
+        return make_batch(given.values(), given.lengths(), weights, given.stride_per_key())
+
+
+def features_of(configs: Sequence[EmbeddingConfig]) -> Features:
+    """The features of the tables.
+
+    Raises:
+        ConfigError: no table, or two of one name.
+    """
+    if not configs:
+        raise ConfigError("A collection needs a table. Fix: tables=[EmbeddingBagConfig(...)].")
+    repeated = [name for name, count in Counter(config.name for config in configs).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"Two tables have the name {repeated[0]!r}. Fix: a name of its own for each table.")
+    pairs = [(name, config) for config in configs for name in config.feature_names]
+    tables = Counter(name for name, _ in pairs)
+    return Features(
+        tuple(name for name, _ in pairs),
+        tuple(name if tables[name] == 1 else f"{name}@{config.name}" for name, config in pairs),
+        tuple(config for _, config in pairs),
+    )
+
+
+class IdRules:
+    """What ids of each feature are valid, and what becomes of others.
+
+    Args:
+        features: of the tables.
+        device: of the ids.
+        skips_padding: whether ids that are padding are not looked up.
+    """
+
+    def __init__(self, features: Features, device: torch.device, skips_padding: bool) -> None:
+        configs = self._configs = features.config_of
+        self._names = features.names
+        self._rows = torch.tensor([config.num_embeddings for config in configs], device=device)
+        self._smallest = min(config.num_embeddings for config in configs)
+        padding = [-1 if config.padding_idx is None else config.padding_idx for config in configs]
+        self._padding = torch.tensor(padding, device=device) if skips_padding and max(padding) >= 0 else None
+        self._chosen = {
+            policy: torch.tensor([config.bad_ids == policy for config in configs], device=device) for policy in POLICIES
+        }
+
+    def apply(self, batch: Batch) -> tuple[Batch, Verdict]:
+        """The batch with valid ids only, and the verdict on it: the first id that is an error.
+
+        If there is one, the batch is empty.
+        """
+        verdict = VALID
+        keep: Tensor | None = None
+        if batch.values.numel() and self._has_bad(batch.values):
+            rows = _of_ids(self._rows, batch)
+            bad = (batch.values < 0) | (batch.values >= rows)
+            of_error, of_clip, of_hash, of_zero = (bad & _of_ids(self._chosen[policy], batch) for policy in POLICIES)
+            if bool(of_error.any()):
+                verdict = self._verdict(batch, int(of_error.nonzero()[0]))
+                nothing = torch.zeros_like(of_error)
+                return batch.where(nothing), verdict
+            clipped = torch.minimum(batch.values.clamp(min=0), rows - 1)
+            values = torch.where(of_clip, clipped, torch.where(of_hash, batch.values.remainder(rows), batch.values))
+            batch, keep = replace(batch, values=values), ~of_zero
+        if self._padding is not None:
+            is_padding = batch.values == _of_ids(self._padding, batch)
+            padded = torch.bincount(batch.bag[is_padding], minlength=batch.lengths.numel())
+            batch = replace(batch, counted=batch.lengths - padded)
+            keep = ~is_padding if keep is None else keep & ~is_padding
+        return (batch if keep is None else batch.where(keep)), verdict
+
+    def raise_for(self, verdicts: Sequence[Sequence[int]], ranks: Sequence[int] = ()) -> None:
+        """Raise for the first bad id; `verdicts` are those of `ranks`, or of one process.
+
+        Raises:
+            IdError: the same on every rank.
+        """
+        for number, (feature, sample, position, value) in enumerate(verdicts):
+            if feature >= 0:
+                config, of_rank = self._configs[feature], f" of rank {ranks[number]}" if ranks else ""
+                raise IdError(
+                    f"Table {config.name}, feature {self._names[feature]}: id {value}, at position {position} of "
+                    f"sample {sample}{of_rank}, is not in the table, whose valid ids are 0 to "
+                    f"{config.num_embeddings - 1}. Nothing was looked up.\n"
+                    f"  Fix: correct the ids, or bad_ids='clip', 'hash' or 'zero' in the table's config."
+                )
+
+    def _has_bad(self, values: Tensor) -> bool:
+        """Whether an id may be outside its table: cheap where all are in the smallest one."""
+        low, high = torch.aminmax(values)
+        return int(low) < 0 or int(high) >= self._smallest
+
+    def _verdict(self, batch: Batch, number: int) -> Verdict:
+        bag, value = int(batch.bag[number]), int(batch.values[number])
+        position = number - int(batch.lengths[:bag].sum())
+        feature = 0
+        while bag >= batch.bags[feature]:
+            bag -= batch.bags[feature]
+            feature += 1
+        return feature, bag, position, value
+
+
+def _of_ids(of_features: Tensor, batch: Batch) -> Tensor:
+    sizes = torch.tensor(batch.bags, device=batch.bag.device)
+    return torch.repeat_interleave(of_features, sizes)[batch.bag]

@@ -1,0 +1,208 @@
+"""Collections of tables in one process; `shard_embeddings` shards them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.embedding.batch import Batch, Features, IdRules, features_of
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
+from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
+from shardwise.errors import IdTypeError
+from shardwise.layout import checked_init
+
+BAGS, ROWS = "embedding_bags", "embeddings"  # names in the state
+
+
+class TableWeight(nn.Module):
+    """The parameter of a table."""
+
+    def __init__(self, weight: Tensor, requires_grad: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad)
+
+
+class Tables(nn.Module):
+    """Tables by name. `nn.ModuleDict` has no module named `items`."""
+
+    def __init__(self, tables: Mapping[str, TableWeight]) -> None:
+        super().__init__()
+        for name, table in tables.items():
+            self.add_module(name, table)
+
+    def __getitem__(self, name: str) -> TableWeight:
+        table = self._modules[name]
+        assert isinstance(table, TableWeight)
+        return table
+
+
+class _Collection(nn.Module):
+    """Tables by name, and the ids of their features."""
+
+    def __init__(
+        self, kind: str, configs: Sequence[EmbeddingConfig], device: torch.device | str | None, weighted: bool
+    ) -> None:
+        super().__init__()
+        self._kind, self._features, self._weighted = kind, features_of(configs), weighted
+        tables = {config.name: TableWeight(_new_table(config, device)) for config in configs}
+        self.add_module(kind, Tables(tables))
+
+    def _weights(self) -> list[Tensor]:
+        """The table of each feature."""
+        return [self.get_parameter(f"{self._kind}.{config.name}.weight") for config in self._features.config_of]
+
+    def _valid(self, given: Batch, skips_padding: bool) -> tuple[Batch, list[int]]:
+        """The valid ids of a batch, and how many each feature has."""
+        device = self._weights()[0].device
+        if given.values.device != device:
+            raise IdTypeError(
+                f"Tables are on {device}, ids on {given.values.device}. Fix: features.to({str(device)!r})."
+            )
+        rules = IdRules(self._features, device, skips_padding)
+        batch, verdict = rules.apply(given)
+        rules.raise_for([verdict])
+        return batch, [int(n.sum()) for n in batch.lengths.split(batch.bags)]
+
+
+def _new_table(config: EmbeddingConfig, device: torch.device | str | None) -> Tensor:
+    table = torch.empty(config.num_embeddings, config.embedding_dim, dtype=config.data_type, device=device)
+    if not table.is_meta:
+        config.initialize(table)
+    return table
+
+
+@checked_init
+class EmbeddingBagCollection(_Collection):
+    """Tables whose rows are pooled in bags.
+
+        collection = EmbeddingBagCollection([
+            EmbeddingBagConfig(1000, 64, "users", feature_names=["user"]),
+            EmbeddingBagConfig(5000, 64, "items", feature_names=["item", "last_item"]),
+        ])
+        pooled = collection(features)  # KeyedTensor with the keys user, item, last_item
+
+    Args:
+        tables: a config of each.
+        is_weighted: whether rows are multiplied by the weights of the input.
+        device: of the tables; "meta" allocates them when they are sharded.
+
+    Raises:
+        ConfigError: no table, or two of one name.
+    """
+
+    embedding_bags: Tables
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(BAGS, tables, device, is_weighted)
+        self._configs = tuple(tables)
+
+    def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
+        """Those of the tables, in their order."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether rows are multiplied by the weights of the input."""
+        return self._weighted
+
+    def forward(self, features: JaggedFeatures) -> KeyedTensor:
+        """The sums or means of all bags, features in the order of their tables.
+
+        Returns:
+            [bags, columns of all features]; flat, if features have different numbers of bags.
+
+        Raises:
+            IdError: an id outside its table.
+            IdTypeError: a feature is missing, or weights.
+        """
+        batch, sizes = self._valid(self._features.batch(features, self._weighted), skips_padding=True)
+        weights = [None] * len(sizes) if batch.weights is None else batch.weights.split(sizes)
+        lengths, counted = batch.lengths.split(batch.bags), batch.counted.split(batch.bags)
+        found = []
+        for config, table, ids, of_ids, of_bags, divisors in zip(
+            self._features.config_of, self._weights(), batch.values.split(sizes), weights, lengths, counted, strict=True
+        ):
+            sums = F.embedding_bag(
+                ids,
+                table,
+                F.pad(of_bags.cumsum(0), (1, 0)),
+                config.max_norm,
+                mode="sum",
+                per_sample_weights=None if of_ids is None else of_ids.to(table.dtype),
+                include_last_offset=True,
+            )
+            is_mean = isinstance(config, EmbeddingBagConfig) and config.pooling is PoolingType.MEAN
+            found.append(sums / divisors.clamp(min=1)[:, None] if is_mean else sums)
+        same = len(set(batch.bags)) == 1
+        flat = torch.cat(found, 1) if same else torch.cat([part.reshape(-1) for part in found])
+        return pooled(self._features, batch.bags, flat)
+
+
+@checked_init
+class EmbeddingCollection(_Collection):
+    """Tables that give a row for every id.
+
+        collection = EmbeddingCollection([EmbeddingConfig(5000, 64, "items", feature_names=["history"])])
+        rows = collection(features)["history"]  # JaggedTensor with values [ids, 64]
+
+    Args:
+        tables: a config of each.
+        device: of the tables; "meta" allocates them when they are sharded.
+
+    Raises:
+        ConfigError: no table, or two of one name.
+    """
+
+    embeddings: Tables
+
+    def __init__(self, tables: Sequence[EmbeddingConfig], device: torch.device | str | None = None) -> None:
+        super().__init__(ROWS, tables, device, weighted=False)
+        self._configs = tuple(tables)
+
+    def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
+        """Those of the tables, in their order."""
+        return self._configs
+
+    def forward(self, features: JaggedFeatures) -> dict[str, JaggedTensor]:
+        """The rows of the ids of each feature: values of [ids, columns], with the lengths of the input.
+
+        Raises:
+            IdError: an id outside its table.
+            IdTypeError: a feature is missing.
+        """
+        given = self._features.batch(features, weighted=False)
+        batch, sizes = self._valid(given, skips_padding=False)
+        rows: list[Tensor] = [
+            F.embedding(ids, table, config.padding_idx, config.max_norm)
+            for config, table, ids in zip(
+                self._features.config_of, self._weights(), batch.values.split(sizes), strict=True
+            )
+        ]
+        if batch.kept is not None:
+            of_feature = batch.kept.split([int(n.sum()) for n in given.lengths.split(given.bags)])
+            rows = [
+                found.new_zeros(keep.numel(), found.shape[1]).index_put((keep,), found)
+                for found, keep in zip(rows, of_feature, strict=True)
+            ]
+        return rows_by_feature(self._features, rows, given.lengths.split(given.bags))
+
+
+def pooled(features: Features, bags: Sequence[int], flat: Tensor) -> KeyedTensor:
+    """The results of bags: [bags, columns] of each feature, flat, or beside each other if all have as many bags."""
+    if len(set(bags)) == 1:
+        return KeyedTensor(features.outputs, features.dims, flat.view(bags[0], sum(features.dims)))
+    return KeyedTensor(features.outputs, features.dims, flat.view(-1), bags)
+
+
+def rows_by_feature(features: Features, rows: Sequence[Tensor], lengths: Sequence[Tensor]) -> dict[str, JaggedTensor]:
+    """The rows of the ids of each feature."""
+    return {
+        name: JaggedTensor(found, lengths=of_bags)
+        for name, found, of_bags in zip(features.outputs, rows, lengths, strict=True)
+    }

@@ -1,0 +1,100 @@
+"""What a table of a collection is, with the names of TorchRec."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import sqrt
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+from shardwise.layout import Kind, checked_init
+
+POLICIES = ("error", "clip", "hash", "zero")
+Policy = Annotated[str, Kind("'error', 'clip', 'hash' or 'zero'", lambda x: isinstance(x, str) and x in POLICIES)]
+
+
+class PoolingType(Enum):
+    """What a bag gives: the sum of its rows, or their mean."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+@checked_init
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """A table of an EmbeddingCollection.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: columns.
+        name: of the table, without dots.
+        data_type: of the table: float32, bfloat16 or float16.
+        feature_names: features whose ids are rows of the table.
+        weight_init_max, weight_init_min: a new table is uniform between them; None: 1 / √rows and its negative.
+        init_fn: fills some rows of a new table in place, [rows, columns]; instead of the uniform numbers.
+        padding_idx: an id that is not trained; bags leave it out.
+        max_norm: rows that are looked up are first scaled to at most this 2-norm.
+        bad_ids: what becomes of ids that are not in the table: an IdError, the nearest valid id ("clip"), the remainder
+            by the rows ("hash"), or zeros ("zero").
+
+    Raises:
+        ConfigError: values that no table has.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str
+    data_type: torch.dtype = torch.float32
+    feature_names: Sequence[str] = ()
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    init_fn: Callable[[Tensor], object] | None = None
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    bad_ids: Policy = "error"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        wrong = self._wrong()
+        if wrong:
+            raise ConfigError(f"Table {self.name!r}: {wrong}.")
+
+    def _wrong(self) -> str:
+        if not self.name or "." in self.name:
+            return "a name has at least one letter, and no dot, because it is part of the parameter's name"
+        if hasattr(nn.Module, self.name):
+            return f"nn.Module has an attribute of this name. Fix: {self.name + '_table'!r}"
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
+            return f"{self.num_embeddings} rows of {self.embedding_dim} columns, expected 1 or more of each"
+        if not self.feature_names:
+            return f"no features. Fix: feature_names=[{self.name!r}]"
+        if len(set(self.feature_names)) != len(self.feature_names):
+            return f"the features {list(self.feature_names)} name one twice"
+        if not self.data_type.is_floating_point:
+            return f"data_type {self.data_type} has no gradients"
+        if self.padding_idx is not None and not 0 <= self.padding_idx < self.num_embeddings:
+            return f"padding_idx {self.padding_idx} is not in 0 to {self.num_embeddings - 1}"
+        if self.max_norm is not None and not self.max_norm > 0:
+            return f"max_norm {self.max_norm} is not positive"
+        return ""
+
+    def initialize(self, rows: Tensor) -> None:
+        """Fill some rows of a new table in place."""
+        if self.init_fn is not None:
+            self.init_fn(rows)
+            return
+        bound = 1 / sqrt(self.num_embeddings)
+        low, high = self.weight_init_min, self.weight_init_max
+        rows.uniform_(-bound if low is None else low, bound if high is None else high)
+
+
+@checked_init
+@dataclass(frozen=True)
+class EmbeddingBagConfig(EmbeddingConfig):
+    """A table of an EmbeddingBagCollection: an EmbeddingConfig, and how bags are pooled."""
+
+    pooling: PoolingType = PoolingType.SUM

@@ -1,0 +1,41 @@
+"""The first values of a sharded table: of a full one, or random numbers that do not depend on the layout."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.embedding.plan import Block
+
+CHUNK = 1 << 16  # rows of one seed
+RowsBetween = Callable[[int, int], Tensor]  # [rows, all columns] of a table
+
+
+def fill(into: Tensor, block: Block, rows: RowsBetween) -> None:
+    """Copy a block of a table, some rows at a time."""
+    first, stop = block.rows.start, block.rows.stop
+    while first < stop:
+        end = min(stop, (first // CHUNK + 1) * CHUNK)
+        found = rows(first, end)[:, block.cols.start : block.cols.stop]
+        into[first - block.rows.start : end - block.rows.start].copy_(found)
+        first = end
+
+
+def rows_of_full(table: Tensor) -> RowsBetween:
+    """Those of a full table."""
+    return lambda first, stop: table[first:stop]
+
+
+def new_rows(config: EmbeddingConfig, seed: int) -> RowsBetween:
+    """Those of a new table, which `config.initialize` fills on the CPU, `CHUNK` rows at a time, each with its seed."""
+
+    def rows(first: int, stop: int) -> Tensor:
+        start = first // CHUNK * CHUNK
+        chunk = torch.empty(min(CHUNK, config.num_embeddings - start), config.embedding_dim, dtype=config.data_type)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hash((seed, start)))
+            config.initialize(chunk)
+        return chunk[first - start : stop - start]
+
+    return rows
