@@ -167,9 +167,14 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.Shard": lambda: (Shard, {"dim": 0, "sizes": [3, 1]}),
     "shardwise.capture": lambda: (sw.capture, {"function": torch.exp, "backend": None, "limit": 3}),
     "shardwise.count_comms": lambda: (sw.count_comms, {}),
-    "shardwise.embedding.SGD": lambda: (embedding.SGD, {"lr": 0.1}),
+    "shardwise.embedding.SGD": lambda: (
+        embedding.SGD,
+        {"lr": 0.1, "weight_decay": 0.0, "max_gradient": 1.0, "stochastic_rounding": False},
+    ),
     "shardwise.embedding.Adagrad": lambda: (embedding.Adagrad, {"lr": 0.1, "eps": 1e-10}),
     "shardwise.embedding.RowWiseAdagrad": lambda: (embedding.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-8}),
+    "shardwise.embedding.Adam": lambda: (embedding.Adam, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}),
+    "shardwise.embedding.RowWiseAdam": lambda: (embedding.RowWiseAdam, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}),
     "shardwise.embedding.EmbeddingBagConfig": lambda: (embedding.EmbeddingBagConfig, config_arguments(pooling=True)),
     "shardwise.embedding.EmbeddingConfig": lambda: (embedding.EmbeddingConfig, config_arguments(pooling=False)),
     "shardwise.embedding.EmbeddingBagCollection": lambda: (
@@ -588,6 +593,7 @@ NOT_CALLED = {
     *(
         "PoolingType",
         "Routing",
+        "RowOptimizer",
         "DTensorOpTestBase",
         "DTensorTestBase",
         "TensorAssertions",

@@ -21,7 +21,7 @@ from shardwise.embedding import (
     PoolingType,
 )
 from shardwise.embedding.exchange import pooling
-from shardwise.embedding.exchange.stacks import Stack
+from shardwise.embedding.optimizers import SGD
 from shardwise.embedding.plan import Plan
 from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
 from shardwise.errors import ArgumentError, IdTypeError, PlanError
@@ -37,16 +37,6 @@ class Kernels:
         of_rows = weight[rows.long()].float() if scale is None else weight[rows.long()].float() * scale[:, None]
         bag = torch.repeat_interleave(offsets.diff().long())
         return torch.zeros(len(offsets) - 1, weight.shape[1]).index_add_(0, bag, of_rows)
-
-
-class SGD:
-    def __init__(self, lr: float) -> None:
-        self.lr = lr
-
-    def __call__(self, stack: Stack, rows: Tensor, offsets: Tensor, grad: Tensor, scale: Tensor | None) -> None:
-        of_rows = torch.repeat_interleave(grad, offsets.diff().long(), 0)
-        of_rows = of_rows if scale is None else of_rows * scale[:, None]
-        stack.weight.index_add_(0, rows.long(), of_rows.to(stack.weight.dtype), alpha=-self.lr)
 
 
 shard_embeddings = partial(shard_with_kernels, kernels=Kernels())

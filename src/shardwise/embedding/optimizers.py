@@ -3,16 +3,19 @@
     shard_embeddings(collection, plan, mesh, RowWiseAdagrad(lr=0.1))
 
 Duplicate ids are one update with the sum of their gradients, as in one process with dense gradients. States are float32
-and of the same rows as the table.
+and of the same rows as the table; `FusedOptimizer` (fused.py) has them as DTensors.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf, sqrt
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.embedding import kernels
+from shardwise.errors import ConfigError
+from shardwise.layout import checked_init
 
 
 class Stack(Protocol):
@@ -22,60 +25,181 @@ class Stack(Protocol):
     states: dict[str, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowOptimizer:
+    """What all optimizers of rows have in common.
+
+    Args:
+        lr: the learning rate.
+        weight_decay: this multiple of a row is added to its gradient, as in `torch.optim`; only of rows looked up.
+        max_gradient: elements of the gradient of a row are clamped to at most this, in either direction.
+        stochastic_rounding: tables of 16 bits are rounded up or down by chance, so that the mean is exact; the chance
+            depends on the row, the column and the number of the step, so it is the same on all replicas.
+
+    Attributes:
+        of_elements, of_rows: names of states with a number for each element, or for each row.
+
+    Raises:
+        ConfigError: negative numbers.
+    """
+
+    of_elements: ClassVar[tuple[str, ...]] = ()
+    of_rows: ClassVar[tuple[str, ...]] = ()
+
+    lr: float
+    weight_decay: float = 0.0
+    max_gradient: float = inf
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if not number >= 0:
+                    raise ConfigError(f"{type(self).__name__}: {name} is {value}, expected 0 or more.")
+
+    def new_states(self, weight: Tensor) -> dict[str, Tensor]:
+        """Zeros for the rows of `weight`, by name: [rows, columns], or [rows, 1]."""
+        shapes = dict.fromkeys(self.of_elements, weight.shape) | dict.fromkeys(self.of_rows, (weight.shape[0], 1))
+        return {name: torch.zeros(shape, device=weight.device) for name, shape in shapes.items()}
+
+    def __call__(
+        self, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None, step: int
+    ) -> None:
+        """Update the rows of bags in place.
+
+        Args:
+            gradient: of the sums of the bags.
+            rows, offsets, scale: as in `kernels.pool`.
+            step: 1 in the first step.
+        """
+        seed = step if self.stochastic_rounding else None
+        for distinct, sums in kernels.sums_by_row(rows, offsets, gradient, scale):
+            if self.weight_decay:
+                sums.add_(stack.weight.index_select(0, distinct), alpha=self.weight_decay)
+            if self.max_gradient < inf:
+                sums.clamp_(-self.max_gradient, self.max_gradient)
+            _add(stack.weight, distinct, self.change(stack.states, distinct, sums, step), seed)
+
+    def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
+        """What is added to distinct rows, [rows, columns]; it may overwrite `gradient`."""
+        raise NotImplementedError
+
+
+@checked_init
 @dataclass(frozen=True)
-class SGD:
+class SGD(RowOptimizer):
     """w -= lr g."""
 
     lr: float
 
-    def __call__(self, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None) -> None:
-        for distinct, sums in kernels.sums_by_row(rows, offsets, gradient, scale):
-            _add(stack.weight, distinct, sums.mul_(-self.lr))
+    def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
+        return gradient.mul_(-self.lr)
 
 
+@checked_init
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(RowOptimizer):
     """s += g², w -= lr g / (√s + eps): `torch.optim.Adagrad`, with a state as large as the table."""
+
+    of_elements: ClassVar[tuple[str, ...]] = ("sum",)
 
     lr: float
     eps: float = 1e-10
 
-    def __call__(self, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None) -> None:
-        state = _state(stack, "sum", stack.weight.shape)
-        for distinct, sums in kernels.sums_by_row(rows, offsets, gradient, scale):
-            square = state.index_select(0, distinct).addcmul_(sums, sums)
-            state.index_copy_(0, distinct, square)
-            _add(stack.weight, distinct, sums.div_(square.sqrt_().add_(self.eps)).mul_(-self.lr))
+    def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
+        square = states["sum"].index_select(0, rows).addcmul_(gradient, gradient)
+        states["sum"].index_copy_(0, rows, square)
+        return gradient.div_(square.sqrt_().add_(self.eps)).mul_(-self.lr)
 
 
+@checked_init
 @dataclass(frozen=True)
-class RowWiseAdagrad:
+class RowWiseAdagrad(RowOptimizer):
     """s += mean(g²) over the columns of a row, w -= lr g / (√s + eps): one number of state a row, as in TorchRec.
 
     The mean is over the columns that a rank holds: a column-wise table has a number for each of its shards.
     """
 
+    of_rows: ClassVar[tuple[str, ...]] = ("sum",)
+
     lr: float
     eps: float = 1e-8
 
-    def __call__(self, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None) -> None:
-        state = _state(stack, "sum", stack.weight.shape[:1])
-        for distinct, sums in kernels.sums_by_row(rows, offsets, gradient, scale):
-            square = state.index_select(0, distinct).add_(torch.linalg.vecdot(sums, sums), alpha=1 / sums.shape[1])
-            state.index_copy_(0, distinct, square)
-            steps = square.sqrt_().add_(self.eps).reciprocal_().mul_(-self.lr)
-            _add(stack.weight, distinct, sums.mul_(steps[:, None]))
+    def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
+        square = states["sum"].index_select(0, rows).add_(_mean_square(gradient))
+        states["sum"].index_copy_(0, rows, square)
+        return gradient.mul_(square.sqrt_().add_(self.eps).reciprocal_().mul_(-self.lr))
 
 
-def _state(stack: Stack, name: str, shape: torch.Size) -> Tensor:
-    if name not in stack.states:
-        stack.states[name] = torch.zeros(shape, device=stack.weight.device)
-    return stack.states[name]
+@checked_init
+@dataclass(frozen=True)
+class Adam(RowOptimizer):
+    """`torch.optim.Adam` of the rows that are looked up: moments of other rows do not decay.
+
+    The bias correction is by the number of steps of the collection, as in `torch.optim.SparseAdam`.
+    """
+
+    of_elements: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
+        beta1, beta2 = self.betas
+        square = self._squares(gradient)
+        mean = states["exp_avg"].index_select(0, rows).lerp_(gradient, 1 - beta1)
+        deviation = states["exp_avg_sq"].index_select(0, rows).lerp_(square, 1 - beta2)
+        states["exp_avg"].index_copy_(0, rows, mean)
+        states["exp_avg_sq"].index_copy_(0, rows, deviation)
+        divisor = deviation.sqrt_().div_(sqrt(1 - beta2**step)).add_(self.eps)
+        return mean.div_(divisor).mul_(-self.lr / (1 - beta1**step))
+
+    def _squares(self, gradient: Tensor) -> Tensor:
+        return gradient.square()
 
 
-def _add(weight: Tensor, rows: Tensor, change: Tensor) -> None:
-    """Add to distinct rows; in float32, then rounded to the dtype of the table."""
+@checked_init
+@dataclass(frozen=True)
+class RowWiseAdam(Adam):
+    """Adam whose second moment is one number a row, of the mean of its squares: fbgemm's partial row-wise Adam.
+
+    The mean is over the columns that a rank holds: a column-wise table has a number for each of its shards.
+    """
+
+    of_elements: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    of_rows: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+
+    def _squares(self, gradient: Tensor) -> Tensor:
+        return _mean_square(gradient)
+
+
+def _mean_square(gradient: Tensor) -> Tensor:
+    """[rows, 1]."""
+    squares: Tensor = torch.linalg.vecdot(gradient, gradient)
+    return (squares / gradient.shape[1])[:, None]
+
+
+def _add(weight: Tensor, rows: Tensor, change: Tensor, seed: int | None) -> None:
+    """Add to distinct rows; in float32, then rounded to the dtype of the table, by chance if there is a seed."""
     if weight.dtype == change.dtype:
         weight.index_add_(0, rows, change)
-    else:
-        weight.index_copy_(0, rows, (weight.index_select(0, rows).to(change.dtype) + change).to(weight.dtype))
+        return
+    exact = weight.index_select(0, rows).to(change.dtype).add_(change)
+    if seed is not None:
+        _round(exact, weight.dtype, rows, seed)
+    weight.index_copy_(0, rows, exact.to(weight.dtype))
+
+
+def _round(exact: Tensor, dtype: torch.dtype, rows: Tensor, seed: int) -> None:
+    """Round float32 numbers up or down to those of `dtype`, in place.
+
+    Numbers below the smallest normal one of float16 are then rounded to the nearest.
+    """
+    bits = 16 if dtype == torch.bfloat16 else 13  # that the mantissa loses
+    columns = torch.arange(exact.shape[1], device=rows.device)
+    number = (rows[:, None] * exact.shape[1] + columns) ^ (seed * 0x9E3779B97F4A7C1 & (1 << 62) - 1)
+    for factor, shift in ((0x2545F4914F6CDD1D, 32), (0x9E3779B97F4A7C1, 29)):  # mixes bits, as a hash does
+        number = (number * factor) ^ (number >> shift)
+    chance = (number >> 20).bitwise_and_((1 << bits) - 1).int()
+    exact.view(torch.int32).add_(chance).bitwise_and_(-1 << bits)

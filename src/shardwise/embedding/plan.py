@@ -36,16 +36,18 @@ class StackKey(NamedTuple):
     cols: int
     dtype: str
     replicated: tuple[int, ...]
+    group: int = 0
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: who holds what, and the features that are looked up in it."""
+    """A table: who holds what, the features that are looked up in it, and the group of its optimizer."""
 
     name: str
     layout: Layout
     dtype: str
     features: tuple[str, ...]
+    group: int = 0
 
     @property
     def replicated(self) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ def make_plan(tables: Sequence[Table]) -> Plan:
     for table in tables:
         _check(table, tables[0])
     boxes = [
-        (number, rank, box, StackKey(box.sizes[1], table.dtype, table.replicated))
+        (number, rank, box, StackKey(box.sizes[1], table.dtype, table.replicated, table.group))
         for rank in ranks
         for number, table in enumerate(tables)
         for box in table.layout.boxes(rank)

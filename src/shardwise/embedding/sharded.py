@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +27,18 @@ from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
-from shardwise.embedding.exchange.stacks import Pooling, Stack, make_stacks
+from shardwise.embedding.exchange.stacks import Pooling, make_stacks
+from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.errors import IdTypeError, PlanError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise.tensor import DTensor
 
-
-class RowOptimizer(Protocol):
-    """Updates the rows of a stack in place; `rows` and `offsets` are bags, `grad` is that of their sums."""
-
-    def __call__(self, stack: Stack, rows: Tensor, offsets: Tensor, grad: Tensor, scale: Tensor | None) -> None: ...
+Optimizers = Sequence[RowOptimizer]  # of each table
 
 
 class _Sharded(nn.Module):
@@ -53,25 +50,25 @@ class _Sharded(nn.Module):
         collection: EmbeddingBagCollection | EmbeddingCollection,
         configs: Sequence[EmbeddingConfig],
         layouts: Sequence[Layout],
-        optimizer: RowOptimizer | None,
+        optimizers: Optimizers | None,
         kernels: Pooling,
         weighted: bool,
     ) -> None:
         super().__init__()
         self._make_plain = partial(copy.deepcopy, _without_memory(collection))  # no module: it has no state
         sources = [collection.get_parameter(f"{kind}.{config.name}.weight").detach() for config in configs]
+        distinct = [] if optimizers is None else list(dict.fromkeys(optimizers))
+        of_table = [0] * len(configs) if optimizers is None else [distinct.index(one) for one in optimizers]
         plan = self._plan = make_plan(
             [
-                Table(config.name, layout, str(source.dtype).removeprefix("torch."), tuple(config.feature_names))
-                for config, layout, source in zip(configs, layouts, sources, strict=True)
+                Table(c.name, layout, str(source.dtype).removeprefix("torch."), tuple(c.feature_names), group)
+                for c, layout, source, group in zip(configs, layouts, sources, of_table, strict=True)
             ]
         )
         device = torch.device(layouts[0].mesh.device_type)
         stacks = make_stacks(plan, collectives.rank(), device)
-        self._optimizer, self._weighted = optimizer, weighted
-        self._engine = Engine(
-            kind, plan, stacks, kernels, self._accumulate if optimizer is None else self._step, weighted
-        )
+        self._weighted = weighted
+        self._engine = Engine(kind, plan, stacks, kernels, self._step if distinct else self._accumulate, weighted)
         modules = {}
         seed = _seed(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
@@ -79,12 +76,36 @@ class _Sharded(nn.Module):
             for block in plan.blocks_of(collectives.rank(), number):
                 fill(stacks[block.stack].weight[block.first : block.first + len(block.rows)], block, rows)
             weight = self._as_dtensor(number, [stack.weight for stack in stacks])
-            modules[config.name] = TableWeight(weight, requires_grad=optimizer is None)
+            modules[config.name] = TableWeight(weight, requires_grad=not distinct)
             if config.max_norm is not None:
                 self._engine.limit_norm(number, config.max_norm)
         self.add_module(kind, Tables(modules))
+        self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
         self._features = features_of(configs)
         self._rules = IdRules(self._features, device, kind == BAGS)
+
+    def _fused_optimizer(self, kind: str, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
+        for stack in self._engine.stacks:
+            stack.states = optimizers[stack.key.group].new_states(stack.weight)
+        groups = range(len(optimizers))
+        tables = [[t for t, table in enumerate(self._plan.tables) if table.group == group] for group in groups]
+        names = [[f"{kind}.{self._plan.tables[t].name}.weight" for t in of_group] for of_group in tables]
+        parameters = [[self.get_parameter(name) for name in of_group] for of_group in names]
+        order = [t for of_group in tables for t in of_group]
+        return FusedOptimizer(optimizers, parameters, names, lambda number: self._states(order[number], optimizers))
+
+    def _states(self, number: int, optimizers: Sequence[RowOptimizer]) -> dict[str, DTensor]:
+        """The states of a table as DTensors, which are views of those of the stacks."""
+        table, rank, stacks = self._plan.tables[number], collectives.rank(), self._engine.stacks
+        optimizer = optimizers[table.group]
+        found = {}
+        for name in (*optimizer.of_elements, *optimizer.of_rows):
+            layout = table.layout if name in optimizer.of_elements else layout_of_rows(table.layout, table.name)
+            nothing = torch.zeros(0, 0, device=stacks[0].weight.device)  # of a group without the state
+            local = self._engine.rows_of(number, [stack.states.get(name, nothing) for stack in stacks])
+            local = local.view(layout.local_shape(rank))
+            found[name] = DTensor.from_local(local, layout.mesh, layout.placements, run_check=False, shape=layout.shape)
+        return found
 
     @property
     def _dtypes(self) -> list[torch.dtype]:
@@ -111,10 +132,11 @@ class _Sharded(nn.Module):
 
     def _step(self, gradients: Gradients) -> None:
         """Update the rows that were looked up."""
-        assert self._optimizer is not None
+        assert self.fused_optimizer is not None
+        optimizers = self.fused_optimizer.begin_step()
         for stack, (requests, grad) in zip(self._engine.stacks, gradients, strict=True):
-            stack.step += 1
-            self._optimizer(stack, requests.rows, requests.offsets, grad, requests.weights)
+            optimizer, step = optimizers[stack.key.group]
+            optimizer(stack, requests.rows, requests.offsets, grad, requests.weights, step)
 
     def _accumulate(self, gradients: Gradients) -> None:
         """Add to the gradients of the parameters."""
@@ -135,11 +157,11 @@ class ShardedEmbeddingBagCollection(_Sharded):
         self,
         collection: EmbeddingBagCollection,
         layouts: Sequence[Layout],
-        optimizer: RowOptimizer | None,
+        optimizers: Optimizers | None,
         kernels: Pooling,
     ) -> None:
         configs = self._configs = collection.embedding_bag_configs()
-        super().__init__(BAGS, collection, configs, layouts, optimizer, kernels, collection.is_weighted())
+        super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, collection.is_weighted())
         self._pooling = PoolingChoice()
         self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
 
@@ -181,11 +203,11 @@ class ShardedEmbeddingCollection(_Sharded):
         self,
         collection: EmbeddingCollection,
         layouts: Sequence[Layout],
-        optimizer: RowOptimizer | None,
+        optimizers: Optimizers | None,
         kernels: Pooling,
     ) -> None:
         configs = self._configs = collection.embedding_configs()
-        super().__init__(ROWS, collection, configs, layouts, optimizer, kernels, weighted=False)
+        super().__init__(ROWS, collection, configs, layouts, optimizers, kernels, weighted=False)
         for table, config in enumerate(configs):
             if config.padding_idx is not None:
                 self._engine.freeze(table, config.padding_idx)
@@ -225,7 +247,7 @@ def shard_embeddings(
     collection: EmbeddingBagCollection | EmbeddingCollection,
     plan: Mapping[str, Placements],
     mesh: Mesh | DeviceMesh,
-    optimizer: RowOptimizer | None = None,
+    optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
     *,
     kernels: Pooling = torch_kernels,
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
@@ -238,12 +260,13 @@ def shard_embeddings(
             that do not depend on the layout, from the generator of the first rank.
         plan: the placements of each table by its name; tables that it does not name are replicated.
         mesh: all ranks that call the collection, each with its own batch.
-        optimizer: updates the rows that a batch has looked up, in its backward. None: the parameters get dense
-            gradients, for any optimizer of `torch.optim`.
+        optimizer: updates the rows that a batch has looked up, in its backward; or one for each table, by name. The
+            result's `fused_optimizer` has its learning rate and states. None: the parameters get dense gradients, for
+            any optimizer of `torch.optim`.
         kernels: of local lookups.
 
     Raises:
-        PlanError: a plan that does not fit the collection.
+        PlanError: a plan, or optimizers, that do not fit the collection.
     """
     configs = (
         collection.embedding_bag_configs()
@@ -254,13 +277,19 @@ def shard_embeddings(
     unknown = [name for name in plan if name not in names]
     if unknown:
         raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}.")
+    if isinstance(optimizer, Mapping) and set(optimizer) != set(names):
+        odd = min(set(optimizer) ^ set(names))
+        raise PlanError(
+            f"optimizer has {'no' if odd in names else 'an'} entry {odd!r}; the tables are {', '.join(names)}."
+        )
+    optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
     where = collectives.as_mesh(mesh)
     layouts = [
         Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
     ]
     if isinstance(collection, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(collection, layouts, optimizer, kernels)
-    return ShardedEmbeddingCollection(collection, layouts, optimizer, kernels)
+        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels)
+    return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels)
 
 
 def _seed(ranks: Sequence[int]) -> int:

@@ -27,7 +27,6 @@ class Stack:
     key: StackKey
     weight: Tensor
     states: dict[str, Tensor] = field(default_factory=dict)
-    step: int = 0
     frozen: Tensor | None = None
     max_norm: Tensor | None = None
 

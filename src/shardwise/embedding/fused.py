@@ -1,0 +1,138 @@
+"""`FusedOptimizer`: the hyper-parameters and states of a sharded collection, as a `torch.optim.Optimizer`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.errors import ConfigError, PlanError
+from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard
+from shardwise.tensor import DTensor
+
+StatesOf = Callable[[int], dict[str, DTensor]]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """What updates the tables of a collection in backward; `sharded.fused_optimizer`.
+
+        scheduler = torch.optim.lr_scheduler.StepLR(sharded.fused_optimizer, step_size=1000)
+
+    A group has the tables of one optimizer. Its hyper-parameters may be changed, as schedulers do, and count from the
+    next backward. Every backward is a step: `step()` only counts for schedulers, and there are no gradients to zero.
+
+    `state_dict()` has states as DTensors, of the rows of their tables. A state with a number for each row is
+    [rows, shards of columns]; loaded into another number of these shards, it becomes their mean.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[RowOptimizer],
+        groups: Sequence[Sequence[nn.Parameter]],
+        names: Sequence[Sequence[str]],
+        states_of: StatesOf,
+    ) -> None:
+        self._kinds, self._states_of = [type(optimizer) for optimizer in optimizers], states_of
+        super().__init__(
+            [
+                {"params": list(zip(of_group, params, strict=True)), "step": 0, **asdict(optimizer)}
+                for of_group, params, optimizer in zip(names, groups, optimizers, strict=True)
+            ],
+            {},
+        )
+
+    def begin_step(self) -> list[tuple[RowOptimizer, int]]:
+        """The optimizer of each group with its present hyper-parameters, and the number of its step."""
+        found = []
+        for kind, group in zip(self._kinds, self.param_groups, strict=True):
+            group["step"] += 1
+            found.append((kind(**{field.name: group[field.name] for field in fields(kind)}), group["step"]))
+        return found
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Nothing: the tables were updated in backward."""
+        return None if closure is None else closure()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer of torch, with DTensors."""
+        for number, parameter in enumerate(self._parameters()):
+            self.state[parameter] = self._states_of(number)
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """States of this sharding, of another one, or of full tensors; and the hyper-parameters.
+
+        Raises:
+            ConfigError: the states are not those of these tables and optimizers; nothing is loaded.
+        """
+        saved, groups = state_dict["state"], state_dict["param_groups"]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != expected:
+            got = [len(group["params"]) for group in groups]
+            raise ConfigError(f"The state has groups of {got} tables, expected {expected}.")
+        numbers = [number for group in groups for number in group["params"]]
+        pairs = []
+        for index, (number, name) in enumerate(zip(numbers, self._names(), strict=True)):
+            given, own = saved.get(number, {}), self._states_of(index)
+            if given.keys() != own.keys():
+                raise ConfigError(
+                    f"Table {name} has the states {sorted(given)}, expected {sorted(own)}. Fix: the same optimizer."
+                )
+            for state, target in own.items():
+                if not _fits(given[state], target):
+                    raise ConfigError(
+                        f"Table {name}, state {state}: shape {tuple(given[state].shape)}, "
+                        f"expected {tuple(target.shape)}."
+                    )
+                pairs.append((given[state], target))
+        with torch.no_grad():
+            for value, target in pairs:
+                if value.shape != target.shape:
+                    value = value.mean(1, keepdim=True).expand(target.shape)
+                target.copy_(value)
+        for group, of_saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: of_saved[key] for key in group if key in of_saved and not key.startswith("param")})
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _names(self) -> list[str]:
+        return [name for group in self.param_groups for name in group["param_names"]]
+
+
+def _fits(value: Tensor, target: Tensor) -> bool:
+    return value.shape == target.shape or (
+        value.ndim == 2 and value.shape[0] == target.shape[0] and value.shape[1] > 0 and target.shape[1] <= 64
+    )
+
+
+def layout_of_rows(layout: Layout, name: str) -> Layout:
+    """Of a state with a number for each row and shard of columns of a table.
+
+    Raises:
+        PlanError: columns in boxes, or sharded on several mesh axes.
+    """
+    by_columns = [a for a, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim == 1]
+    if len(by_columns) > 1 or any(isinstance(p, Boxes) for p in layout.placements):
+        raise PlanError(
+            f"Table {name} is {layout.placements}: its states of rows have no layout. Fix: an optimizer with a state "
+            f"for each element, or columns sharded on one mesh axis."
+        )
+    placements: list[Placement] = list(layout.placements)
+    shards = 1
+    for axis in by_columns:
+        placement = placements[axis]
+        assert isinstance(placement, Shard)
+        along = Layout(Mesh((layout.mesh.shape[axis],)), [placement], (1, layout.shape[1]))
+        sizes = [int(along.local_shape(rank)[1] > 0) for rank in along.mesh.ranks]
+        shards, placements[axis] = sum(sizes), Shard(1, sizes)
+    return Layout(layout.mesh, placements, (layout.shape[0], shards))
