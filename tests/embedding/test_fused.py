@@ -1,5 +1,6 @@
 """`fused_optimizer` of sharded collections beside one process: learning rates, tables, states."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -213,7 +214,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert adagrad is not None
     with pytest.raises(ConfigError, match=r"t0.weight has the states \['sum'\], expected \['exp_avg', 'exp_avg_sq'\]"):
         adam.load_state_dict(adagrad.state_dict())
-    other = adagrad.state_dict()
+    other = copy.deepcopy(adagrad.state_dict())
     other["state"][2]["sum"] = torch.ones(3, 4)
     other["state"][0]["sum"] = torch.ones(7, 4)
     with pytest.raises(ConfigError, match=r"t2.weight, state sum: shape \(3, 4\), expected \(5, 4\)"):

@@ -1,11 +1,13 @@
 """Plans of embedding collections: blocks, stacks and requests."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.embedding.plan import Plan, Table, make_plan, requests_of
+from shardwise.embedding.plan import Block, Plan, Table, make_plan, requests_of
 from shardwise.errors import PlanError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 
@@ -21,7 +23,7 @@ PLACEMENTS: tuple[tuple[Placement, Placement], ...] = (
     (Shard(1), Shard(1)),
 )
 TABLES = st.lists(
-    st.tuples(st.sampled_from(PLACEMENTS), st.integers(1, 9), st.integers(1, 8), st.integers(0, 2)),
+    st.tuples(st.sampled_from(PLACEMENTS), st.integers(1, 9), st.integers(1, 8), st.integers(1, 2)),
     min_size=1,
     max_size=5,
 )
@@ -38,16 +40,31 @@ def plan_of(tables: list[tuple[tuple[Placement, Placement], int, int, int]]) -> 
     )
 
 
+def all_blocks(plan: Plan) -> list[Block]:
+    return [b for rank in plan.ranks for table in range(len(plan.tables)) for b in plan.blocks_of(rank, table)]
+
+
+class Request(NamedTuple):
+    owner: int
+    stack: int
+    feature: int
+    interval: int
+    shift: int
+    column: int
+    width: int
+    replies: int
+
+
 @given(TABLES)
 def test_blocks_fill_stacks_and_cover_tables(tables: list[tuple[tuple[Placement, Placement], int, int, int]]) -> None:
     plan = plan_of(tables)
     for position, rank in enumerate(plan.ranks):
         for stack, rows in enumerate(plan.stack_rows[position]):
-            own = [b for b in plan.blocks if b.rank == rank and b.stack == stack]
+            own = [b for b in all_blocks(plan) if b.rank == rank and b.stack == stack]
             assert sorted(row for b in own for row in range(b.first, b.first + len(b.rows))) == list(range(rows))
             assert {len(b.cols) for b in own} <= {plan.keys[stack].cols}
     for number, table in enumerate(plan.tables):
-        held = sum(len(b.rows) * len(b.cols) for b in plan.blocks if b.table == number)
+        held = sum(len(b.rows) * len(b.cols) for b in all_blocks(plan) if b.table == number)
         copies = 1
         for axis in table.replicated:
             copies *= MESH.shape[axis]
@@ -60,6 +77,8 @@ def test_each_element_of_a_row_is_answered_once_and_all_its_copies_get_gradients
 ) -> None:
     plan = plan_of(tables)
     requests = requests_of(plan, rank)
+    sent = [Request(*fields) for fields in zip(*(column.tolist() for column in requests.sent), strict=True)]
+    assert sent == sorted(sent)
     ends = [*requests.starts.tolist()[1:], int(requests.rows.sum())]
     for feature, number in enumerate(plan.table_of):
         table = plan.tables[number]
@@ -68,9 +87,7 @@ def test_each_element_of_a_row_is_answered_once_and_all_its_copies_get_gradients
             copies *= MESH.shape[axis]
         for row in range(table.layout.shape[0]):
             g = int(requests.base[feature]) + row
-            found = [
-                r for r in requests.all if requests.starts[r.interval] <= g < ends[r.interval] and r.feature == feature
-            ]
+            found = [r for r in sent if requests.starts[r.interval] <= g < ends[r.interval] and r.feature == feature]
             replied = [c for r in found if r.replies for c in range(r.column, r.column + r.width)]
             assert sorted(replied) == list(range(table.layout.shape[1]))
             assert sum(r.width for r in found) == copies * table.layout.shape[1]

@@ -27,6 +27,7 @@ from shardwise import (
     embedding_bags,
     shard_module,
 )
+from shardwise.embedding import Adam, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
@@ -174,6 +175,22 @@ def test_collectives_of_lookups_are_those_of_a_world(placement: Placement, size:
         return step
 
     assert_same_collectives(build, Mesh((size,)), in_ops=True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), OnRanks(1), Replicate()], ids=str)
+def test_collectives_of_collections_are_those_of_a_world(placement: Placement, size: int) -> None:
+    """Each rank looks up all ids, so all get as many."""
+
+    def build(mesh: Mesh) -> Step:
+        names = [f"t{i}" for i in range(3)]
+        tables = [EmbeddingBagConfig(48, 16, name, feature_names=[name]) for name in names]
+        collection = EmbeddingBagCollection(tables, device="meta")
+        sharded = shard_embeddings(collection, dict.fromkeys(names, placement), mesh, Adam(lr=0.1))
+        ids = KeyedJaggedTensor(names, torch.arange(48).repeat(3), lengths=torch.full((3 * 24,), 2))
+        return lambda: sharded(ids).values().sum().backward()
+
+    assert_same_collectives(build, Mesh((size,)))
 
 
 def test_a_large_mask_takes_no_memory() -> None:

@@ -34,7 +34,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         names: Sequence[Sequence[str]],
         states_of: StatesOf,
     ) -> None:
-        self._kinds, self._states_of = [type(optimizer) for optimizer in optimizers], states_of
+        self._kinds = [type(optimizer) for optimizer in optimizers]
+        self._without_layout: PlanError | None = None
         super().__init__(
             [
                 {"params": list(zip(of_group, params, strict=True)), "step": 0, **asdict(optimizer)}
@@ -42,6 +43,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             ],
             {},
         )
+        for number, parameter in enumerate(self._parameters()):
+            try:
+                self.state[parameter] = states_of(number)
+            except PlanError as error:  # tables can be trained, but not saved
+                self._without_layout = error
 
     def begin_step(self) -> list[tuple[RowOptimizer, int]]:
         """The optimizer of each group with its present hyper-parameters, and the number of its step."""
@@ -60,13 +66,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         return None if closure is None else closure()
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer of torch, with DTensors."""
-        for number, parameter in enumerate(self._parameters()):
-            self.state[parameter] = self._states_of(number)
-        try:
-            return super().state_dict()
-        finally:
-            self.state.clear()
+        """As of any optimizer of torch, with DTensors.
+
+        Raises:
+            PlanError: states without a layout.
+        """
+        if self._without_layout is not None:
+            raise self._without_layout
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """States of this sharding, of another one, or of full tensors; and the hyper-parameters.
@@ -81,8 +88,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"The state has groups of {got} tables, expected {expected}.")
         numbers = [number for group in groups for number in group["params"]]
         pairs = []
-        for index, (number, name) in enumerate(zip(numbers, self._names(), strict=True)):
-            given, own = saved.get(number, {}), self._states_of(index)
+        for parameter, number, name in zip(self._parameters(), numbers, self._names(), strict=True):
+            given, own = saved.get(number, {}), self.state[parameter]
             if given.keys() != own.keys():
                 raise ConfigError(
                     f"Table {name} has the states {sorted(given)}, expected {sorted(own)}. Fix: the same optimizer."

@@ -12,15 +12,13 @@ Column-wise, there is one range of rows, and both ranks are sent its ids. All sh
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import PlanError
-from shardwise.layout import Box, Layout, Partial, Replicate
+from shardwise.layout import Layout, Partial, Replicate
 
 Ints = NDArray[np.int64]
 
@@ -60,54 +58,46 @@ class Table:
 
 @dataclass(frozen=True)
 class Block:
-    """One box of a table on one rank, and the row of that rank's stack where it starts."""
+    """Some rows and columns of a table on one rank, and the row of that rank's stack where they start."""
 
     table: int
     rank: int
-    box: Box
+    rows: range
+    cols: range
     stack: int
     first: int
 
-    @property
-    def rows(self) -> range:
-        return range(self.box.offsets[0], self.box.offsets[0] + self.box.sizes[0])
 
-    @property
-    def cols(self) -> range:
-        return range(self.box.offsets[1], self.box.offsets[1] + self.box.sizes[1])
+class Blocks(NamedTuple):
+    """The fields of all blocks, ordered by rank and table: arrays, because there are tables × ranks of them.
 
-
-class Request(NamedTuple):
-    """Some rows of a feature's table that one owner is sent the ids of, and the columns that it holds.
-
-    Args:
-        owner: its position among the ranks.
-        stack: of the owner.
-        interval: the range of rows, among those of all features.
-        shift: from a row of the feature to one of the owner's stack.
-        column: the first, in the table.
-        replies: whether it returns rows; a replica that does not only needs gradients.
+    `row` and `col` are the first of `rows` and `cols`, which are numbers of rows and columns; `position` is that of the
+    rank among all.
     """
 
-    owner: int
-    stack: int
-    feature: int
-    interval: int
-    shift: int
-    column: int
-    width: int
-    replies: bool
+    table: Ints
+    position: Ints
+    row: Ints
+    rows: Ints
+    col: Ints
+    cols: Ints
+    stack: Ints
+    first: Ints
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """Every block of every table of a collection; the same on all ranks."""
+    """Every block of every table of a collection; the same on all ranks.
+
+    Attributes:
+        stack_rows: rows of the stack of each key on each rank, [ranks, keys].
+    """
 
     tables: tuple[Table, ...]
     ranks: tuple[int, ...]
     keys: tuple[StackKey, ...]
-    blocks: tuple[Block, ...]
-    stack_rows: tuple[tuple[int, ...], ...]  # of each position among the ranks, of each key
+    blocks: Blocks
+    stack_rows: Ints
 
     @cached_property
     def features(self) -> tuple[str, ...]:
@@ -127,22 +117,41 @@ class Plan:
     @cached_property
     def unit(self) -> int:
         """The most columns that divide the columns of all blocks, and their offsets."""
-        return gcd(*(n for b in self.blocks for n in (b.box.offsets[1], b.box.sizes[1])))
+        return int(np.gcd(np.gcd.reduce(self.blocks.col), np.gcd.reduce(self.blocks.cols)))
 
     @cached_property
     def ids_fit_int32(self) -> bool:
-        return max((n for rows in self.stack_rows for n in rows), default=0) < 1 << 31
+        return int(self.stack_rows.max(initial=0)) < 1 << 31
 
     @cached_property
-    def _by_holder(self) -> dict[tuple[int, int], list[Block]]:
-        found: dict[tuple[int, int], list[Block]] = {}
-        for block in self.blocks:
-            found.setdefault((block.rank, block.table), []).append(block)
-        return found
+    def _of_ranks(self) -> dict[int, dict[int, list[Block]]]:
+        return {}
 
     def blocks_of(self, rank: int, table: int) -> list[Block]:
         """Those of one table on one rank, which follow each other in a stack."""
-        return self._by_holder.get((rank, table), [])
+        found = self._of_ranks.get(rank)
+        if found is None:
+            found = self._of_ranks[rank] = {}
+            position = self.ranks.index(rank)
+            start, stop = np.searchsorted(self.blocks.position, (position, position + 1))
+            for number, _, row, rows, col, cols, stack, first in zip(
+                *(column[start:stop].tolist() for column in self.blocks), strict=True
+            ):
+                block = Block(number, rank, range(row, row + rows), range(col, col + cols), stack, first)
+                found.setdefault(number, []).append(block)
+        return found.get(table, [])
+
+
+class _Boxes(NamedTuple):
+    """The boxes of a layout that are not empty, by rank; `widths` are the distinct ones, `width` the index of each."""
+
+    position: Ints
+    row: Ints
+    rows: Ints
+    col: Ints
+    cols: Ints
+    widths: Ints
+    width: Ints
 
 
 def make_plan(tables: Sequence[Table]) -> Plan:
@@ -151,26 +160,61 @@ def make_plan(tables: Sequence[Table]) -> Plan:
     Raises:
         PlanError: a table that cannot be looked up: on another mesh, with pending sums, or in boxes of several widths.
     """
-    mesh = tables[0].layout.mesh
-    ranks = tuple(sorted(mesh.ranks))
+    ranks = tuple(sorted(tables[0].layout.mesh.ranks))
+    of_layout: dict[Layout, _Boxes] = {}
     for table in tables:
         _check(table, tables[0])
-    boxes = [
-        (number, rank, box, StackKey(box.sizes[1], table.dtype, table.replicated, table.group))
-        for rank in ranks
-        for number, table in enumerate(tables)
+        if table.layout not in of_layout:
+            of_layout[table.layout] = _boxes(table, ranks)
+    boxes = [of_layout[table.layout] for table in tables]
+    keys_of = [
+        [StackKey(width, table.dtype, table.replicated, table.group) for width in found.widths.tolist()]
+        for table, found in zip(tables, boxes, strict=True)
+    ]
+    keys = tuple(sorted({key for of_table in keys_of for key in of_table}))
+    number_of = {key: i for i, key in enumerate(keys)}
+    table_of = np.repeat(np.arange(len(tables)), [len(found.row) for found in boxes])
+    stack = np.concatenate([
+        np.array([number_of[key] for key in of_table], dtype=np.int64)[found.width]
+        for of_table, found in zip(keys_of, boxes, strict=True)
+    ])  # fmt: skip
+    position, row, rows, col, cols = (np.concatenate([found[field] for found in boxes]) for field in range(5))
+    order = np.argsort(position, kind="stable")
+    table_of, position, row, rows, col, cols, stack = (
+        column[order] for column in (table_of, position, row, rows, col, cols, stack)
+    )
+    segment = position * len(keys) + stack
+    stack_rows = np.bincount(segment, rows, len(ranks) * len(keys)).astype(np.int64)
+    blocks = Blocks(table_of, position, row, rows, col, cols, stack, _starts(segment, rows, stack_rows))
+    return Plan(tuple(tables), ranks, keys, blocks, stack_rows.reshape(len(ranks), len(keys)))
+
+
+def _starts(segment: Ints, rows: Ints, of_segments: Ints) -> Ints:
+    """Where each block starts, if those of a segment follow each other."""
+    order = np.argsort(segment, kind="stable")
+    ends = rows[order].cumsum()
+    before = of_segments.cumsum() - of_segments
+    starts = np.empty_like(rows)
+    starts[order] = ends - rows[order] - before[segment[order]]
+    return starts
+
+
+def _boxes(table: Table, ranks: Sequence[int]) -> _Boxes:
+    found = [
+        (position, box.offsets[0], box.sizes[0], box.offsets[1], box.sizes[1])
+        for position, rank in enumerate(ranks)
         for box in table.layout.boxes(rank)
         if box.numel
     ]
-    keys = tuple(sorted({key for *_, key in boxes}))
-    number_of = {key: i for i, key in enumerate(keys)}
-    filled = {rank: [0] * len(keys) for rank in ranks}
-    blocks = []
-    for number, rank, box, key in boxes:
-        stack = number_of[key]
-        blocks.append(Block(number, rank, box, stack, filled[rank][stack]))
-        filled[rank][stack] += box.sizes[0]
-    return Plan(tuple(tables), ranks, keys, tuple(blocks), tuple(tuple(filled[rank]) for rank in ranks))
+    position, row, rows, col, cols = np.array(found, dtype=np.int64).reshape(-1, 5).T
+    several = (position[1:] == position[:-1]) & (cols[1:] != cols[:-1])
+    if several.any():
+        raise PlanError(
+            f"Table {table.name}: rank {ranks[position[several.argmax()]]} holds boxes of several widths. "
+            f"Fix: boxes of one width a rank."
+        )
+    widths, width = np.unique(cols, return_inverse=True)
+    return _Boxes(position, row, rows, col, cols, widths, width)
 
 
 def _check(table: Table, first: Table) -> None:
@@ -184,16 +228,33 @@ def _check(table: Table, first: Table) -> None:
         raise PlanError(f"Table {table.name} cannot be {layout.placements}: a pending sum has no rows.")
     if table.dtype not in DTYPES:
         raise PlanError(f"Table {table.name} has dtype {table.dtype}; sharded collections have {', '.join(DTYPES)}.")
-    for rank in layout.mesh.ranks:
-        if len({box.sizes[1] for box in layout.boxes(rank) if box.numel}) > 1:
-            raise PlanError(
-                f"Table {table.name}: rank {rank} holds boxes of several widths. Fix: boxes of one width a rank."
-            )
+
+
+class Sent(NamedTuple):
+    """The fields of the requests of a rank: for each, some rows of a feature's table that one owner gets the ids of.
+
+    Attributes:
+        owner: its position among the ranks.
+        stack: of the owner.
+        interval: the range of rows, among those of all features.
+        shift: from a row of the feature to one of the owner's stack.
+        column, width: the first column that the owner holds, and how many.
+        replies: whether it returns rows; a replica that does not only needs gradients.
+    """
+
+    owner: Ints
+    stack: Ints
+    feature: Ints
+    interval: Ints
+    shift: Ints
+    column: Ints
+    width: Ints
+    replies: Ints
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What one rank requests, in the order of its messages: by owner, stack, feature and rows.
+    """What one rank requests; `sent` is in the order of its messages: by owner, stack, feature and rows.
 
     Rows are numbered over all features: those of a feature start at its `base`. A table that two features share has
     its rows twice.
@@ -212,70 +273,56 @@ class Requests:
     feature_of: Ints
     position: Ints
     sizes: Ints | None
-    all: tuple[Request, ...]
+    sent: Sent
     single: bool
 
     @property
     def several(self) -> bool:
         return len(self.starts) > len(self.base)
 
-    def column(self, field: str) -> Ints:
-        """One field of all requests."""
-        return np.array([getattr(request, field) for request in self.all], dtype=np.int64)
-
 
 def requests_of(plan: Plan, rank: int) -> Requests:
     """What `rank` requests."""
-    mesh, position_of = plan.tables[0].layout.mesh, {r: i for i, r in enumerate(plan.ranks)}
-    of_table: list[list[Block]] = [[] for _ in plan.tables]
-    for block in plan.blocks:
-        of_table[block.table].append(block)
+    blocks = plan.blocks
+    by_table = np.argsort(blocks.table, kind="stable")
+    bounds = np.searchsorted(blocks.table[by_table], np.arange(len(plan.tables) + 1))
     rows = np.array([plan.tables[t].layout.shape[0] for t in plan.table_of], dtype=np.int64)
     base = rows.cumsum() - rows
-    starts: list[int] = []
-    feature_of: list[int] = []
-    found: list[Request] = []
-    coordinates = {r: mesh.coordinate(r) or () for r in plan.ranks}
+    mesh = plan.tables[0].layout.mesh
+    coordinates = np.array([mesh.coordinate(r) for r in plan.ranks], dtype=np.int64)
+    own = coordinates[plan.ranks.index(rank)]
+    starts: list[Ints] = []
+    found: list[tuple[Ints, ...]] = []
+    num_intervals = 0
     for feature, table in enumerate(plan.table_of):
-        ends = sorted({end for block in of_table[table] for end in (block.rows.start, block.rows.stop)})
-        first_of = {start: len(starts) + i for i, start in enumerate(ends)}
-        axes = plan.tables[table].replicated
-        for block in of_table[table]:
-            replies = all(coordinates[block.rank][a] == coordinates[rank][a] for a in axes)
-            found += [
-                Request(
-                    position_of[block.rank],
-                    block.stack,
-                    feature,
-                    first_of[start],
-                    block.first - block.rows.start - int(base[feature]),
-                    block.cols.start,
-                    len(block.cols),
-                    replies,
-                )
-                for start, _ in pairwise(ends)
-                if start in block.rows
-            ]
-        starts += [int(base[feature]) + start for start in ends[:-1]]
-        feature_of += [feature] * (len(ends) - 1)
-    found.sort()
-    single, several = len(found) == len(starts), len(starts) > len(rows)
-    position = np.arange(len(starts))
+        held = by_table[bounds[table] : bounds[table + 1]]
+        first, stop = blocks.row[held], blocks.row[held] + blocks.rows[held]
+        ends = np.unique(np.concatenate((first, stop)))
+        low, high = np.searchsorted(ends, first), np.searchsorted(ends, stop)
+        index = np.repeat(np.arange(len(held)), high - low)  # of the block of each request
+        inside = np.arange(len(index)) - np.repeat((high - low).cumsum() - (high - low), high - low)
+        of, axes = held[index], list(plan.tables[table].replicated)
+        replies = (coordinates[:, axes] == own[axes]).all(1)[blocks.position[of]]
+        found.append((
+            blocks.position[of], blocks.stack[of], np.full(len(of), feature), num_intervals + low[index] + inside,
+            blocks.first[of] - blocks.row[of] - base[feature], blocks.col[of], blocks.cols[of], replies,
+        ))  # fmt: skip
+        starts.append(base[feature] + ends[:-1])
+        num_intervals += len(ends) - 1
+    columns = [np.concatenate(column).astype(np.int64) for column in zip(*found, strict=True)]
+    order = np.lexsort(columns[5::-1])
+    sent = Sent(*(column[order] for column in columns))
+    feature_of = np.repeat(np.arange(len(starts)), [len(of_feature) for of_feature in starts])
+    all_starts = np.concatenate(starts)
+    single, several = len(sent.owner) == num_intervals, num_intervals > len(rows)
+    position = np.arange(num_intervals)
     if single and several:  # ids are sorted by interval in any case: at once in the order of messages
-        position[[request.interval for request in found]] = np.arange(len(starts))
-    return Requests(
-        base,
-        rows,
-        np.array(starts, dtype=np.int64),
-        np.array(feature_of, dtype=np.int64),
-        position,
-        _sizes(base, rows, starts, feature_of),
-        tuple(found),
-        single,
-    )
+        position[sent.interval] = np.arange(num_intervals)
+    sizes = _sizes(base, rows, all_starts, feature_of)
+    return Requests(base, rows, all_starts, feature_of, position, sizes, sent, single)
 
 
-def _sizes(base: Ints, rows: Ints, starts: Sequence[int], feature_of: Sequence[int]) -> Ints | None:
+def _sizes(base: Ints, rows: Ints, starts: Ints, feature_of: Ints) -> Ints | None:
     """The size of the intervals of each feature, if an id is in the interval that division by it says."""
     first = np.searchsorted(feature_of, np.arange(len(rows)))
     counts = np.bincount(feature_of, minlength=len(rows))

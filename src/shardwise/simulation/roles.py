@@ -62,12 +62,13 @@ class Roles:
 
     def find(self) -> None:
         """Note what modules and optimizers hold now."""
-        for module in self._modules.values():
+        modules = {id(part): part for module in self._modules.values() for part in module.modules()}.values()
+        for module in modules:
             self._note(PARAMETERS, module._parameters.values())
             self._note(BUFFERS, module._buffers.values())
         for optimizer in self._optimizers.values():
             self._note(PARAMETERS, [p for group in optimizer.param_groups for p in group["params"]])
-        for module in self._modules.values():
+        for module in modules:
             self._note_gradients(p for p in module._parameters.values() if p is not None)
         for optimizer in self._optimizers.values():
             self._note(OPTIMIZER, pytree.tree_leaves(list(optimizer.state.values())))

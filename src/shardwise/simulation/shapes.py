@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from shardwise.demos.lm.batches import batch_placements
 from shardwise.demos.lm.config import TENSOR_AXIS
 from shardwise.demos.lm.model import data_mesh, shard
+from shardwise.embedding import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    shard_embeddings,
+)
 from shardwise.errors import ConfigError
 from shardwise.layout import REPLICATE, Mesh, Shard
-from shardwise.lookups.grouped import embedding_bags
 from shardwise.models import MixtureOfExperts, ModelArgs, Transformer
 from shardwise.models.moe import Routing
 from shardwise.parallel import fully_shard, loss_parallel
@@ -120,33 +126,43 @@ def _longest_dim(parameter: nn.Parameter) -> Shard:
 class Recommender(nn.Module):
     """The sums of rows of many tables, beside dense features, in one multi-layer perceptron."""
 
-    def __init__(self, tables: int, rows: int, dim: int, dense: int) -> None:
+    def __init__(self, num_tables: int, dim: int, dense: int) -> None:
         super().__init__()
-        self.tables = nn.ParameterList([torch.empty(rows, dim) for _ in range(tables)])
         self.bottom = nn.Sequential(nn.Linear(dense, 512), nn.ReLU(), nn.Linear(512, dim), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(dim * (tables + 1), 1024), nn.ReLU(), nn.Linear(1024, 1))
+        self.top = nn.Sequential(nn.Linear(dim * (num_tables + 1), 1024), nn.ReLU(), nn.Linear(1024, 1))
 
-    def forward(self, dense: Tensor, ids: list[Tensor]) -> Tensor:
-        """(batch, dense) and, of each table, (batch, ids) -> (batch, 1)."""
-        bags = embedding_bags(ids, list(self.tables), mode="sum")
-        scores: Tensor = self.top(torch.cat([self.bottom(dense), *bags], 1))
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """(batch, dense) and (batch, tables * dim) -> (batch, 1)."""
+        scores: Tensor = self.top(torch.cat([self.bottom(dense), pooled], 1))
         return scores
 
 
 def recommender(options: Options, mesh: Mesh, tables: int = 1000, rows: int = 1_000_000, dim: int = 64) -> Step:
-    """Adagrad on a recommender whose tables are row-wise over all ranks; all else is replicated."""
+    """Row-wise Adagrad on tables that are row-wise over all ranks, Adagrad on dense layers, which are replicated."""
     dense, ids_of_bag = 13, 4
-    model = Recommender(tables, rows, dim, dense)
-    shard_module(model, {"tables.*": [Shard(0)] * mesh.ndim}, mesh=mesh, src_rank=None)
+    names = [f"t{number}" for number in range(tables)]
+    collection = EmbeddingBagCollection(
+        [EmbeddingBagConfig(rows, dim, name, feature_names=[name]) for name in names], device="meta"
+    )
+    by_rows = [Shard(0)] * mesh.ndim
+    sharded = shard_embeddings(collection, dict.fromkeys(names, by_rows), mesh, RowWiseAdagrad(lr=0.1))
+    fused = sharded.fused_optimizer
+    assert fused is not None
+    model = Recommender(tables, dim, dense)
+    shard_module(model, {}, mesh=mesh, src_rank=None)
     optimizer = torch.optim.Adagrad(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
-        size = options.batch_size, ids_of_bag
-        ids = [_distributed(torch.randint(rows, size), mesh) for _ in range(tables)]
-        scores = model(_distributed(torch.ones(options.batch_size, dense), mesh), ids)
+        size = options.batch_size
+        lengths = torch.full((tables * size,), ids_of_bag)
+        ids = KeyedJaggedTensor(names, torch.randint(rows, (tables * size * ids_of_bag,)), lengths=lengths)
+        pooled = DTensor.from_local(sharded(ids).values(), mesh, by_rows, run_check=False)
+        features = DTensor.from_local(torch.ones(size, dense), mesh, by_rows, run_check=False)
+        scores = model(features, pooled)
         F.binary_cross_entropy_with_logits(scores, torch.zeros_like(scores)).backward()
         optimizer.step()
+        fused.step()
 
     return step
 

@@ -89,7 +89,8 @@ class Engine:
         Raises:
             PlanError: no rank has full rows of the table.
         """
-        if any(len(b.cols) < self.plan.tables[table].layout.shape[1] for b in self.plan.blocks if b.table == table):
+        blocks = self.plan.blocks
+        if (blocks.cols[blocks.table == table] < self.plan.tables[table].layout.shape[1]).any():
             name = self.plan.tables[table].name
             raise PlanError(f"Table {name} has a max_norm, which needs full rows. Fix: shard no columns of it.")
         for block in self.plan.blocks_of(self.rank, table):

@@ -69,10 +69,10 @@ def make_routes(plan: Plan, requests: Requests, device: torch.device) -> Routes:
     def put(values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    interval, owner = requests.column("interval"), requests.column("owner")
-    at = requests.position[interval]
-    replies = requests.column("replies").astype(bool)
-    segment, num_segments = owner * len(plan.keys) + requests.column("stack"), len(plan.ranks) * len(plan.keys)
+    sent = requests.sent
+    at = requests.position[sent.interval]
+    replies = sent.replies.astype(bool)
+    segment, num_segments = sent.owner * len(plan.keys) + sent.stack, len(plan.ranks) * len(plan.keys)
     return Routes(
         plan,
         requests,
@@ -82,14 +82,14 @@ def make_routes(plan: Plan, requests: Requests, device: torch.device) -> Routes:
         put(requests.starts),
         put(requests.position),
         put(requests.feature_of),
-        put(interval),
+        put(sent.interval),
         put(at),
         bool(np.array_equal(at, np.arange(len(requests.starts)))),
-        put(owner),
-        put(requests.column("feature")),
-        put(requests.column("shift")),
-        put(requests.column("column") // plan.unit),
-        put(requests.column("width") // plan.unit),
+        put(sent.owner),
+        put(sent.feature),
+        put(sent.shift),
+        put(sent.column // plan.unit),
+        put(sent.width // plan.unit),
         None if replies.all() else torch.from_numpy(replies).to(device),
         put(np.searchsorted(segment, np.arange(num_segments), side="right")),
     )

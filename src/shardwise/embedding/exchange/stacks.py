@@ -44,7 +44,7 @@ class Stack:
 
 def make_stacks(plan: Plan, rank: int, device: torch.device) -> list[Stack]:
     """The stacks of `rank`, not initialised."""
-    rows = plan.stack_rows[plan.ranks.index(rank)]
+    rows = plan.stack_rows[plan.ranks.index(rank)].tolist()
     return [
         Stack(key, torch.empty(n, key.cols, dtype=getattr(torch, key.dtype), device=device))
         for key, n in zip(plan.keys, rows, strict=True)
