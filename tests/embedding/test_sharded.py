@@ -1,6 +1,7 @@
 """Sharded collections beside plain ones in one process."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from shardwise.embedding.plan import Plan
 from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
 from shardwise.errors import ArgumentError, IdTypeError, PlanError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 
 # ---- kernels and an optimizer, of what torch has --------------------------------------------------------------
@@ -346,6 +347,52 @@ def states() -> None:
 
 def test_states_load_from_plain_and_from_other_shardings_and_unshard() -> None:
     world(3).run(states)
+
+
+CHANGES: dict[str, Callable[[nn.Module, nn.Parameter, DTensor], object]] = {
+    "half": lambda module, weight, other: module.half(),
+    "double": lambda module, weight, other: module.double(),
+    "to_empty": lambda module, weight, other: module.to_empty(device="cpu"),
+    "data": lambda module, weight, other: setattr(weight, "data", other),
+    "another parameter": lambda module, weight, other: setattr(
+        module.get_submodule("embedding_bags.t0"), "weight", nn.Parameter(other)
+    ),
+}
+
+
+def changed(change: str, sharding: str) -> None:
+    module = shard_embeddings(EmbeddingBagCollection(bag_configs()), plans(2)[sharding], Mesh((2,)), SGD(lr=1.0))
+    weight = module.get_parameter("embedding_bags.t0.weight")
+    other = distribute_tensor(torch.ones(7, 4), Mesh((2,)), weight.placements)  # type: ignore[attr-defined]
+    module.to("cpu")
+    module(batch_of(0, 0))
+    CHANGES[change](module, weight, other)
+    with pytest.raises(PlanError, match=r"Table t\d was moved, converted or replaced"):
+        module(batch_of(0, 0))
+    with pytest.raises(PlanError, match="A sharded collection has no copy"):
+        copy.deepcopy(module)
+
+
+@pytest.mark.parametrize("sharding", ["row", "column", "replicated"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_table_that_is_no_view_of_the_memory_any_more_is_an_error(change: str, sharding: str) -> None:
+    world(2).run(changed, change, sharding)
+
+
+def loaded_by_assignment() -> None:
+    module = shard_embeddings(EmbeddingBagCollection(bag_configs()), plans(2)["mixed"], Mesh((2,)), SGD(lr=1.0))
+    other = EmbeddingBagCollection(bag_configs())
+    full = {name: value + collectives.rank() * 0 for name, value in with_integers(other).state_dict().items()}
+    state = {
+        name: distribute_tensor(full[name], v.device_mesh, v.placements) for name, v in module.state_dict().items()
+    }
+    module.load_state_dict(state, assign=True)
+    batch = batch_of(collectives.rank(), 0)
+    torch.testing.assert_close(module(batch).values(), other(batch).values())
+
+
+def test_assigned_states_are_copied() -> None:
+    world(2).run(loaded_by_assignment)
 
 
 def test_what_does_not_fit_is_refused() -> None:

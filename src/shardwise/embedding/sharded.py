@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.embedding import kernels as torch_kernels
-from shardwise.embedding.batch import IdRules, Verdict, features_of
+from shardwise.embedding.batch import Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (
     BAGS,
     ROWS,
@@ -41,6 +42,21 @@ from shardwise.tensor import DTensor
 Optimizers = Sequence[RowOptimizer]  # of each table
 
 
+class _ViewOfStack(TableWeight):
+    """A parameter that stays in the memory of its stack."""
+
+    def __init__(self, name: str, weight: DTensor, requires_grad: bool) -> None:
+        super().__init__(weight, requires_grad)
+        self.name = name
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, object], prefix: str, local_metadata: dict[str, object], *rest: object
+    ) -> None:
+        """Copy, also with `assign=True`."""
+        copies = local_metadata | {"assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, copies, *rest)
+
+
 class _Sharded(nn.Module):
     """What both sharded collections share: tables that are views of stacks, and the exchange."""
 
@@ -67,19 +83,20 @@ class _Sharded(nn.Module):
         )
         device = torch.device(layouts[0].mesh.device_type)
         stacks = make_stacks(plan, collectives.rank(), device)
-        self._weighted = weighted
+        self._kind, self._weighted = kind, weighted
         self._engine = Engine(kind, plan, stacks, kernels, self._step if distinct else self._accumulate, weighted)
-        modules = {}
+        modules: dict[str, _ViewOfStack] = {}
         seed = _seed(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
             rows = new_rows(config, seed + number) if source.is_meta else rows_of_full(source)
             for block in plan.blocks_of(collectives.rank(), number):
                 fill(stacks[block.stack].weight[block.first : block.first + len(block.rows)], block, rows)
             weight = self._as_dtensor(number, [stack.weight for stack in stacks])
-            modules[config.name] = TableWeight(weight, requires_grad=not distinct)
+            modules[config.name] = _ViewOfStack(config.name, weight, requires_grad=not distinct)
             if config.max_norm is not None:
                 self._engine.limit_norm(number, config.max_norm)
         self.add_module(kind, Tables(modules))
+        self._places = [self._place(number, table) for number, table in enumerate(modules.values())]
         self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
         self._features = features_of(configs)
         self._rules = IdRules(self._features, device, kind == BAGS)
@@ -118,6 +135,39 @@ class _Sharded(nn.Module):
         tables: dict[str, DTensor] = self.state_dict()
         plain.load_state_dict({name: value.full_tensor() for name, value in tables.items()})
         return plain
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise PlanError(
+            "A sharded collection has no copy, because its tables are views of shared memory. "
+            "Fix: shard_embeddings(collection.unshard(), …)."
+        )
+
+    def _place(self, number: int, table: _ViewOfStack) -> tuple[_ViewOfStack, int | None, int, torch.dtype]:
+        """The stack of a table, None if it has no row here, where it starts there, in bytes, and its dtype."""
+        dtype: torch.dtype = getattr(torch, self._plan.tables[number].dtype)
+        for block in self._plan.blocks_of(self._engine.rank, number)[:1]:
+            return table, block.stack, block.first * len(block.cols) * dtype.itemsize, dtype
+        return table, None, 0, dtype
+
+    def _batch(self, features: JaggedFeatures) -> Batch:
+        """The ids of a batch, if the tables are still views of the stacks.
+
+        Raises:
+            PlanError: a table was replaced.
+        """
+        starts = [stack.weight.data_ptr() for stack in self._engine.stacks]
+        address = torch._C.TensorBase.data_ptr
+        with torch._C.DisableTorchFunctionSubclass():  # DTensors show no addresses
+            for table, stack, offset, dtype in self._places:
+                weight = table._parameters["weight"]
+                at = 0 if stack is None else starts[stack] + offset
+                if weight is None or address(weight) != at or weight.dtype != dtype:
+                    raise PlanError(
+                        f"Table {table.name} was moved, converted or replaced (to(), half(), to_empty(), .data =), "
+                        f"but a sharded collection looks up rows in memory of its own.\n"
+                        f"  Fix: change values by copy_() or load_state_dict(); convert before shard_embeddings."
+                    )
+        return self._features.batch(features, self._weighted)
 
     def _results(self, outgoing: Outgoing, verdict: Verdict) -> Tensor:
         """The results of a request, flat, after messages 1 and 2."""
@@ -182,7 +232,7 @@ class ShardedEmbeddingBagCollection(_Sharded):
         Raises:
             IdError: an id outside its table, on some rank; the same error on all.
         """
-        batch, verdict = self._rules.apply(self._features.batch(features, self._weighted))
+        batch, verdict = self._rules.apply(self._batch(features))
         if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
             raise IdTypeError("A sharded collection has no gradients for weights of ids. Fix: weights.detach().")
         index = self._engine.batch_index(batch.bags)
@@ -225,7 +275,7 @@ class ShardedEmbeddingCollection(_Sharded):
         Raises:
             IdError: an id outside its table, on some rank; the same error on all.
         """
-        given = self._features.batch(features, weighted=False)
+        given = self._batch(features)
         batch, verdict = self._rules.apply(given)
         routes, feature_of = self._engine.routes, self._engine.batch_index(batch.bags).feature_of_bag
         feature, dims = feature_of[batch.bag], routes.dims[feature_of[given.bag]]

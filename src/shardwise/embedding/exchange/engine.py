@@ -51,7 +51,8 @@ class Engine:
         update: Callable[[Gradients], None],
         weighted: bool,
     ) -> None:
-        self.name, self.plan, self.stacks, self.kernels, self.update = name, plan, list(stacks), kernels, update
+        self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
+        self.pool = kernels.pool  # a module, as `kernels` may be, has no copy
         self.weighted = weighted
         self.rank = collectives.rank()
         device = stacks[0].weight.device
@@ -140,7 +141,7 @@ class Engine:
             stack.renorm(requests.rows)
         replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
         sums = [
-            self.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
+            self.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
             for stack, reply in zip(self.stacks, replies, strict=True)
         ]
         runs = self._runs(requested, answered_only=True)
