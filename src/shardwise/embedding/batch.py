@@ -146,14 +146,14 @@ class IdRules:
         """
         verdict = VALID
         keep: Tensor | None = None
-        if batch.values.numel() and self._has_bad(batch.values):
-            rows = _of_ids(self._rows, batch)
-            bad = (batch.values < 0) | (batch.values >= rows)
+        bad = self._bad(batch)
+        if bad is not None:
             of_error, of_clip, of_hash, of_zero = (bad & _of_ids(self._chosen[policy], batch) for policy in POLICIES)
             if bool(of_error.any()):
                 verdict = self._verdict(batch, int(of_error.nonzero()[0]))
                 nothing = torch.zeros_like(of_error)
                 return batch.where(nothing), verdict
+            rows = _of_ids(self._rows, batch)
             clipped = torch.minimum(batch.values.clamp(min=0), rows - 1)
             values = torch.where(of_clip, clipped, torch.where(of_hash, batch.values.remainder(rows), batch.values))
             batch, keep = replace(batch, values=values), ~of_zero
@@ -180,10 +180,17 @@ class IdRules:
                     f"  Fix: correct the ids, or bad_ids='clip', 'hash' or 'zero' in the table's config."
                 )
 
-    def _has_bad(self, values: Tensor) -> bool:
-        """Whether an id may be outside its table: cheap where all are in the smallest one."""
-        low, high = torch.aminmax(values)
-        return int(low) < 0 or int(high) >= self._smallest
+    def _bad(self, batch: Batch) -> Tensor | None:
+        """Which ids are not in their table; None: all are. Cheap where all are in the smallest one."""
+        if not batch.values.numel():
+            return None
+        low, high = torch.aminmax(batch.values)
+        if int(low) >= 0 and int(high) < self._smallest:
+            return None
+        bad = batch.values >= _of_ids(self._rows, batch)
+        if int(low) < 0:
+            bad |= batch.values < 0
+        return bad if bool(bad.any()) else None
 
     def _verdict(self, batch: Batch, number: int) -> Verdict:
         bag, value = int(batch.bag[number]), int(batch.values[number])

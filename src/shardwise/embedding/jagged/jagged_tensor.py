@@ -1,13 +1,12 @@
 """`JaggedTensor`: bags of one feature."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from shardwise.embedding.jagged.segments import checked_lengths, offsets_of, shown
+from shardwise.embedding.jagged.segments import Bags, checked_lengths, shown
 from shardwise.errors import JaggedError
 from shardwise.layout import checked_init
 
@@ -19,7 +18,7 @@ class _Nested(Protocol):
 
 
 @checked_init
-class JaggedTensor:
+class JaggedTensor(Bags):
     """Bags of different lengths, one after another.
 
         JaggedTensor(torch.tensor([7, 9, 7]), lengths=torch.tensor([2, 0, 1]))  # [7, 9], [], [7]
@@ -44,40 +43,6 @@ class JaggedTensor:
     ) -> None:
         self._lengths = checked_lengths("JaggedTensor", values, weights, lengths, offsets)
         self._values, self._weights = values, weights
-
-    def values(self) -> Tensor:
-        """Of all bags, [values, ...]."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """Of each value.
-
-        Raises:
-            JaggedError: there are none.
-        """
-        if self._weights is None:
-            raise JaggedError("This JaggedTensor has no weights. Fix: weights_or_none().")
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """Of each value, or None."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Of each bag, [bags]."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where each bag starts, and the number of values, [bags + 1]."""
-        return self._offsets
-
-    @cached_property
-    def _offsets(self) -> Tensor:
-        return offsets_of(self._lengths)
-
-    def device(self) -> torch.device:
-        """Of the values."""
-        return self._values.device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
         """The same bags on another device."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embedding.jagged.jagged_tensor import JaggedTensor, _made
-from shardwise.embedding.jagged.segments import checked_lengths, offsets_of, shown
+from shardwise.embedding.jagged.segments import Bags, checked_lengths, shown
 from shardwise.errors import JaggedError
 from shardwise.layout import checked, checked_init
 
@@ -28,7 +28,7 @@ class JaggedFeatures(Protocol):
 
 
 @checked_init
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(Bags):
     """Bags of several features: first all bags of the first feature, then those of the second.
 
         KeyedJaggedTensor(
@@ -90,36 +90,6 @@ class KeyedJaggedTensor:
         """The features."""
         return self._keys
 
-    def values(self) -> Tensor:
-        """Ids of all bags, [ids]."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """Of each id.
-
-        Raises:
-            JaggedError: there are none.
-        """
-        if self._weights is None:
-            raise JaggedError("This KeyedJaggedTensor has no weights. Fix: weights_or_none().")
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """Of each id, or None."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Of each bag, by feature."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where each bag starts, and the number of ids."""
-        return self._offsets
-
-    @cached_property
-    def _offsets(self) -> Tensor:
-        return offsets_of(self._lengths)
-
     def stride(self) -> int:
         """Bags of each feature.
 
@@ -149,10 +119,6 @@ class KeyedJaggedTensor:
     def offset_per_key(self) -> list[int]:
         """The first id of each feature, and the number of ids."""
         return [0, *accumulate(self._length_per_key)]
-
-    def device(self) -> torch.device:
-        """Of the ids."""
-        return self._values.device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
         """The same bags on another device."""

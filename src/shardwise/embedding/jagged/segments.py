@@ -1,5 +1,7 @@
 """Lengths and offsets of bags, compared with the values that they divide."""
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,9 +70,47 @@ def _check(what: str, values: Tensor, lengths: Tensor) -> None:
         )
 
 
-def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each bag starts, and the number of values; [bags + 1], of the dtype of `lengths`."""
-    return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+class Bags:
+    """What jagged tensors with and without keys have in common."""
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor
+
+    def values(self) -> Tensor:
+        """Of all bags: [values, ...], or [ids] if there are keys."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Of each value.
+
+        Raises:
+            JaggedError: there are none.
+        """
+        if self._weights is None:
+            raise JaggedError(f"This {type(self).__name__} has no weights. Fix: weights_or_none().")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Of each value, or None."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Of each bag, by key if there are keys: [bags]."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each bag starts, and the number of values, [bags + 1]."""
+        return self._offsets
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        lengths = self._lengths
+        return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+
+    def device(self) -> torch.device:
+        """Of the values."""
+        return self._values.device
 
 
 def shown(values: Tensor, lengths: Tensor, weights: Tensor | None) -> str:
