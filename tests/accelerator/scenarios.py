@@ -15,6 +15,14 @@ from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, colle
 from shardwise.checkpoint import load, save
 from shardwise.collectives import rank
 from shardwise.collectives.processes import TORCH_TRANSPORT
+from shardwise.embedding import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+    RowWiseAdagrad,
+    shard_embeddings,
+)
 from shardwise.errors import MismatchError
 from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, RowwiseParallel, fully_shard, parallelize_module
 from shardwise.tensor import DTensor
@@ -172,6 +180,28 @@ def tables_are_looked_up() -> None:
             F.embedding(sharded(ids + 4, [S0]), weight)
 
 
+def collections_are_trained() -> None:
+    tables = [
+        EmbeddingBagConfig(11, 4, "t", feature_names=["f"]),
+        EmbeddingBagConfig(3, 4, "u", feature_names=["g"], pooling=PoolingType.MEAN, padding_idx=0),
+    ]
+    ids = KeyedJaggedTensor(["f", "g"], torch.tensor([0, 10, 3, 1, 0]), lengths=torch.tensor([2, 1, 0, 2]))
+    for placement in (S0, S1, OnRanks(2), R):
+        collection = EmbeddingBagCollection(tables, device="meta")
+        module = shard_embeddings(collection, {"t": placement, "u": placement}, LINE, RowWiseAdagrad(lr=0.1))
+        plain = module.unshard().cpu()
+        before = plain.state_dict()
+        pooled = module(ids.to(DEVICE))
+        assert pooled.values().device.type == DEVICE
+        torch.testing.assert_close(pooled.values().detach().cpu(), plain(ids).values().detach())
+        pooled.values().sum().backward()
+        after = module.state_dict()["embedding_bags.t.weight"]
+        changed = (full(after) != before["embedding_bags.t.weight"]).any(1).nonzero().flatten()
+        assert changed.tolist() == [0, 3, 10]
+        with pytest.raises(IndexError, match="id 11, at position 1 of sample 0 of rank 0"):
+            module(KeyedJaggedTensor(["f", "g"], torch.tensor([0, 11]), lengths=torch.tensor([2, 0])).to(DEVICE))
+
+
 def a_model_is_trained() -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -280,6 +310,7 @@ SCENARIOS: list[Callable[..., None]] = [
     ops_and_gradients_are_right,
     shapes_depend_on_data,
     tables_are_looked_up,
+    collections_are_trained,
     a_model_is_trained,
     plain_local_tensors_are_joined,
     random_numbers_are_those_of_any_layout,

@@ -172,6 +172,8 @@ def test_collections_that_do_not_fit_are_refused() -> None:
         collection(batch())
     with pytest.raises(IdTypeError, match="Ids are int32 or int64"):
         EmbeddingBagCollection(CONFIGS)(KeyedJaggedTensor(list(IDS), torch.ones(0), lengths=torch.zeros(3).long()))
+    with pytest.raises(IdTypeError, match="looks up a KeyedJaggedTensor, got Tensor"):
+        collection(torch.ones(2))
     with pytest.raises(IdTypeError, match="Tables are on meta, ids on cpu"):
         EmbeddingBagCollection(CONFIGS, device="meta")(batch())
 

@@ -62,7 +62,7 @@ class Setup:
         values = torch.tensor([i for bag in ids for i in bag], dtype=torch.int64)
         rows, cols = self.plan.tables[0].layout.shape
         config = EmbeddingConfig(rows, cols, "items", feature_names=["item"], bad_ids=policy)
-        rules = IdRules(features_of([config]), torch.device("cpu"), skips_padding=True)
+        rules = IdRules(features_of([config]), skips_padding=True)
         given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
         batch, verdict = rules.apply(given)
         out = request_bags(self.engine.batch_index(batch.bags), batch.values, batch.bag, batch.lengths, None)

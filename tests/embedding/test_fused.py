@@ -69,10 +69,10 @@ def loss_of(out: Any) -> Tensor:
     return sum((part.square().sum() for part in parts), torch.zeros(()))
 
 
-def train(optimizer: RowOptimizer, plan: str, pooled: bool) -> None:
+def train(optimizer: RowOptimizer, plan: str, pooled: bool, size: int = SIZE) -> None:
     """Ten steps beside one process, with a learning rate that a scheduler halves every third step."""
     plain = collection(pooled)
-    sharded = shard_embeddings(collection(pooled), PLANS[plan], Mesh((SIZE,)), optimizer)
+    sharded = shard_embeddings(collection(pooled), PLANS[plan], Mesh((size,)), optimizer)
     fused = sharded.fused_optimizer
     assert fused is not None
     scheduler = torch.optim.lr_scheduler.StepLR(fused, 3, 0.5)
@@ -83,7 +83,7 @@ def train(optimizer: RowOptimizer, plan: str, pooled: bool) -> None:
         scheduler.step()
         fused.zero_grad()
         plain.zero_grad()
-        batches = [batch_of(rank, step) for rank in range(SIZE)]
+        batches = [batch_of(rank, step) for rank in range(size)]
         sum(loss_of(plain(batch)) for batch in batches).backward()  # type: ignore[union-attr]
         ids = {key: torch.cat([batch[key].values() for batch in batches]) for key in batches[0].keys()}  # noqa: SIM118
         kind = "embedding_bags" if pooled else "embeddings"
@@ -93,7 +93,7 @@ def train(optimizer: RowOptimizer, plan: str, pooled: bool) -> None:
         now = replace(optimizer, lr=optimizer.lr * 0.5 ** (step // 3))
         for config in CONFIGS:  # row-wise states of columns are of each shard
             by_columns = PLANS[plan].get(config.name) == Shard(1)
-            dense_table(now, plain, f"{kind}.{config.name}.weight", states, step + 1, SIZE if by_columns else 1)
+            dense_table(now, plain, f"{kind}.{config.name}.weight", states, step + 1, size if by_columns else 1)
     for name, value in sharded.state_dict().items():
         torch.testing.assert_close(value.full_tensor(), plain.state_dict()[name], rtol=1e-5, atol=1e-6)
     found = fused.state_dict()
@@ -120,6 +120,13 @@ def dense_table(
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1)])
 def test_ten_steps_equal_those_of_one_process(optimizer: RowOptimizer, plan: str, pooled: bool) -> None:
     world(SIZE).run(train, optimizer, plan, pooled)
+
+
+@pytest.mark.parametrize("size", [1, 3, 12])  # the tables have 5 to 10 rows, and 4 or 6 columns
+@pytest.mark.parametrize("plan", ["row", "column", "replicated"])
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(0.1), RowWiseAdam(0.1)])
+def test_on_one_rank_and_on_more_ranks_than_rows_and_columns(optimizer: RowOptimizer, plan: str, size: int) -> None:
+    world(size).run(train, optimizer, plan, True, size)
 
 
 def one_step(module: Any, step: int) -> None:
@@ -220,6 +227,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"t2.weight, state sum: shape \(3, 4\), expected \(5, 4\)"):
         adagrad.load_state_dict(other)
     assert adagrad.state_dict()["state"][0]["sum"].full_tensor().eq(0).all()  # nothing was loaded
+    other = copy.deepcopy(adam.state_dict())
+    other["state"][0]["exp_avg"] = torch.ones(7, 8)  # as many rows, but a number for each element
+    with pytest.raises(ConfigError, match=r"t0.weight, state exp_avg: shape \(7, 8\), expected \(7, 4\)"):
+        adam.load_state_dict(other)
     boxes = Boxes([[((0, 0), (7, 2)), ((0, 2), (7, 2))]])
     row_wise = shard_embeddings(collection(), {"t0": boxes}, mesh, RowWiseAdagrad(0.1))
     one_step(row_wise, 0)

@@ -25,7 +25,7 @@ from shardwise.embedding.exchange import pooling
 from shardwise.embedding.optimizers import SGD
 from shardwise.embedding.plan import Plan
 from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
-from shardwise.errors import ArgumentError, IdTypeError, PlanError
+from shardwise.errors import ArgumentError, IdTypeError, PlanError, RemoteRankError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
@@ -336,11 +336,11 @@ def states() -> None:
     batch = batch_of(collectives.rank(), 0)
     for module in sharded, again:
         loss_of(module(batch)).backward()  # trains the memory that the parameters are views of
-    whole = sharded.unshard()
+    full = sharded.unshard()
     for name, value in again.unshard().state_dict().items():
-        assert torch.equal(value, whole.state_dict()[name]), name
-    assert type(whole) is EmbeddingBagCollection
-    assert torch.equal(whole(batch).values(), again(batch).values())
+        assert torch.equal(value, full.state_dict()[name]), name
+    assert type(full) is EmbeddingBagCollection
+    assert torch.equal(full(batch).values(), again(batch).values())
     sharded.load_state_dict(again.state_dict())  # DTensors of another sharding
     assert torch.equal(sharded(batch).values(), again(batch).values())
 
@@ -393,6 +393,31 @@ def loaded_by_assignment() -> None:
 
 def test_assigned_states_are_copied() -> None:
     world(2).run(loaded_by_assignment)
+
+
+def fails_on_rank_1(module: nn.Module, fault: str) -> str:
+    """What a rank raises if the batch of rank 1 is not one."""
+    keys = ["f0"] if fault == "a missing feature" and collectives.rank() == 1 else list(FEATURES)
+    dtype = torch.float32 if fault == "no integers" and collectives.rank() == 1 else torch.int64
+    try:
+        module(KeyedJaggedTensor(keys, torch.zeros(0, dtype=dtype), lengths=torch.zeros(len(keys)).long()))
+    except (IdTypeError, RemoteRankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def one_rank_fails(fault: str) -> str:
+    return fails_on_rank_1(shard_embeddings(EmbeddingBagCollection(bag_configs()), plans(3)["row"], Mesh((3,))), fault)
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("fault", ["a missing feature", "no integers"])
+def test_ranks_hear_of_a_batch_that_another_rank_could_not_take(fault: str, real: bool) -> None:
+    found = world(3, real=real, timeout=60).run(one_rank_fails, fault)
+    assert found[1].startswith("IdTypeError: ")
+    for text in found[0], found[2]:
+        assert text.startswith("RemoteRankError: ")
+        assert "Rank 1 could not take its batch" in text
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from shardwise.embedding.configs import POLICIES, EmbeddingConfig
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.errors import ConfigError, IdError, IdTypeError
+from shardwise.errors import ConfigError, IdError, IdTypeError, RemoteRankError
 
 Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid
 VALID: Verdict = (-1, 0, 0, 0)
+NO_BATCH: Verdict = (-2, 0, 0, 0)  # the rank raised before it had a batch
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Batch:
     bags: tuple[int, ...]
     counted: Tensor
     kept: Tensor | None = None
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The ids of each feature."""
+        return [int(n.sum()) for n in self.lengths.split(self.bags)]
 
     def where(self, keep: Tensor) -> "Batch":
         """Only some of the ids; `counted` stays as it is."""
@@ -73,13 +79,16 @@ class Features:
         """Columns of each feature."""
         return tuple(config.embedding_dim for config in self.config_of)
 
-    def batch(self, features: JaggedFeatures, weighted: bool) -> Batch:
+    def batch(self, features: JaggedFeatures, weighted: bool, device: torch.device) -> Batch:
         """The ids of these features, in their order.
 
         Raises:
-            IdTypeError: a feature is missing, ids are no integers, or a collection with weights gets none.
+            IdTypeError: something else, a feature is missing, ids are no integers or on another device, or a collection
+                with weights gets none.
             JaggedError: lengths that do not fit the ids.
         """
+        if not isinstance(features, JaggedFeatures):
+            raise IdTypeError(f"A collection looks up a KeyedJaggedTensor, got {type(features).__name__}.")
         given = features if isinstance(features, KeyedJaggedTensor) else KeyedJaggedTensor.from_torchrec(features)
         known = set(given.keys())
         missing = [name for name in self.names if name not in known]
@@ -94,9 +103,18 @@ class Features:
             raise IdTypeError(
                 "The collection is weighted, but the input has no weights. Fix: weights=, one of each id."
             )
+        if given.values().device != device:
+            raise IdTypeError(
+                f"Tables are on {device}, ids on {given.values().device}. Fix: features.to({str(device)!r})."
+            )
         given = given.of_features(self.names)
         weights = given.weights_or_none() if weighted else None
         return make_batch(given.values(), given.lengths(), weights, given.stride_per_key())
+
+    def no_batch(self, device: torch.device) -> Batch:
+        """Of no bags."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        return make_batch(nothing, nothing, None, [0] * len(self.names))
 
 
 def features_of(configs: Sequence[EmbeddingConfig]) -> Features:
@@ -124,20 +142,16 @@ class IdRules:
 
     Args:
         features: of the tables.
-        device: of the ids.
         skips_padding: whether ids that are padding are not looked up.
     """
 
-    def __init__(self, features: Features, device: torch.device, skips_padding: bool) -> None:
+    def __init__(self, features: Features, skips_padding: bool) -> None:
         configs = self._configs = features.config_of
         self._names = features.names
-        self._rows = torch.tensor([config.num_embeddings for config in configs], device=device)
-        self._smallest = min(config.num_embeddings for config in configs)
+        self._rows = [config.num_embeddings for config in configs]
         padding = [-1 if config.padding_idx is None else config.padding_idx for config in configs]
-        self._padding = torch.tensor(padding, device=device) if skips_padding and max(padding) >= 0 else None
-        self._chosen = {
-            policy: torch.tensor([config.bad_ids == policy for config in configs], device=device) for policy in POLICIES
-        }
+        self._padding = padding if skips_padding and max(padding) >= 0 else None
+        self._chosen = {policy: [config.bad_ids == policy for config in configs] for policy in POLICIES}
 
     def apply(self, batch: Batch) -> tuple[Batch, Verdict]:
         """The batch with valid ids only, and the verdict on it: the first id that is an error.
@@ -169,8 +183,14 @@ class IdRules:
 
         Raises:
             IdError: the same on every rank.
+            RemoteRankError: a rank has no batch.
         """
         for number, (feature, sample, position, value) in enumerate(verdicts):
+            if feature == NO_BATCH[0]:
+                raise RemoteRankError(
+                    f"Rank {ranks[number]} could not take its batch; its own error says why. Nothing was looked up.",
+                    ranks[number],
+                )
             if feature >= 0:
                 config, of_rank = self._configs[feature], f" of rank {ranks[number]}" if ranks else ""
                 raise IdError(
@@ -185,7 +205,7 @@ class IdRules:
         if not batch.values.numel():
             return None
         low, high = torch.aminmax(batch.values)
-        if int(low) >= 0 and int(high) < self._smallest:
+        if int(low) >= 0 and int(high) < min(self._rows):
             return None
         bad = batch.values >= _of_ids(self._rows, batch)
         if int(low) < 0:
@@ -202,6 +222,7 @@ class IdRules:
         return feature, bag, position, value
 
 
-def _of_ids(of_features: Tensor, batch: Batch) -> Tensor:
-    sizes = torch.tensor(batch.bags, device=batch.bag.device)
-    return torch.repeat_interleave(of_features, sizes)[batch.bag]
+def _of_ids(of_features: Sequence[int], batch: Batch) -> Tensor:
+    """The number, or truth, of the feature of each id."""
+    numbers, bags = (torch.tensor(values, device=batch.bag.device) for values in (of_features, batch.bags))
+    return torch.repeat_interleave(numbers, bags)[batch.bag]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from shardwise.embedding.batch import Batch, Features, IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
+from shardwise.embedding.jagged.jagged_tensor import made
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.errors import IdTypeError
 from shardwise.layout import checked_init
 
 BAGS, ROWS = "embedding_bags", "embeddings"  # names in the state
@@ -46,6 +46,7 @@ class _Collection(nn.Module):
     ) -> None:
         super().__init__()
         self._kind, self._features, self._weighted = kind, features_of(configs), weighted
+        self._rules = IdRules(self._features, skips_padding=kind == BAGS)
         tables = {config.name: TableWeight(_new_table(config, device)) for config in configs}
         self.add_module(kind, Tables(tables))
 
@@ -53,17 +54,12 @@ class _Collection(nn.Module):
         """The table of each feature."""
         return [self.get_parameter(f"{self._kind}.{config.name}.weight") for config in self._features.config_of]
 
-    def _valid(self, given: Batch, skips_padding: bool) -> tuple[Batch, list[int]]:
-        """The valid ids of a batch, and how many each feature has."""
-        device = self._weights()[0].device
-        if given.values.device != device:
-            raise IdTypeError(
-                f"Tables are on {device}, ids on {given.values.device}. Fix: features.to({str(device)!r})."
-            )
-        rules = IdRules(self._features, device, skips_padding)
-        batch, verdict = rules.apply(given)
-        rules.raise_for([verdict])
-        return batch, [int(n.sum()) for n in batch.lengths.split(batch.bags)]
+    def _batch(self, features: JaggedFeatures) -> tuple[Batch, Batch]:
+        """The ids of a batch, and the valid ones."""
+        given = self._features.batch(features, self._weighted, self._weights()[0].device)
+        batch, verdict = self._rules.apply(given)
+        self._rules.raise_for([verdict])
+        return given, batch
 
 
 def _new_table(config: EmbeddingConfig, device: torch.device | str | None) -> Tensor:
@@ -121,12 +117,18 @@ class EmbeddingBagCollection(_Collection):
             IdError: an id outside its table.
             IdTypeError: a feature is missing, or weights.
         """
-        batch, sizes = self._valid(self._features.batch(features, self._weighted), skips_padding=True)
-        weights = [None] * len(sizes) if batch.weights is None else batch.weights.split(sizes)
+        _, batch = self._batch(features)
+        weights = [None] * len(batch.sizes) if batch.weights is None else batch.weights.split(batch.sizes)
         lengths, counted = batch.lengths.split(batch.bags), batch.counted.split(batch.bags)
         found = []
         for config, table, ids, of_ids, of_bags, divisors in zip(
-            self._features.config_of, self._weights(), batch.values.split(sizes), weights, lengths, counted, strict=True
+            self._features.config_of,
+            self._weights(),
+            batch.values.split(batch.sizes),
+            weights,
+            lengths,
+            counted,
+            strict=True,
         ):
             sums = F.embedding_bag(
                 ids,
@@ -176,16 +178,15 @@ class EmbeddingCollection(_Collection):
             IdError: an id outside its table.
             IdTypeError: a feature is missing.
         """
-        given = self._features.batch(features, weighted=False)
-        batch, sizes = self._valid(given, skips_padding=False)
+        given, batch = self._batch(features)
         rows: list[Tensor] = [
             F.embedding(ids, table, config.padding_idx, config.max_norm)
             for config, table, ids in zip(
-                self._features.config_of, self._weights(), batch.values.split(sizes), strict=True
+                self._features.config_of, self._weights(), batch.values.split(batch.sizes), strict=True
             )
         ]
         if batch.kept is not None:
-            of_feature = batch.kept.split([int(n.sum()) for n in given.lengths.split(given.bags)])
+            of_feature = batch.kept.split(given.sizes)
             rows = [
                 found.new_zeros(keep.numel(), found.shape[1]).index_put((keep,), found)
                 for found, keep in zip(rows, of_feature, strict=True)
@@ -203,6 +204,5 @@ def pooled(features: Features, bags: Sequence[int], flat: Tensor) -> KeyedTensor
 def rows_by_feature(features: Features, rows: Sequence[Tensor], lengths: Sequence[Tensor]) -> dict[str, JaggedTensor]:
     """The rows of the ids of each feature."""
     return {
-        name: JaggedTensor(found, lengths=of_bags)
-        for name, found, of_bags in zip(features.outputs, rows, lengths, strict=True)
+        name: made(found, None, of_bags) for name, found, of_bags in zip(features.outputs, rows, lengths, strict=True)
     }

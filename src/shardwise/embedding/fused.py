@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError
@@ -86,20 +86,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         if [len(group["params"]) for group in groups] != expected:
             got = [len(group["params"]) for group in groups]
             raise ConfigError(f"The state has groups of {got} tables, expected {expected}.")
+        of_rows = {
+            name: kind.of_rows
+            for kind, group in zip(self._kinds, self.param_groups, strict=True)
+            for name in group["param_names"]
+        }
         numbers = [number for group in groups for number in group["params"]]
         pairs = []
-        for parameter, number, name in zip(self._parameters(), numbers, self._names(), strict=True):
+        for parameter, number, name in zip(self._parameters(), numbers, of_rows, strict=True):
             given, own = saved.get(number, {}), self.state[parameter]
             if given.keys() != own.keys():
                 raise ConfigError(
                     f"Table {name} has the states {sorted(given)}, expected {sorted(own)}. Fix: the same optimizer."
                 )
             for state, target in own.items():
-                if not _fits(given[state], target):
-                    raise ConfigError(
-                        f"Table {name}, state {state}: shape {tuple(given[state].shape)}, "
-                        f"expected {tuple(target.shape)}."
-                    )
+                shape, rows = tuple(given[state].shape), of_rows[name]
+                if shape != target.shape and not (state in rows and shape[:1] == target.shape[:1] and len(shape) == 2):
+                    raise ConfigError(f"Table {name}, state {state}: shape {shape}, expected {tuple(target.shape)}.")
                 pairs.append((given[state], target))
         with torch.no_grad():
             for value, target in pairs:
@@ -111,15 +114,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _names(self) -> list[str]:
-        return [name for group in self.param_groups for name in group["param_names"]]
-
-
-def _fits(value: Tensor, target: Tensor) -> bool:
-    return value.shape == target.shape or (
-        value.ndim == 2 and value.shape[0] == target.shape[0] and value.shape[1] > 0 and target.shape[1] <= 64
-    )
 
 
 def layout_of_rows(layout: Layout, name: str) -> Layout:

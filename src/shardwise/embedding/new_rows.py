@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.plan import Block
 
-CHUNK = 1 << 16  # rows of one seed
+CHUNK = 1 << 12  # rows of one seed; a rank makes full chunks, of which it may need a part
 RowsBetween = Callable[[int, int], Tensor]  # [rows, all columns] of a table
 
 

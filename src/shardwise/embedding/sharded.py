@@ -1,8 +1,7 @@
 """Sharded collections: `shard_embeddings`."""
 
-import copy
 from collections.abc import Mapping, Sequence
-from functools import partial, reduce
+from functools import cached_property, reduce
 from typing import NoReturn
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.embedding import kernels as torch_kernels
-from shardwise.embedding.batch import Batch, IdRules, Verdict, features_of
+from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (
     BAGS,
     ROWS,
@@ -35,7 +34,7 @@ from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
-from shardwise.errors import IdTypeError, PlanError
+from shardwise.errors import IdTypeError, PlanError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise.tensor import DTensor
 
@@ -48,6 +47,13 @@ class _ViewOfStack(TableWeight):
     def __init__(self, name: str, weight: DTensor, requires_grad: bool) -> None:
         super().__init__(weight, requires_grad)
         self.name = name
+        with torch._C.DisableTorchFunctionSubclass():
+            self.first_place = self.place()
+
+    def place(self) -> tuple[int, torch.dtype] | None:
+        """The address of this rank's elements, and their dtype; call it where DTensors are plain tensors."""
+        weight = self._parameters["weight"]
+        return None if weight is None else (torch._C.TensorBase.data_ptr(weight), weight.dtype)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, object], prefix: str, local_metadata: dict[str, object], *rest: object
@@ -71,7 +77,6 @@ class _Sharded(nn.Module):
         weighted: bool,
     ) -> None:
         super().__init__()
-        self._make_plain = partial(copy.deepcopy, _without_memory(collection))  # no module: it has no state
         sources = [collection.get_parameter(f"{kind}.{config.name}.weight").detach() for config in configs]
         distinct = [] if optimizers is None else list(dict.fromkeys(optimizers))
         of_table = [0] * len(configs) if optimizers is None else [distinct.index(one) for one in optimizers]
@@ -85,21 +90,21 @@ class _Sharded(nn.Module):
         stacks = make_stacks(plan, collectives.rank(), device)
         self._kind, self._weighted = kind, weighted
         self._engine = Engine(kind, plan, stacks, kernels, self._step if distinct else self._accumulate, weighted)
-        modules: dict[str, _ViewOfStack] = {}
+        tables = []
         seed = _seed(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
             rows = new_rows(config, seed + number) if source.is_meta else rows_of_full(source)
             for block in plan.blocks_of(collectives.rank(), number):
                 fill(stacks[block.stack].weight[block.first : block.first + len(block.rows)], block, rows)
             weight = self._as_dtensor(number, [stack.weight for stack in stacks])
-            modules[config.name] = _ViewOfStack(config.name, weight, requires_grad=not distinct)
+            tables.append(_ViewOfStack(config.name, weight, requires_grad=not distinct))
             if config.max_norm is not None:
                 self._engine.limit_norm(number, config.max_norm)
-        self.add_module(kind, Tables(modules))
-        self._places = [self._place(number, table) for number, table in enumerate(modules.values())]
+        self.add_module(kind, Tables({table.name: table for table in tables}))
+        self._tables = tuple(tables)
         self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
         self._features = features_of(configs)
-        self._rules = IdRules(self._features, device, kind == BAGS)
+        self._rules = IdRules(self._features, skips_padding=kind == BAGS)
 
     def _fused_optimizer(self, kind: str, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
         for stack in self._engine.stacks:
@@ -124,17 +129,21 @@ class _Sharded(nn.Module):
             found[name] = DTensor.from_local(local, layout.mesh, layout.placements, run_check=False, shape=layout.shape)
         return found
 
-    @property
+    @cached_property
     def _dtypes(self) -> list[torch.dtype]:
         """Of the table of each feature."""
         return [getattr(torch, self._plan.tables[t].dtype) for t in self._plan.table_of]
 
-    def unshard(self) -> nn.Module:
+    def unshard(self) -> EmbeddingBagCollection | EmbeddingCollection:
         """The plain collection with the full tables, on every rank. All ranks have to call it."""
-        plain = self._make_plain().to_empty(device=self._engine.stacks[0].weight.device)
         tables: dict[str, DTensor] = self.state_dict()
-        plain.load_state_dict({name: value.full_tensor() for name, value in tables.items()})
+        plain = self._plain()
+        plain.load_state_dict({name: value.full_tensor() for name, value in tables.items()}, assign=True)
         return plain
+
+    def _plain(self) -> EmbeddingBagCollection | EmbeddingCollection:
+        """On the meta device."""
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise PlanError(
@@ -142,36 +151,42 @@ class _Sharded(nn.Module):
             "Fix: shard_embeddings(collection.unshard(), …)."
         )
 
-    def _place(self, number: int, table: _ViewOfStack) -> tuple[_ViewOfStack, int | None, int, torch.dtype]:
-        """The stack of a table, None if it has no row here, where it starts there, in bytes, and its dtype."""
-        dtype: torch.dtype = getattr(torch, self._plan.tables[number].dtype)
-        for block in self._plan.blocks_of(self._engine.rank, number)[:1]:
-            return table, block.stack, block.first * len(block.cols) * dtype.itemsize, dtype
-        return table, None, 0, dtype
+    def _batch(self, features: JaggedFeatures) -> tuple[Batch, ShardwiseError | None]:
+        """The ids of a batch; none if it is an error, which is raised after message 1, when all ranks know of it."""
+        device = self._engine.trigger.device
+        try:
+            self._check_tables()
+            batch = self._features.batch(features, self._weighted, device)
+            if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
+                raise IdTypeError("A sharded collection has no gradients for weights of ids. Fix: weights.detach().")
+        except ShardwiseError as error:
+            return self._features.no_batch(device), error
+        return batch, None
 
-    def _batch(self, features: JaggedFeatures) -> Batch:
-        """The ids of a batch, if the tables are still views of the stacks.
+    def _check_tables(self) -> None:
+        """Whether the tables are still views of the stacks.
 
         Raises:
             PlanError: a table was replaced.
         """
-        starts = [stack.weight.data_ptr() for stack in self._engine.stacks]
-        address = torch._C.TensorBase.data_ptr
         with torch._C.DisableTorchFunctionSubclass():  # DTensors show no addresses
-            for table, stack, offset, dtype in self._places:
-                weight = table._parameters["weight"]
-                at = 0 if stack is None else starts[stack] + offset
-                if weight is None or address(weight) != at or weight.dtype != dtype:
+            for table in self._tables:
+                if table.place() != table.first_place:
                     raise PlanError(
                         f"Table {table.name} was moved, converted or replaced (to(), half(), to_empty(), .data =), "
                         f"but a sharded collection looks up rows in memory of its own.\n"
                         f"  Fix: change values by copy_() or load_state_dict(); convert before shard_embeddings."
                     )
-        return self._features.batch(features, self._weighted)
 
-    def _results(self, outgoing: Outgoing, verdict: Verdict) -> Tensor:
+    def _results(self, outgoing: Outgoing, verdict: Verdict, error: ShardwiseError | None) -> Tensor:
         """The results of a request, flat, after messages 1 and 2."""
-        return self._engine.results(self._engine.request(outgoing, verdict, self._check))
+
+        def check(verdicts: Sequence[Sequence[int]]) -> None:
+            if error is not None:
+                raise error
+            self._rules.raise_for(verdicts, self._plan.ranks)
+
+        return self._engine.results(self._engine.request(outgoing, NO_BATCH if error else verdict, check))
 
     def _as_dtensor(self, table: int, stacks: Sequence[Tensor]) -> DTensor:
         """A table, or its gradient, as a DTensor whose local tensor is a view of this rank's `stacks`."""
@@ -196,9 +211,6 @@ class _Sharded(nn.Module):
             grad = self._as_dtensor(table, dense)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _check(self, verdicts: Sequence[Sequence[int]]) -> None:
-        self._rules.raise_for(verdicts, self._plan.ranks)
-
 
 class ShardedEmbeddingBagCollection(_Sharded):
     """An EmbeddingBagCollection whose tables are sharded; made by `shard_embeddings`."""
@@ -214,6 +226,9 @@ class ShardedEmbeddingBagCollection(_Sharded):
         super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, collection.is_weighted())
         self._pooling = PoolingChoice()
         self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
+
+    def _plain(self) -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
 
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
         """Those of the tables, in their order."""
@@ -231,13 +246,13 @@ class ShardedEmbeddingBagCollection(_Sharded):
 
         Raises:
             IdError: an id outside its table, on some rank; the same error on all.
+            IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        batch, verdict = self._rules.apply(self._batch(features))
-        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-            raise IdTypeError("A sharded collection has no gradients for weights of ids. Fix: weights.detach().")
+        given, error = self._batch(features)
+        batch, verdict = self._rules.apply(given)
         index = self._engine.batch_index(batch.bags)
         outgoing = self._pooling.request(index, batch)
-        flat = self._results(outgoing, verdict)
+        flat = self._results(outgoing, verdict, error)
         if any(self._means):
             of_feature = torch.tensor(self._means, device=flat.device)[index.feature_of_bag]
             divisors = torch.where(of_feature, batch.counted.clamp(min=1), 1)
@@ -262,6 +277,9 @@ class ShardedEmbeddingCollection(_Sharded):
             if config.padding_idx is not None:
                 self._engine.freeze(table, config.padding_idx)
 
+    def _plain(self) -> EmbeddingCollection:
+        return EmbeddingCollection(self._configs, device="meta")
+
     def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
         """Those of the tables, in their order."""
         return self._configs
@@ -274,17 +292,18 @@ class ShardedEmbeddingCollection(_Sharded):
 
         Raises:
             IdError: an id outside its table, on some rank; the same error on all.
+            IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        given = self._batch(features)
+        given, error = self._batch(features)
         batch, verdict = self._rules.apply(given)
         routes, feature_of = self._engine.routes, self._engine.batch_index(batch.bags).feature_of_bag
         feature, dims = feature_of[batch.bag], routes.dims[feature_of[given.bag]]
         first = dims.cumsum(0) - dims
         num_units, first = int(dims.sum()), first if batch.kept is None else first[batch.kept]
         outgoing = request_rows(routes, distinct_rows(routes, batch.values, feature), feature, first, num_units)
-        flat = self._results(outgoing, verdict)
+        flat = self._results(outgoing, verdict, error)
         lengths = given.lengths.split(given.bags)
-        sizes = [int(n.sum()) * dim for n, dim in zip(lengths, self._plan.dims, strict=True)]
+        sizes = [n * dim for n, dim in zip(given.sizes, self._plan.dims, strict=True)]
         parts = [
             part.view(-1, dim).to(dtype)
             for part, dim, dtype in zip(flat.split(sizes), self._plan.dims, self._dtypes, strict=True)
@@ -344,11 +363,5 @@ def shard_embeddings(
 
 def _seed(ranks: Sequence[int]) -> int:
     """A seed of torch's generator on the first rank, on all of them."""
-    drawn = torch.randint(1 << 62, (1,))
+    drawn = torch.randint(1 << 62, (1,)).to(collectives.message_device(tuple(ranks)))
     return int(collectives.broadcast(drawn, 1, min(ranks), tuple(ranks)))
-
-
-def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters are on the meta device."""
-    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)

@@ -46,7 +46,7 @@ class JaggedTensor(Bags):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
         """The same bags on another device."""
-        return _made(
+        return made(
             self._values.to(device, non_blocking=non_blocking),
             None if self._weights is None else self._weights.to(device, non_blocking=non_blocking),
             self._lengths.to(device, non_blocking=non_blocking),
@@ -105,8 +105,8 @@ class JaggedTensor(Bags):
         return f"JaggedTensor({shown(self._values, self._lengths, self._weights)})"
 
 
-def _made(values: Tensor, weights: Tensor | None, lengths: Tensor) -> JaggedTensor:
+def made(values: Tensor, weights: Tensor | None, lengths: Tensor) -> JaggedTensor:
     """Of parts that fit."""
-    made = JaggedTensor.__new__(JaggedTensor)
-    made._values, made._weights, made._lengths = values, weights, lengths
-    return made
+    jagged = JaggedTensor.__new__(JaggedTensor)
+    jagged._values, jagged._weights, jagged._lengths = values, weights, lengths
+    return jagged

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from shardwise.embedding.jagged.jagged_tensor import JaggedTensor, _made
-from shardwise.embedding.jagged.segments import Bags, checked_lengths, shown
+from shardwise.embedding.jagged.jagged_tensor import JaggedTensor, made
+from shardwise.embedding.jagged.segments import Bags, check_keys, checked_lengths, shown
 from shardwise.errors import JaggedError
 from shardwise.layout import checked, checked_init
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torchrec
 
 
+@runtime_checkable
 class JaggedFeatures(Protocol):
     """A batch of ids of several features: a KeyedJaggedTensor of this package or of TorchRec."""
 
@@ -62,9 +63,7 @@ class KeyedJaggedTensor(Bags):
         stride_per_key: Sequence[int] | None = None,
     ) -> None:
         self._keys, self._values, self._weights = list(keys), values, weights
-        if len(set(self._keys)) != len(self._keys):
-            twice = next(key for key in self._keys if self._keys.count(key) > 1)
-            raise JaggedError(f"KeyedJaggedTensor has the key {twice!r} twice. Fix: one name for each feature.")
+        check_keys("KeyedJaggedTensor", self._keys)
         if values.ndim != 1:
             raise JaggedError(f"KeyedJaggedTensor: values are 1-D, got shape {tuple(values.shape)}.")
         self._lengths = checked_lengths("KeyedJaggedTensor", values, weights, lengths, offsets)
@@ -145,7 +144,7 @@ class KeyedJaggedTensor(Bags):
         """The bags of each feature, as views."""
         values, lengths = self._values.split(self._length_per_key), self._lengths.split(self._strides)
         weights = [None] * len(values) if self._weights is None else self._weights.split(self._length_per_key)
-        return {key: _made(*of_key) for key, *of_key in zip(self._keys, values, weights, lengths, strict=True)}
+        return {key: made(*of_key) for key, *of_key in zip(self._keys, values, weights, lengths, strict=True)}
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """As views: the first `segments[0]` features, the next `segments[1]`, …"""
@@ -237,10 +236,10 @@ class KeyedJaggedTensor(Bags):
         keys: list[str], values: Tensor, weights: Tensor | None, lengths: Tensor, strides: list[int]
     ) -> "KeyedJaggedTensor":
         """Of parts that fit."""
-        made = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
-        made._keys, made._values, made._weights = keys, values, weights
-        made._lengths, made._strides = lengths, strides
-        return made
+        jagged = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
+        jagged._keys, jagged._values, jagged._weights = keys, values, weights
+        jagged._lengths, jagged._strides = lengths, strides
+        return jagged
 
     def __repr__(self) -> str:
         if self._values.is_meta:

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from shardwise.embedding.jagged.segments import check_keys
 from shardwise.errors import JaggedError
 from shardwise.layout import checked, checked_init
 
@@ -36,9 +37,7 @@ class KeyedTensor:
     ) -> None:
         self._keys, self._dims, self._values = list(keys), list(length_per_key), values
         self._strides = None if stride_per_key is None else list(stride_per_key)
-        if len(set(self._keys)) != len(self._keys):
-            twice = next(key for key in self._keys if self._keys.count(key) > 1)
-            raise JaggedError(f"KeyedTensor has the key {twice!r} twice. Fix: one name for each feature.")
+        check_keys("KeyedTensor", self._keys)
         bags = [1] * len(self._keys) if self._strides is None else self._strides
         if not len(self._keys) == len(self._dims) == len(bags):
             raise JaggedError(f"KeyedTensor: {len(self._keys)} keys, {len(self._dims)} lengths, {len(bags)} strides.")

@@ -1,5 +1,7 @@
 """Lengths and offsets of bags, compared with the values that they divide."""
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -10,6 +12,17 @@ from shardwise.errors import JaggedError
 from shardwise.tensor import DTensor
 
 INTEGERS = (torch.int32, torch.int64)
+
+
+def check_keys(what: str, keys: Sequence[str]) -> None:
+    """Each key once.
+
+    Raises:
+        JaggedError: one is there twice.
+    """
+    if len(set(keys)) != len(keys):
+        twice = next(key for key, count in Counter(keys).items() if count > 1)
+        raise JaggedError(f"{what} has the key {twice!r} twice. Fix: one name for each feature.")
 
 
 def checked_lengths(
