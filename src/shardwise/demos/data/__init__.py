@@ -1,7 +1,8 @@
 """Data sets that need no network."""
 
 from shardwise.demos.data.compression import lzma_bits, order2_bits
-from shardwise.demos.data.errors import DataError
+from shardwise.demos.data.criteo import CriteoBatch, CriteoDataset
+from shardwise.demos.data.errors import DataError, PassError
 from shardwise.demos.data.hide_one import (
     Batch,
     Examples,
@@ -11,17 +12,23 @@ from shardwise.demos.data.hide_one import (
     popularity_baseline,
     quality,
 )
+from shardwise.demos.data.movielens import MovieLensDataset, RatingBatch
 from shardwise.demos.data.pydoc_topics import PydocTopics, load_pydoc_topics
 from shardwise.demos.data.pyident import Bags, PyIdent, load_pyident
 
 __all__ = [
     "Bags",
     "Batch",
+    "CriteoBatch",
+    "CriteoDataset",
     "DataError",
     "Examples",
+    "MovieLensDataset",
+    "PassError",
     "PyIdent",
     "PydocTopics",
     "Quality",
+    "RatingBatch",
     "examples",
     "load_pydoc_topics",
     "load_pyident",

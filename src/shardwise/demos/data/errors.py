@@ -4,4 +4,8 @@ from shardwise.errors import ShardwiseError
 
 
 class DataError(ShardwiseError, ValueError):
-    """A data file that is damaged, of another format, or not what its header says."""
+    """A data file that is missing, damaged, of another format, or not what its header says."""
+
+
+class PassError(ShardwiseError, RuntimeError):
+    """A pass over a data set that cannot begin, be saved or be resumed as it was requested."""

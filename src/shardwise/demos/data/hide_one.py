@@ -7,7 +7,6 @@ of the popularity as bias, 43 % after one pass and 44 % after four (MRR 0.30). A
 to it, or half the columns, was no better on files kept back from training.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.demos.data.pyident import PyIdent
+from shardwise.demos.data.shuffling import epoch_order
 
 GOLDEN = 0x9E3779B97F4A7C15  # Fibonacci hashing; Knuth, TAOCP 3, section 6.4
 
@@ -114,12 +114,7 @@ class Examples:
         """
         if size < 1 or skip < 0:
             raise ValueError(f"size is {size} and skip is {skip}, expected size >= 1 and skip >= 0")
-        order = torch.arange(len(self))
-        if seed is not None:
-            # A generator on the CPU looks at only 32 bits of its seed: both numbers have to get into them.
-            mixed = hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4]
-            generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
-            order = torch.randperm(len(self), generator=generator)
+        order = epoch_order(len(self), seed, epoch)
         stop = len(self) - len(self) % size if drop_last else len(self)
         return (self.batch(order[i : min(i + size, stop)]) for i in range(skip * size, stop, size))
 
