@@ -1,6 +1,6 @@
 """The state of a module and its optimizer under names that depend on no layout and no number of ranks."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -21,25 +21,32 @@ _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 @checked
-def state_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def state_of(module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> dict[str, Any]:
     """What to give to `save` to be able to `restore` training.
 
     The names are `model.<parameter or persistent buffer>`, `optimizer.<parameter>.<state key>` and
     `optimizer.param_groups`, which holds the hyperparameters of each group. What a module has under several
     names is there once, under the first.
 
+    Args:
+        optimizer: one, or several of different parameters, whose groups follow each other: beside that of the other
+            parameters, the `fused_optimizer` of a sharded collection.
+
     Raises:
-        CheckpointError: the optimizer has a parameter that `module` lacks.
+        CheckpointError: an optimizer has a parameter that `module` lacks, or two optimizers have the same.
     """
     state: dict[str, Any] = _model_state(module)
-    if optimizer is not None:
-        names = _names_in(module, optimizer)
-        for parameter, entries in optimizer.state.items():
-            if id(parameter) not in names:
-                raise CheckpointError(f"the optimizer keeps state of a {type(parameter).__name__} that is no parameter")
-            for key, value in entries.items():
-                state[f"optimizer.{names[id(parameter)]}.{key}"] = value
-        state[GROUPS] = [_group(group, names) for group in optimizer.param_groups]
+    optimizers = _sequence(optimizer)
+    if optimizers:
+        names = _names_in(module, optimizers)
+        for one in optimizers:
+            for parameter, entries in one.state.items():
+                if id(parameter) not in names:
+                    name = type(parameter).__name__
+                    raise CheckpointError(f"the optimizer keeps state of a {name} that is no parameter")
+                for key, value in entries.items():
+                    state[f"optimizer.{names[id(parameter)]}.{key}"] = value
+        state[GROUPS] = [_group(group, names) for group in _groups(optimizers)]
     return state
 
 
@@ -47,7 +54,7 @@ def state_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str,
 def restore(
     folder: str | PathLike[str],
     module: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     extra: MutableMapping[str, Any] | None = None,
     subset: bool = False,
@@ -59,6 +66,7 @@ def restore(
 
     Args:
         folder: a checkpoint, or the folder that it was saved to, which means its latest one.
+        optimizer: as for `state_of`.
         extra: what else was saved beside `state_of(...)`; filled in place.
         subset: whether the checkpoint may hold more, for example the optimizer when only the module is wanted.
 
@@ -68,6 +76,7 @@ def restore(
     given = {} if extra is None else extra
     state: dict[str, Any] = {}
     entries: dict[nn.Parameter, dict[str, str]] = {}  # what each parameter's state is called in `state`
+    optimizers = _sequence(optimizer)
 
     def make_state(manifest: Manifest) -> Mapping[str, Any]:
         state.update(_model_state(module))
@@ -75,19 +84,30 @@ def restore(
         if both:
             raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
         state.update(given)
-        if optimizer is not None:
-            entries.update(_optimizer_targets(manifest, module, optimizer, state))
+        if optimizers:
+            entries.update(_optimizer_targets(manifest, module, optimizers, state))
         return state
 
     manifest = load_into(folder, make_state, subset)
     given.update({key: state[key] for key in given})
-    if optimizer is not None:
-        for group, saved in zip(optimizer.param_groups, state[GROUPS], strict=True):
+    if optimizers:
+        for group, saved in zip(_groups(optimizers), state[GROUPS], strict=True):
             _restore_group(group, saved)
-        optimizer.state.clear()
-        for parameter, names in entries.items():
-            optimizer.state[parameter] = {key: state[name] for key, name in names.items()}
+    for one in optimizers:
+        one.state.clear()
+        for parameter in (p for group in one.param_groups for p in group["params"] if p in entries):
+            one.state[parameter] = {key: state[name] for key, name in entries[parameter].items()}
     return manifest
+
+
+def _sequence(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _model_state(module: nn.Module) -> dict[str, Any]:
@@ -102,16 +122,22 @@ def _model_state(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _names_in(module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """The name of each parameter of `optimizer` in `module`, by identity."""
+def _names_in(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
+    """The name of each parameter of the optimizers in `module`, by identity."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
+    seen: set[int] = set()
+    for number, group in enumerate(_groups(optimizers)):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"parameter {index} of group {number} of the optimizer is none of the module's. "
                     f"Fix: pass the module that the optimizer was made for"
                 )
+            if id(parameter) in seen:
+                raise CheckpointError(
+                    f"parameter {names[id(parameter)]} is of two optimizers. Fix: pass each parameter's optimizer once"
+                )
+            seen.add(id(parameter))
     return names
 
 
@@ -137,20 +163,21 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _optimizer_targets(
-    manifest: Manifest, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+    manifest: Manifest, module: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any]
 ) -> dict[nn.Parameter, dict[str, str]]:
     """Add to `state` what the checkpoint holds of the optimizer; say which parameter each entry belongs to."""
-    names = _names_in(module, optimizer)
-    _check_groups(manifest.values.get(GROUPS), [_group(group, names)["params"] for group in optimizer.param_groups])
+    names = _names_in(module, optimizers)
+    _check_groups(manifest.values.get(GROUPS), [_group(group, names)["params"] for group in _groups(optimizers)])
     state[GROUPS] = None
-    groups = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+    groups = {names[id(p)]: (p, group) for group in _groups(optimizers) for p in group["params"]}
+    present = {parameter: entries for optimizer in optimizers for parameter, entries in optimizer.state.items()}
     found: dict[nn.Parameter, dict[str, str]] = {}
     for name in [*manifest.tensors, *manifest.values]:
         owner, _, key = name.removeprefix("optimizer.").rpartition(".")
         if not name.startswith("optimizer.") or owner not in groups:
             continue
         parameter, group = groups[owner]
-        existing, stored = optimizer.state.get(parameter, {}).get(key), manifest.tensors.get(name)
+        existing, stored = present.get(parameter, {}).get(key), manifest.tensors.get(name)
         if stored is not None and not isinstance(existing, Tensor):
             existing = _new_state(key, stored, parameter, group)
         state[name] = existing

@@ -7,7 +7,7 @@ and of the same rows as the table; `FusedOptimizer` (fused.py) has them as DTens
 """
 
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import sqrt
 from typing import ClassVar, Protocol
 
 import torch
@@ -48,13 +48,13 @@ class RowOptimizer:
 
     lr: float
     weight_decay: float = 0.0
-    max_gradient: float = inf
+    max_gradient: float | None = None
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             for number in value if isinstance(value, tuple) else (value,):
-                if not number >= 0:
+                if number is not None and not number >= 0:
                     raise ConfigError(f"{type(self).__name__}: {name} is {value}, expected 0 or more.")
 
     def new_states(self, weight: Tensor) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ class RowOptimizer:
         for distinct, sums in kernels.sums_by_row(rows, offsets, gradient, scale):
             if self.weight_decay:
                 sums.add_(stack.weight.index_select(0, distinct), alpha=self.weight_decay)
-            if self.max_gradient < inf:
+            if self.max_gradient is not None:
                 sums.clamp_(-self.max_gradient, self.max_gradient)
             _add(stack.weight, distinct, self.change(stack.states, distinct, sums, step), seed)
 
