@@ -78,8 +78,8 @@ def test_a_run_goes_on_with_the_losses_of_one_that_never_stopped(tmp_path: Path)
         (["--mesh", "dp=2,tp=2", "--nproc", "3"], 2, "mesh is dp=2,tp=2, which has 4 ranks, but nproc is 3"),
         (["--sequence-parallel"], 2, "sequence_parallel needs an axis tp in the mesh, such as tp=2; mesh is none"),
         (["--sequence-parallel", "--mesh", "dp=2"], 2, "needs an axis tp in the mesh, such as tp=2; mesh is dp=2"),
-        (["--plan", "row"], 2, "--plan: only `shardwise train recommender` has that, this is `shardwise train lm`."),
-        (["--epochs", "2"], 2, "--epochs: only `shardwise train recommender` has that"),
+        (["--plan", "row"], 2, "--plan: `shardwise train recommender` has that, this is `shardwise train lm`."),
+        (["--epochs", "2"], 2, "--epochs: `shardwise train recommender` has that"),
         (["--set", "plan=row"], 2, "--set plan: unknown key"),
         (["--nproc", "0"], 2, "nproc is 0, expected 1 or more, or none"),
         (["--set", "context=0"], 2, "context is 0, expected 1 or more"),
@@ -106,7 +106,7 @@ def test_bad_input_is_one_message_and_no_rank_is_started(
 @pytest.mark.usefixtures("no_ranks")
 def test_options_of_lm_are_refused_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--mesh", "dp=2", "--sequence-parallel"]) == 2
-    assert "--mesh, --sequence-parallel: only `shardwise train lm` has that" in capsys.readouterr().err
+    assert "--mesh, --sequence-parallel: `shardwise train lm` has that" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_ranks")

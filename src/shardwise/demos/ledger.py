@@ -20,7 +20,8 @@ class Progress:
     """Progress of training at one step."""
 
     step: int
-    last_step: int
+    last_step: int | None
+    """None: nobody knows before the data end."""
     epoch: int
     """The current pass, from 1."""
     loss: float
@@ -68,7 +69,7 @@ class Ledger:
         yield
         self._start += perf_counter() - before
 
-    def progress(self, step: int, last_step: int, epoch: int) -> Progress:
+    def progress(self, step: int, last_step: int | None, epoch: int) -> Progress:
         """The progress since the last report. All ranks call it.
 
         Raises:

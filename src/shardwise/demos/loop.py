@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise import collectives
 from shardwise.checkpoint import latest, read_manifest, restore, save, state_of
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.demos.config import RunConfig, differences
 from shardwise.demos.ledger import Communication, Ledger, Progress
 from shardwise.demos.stopping import postponed_signals
@@ -24,20 +25,20 @@ STOP_EVERY = 5  # steps between two checks of whether a rank was signalled; each
 
 
 class Job(ABC, Generic[B]):
-    """A run on one rank: the model, its optimizer and the number of steps taken.
+    """A run on one rank: the model, its optimizers and the number of steps taken.
 
     Args:
         data: what names the data set, so that a run is not continued on another.
     """
 
-    def __init__(self, config: RunConfig, data: str, model: nn.Module, optimizer: Optimizer) -> None:
-        self._config, self._data, self._model, self._optimizer = config, data, model, optimizer
+    def __init__(self, config: RunConfig, data: str, model: nn.Module, *optimizers: Optimizer) -> None:
+        self._config, self._data, self._model, self._optimizers = config, data, model, optimizers
         self.step = 0
 
     @property
     @abstractmethod
-    def last_step(self) -> int:
-        """The one to stop after, counted from the very first."""
+    def last_step(self) -> int | None:
+        """The one to stop after, counted from the very first; None: that of the last batch."""
 
     @property
     @abstractmethod
@@ -46,7 +47,7 @@ class Job(ABC, Generic[B]):
 
     @abstractmethod
     def batches(self) -> Iterator[B]:
-        """Those of the steps still to take: the same on any rank of any world."""
+        """Those of the steps still to take."""
 
     @abstractmethod
     def num_examples(self, batch: B) -> int:
@@ -58,28 +59,40 @@ class Job(ABC, Generic[B]):
 
     def update(self) -> None:
         """Change the parameters by their gradients."""
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def position(self) -> object:
+        """Where in its data the run is, as JSON, if the number of steps does not say it; saved as metadata."""
+        return None
 
     def take_step(self, batch: B) -> Tensor:
         """One step of training; the mean loss of the batch before it."""
         loss = self.loss(batch)
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         loss.backward()
         self.update()
         self.step += 1
         return loss.detach()
 
-    def restore(self) -> None:
+    def restore(self) -> Manifest:
         """Go back to the latest checkpoint, which may be of another world or layout."""
-        self.step = restore(self._config.checkpoint, self._model, self._optimizer).step
+        manifest = restore(self._config.checkpoint, self._model, self._optimizers)
+        self.step = manifest.step
+        return manifest
 
     def save(self) -> Path:
         """A checkpoint of this step."""
         return save(
             self._config.checkpoint,
-            state_of(self._model, self._optimizer),
+            state_of(self._model, self._optimizers),
             step=self.step,
-            metadata={"config": dataclasses.asdict(self._config), "data": self._data},
+            metadata={
+                "config": dataclasses.asdict(self._config),
+                "data": self._data,
+                "position": self.position(),
+            },
             keep=self._config.keep,
             overwrite=True,
         )
@@ -99,12 +112,12 @@ class Job(ABC, Generic[B]):
         """
         config, ledger, path = self._config, Ledger(), None
         with postponed_signals() as was_signalled:
-            for batch in self.batches():
+            for batch, is_last in _with_last(self.batches()):
                 with collectives.count_comms() as comms:
                     loss = self.take_step(batch)
                 ledger.add(loss, self.num_examples(batch), comms)
                 stops = self.step % STOP_EVERY == 0 and was_signalled()
-                done = stops or self.step == self.last_step
+                done = stops or is_last or self.step == self.last_step
                 if done or self.step % config.log_every == 0:
                     report(ledger.progress(self.step, self.last_step, self.epoch))
                 if done or self.step % config.save_every == 0:
@@ -121,6 +134,14 @@ class Job(ABC, Generic[B]):
             checkpoint=path or latest(config.checkpoint) or Path(config.checkpoint),
             peak_bytes=_peak_bytes(),
         )
+
+
+def _with_last(batches: Iterator[B]) -> Iterator[tuple[B, bool]]:
+    """Each batch, and whether it is the last one."""
+    following = next(batches, None)
+    while (batch := following) is not None:
+        following = next(batches, None)
+        yield batch, following is None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`shardwise train`: train the recommender of PyIdent, or a language model of the manual, on some ranks.
+"""`shardwise train`: train a recommender, a language model or a model of clicks on some ranks.
 
 A job is a module here with `OPTIONS`, those of its own that set the configuration's value of the same name, and
 `run(args) -> int`. A new job is added to `JOBS` and its options to `add_parser`.
@@ -7,10 +7,10 @@ A job is a module here with `OPTIONS`, those of its own that set the configurati
 import argparse
 
 from shardwise.cli.exits import SubParsers
-from shardwise.cli.train import lm, recommender
+from shardwise.cli.train import dlrm, lm, recommender
 from shardwise.errors import ConfigError
 
-JOBS = {"recommender": recommender, "lm": lm}
+JOBS = {"recommender": recommender, "lm": lm, "dlrm": dlrm}
 DEFAULT = "recommender"
 
 
@@ -18,16 +18,19 @@ def add_parser(subparsers: SubParsers) -> None:
     """Describe `train` to argparse."""
     parser = subparsers.add_parser(
         "train",
-        usage="%(prog)s [recommender | lm] [options]",
-        help="train a recommender or a language model that lives on several ranks",
+        usage="%(prog)s [recommender | lm | dlrm] [options]",
+        help="train a recommender, a language model or a model of clicks that lives on several ranks",
         description="recommender: learn which identifier is missing from a function of the Python library, from the "
         "functions of nine files in ten; then find those of the others. lm: learn to predict the next byte of Python's "
-        "help pages; then generate another. Starts its ranks itself, or runs under torchrun.",
+        "help pages; then generate another. dlrm: learn which ads are clicked, from Criteo's lines. Starts its ranks "
+        "itself, or runs under torchrun.",
     )
-    parser.add_argument("job", nargs="?", choices=JOBS, default=DEFAULT, help=f"what to train (default: {DEFAULT})")
+    parser.add_argument("job", nargs="?", choices=JOBS, help=f"what to train (default: {DEFAULT}; with --data, dlrm)")
     parser.add_argument("--nproc", metavar="N", help="ranks to start (default: 2)")
     parser.add_argument("--steps", metavar="N", help="stop after this many steps; of lm, the length of the run")
-    parser.add_argument("--checkpoint", metavar="DIR", help="where to save (default: runs/pyident or runs/lm)")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="where to save (default: runs/pyident, runs/lm or runs/dlrm)"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the latest checkpoint, on any number of ranks"
     )
@@ -41,11 +44,25 @@ def add_parser(subparsers: SubParsers) -> None:
         help="set one value; may be repeated",
     )
     parser.add_argument("--print-config", action="store_true", help="print the configuration as TOML and stop")
-    own = parser.add_argument_group("options of the recommender")
+    _add_options_of_jobs(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_options_of_jobs(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group("options of the recommender and of dlrm")
     own.add_argument(
-        "--plan", metavar="PLAN", help="row, column, table, replicate, auto-simple, or a TOML file (default: row)"
+        "--plan",
+        metavar="PLAN",
+        help="row, column, table or replicate; of the recommender, also auto-simple, or a TOML file (default: row)",
     )
-    own.add_argument("--epochs", metavar="N", help="passes over the training data (default: 3)")
+    own.add_argument("--epochs", metavar="N", help="passes over the training data (default: 3, of dlrm 1)")
+    own = parser.add_argument_group("options of dlrm")
+    own.add_argument(
+        "--data",
+        metavar="DATA",
+        help="criteo:PATH, a file or folder of Criteo's Kaggle or Terabyte lines, also gz (default: criteo:sample)",
+    )
+    own.add_argument("--test-data", metavar="DATA", help="lines to measure the trained model on")
     own = parser.add_argument_group("options of lm")
     own.add_argument(
         "--mesh",
@@ -64,7 +81,6 @@ def add_parser(subparsers: SubParsers) -> None:
         const=True,
         help="shard parameters and the states of the optimizer over the axes of the batch, too",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,10 +89,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is of another job.
     """
+    chosen = args.job or (DEFAULT if args.data is None else "dlrm")
     for name, job in JOBS.items():
-        wrong = [option for option in job.OPTIONS if getattr(args, option) is not None]
-        if name != args.job and wrong:
-            words = ", ".join(f"--{option.replace('_', '-')}" for option in wrong)
-            raise ConfigError(f"{words}: only `shardwise train {name}` has that, this is `shardwise train {args.job}`.")
-    code: int = JOBS[args.job].run(args)
+        others = [option for option in job.OPTIONS if option not in JOBS[chosen].OPTIONS]
+        wrong = [f"--{option.replace('_', '-')}" for option in others if getattr(args, option) is not None]
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(wrong)}: `shardwise train {name}` has that, this is `shardwise train {chosen}`."
+            )
+    code: int = JOBS[chosen].run(args)
     return code

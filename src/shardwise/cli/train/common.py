@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="RunConfig")
 T = TypeVar("T")
+P = TypeVar("P", bound="Progress")
 Args = TypeVarTuple("Args")
 
 SAVE_SECONDS = 3600.0  # from the signal that stops a run to its end, unless a second one comes
@@ -73,7 +74,7 @@ def launched(folder: str, fn: Callable[[*Args], T], *args: *Args, nproc: int) ->
 
 
 @contextmanager
-def reporting(line: "Callable[[Progress], str]") -> "Iterator[Callable[[Progress], None]]":
+def reporting(line: Callable[[P], str]) -> Iterator[Callable[[P], None]]:
     """On a rank: a function to call with progress; rank 0 shows it as `line` formats it."""
     from shardwise import collectives
     from shardwise.cli.train import view

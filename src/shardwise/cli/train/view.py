@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -15,6 +16,8 @@ from shardwise.checkpoint import latest
 from shardwise.demos.ledger import Communication, Progress
 from shardwise.demos.loop import Taken
 from shardwise.pictures.labels import aligned, bytes_text, count_text
+
+P = TypeVar("P", bound=Progress)
 
 
 def _console() -> Console:
@@ -50,14 +53,14 @@ def show_beginning(folder: str, resumed_step: int | None) -> None:
 
 
 @contextmanager
-def live(line: Callable[[Progress], str]) -> Iterator[Callable[[Progress], None]]:
+def live(line: Callable[[P], str]) -> Iterator[Callable[[P], None]]:
     """Something to call with progress: it redraws one line, or prints a new one where that cannot be."""
     console = _console()
     if _is_plain(console):
         yield lambda progress: print(line(progress), flush=True)
         return
 
-    def drawn(progress: Progress) -> Table:
+    def drawn(progress: P) -> Table:
         grid = Table.grid(padding=(0, 1))
         grid.add_row(ProgressBar(progress.last_step, progress.step, width=24), line(progress))
         return grid
