@@ -24,7 +24,6 @@ class Batch:
 
     Attributes:
         values: int64, by feature and bag.
-        bag: of each id, numbered over all features.
         lengths: of all bags.
         weights: of each id, or None.
         bags: how many each feature has.
@@ -33,12 +32,16 @@ class Batch:
     """
 
     values: Tensor
-    bag: Tensor
     lengths: Tensor
     weights: Tensor | None
     bags: tuple[int, ...]
     counted: Tensor
     kept: Tensor | None = None
+
+    @cached_property
+    def bag(self) -> Tensor:
+        """The bag of each id, numbered over all features."""
+        return torch.repeat_interleave(self.lengths)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -49,13 +52,13 @@ class Batch:
         """Only some of the ids; `counted` stays as it is."""
         lengths = torch.bincount(self.bag[keep], minlength=self.lengths.numel())
         weights = None if self.weights is None else self.weights[keep]
-        return replace(self, values=self.values[keep], bag=self.bag[keep], lengths=lengths, weights=weights, kept=keep)
+        return replace(self, values=self.values[keep], lengths=lengths, weights=weights, kept=keep)
 
 
 def make_batch(values: Tensor, lengths: Tensor, weights: Tensor | None, bags: Sequence[int]) -> Batch:
     """The batch of ids and the lengths of bags, both by feature."""
     lengths = lengths.long()
-    return Batch(values.long(), torch.repeat_interleave(lengths), lengths, weights, tuple(bags), lengths)
+    return Batch(values.long(), lengths, weights, tuple(bags), lengths)
 
 
 @dataclass(frozen=True)

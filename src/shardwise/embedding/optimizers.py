@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.embedding import kernels
+from shardwise.embedding.kernels import Kernels
 from shardwise.errors import ConfigError
 from shardwise.layout import checked_init
 
@@ -23,6 +23,7 @@ class Stack(Protocol):
 
     weight: Tensor
     states: dict[str, Tensor]
+    kernels: Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +70,13 @@ class RowOptimizer:
 
         Args:
             gradient: of the sums of the bags.
-            rows, offsets, scale: as in `kernels.pool`.
+            rows, offsets, scale: as in `Kernels.pool`.
             step: 1 in the first step.
         """
+        if stack.kernels.update(self, stack, rows, offsets, gradient, scale):
+            return
         seed = step if self.stochastic_rounding else None
-        for distinct, sums in kernels.sums_by_row(rows, offsets, gradient, scale):
+        for distinct, sums in stack.kernels.sums_by_row(rows, offsets, gradient, scale):
             if self.weight_decay:
                 sums.add_(stack.weight.index_select(0, distinct), alpha=self.weight_decay)
             if self.max_gradient is not None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
-from shardwise.embedding import kernels as torch_kernels
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (
     BAGS,
@@ -27,10 +26,11 @@ from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
-from shardwise.embedding.exchange.stacks import Pooling, make_stacks
+from shardwise.embedding.exchange.stacks import make_stacks
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
+from shardwise.embedding.kernels import Kernels, fastest_kernels
 from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
@@ -73,7 +73,7 @@ class _Sharded(nn.Module):
         configs: Sequence[EmbeddingConfig],
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
-        kernels: Pooling,
+        kernels: Kernels | None,
         weighted: bool,
     ) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ class _Sharded(nn.Module):
             ]
         )
         device = torch.device(layouts[0].mesh.device_type)
-        stacks = make_stacks(plan, collectives.rank(), device)
+        stacks = make_stacks(plan, collectives.rank(), device, kernels or fastest_kernels(device))
         self._kind, self._weighted = kind, weighted
-        self._engine = Engine(kind, plan, stacks, kernels, self._step if distinct else self._accumulate, weighted)
+        self._engine = Engine(kind, plan, stacks, self._step if distinct else self._accumulate, weighted)
         tables = []
         seed = _seed(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
@@ -220,7 +220,7 @@ class ShardedEmbeddingBagCollection(_Sharded):
         collection: EmbeddingBagCollection,
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
-        kernels: Pooling,
+        kernels: Kernels | None,
     ) -> None:
         configs = self._configs = collection.embedding_bag_configs()
         super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, collection.is_weighted())
@@ -269,7 +269,7 @@ class ShardedEmbeddingCollection(_Sharded):
         collection: EmbeddingCollection,
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
-        kernels: Pooling,
+        kernels: Kernels | None,
     ) -> None:
         configs = self._configs = collection.embedding_configs()
         super().__init__(ROWS, collection, configs, layouts, optimizers, kernels, weighted=False)
@@ -318,7 +318,7 @@ def shard_embeddings(
     mesh: Mesh | DeviceMesh,
     optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
     *,
-    kernels: Pooling = torch_kernels,
+    kernels: Kernels | None = None,
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
     """The collection with its tables sharded over `mesh`. A training step has three collectives for all tables.
 
@@ -332,7 +332,7 @@ def shard_embeddings(
         optimizer: updates the rows that a batch has looked up, in its backward; or one for each table, by name. The
             result's `fused_optimizer` has its learning rate and states. None: the parameters get dense gradients, for
             any optimizer of `torch.optim`.
-        kernels: of local lookups.
+        kernels: of local lookups and updates; None: the fastest that are installed.
 
     Raises:
         PlanError: a plan, or optimizers, that do not fit the collection.

@@ -13,9 +13,10 @@ from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids, 
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
-from shardwise.embedding.exchange.stacks import Pooling, Stack
+from shardwise.embedding.exchange.stacks import Stack
 from shardwise.embedding.plan import Plan, requests_of
 from shardwise.errors import PlanError
+from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
@@ -47,16 +48,15 @@ class Engine:
         name: str,
         plan: Plan,
         stacks: Sequence[Stack],
-        kernels: Pooling,
         update: Callable[[Gradients], None],
         weighted: bool,
     ) -> None:
         self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
-        self.pool = kernels.pool  # a module, as `kernels` may be, has no copy
         self.weighted = weighted
         self.rank = collectives.rank()
         device = stacks[0].weight.device
-        self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device)
+        self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device, stacks[0].kernels)
+        self._buffers = Buffers()
         self.capacities = Capacities(len(plan.ranks))
         self.trigger = torch.zeros(0, device=device, requires_grad=True)
         self._indices: dict[tuple[int, ...], BatchIndex] = {}
@@ -141,26 +141,41 @@ class Engine:
             stack.renorm(requests.rows)
         replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
         sums = [
-            self.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
+            stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
             for stack, reply in zip(self.stacks, replies, strict=True)
         ]
         runs = self._runs(requested, answered_only=True)
         cols, results = [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
+        lent = self._lend(sums[0])
         with self._sending("results", [n * BYTES for n in sizes]):
-            message = collectives.all_to_all(
-                by_rank(sums, runs, sums[0].new_empty(0)), sizes, results.received, self.plan.ranks
-            )
-        return results.combine(message)
+            message = by_rank(sums, runs, lent.empty)
+            received = self._exchange(message, sizes, results.received, lent)
+        output = results.combine(received)
+        lent.give_back()
+        return output
 
-    def gradients(self, requested: Requested, grad: Tensor) -> Gradients:
+    def update_rows(self, requested: Requested, grad: Tensor) -> None:
+        """Message 3, and the update of the rows."""
+        lent = self._lend(grad)
+        self.update(self.gradients(requested, grad, lent))
+        lent.give_back()
+
+    def gradients(self, requested: Requested, grad: Tensor, lent: Lent) -> Gradients:
         """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
         runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
         with self._sending("gradients", [n * BYTES for n in results.sent], backward=True):
-            message = collectives.all_to_all(results.spread(grad), results.sent, sizes, self.plan.ranks)
+            message = self._exchange(results.spread(grad, lent.empty), results.sent, sizes, lent)
         per_stack = zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True)
         return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
+
+    def _lend(self, like: Tensor) -> Lent:
+        """Memory of messages."""
+        return self._buffers.lend(like.dtype, like.device)
+
+    def _exchange(self, message: Tensor, sent: Sequence[int], received: Sequence[int], lent: Lent) -> Tensor:
+        return collectives.start_all_to_all(message, sent, received, self.plan.ranks, lent.empty)()
 
     def _runs(self, requested: Requested, answered_only: bool = False) -> list[list[int]]:
         """How many runs each rank requested of each stack."""
@@ -209,5 +224,5 @@ class _Results(TensorFunction):
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
         engine, requested = ctx.args
-        engine.update(engine.gradients(requested, grads[0]))
+        engine.update_rows(requested, grads[0])
         return None, None, None

@@ -23,7 +23,7 @@ class PoolingChoice:
         compare, self._batches = self._batches % CHECK_EVERY == 0 and batch.weights is None, self._batches + 1
         outgoing = None
         if self.by_owners or compare:
-            outgoing = request_bags(index, batch.values, batch.bag, batch.lengths, batch.weights)
+            outgoing = request_bags(index, batch)
             if not compare:
                 return outgoing
         routes, feature = index.routes, index.feature_of_bag.index_select(0, batch.bag)

@@ -1,0 +1,76 @@
+"""Updates by fbgemm's table-batched kernels, on CPUs: the extra `fbgemm`.
+
+Their backward sorts ids, sums gradients and updates rows in one call of an operator. Forward is `torch.embedding_bag`,
+which calls the same code of fbgemm inside torch.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.embedding.kernels.plain import Formula, Kernels, Rows, has_only
+
+SUM_POOLING = 0  # PoolingMode.SUM
+FLOAT32 = 0  # SparseType.FP32
+
+
+class FbgemmKernels(Kernels):
+    """Faster updates by SGD, Adagrad and RowWiseAdagrad of float32 tables.
+
+    Raises:
+        ImportError: fbgemm is not installed, or for another version of torch.
+    """
+
+    name = "fbgemm"
+
+    def __init__(self) -> None:
+        importlib.import_module("fbgemm_gpu")  # registers the operators
+
+    def update(
+        self,
+        optimizer: Formula,
+        stack: Rows,
+        rows: Tensor,
+        offsets: Tensor,
+        gradient: Tensor,
+        scale: Tensor | None,
+    ) -> bool:
+        weight, kind = stack.weight, type(optimizer).__name__
+        knows = kind in _OPERATORS and weight.dtype == torch.float32 and has_only(optimizer, ("lr", "eps"))
+        if not knows or weight.device.type != "cpu":
+            return False
+        if not rows.numel():
+            return True
+        num_rows, columns = weight.shape
+        zero, on_host = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        table = (weight.view(-1), on_host, zero, torch.tensor([0, columns], dtype=torch.int32), columns)
+        sizes = (torch.tensor([0, num_rows]), max(1, (num_rows - 1).bit_length()))
+        weights = torch.ones(rows.numel()) if scale is None else scale.float()  # None is no tensor of the operator
+        batch = (rows, offsets, SUM_POOLING, weights, False)
+        states = [x for state in stack.states.values() for x in (state.view(-1), on_host, zero)]
+        rate = torch.tensor(vars(optimizer)["lr"])
+        _OPERATORS[kind](gradient.contiguous(), *table, *sizes, *batch, *states, rate, vars(optimizer))
+        return True
+
+
+def _sgd(*arguments: Any) -> None:
+    *given, _ = arguments
+    torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(*given, FLOAT32)
+
+
+def _adagrad(*arguments: Any) -> None:
+    *given, options = arguments
+    torch.ops.fbgemm.split_embedding_backward_codegen_adagrad_cpu(*given, options["eps"], FLOAT32)
+
+
+def _row_wise_adagrad(*arguments: Any) -> None:
+    *given, options = arguments
+    no_decay, decay_mode, no_max_norm = 0.0, 0, 0.0
+    torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu(
+        *given, options["eps"], no_decay, decay_mode, no_max_norm, FLOAT32
+    )
+
+
+_OPERATORS = {"SGD": _sgd, "Adagrad": _adagrad, "RowWiseAdagrad": _row_wise_adagrad}
