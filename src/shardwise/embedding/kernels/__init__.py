@@ -1,6 +1,6 @@
 """Local kernels of collections, behind one interface, `Kernels`.
 
-`Kernels` is plain torch and runs on every device. Subclasses replace parts of it by what an extra brings, on CPUs:
+`Kernels` is plain torch and runs on every device. Subclasses replace parts of it on CPUs where an extra is installed:
 `numba` compiles loops, `fbgemm` has table-batched operators. Results are the same up to rounding, which tests check.
 """
 

@@ -5,7 +5,7 @@ which calls the same code of fbgemm inside torch.
 """
 
 import importlib
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,22 +51,23 @@ class FbgemmKernels(Kernels):
         batch = (rows, offsets, SUM_POOLING, weights, False)
         states = [x for state in stack.states.values() for x in (state.view(-1), on_host, zero)]
         rate = torch.tensor(vars(optimizer)["lr"])
-        _OPERATORS[kind](gradient.contiguous(), *table, *sizes, *batch, *states, rate, vars(optimizer))
+        given = (gradient.contiguous(), *table, *sizes, *batch, *states, rate)
+        _OPERATORS[kind](given, vars(optimizer))
         return True
 
 
-def _sgd(*arguments: Any) -> None:
-    *given, _ = arguments
+Options = Mapping[str, float]
+
+
+def _sgd(given: Sequence[object], _options: Options) -> None:
     torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(*given, FLOAT32)
 
 
-def _adagrad(*arguments: Any) -> None:
-    *given, options = arguments
+def _adagrad(given: Sequence[object], options: Options) -> None:
     torch.ops.fbgemm.split_embedding_backward_codegen_adagrad_cpu(*given, options["eps"], FLOAT32)
 
 
-def _row_wise_adagrad(*arguments: Any) -> None:
-    *given, options = arguments
+def _row_wise_adagrad(given: Sequence[object], options: Options) -> None:
     no_decay, decay_mode, no_max_norm = 0.0, 0, 0.0
     torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu(
         *given, options["eps"], no_decay, decay_mode, no_max_norm, FLOAT32

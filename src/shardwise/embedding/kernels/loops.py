@@ -1,29 +1,34 @@
 """The loops of `CompiledKernels`. All arrays are C-contiguous; rows are valid."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.base import BaseContext as Context
+from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 AHEAD = 12  # rows between the one that is used and the one that is prefetched
 LINE_BYTES = 64  # of a cache line
 MOST_LINES = 8  # of a row that are prefetched: the hardware finds the others
 BITS = 11  # sorted by at once: the counts of all values stay in the innermost cache
 
+Array = NDArray[Any]
 Loop = Callable[..., Any]
+Values = Sequence[ir.Value]
 compiled: Callable[[Loop], Loop] = njit(
     nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}
 )
 
 
-def _prefetch(_context: Any, table: Any, _row: Any) -> Any:
+def _prefetch(_context: Context, table: types.Array, _row: types.Integer) -> tuple[Signature, Loop]:
     """Begin to read `table[row]`, a row of a 2-D array."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def generate(context: Context, builder: ir.IRBuilder, signature: Signature, arguments: Values) -> ir.Value:
         kind = signature.args[0]
         array = context.make_array(kind)(context, builder, arguments[0])
         zero = context.get_constant(types.intp, 0)
@@ -45,7 +50,7 @@ def _prefetch(_context: Any, table: Any, _row: Any) -> Any:
 prefetch: Loop = intrinsic(_prefetch)
 
 
-def _lines(context: Any, builder: Any, array: Any, kind: Any) -> Any:
+def _lines(context: Context, builder: ir.IRBuilder, array: ir.Value, kind: types.Array) -> ir.Value:
     """How many lines of a row are prefetched."""
     columns = cgutils.unpack_tuple(builder, array.shape, 2)[1]
     row_bytes = builder.mul(columns, context.get_constant(types.intp, kind.dtype.bitwidth // 8))
@@ -55,7 +60,7 @@ def _lines(context: Any, builder: Any, array: Any, kind: Any) -> Any:
 
 
 @compiled
-def sort_by_row(rows: Any, offsets: Any) -> Any:
+def sort_by_row(rows: Array, offsets: Array) -> tuple[Array, Array, Array]:
     """Distinct rows, where the bags of each start, and the bags: a stable radix sort of (row, bag)."""
     n, largest = len(rows), 0
     keys, bags = np.empty(n, np.int32), np.empty(n, np.int32)
@@ -94,17 +99,17 @@ def sort_by_row(rows: Any, offsets: Any) -> Any:
 
 @compiled
 def runs(
-    values: Any,
-    lengths: Any,
-    bag_ends: Any,
-    interval_size: Any,
-    first_interval: Any,
-    position: Any,
-    cell_shift: Any,
-    cell_bounds: Any,
-    at: Any,
-    shift: Any,
-) -> Any:
+    values: Array,
+    lengths: Array,
+    bag_ends: Array,
+    interval_size: Array,
+    first_interval: Array,
+    position: Array,
+    cell_shift: Array,
+    cell_bounds: Array,
+    at: Array,
+    shift: Array,
+) -> tuple[Array, Array, Array]:
     """See `Kernels.runs`."""
     num_positions = len(position)
     positions, cells = np.empty(len(values), np.int32), np.zeros(cell_bounds[num_positions], np.int32)
@@ -152,7 +157,7 @@ def runs(
 
 
 @compiled
-def sgd(rows: Any, gradient: Any, weight: Any, lr: float) -> None:
+def sgd(rows: Array, gradient: Array, weight: Array, lr: float) -> None:
     """w -= lr g."""
     last, step = len(rows) - 1, np.float32(-lr)
     for i in range(len(rows)):
@@ -162,7 +167,7 @@ def sgd(rows: Any, gradient: Any, weight: Any, lr: float) -> None:
 
 
 @compiled
-def adagrad(rows: Any, gradient: Any, weight: Any, total: Any, lr: float, eps: float) -> None:
+def adagrad(rows: Array, gradient: Array, weight: Array, total: Array, lr: float, eps: float) -> None:
     """s += g², w -= lr g / (√s + eps)."""
     last, step, small = len(rows) - 1, np.float32(-lr), np.float32(eps)
     for i in range(len(rows)):
@@ -176,7 +181,7 @@ def adagrad(rows: Any, gradient: Any, weight: Any, total: Any, lr: float, eps: f
 
 
 @compiled
-def row_wise_adagrad(rows: Any, gradient: Any, weight: Any, total: Any, lr: float, eps: float) -> None:
+def row_wise_adagrad(rows: Array, gradient: Array, weight: Array, total: Array, lr: float, eps: float) -> None:
     """s += mean(g²), w -= lr g / (√s + eps)."""
     last, step, small = len(rows) - 1, np.float32(-lr), np.float32(eps)
     columns = np.float32(weight.shape[1])

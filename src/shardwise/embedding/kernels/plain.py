@@ -10,7 +10,7 @@ row: several times as fast as `index_add_`.
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -174,8 +174,9 @@ class Kernels:
 
 def has_only(optimizer: Formula, known: Sequence[str]) -> bool:
     """Whether all options but the `known` ones have their defaults; optimizers are dataclasses."""
-    options = fields(optimizer)  # type: ignore[arg-type]
-    return all(getattr(optimizer, option.name) == option.default for option in options if option.name not in known)
+    assert is_dataclass(optimizer)
+    others = [option for option in fields(optimizer) if option.name not in known]
+    return all(getattr(optimizer, option.name) == option.default for option in others)
 
 
 def _sorted(rows: Tensor, offsets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
