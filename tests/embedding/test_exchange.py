@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise.collectives import Finish, count_comms
 from shardwise.embedding.batch import IdRules, features_of, make_batch
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.exchange.engine import Engine, Gradients
-from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, exchange_ids
+from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, IdMessages, id_messages
 from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.exchange.stacks import make_stacks
@@ -105,22 +105,37 @@ def test_only_messages_longer_than_expected_cost_a_fourth_collective(real: bool)
     assert world(2, real=real).run(calls_of_steps, sizes) == [[3, 4, 3, 3, 3, 3, 4, 3]] * 2
 
 
-def exchange_random(size: int) -> None:
+def exchange_random(size: int, in_flight: int) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 3000, (6, size, size), generator=generator).tolist()
     capacities, ranks, me = Capacities(size), tuple(range(size)), collectives.rank()
+    started: list[tuple[int, IdMessages, Finish]] = []
+
+    def finish(step: int, ids: IdMessages, wait: Finish) -> None:
+        arrived = ids.arrived(wait())
+        assert arrived.headers == [[source, me] for source in ranks]
+        assert arrived.lengths == [of_source[me] for of_source in lengths[step]]
+        capacities.saw(ids.lengths, arrived.lengths)
+        bodies = arrived.with_rest() if arrived.is_longer else arrived.beginnings
+        assert [x.tolist() for x in bodies] == [
+            [100 * step + 10 * source + me] * lengths[step][source][me] for source in ranks
+        ]
+
     for step, table in enumerate(lengths):
         sent = [torch.full((n,), 100 * step + 10 * me + to, dtype=torch.int32) for to, n in enumerate(table[me])]
         halves = [list(x.split([len(x) // 2, len(x) - len(x) // 2])) for x in sent]
-        seen: list[list[list[int]]] = []
-        bodies, headers = exchange_ids(capacities, ranks, halves, [[me, to] for to in ranks], seen.append)
-        assert headers == [[source, me] for source in ranks] == seen[0]
-        assert [x.tolist() for x in bodies] == [[100 * step + 10 * source + me] * table[source][me] for source in ranks]
+        ids = id_messages(capacities, ranks, halves, [[me, to] for to in ranks])
+        started.append((step, ids, ids.start()))
+        if len(started) == in_flight:
+            finish(*started.pop(0))
+    for one in started:
+        finish(*one)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_messages_of_any_lengths_arrive(size: int) -> None:
-    world(size).run(exchange_random, size)
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_messages_of_any_lengths_arrive(size: int, in_flight: int) -> None:
+    world(size).run(exchange_random, size, in_flight)
 
 
 BIG = 2**63 - 1
@@ -208,6 +223,7 @@ def test_the_trace_says_what_is_sent_and_how_much(count: int) -> None:
         setup.sums([list(range(count // 4))] * 4).sum().backward()
     assert [text for text, _ in events.said] == [
         "ids of an embedding collection, test",
+        *(["rest of the ids of an embedding collection, test"] if count > FIRST_CAPACITY else []),
         "results of an embedding collection, test",
         "gradients of an embedding collection in backward, test",
     ]

@@ -9,21 +9,37 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids, message_bytes
+from shardwise.collectives import Finish
+from shardwise.embedding.exchange.ids import Capacities, IdMessages, id_messages
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.stacks import Pooling, Stack
 from shardwise.embedding.plan import Plan, requests_of
-from shardwise.errors import PlanError
+from shardwise.errors import MismatchError, PlanError
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
+CheckVerdicts = Callable[[Sequence[Sequence[int]]], None]
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
 BYTES = 4  # of an element of messages 2 and 3
 MOST_BATCH_SIZES = 64  # of which the index is kept
+
+
+@dataclass(frozen=True)
+class Requesting:
+    """While message 1 is on its way.
+
+    Attributes:
+        verdict_size: the integers of a verdict.
+    """
+
+    results: ResultIndex
+    ids: IdMessages
+    verdict_size: int
+    wait: Finish
 
 
 @dataclass(frozen=True)
@@ -109,27 +125,54 @@ class Engine:
             found = self._indices[bags] = make_batch_index(self.routes, bags)
         return found
 
-    def request(
-        self, outgoing: Outgoing, verdict: Sequence[int], check: Callable[[Sequence[Sequence[int]]], None]
-    ) -> Requested:
-        """Message 1.
+    def request(self, outgoing: Outgoing, verdict: Sequence[int], check: CheckVerdicts) -> Requested:
+        """Message 1; see `start` and `finish`."""
+        return self.finish(self.start(outgoing, verdict), check)
+
+    def start(self, outgoing: Outgoing, verdict: Sequence[int], ahead: int = 0) -> Requesting:
+        """Start message 1. It is finished by `finish`, or never.
 
         Args:
             verdict: of this rank on its ids, as many integers on each rank.
-            check: called with the verdicts of all ranks; may raise, the same on all.
+            ahead: how many batches before its use; 0: it is finished at once.
         """
-        count, size = len(self.plan.ranks), len(verdict)
+        count = len(self.plan.ranks)
+        headers = [[ahead, *verdict, *header] for header in outgoing.headers(count)]
+        ids = id_messages(self.capacities, self.plan.ranks, outgoing.messages(count), headers)
+        with self._sending("ids", ids.sent_bytes):
+            return Requesting(outgoing.results, ids, len(verdict), ids.start())
 
-        def check_headers(headers: Headers) -> None:
-            check([header[:size] for header in headers])
+    def finish(self, requesting: Requesting, check: CheckVerdicts) -> Requested:
+        """Wait for message 1 of all ranks. They start and finish messages in the same order.
 
-        messages = outgoing.messages(count)
-        headers = [[*verdict, *header] for header in outgoing.headers(count)]
-        sent = message_bytes(self.capacities, messages, headers)
-        with self._sending("ids", sent):
-            received, others = exchange_ids(self.capacities, self.plan.ranks, messages, headers, check_headers)
-        per_stack = received_requests(received, [h[size:] for h in others], len(self.stacks), self.weighted)
-        return Requested(outgoing.results, per_stack)
+        Args:
+            check: called with the verdicts of all ranks; may raise, on all of them.
+        """
+        arrived, size = requesting.ids.arrived(requesting.wait()), requesting.verdict_size
+        self._check_alike([ahead for ahead, *_ in arrived.headers])
+        check([header[1 : 1 + size] for header in arrived.headers])
+        self.capacities.saw(requesting.ids.lengths, arrived.lengths)
+        messages = arrived.beginnings
+        if arrived.is_longer:
+            with self._sending("rest of the ids", [n * messages[0].element_size() for n in arrived.rest_sizes()[0]]):
+                messages = arrived.with_rest()
+        headers = [header[1 + size :] for header in arrived.headers]
+        return Requested(requesting.results, received_requests(messages, headers, len(self.stacks), self.weighted))
+
+    def _check_alike(self, ahead: Sequence[int]) -> None:
+        """Whether all ranks use this message as many batches later.
+
+        Raises:
+            MismatchError: they do not.
+        """
+        for rank, of_rank in zip(self.plan.ranks, ahead, strict=True):
+            if of_rank != ahead[0]:
+                said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (ahead[0], of_rank)]
+                raise MismatchError(
+                    f"A collection looks up a batch of which rank {self.plan.ranks[0]} {said[0]}, and rank {rank} "
+                    f"{said[1]}. Nothing was looked up.\n"
+                    f"  Fix: on all ranks the same prefetch(…, depth=…), and the same batches inside and outside it."
+                )
 
     def results(self, requested: Requested) -> Tensor:
         """The sums of all runs in their places: flat, float32. Backward calls `update`."""
