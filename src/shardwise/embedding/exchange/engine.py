@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.collectives import Finish
-from shardwise.embedding.exchange.ids import Capacities, IdMessages, id_messages
+from shardwise.embedding.exchange.ids import ArrivedIds, Capacities, Headers, IdMessages, id_messages
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
@@ -40,6 +40,21 @@ class Requesting:
     ids: IdMessages
     verdict_size: int
     wait: Finish
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Message 1 of all ranks, perhaps without the ends of long ones.
+
+    Attributes:
+        verdicts: of each rank.
+        counts: what the headers say of the requests of each rank.
+    """
+
+    results: ResultIndex
+    ids: ArrivedIds
+    verdicts: Headers
+    counts: Headers
 
 
 @dataclass(frozen=True)
@@ -126,15 +141,21 @@ class Engine:
         return found
 
     def request(self, outgoing: Outgoing, verdict: Sequence[int], check: CheckVerdicts) -> Requested:
-        """Message 1; see `start` and `finish`."""
-        return self.finish(self.start(outgoing, verdict), check)
+        """Message 1.
+
+        Args:
+            check: called with the verdicts of all ranks; may raise, on all of them.
+        """
+        arrived = self.arrive(self.start(outgoing, verdict))
+        check(arrived.verdicts)
+        return self.finish(arrived)
 
     def start(self, outgoing: Outgoing, verdict: Sequence[int], ahead: int = 0) -> Requesting:
-        """Start message 1. It is finished by `finish`, or never.
+        """Start message 1.
 
         Args:
             verdict: of this rank on its ids, as many integers on each rank.
-            ahead: how many batches before its use; 0: it is finished at once.
+            ahead: how many batches before its use; 0: it is used at once.
         """
         count = len(self.plan.ranks)
         headers = [[ahead, *verdict, *header] for header in outgoing.headers(count)]
@@ -142,37 +163,33 @@ class Engine:
         with self._sending("ids", ids.sent_bytes):
             return Requesting(outgoing.results, ids, len(verdict), ids.start())
 
-    def finish(self, requesting: Requesting, check: CheckVerdicts) -> Requested:
-        """Wait for message 1 of all ranks. They start and finish messages in the same order.
-
-        Args:
-            check: called with the verdicts of all ranks; may raise, on all of them.
-        """
-        arrived, size = requesting.ids.arrived(requesting.wait()), requesting.verdict_size
-        self._check_alike([ahead for ahead, *_ in arrived.headers])
-        check([header[1 : 1 + size] for header in arrived.headers])
-        self.capacities.saw(requesting.ids.lengths, arrived.lengths)
-        messages = arrived.beginnings
-        if arrived.is_longer:
-            with self._sending("rest of the ids", [n * messages[0].element_size() for n in arrived.rest_sizes()[0]]):
-                messages = arrived.with_rest()
-        headers = [header[1 + size :] for header in arrived.headers]
-        return Requested(requesting.results, received_requests(messages, headers, len(self.stacks), self.weighted))
-
-    def _check_alike(self, ahead: Sequence[int]) -> None:
-        """Whether all ranks use this message as many batches later.
+    def arrive(self, requesting: Requesting) -> Arrived:
+        """Wait for message 1 of all ranks.
 
         Raises:
-            MismatchError: they do not.
+            MismatchError: they do not start it as many batches before its use.
         """
-        for rank, of_rank in zip(self.plan.ranks, ahead, strict=True):
-            if of_rank != ahead[0]:
-                said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (ahead[0], of_rank)]
+        ids, stop = requesting.ids.arrived(requesting.wait()), 1 + requesting.verdict_size
+        for rank, header in zip(self.plan.ranks, ids.headers, strict=True):
+            if header[0] != ids.headers[0][0]:
+                said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (ids.headers[0][0], header[0])]
                 raise MismatchError(
-                    f"A collection looks up a batch of which rank {self.plan.ranks[0]} {said[0]}, and rank {rank} "
-                    f"{said[1]}. Nothing was looked up.\n"
-                    f"  Fix: on all ranks the same prefetch(…, depth=…), and the same batches inside and outside it."
+                    f"Rank {self.plan.ranks[0]} {said[0]} the batch of a collection, and rank {rank} {said[1]}. "
+                    f"Nothing was looked up.\n"
+                    f"  Fix: on all ranks the same prefetch(…, depth=…), and the same lookups outside it."
                 )
+        verdicts, counts = [h[1:stop] for h in ids.headers], [h[stop:] for h in ids.headers]
+        return Arrived(requesting.results, ids, verdicts, counts)
+
+    def finish(self, arrived: Arrived) -> Requested:
+        """The requests of all ranks, which start and finish messages in the same order, or leave them."""
+        ids = arrived.ids
+        self.capacities.saw(ids.sent.lengths, ids.lengths)
+        messages = ids.beginnings
+        if ids.is_longer:
+            with self._sending("rest of the ids", [n * messages[0].element_size() for n in ids.rest_sizes()[0]]):
+                messages = ids.with_rest()
+        return Requested(arrived.results, received_requests(messages, arrived.counts, len(self.stacks), self.weighted))
 
     def results(self, requested: Requested) -> Tensor:
         """The sums of all runs in their places: flat, float32. Backward calls `update`."""

@@ -67,8 +67,8 @@ class IdMessages:
 
     def start(self) -> Finish:
         """Send the beginnings; the returned function waits for those of all ranks."""
-        sizes = [[self.header_size + n for n in capacities] for capacities in (self.sent, self.received)]
-        return collectives.start_all_to_all(self.beginnings, *sizes, self.ranks)
+        sent, received = ([self.header_size + n for n in capacities] for capacities in (self.sent, self.received))
+        return collectives.start_all_to_all(self.beginnings, sent, received, self.ranks)
 
     def arrived(self, beginnings: Tensor) -> "ArrivedIds":
         """Read what was received."""
