@@ -3,7 +3,7 @@
 Ranks are processes on gloo with one thread each. All loops live in the same processes, start from the same tables, see
 the same batches and take turns; a time is that of the slowest rank.
 
-    python benchmarks/prefetch.py [--ranks 2] [--batch 512,4096] [--width 0,128,512] [--quick]
+    python benchmarks/prefetch.py [--ranks 2] [--batch 512,2048] [--width 0,64,256] [--quick]
     python tools/two_hosts.py --nproc-per-node 1 --mbit 1000 benchmarks/prefetch.py   # over a slower link
 """
 
@@ -147,15 +147,15 @@ def numbers(text: str) -> list[int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=numbers, default=[512, 4096], help="bags a rank and table")
-    parser.add_argument("--width", type=numbers, default=[0, 128, 512], help="of the dense layers; 0: none")
+    parser.add_argument("--batch", type=numbers, default=[512, 2048], help="bags a rank and table")
+    parser.add_argument("--width", type=numbers, default=[0, 64, 256], help="of the dense layers; 0: none")
     parser.add_argument("--tables", type=int, default=4)
     parser.add_argument("--rows", type=int, default=200_000, help="of every table")
-    parser.add_argument("--steps", type=int, default=10, help="in a turn of each loop")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=40, help="in a turn of each loop")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="shows that it runs")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.batch, chosen.width, chosen.rows, chosen.rounds = [64], [16], 1000, 2
+        chosen.batch, chosen.width, chosen.rows, chosen.rounds, chosen.steps = [64], [16], 1000, 2, 5
     options = Options(chosen.ranks, chosen.tables, chosen.rows, chosen.steps, chosen.rounds)
     launch(measure, options, chosen.batch, chosen.width, nproc=chosen.ranks, timeout_seconds=600)

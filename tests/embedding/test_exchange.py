@@ -19,7 +19,7 @@ from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.exchange.stacks import make_stacks
 from shardwise.embedding.plan import Table, make_plan
-from shardwise.errors import IdError, RemoteRankError
+from shardwise.errors import IdError, MismatchError, RemoteRankError
 from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
@@ -170,6 +170,21 @@ def test_other_policies_give_bad_ids_a_row(policy: str) -> None:
     }
     expected = torch.stack([torch.stack([rows[policy](i) for i in bag]).sum(0) for bag in bags])
     assert torch.equal(Setup(2, Shard(0)).sums(bags, policy).detach(), expected)
+
+
+def started_differently(ahead: Sequence[int]) -> None:
+    setup = Setup(3, Shard(0))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    out = request_bags(setup.engine.batch_index((0,)), nothing, nothing, nothing, None)
+    requesting = setup.engine.start(out, (), ahead[collectives.rank()])
+    with pytest.raises(
+        MismatchError, match=r"^Rank 0 does not prefetch .* and rank 1 prefetches 2 ahead\. Nothing was"
+    ):
+        setup.engine.arrive(requesting)
+
+
+def test_ranks_that_start_a_message_for_another_batch_all_raise() -> None:
+    world(3).run(started_differently, (0, 2, 0))
 
 
 def fail_on_rank_1() -> None:
