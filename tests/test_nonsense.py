@@ -205,6 +205,15 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         {"keys": ["f"], "length_per_key": [3], "values": torch.ones(2, 3), "stride_per_key": None},
     ),
     "shardwise.embedding.from_lengths": lambda: (embedding.from_lengths, {"lengths": torch.tensor([2, 0])}),
+    "shardwise.embedding.prefetch": lambda: (
+        embedding.prefetch,
+        {
+            "loader": [],
+            "model": embedding.shard_embeddings(embedding.EmbeddingBagCollection([bag_config()]), {}, MESH),
+            "ids_of": None,
+            "depth": 1,
+        },
+    ),
     "shardwise.embedding.shard_embeddings": lambda: (
         embedding.shard_embeddings,
         {

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise.collectives import Finish, count_comms
 from shardwise.embedding.batch import IdRules, features_of, make_batch
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.exchange.engine import Engine, Gradients
-from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, exchange_ids
+from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, IdMessages, id_messages
 from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.exchange.stacks import make_stacks
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
-from shardwise.errors import IdError, RemoteRankError
+from shardwise.errors import IdError, MismatchError, RemoteRankError
 from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
@@ -106,22 +106,37 @@ def test_only_messages_longer_than_expected_cost_a_fourth_collective(real: bool)
     assert world(2, real=real).run(calls_of_steps, sizes) == [[3, 4, 3, 3, 3, 3, 4, 3]] * 2
 
 
-def exchange_random(size: int) -> None:
+def exchange_random(size: int, in_flight: int) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 3000, (6, size, size), generator=generator).tolist()
     capacities, ranks, me = Capacities(size), tuple(range(size)), collectives.rank()
+    started: list[tuple[int, IdMessages, Finish]] = []
+
+    def finish(step: int, ids: IdMessages, wait: Finish) -> None:
+        arrived = ids.arrived(wait())
+        assert arrived.headers == [[source, me] for source in ranks]
+        assert arrived.lengths == [of_source[me] for of_source in lengths[step]]
+        capacities.saw(ids.lengths, arrived.lengths)
+        bodies = arrived.with_rest() if arrived.is_longer else arrived.beginnings
+        assert [x.tolist() for x in bodies] == [
+            [100 * step + 10 * source + me] * lengths[step][source][me] for source in ranks
+        ]
+
     for step, table in enumerate(lengths):
         sent = [torch.full((n,), 100 * step + 10 * me + to, dtype=torch.int32) for to, n in enumerate(table[me])]
         halves = [list(x.split([len(x) // 2, len(x) - len(x) // 2])) for x in sent]
-        seen: list[list[list[int]]] = []
-        bodies, headers = exchange_ids(capacities, ranks, halves, [[me, to] for to in ranks], seen.append)
-        assert headers == [[source, me] for source in ranks] == seen[0]
-        assert [x.tolist() for x in bodies] == [[100 * step + 10 * source + me] * table[source][me] for source in ranks]
+        ids = id_messages(capacities, ranks, halves, [[me, to] for to in ranks])
+        started.append((step, ids, ids.start()))
+        if len(started) == in_flight:
+            finish(*started.pop(0))
+    for one in started:
+        finish(*one)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_messages_of_any_lengths_arrive(size: int) -> None:
-    world(size).run(exchange_random, size)
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_messages_of_any_lengths_arrive(size: int, in_flight: int) -> None:
+    world(size).run(exchange_random, size, in_flight)
 
 
 BIG = 2**63 - 1
@@ -156,6 +171,21 @@ def test_other_policies_give_bad_ids_a_row(policy: str) -> None:
     }
     expected = torch.stack([torch.stack([rows[policy](i) for i in bag]).sum(0) for bag in bags])
     assert torch.equal(Setup(2, Shard(0)).sums(bags, policy).detach(), expected)
+
+
+def started_differently(ahead: Sequence[int]) -> None:
+    setup = Setup(3, Shard(0))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    out = request_bags(setup.engine.batch_index((0,)), nothing, nothing, nothing, None)
+    requesting = setup.engine.start(out, (), ahead[collectives.rank()])
+    with pytest.raises(
+        MismatchError, match=r"^Rank 0 does not prefetch .* and rank 1 prefetches 2 ahead\. Nothing was"
+    ):
+        setup.engine.arrive(requesting)
+
+
+def test_ranks_that_start_a_message_for_another_batch_all_raise() -> None:
+    world(3).run(started_differently, (0, 2, 0))
 
 
 def fail_on_rank_1() -> None:
@@ -209,6 +239,7 @@ def test_the_trace_says_what_is_sent_and_how_much(count: int) -> None:
         setup.sums([list(range(count // 4))] * 4).sum().backward()
     assert [text for text, _ in events.said] == [
         "ids of an embedding collection, test",
+        *(["rest of the ids of an embedding collection, test"] if count > FIRST_CAPACITY else []),
         "results of an embedding collection, test",
         "gradients of an embedding collection in backward, test",
     ]

@@ -4,6 +4,7 @@ from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCol
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from shardwise.embedding.prefetch import prefetch
 from shardwise.embedding.sharded import shard_embeddings
 from shardwise.lookups import from_lengths
 
@@ -11,5 +12,5 @@ __all__ = [
     "SGD", "Adagrad", "Adam", "EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig",
     "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "PoolingType", "RowOptimizer",
     "RowWiseAdagrad", "RowWiseAdam", "from_lengths",
-    "shard_embeddings",
+    "prefetch", "shard_embeddings",
 ]  # fmt: skip

@@ -16,6 +16,8 @@ from shardwise.errors import ConfigError, IdError, IdTypeError, RemoteRankError
 Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid
 VALID: Verdict = (-1, 0, 0, 0)
 NO_BATCH: Verdict = (-2, 0, 0, 0)  # the rank raised before it had a batch
+LOADER_ENDED: Verdict = (-3, 0, 0, 0)  # of `prefetch`: the rank has no more batches
+LOADER_FAILED: Verdict = (-4, 0, 0, 0)  # and the loader of the rank raised
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from shardwise.embedding.collections import (
     rows_by_feature,
 )
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from shardwise.embedding.exchange.engine import Engine, Gradients
+from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients
 from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.pooling import PoolingChoice
-from shardwise.embedding.exchange.requests import Outgoing
+from shardwise.embedding.exchange.requests import Outgoing, request_bags
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
 from shardwise.embedding.exchange.stacks import make_stacks
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
@@ -34,7 +34,8 @@ from shardwise.embedding.kernels import Kernels, fastest_kernels
 from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
-from shardwise.errors import IdTypeError, PlanError, ShardwiseError
+from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
+from shardwise.errors import IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise.tensor import DTensor
 
@@ -105,6 +106,7 @@ class _Sharded(nn.Module):
         self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
         self._features = features_of(configs)
         self._rules = IdRules(self._features, skips_padding=kind == BAGS)
+        self.prefetched: ReadyBatch | None = None  # `prefetch` sets it
 
     def _fused_optimizer(self, kind: str, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
         for stack in self._engine.stacks:
@@ -157,11 +159,14 @@ class _Sharded(nn.Module):
         try:
             self._check_tables()
             batch = self._features.batch(features, self._weighted, device)
-            if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-                raise IdTypeError("A sharded collection has no gradients for weights of ids. Fix: weights.detach().")
+            self._check_weights(batch)
         except ShardwiseError as error:
             return self._features.no_batch(device), error
         return batch, None
+
+    def _check_weights(self, batch: Batch) -> None:
+        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
+            raise IdTypeError("A sharded collection has no gradients for weights of ids. Fix: weights.detach().")
 
     def _check_tables(self) -> None:
         """Whether the tables are still views of the stacks.
@@ -178,15 +183,70 @@ class _Sharded(nn.Module):
                         f"  Fix: change values by copy_() or load_state_dict(); convert before shard_embeddings."
                     )
 
-    def _results(self, outgoing: Outgoing, verdict: Verdict, error: ShardwiseError | None) -> Tensor:
-        """The results of a request, flat, after messages 1 and 2."""
+    def _lookup(self, features: JaggedFeatures) -> tuple[Batch, Batch, Tensor]:
+        """The batch, its valid ids, and the results, flat, after messages 1 and 2."""
+        ready = self._take_prefetched(features)
+        if ready is None:
+            sent = self.send(features)
+            ready = self.receive(sent, self.arrive(sent))
+        if ready.error is not None:
+            raise ready.error
+        assert ready.requested is not None
+        return ready.sent.given, ready.sent.batch, self._engine.results(ready.requested)
 
-        def check(verdicts: Sequence[Sequence[int]]) -> None:
-            if error is not None:
-                raise error
-            self._rules.raise_for(verdicts, self._plan.ranks)
+    def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
+        """What message 1 of a batch requests; `batch` has its valid ids."""
+        raise NotImplementedError
 
-        return self._engine.results(self._engine.request(outgoing, NO_BATCH if error else verdict, check))
+    # ---- for `prefetch` ----
+
+    def feature_names(self) -> tuple[str, ...]:
+        """The features that a batch needs."""
+        return self._features.names
+
+    def send(self, features: JaggedFeatures, ahead: int = 0) -> SentBatch:
+        """Start message 1, `ahead` batches before the lookup."""
+        given, error = self._batch(features)
+        batch, verdict = self._rules.apply(given)
+        versions = versions_of(features) if ahead and error is None else ()
+        requesting = self._engine.start(self._outgoing(given, batch), NO_BATCH if error else verdict, ahead)
+        return SentBatch(features, versions, given, batch, error, self._engine, requesting)
+
+    def send_no_batch(self, verdict: Verdict, ahead: int) -> SentBatch:
+        """Start message 1 of a rank whose `verdict` says why it has no batch."""
+        batch = self._features.no_batch(self._engine.trigger.device)
+        outgoing = request_bags(self._engine.batch_index(batch.bags), batch.values, batch.bag, batch.lengths, None)
+        requesting = self._engine.start(outgoing, verdict, ahead)
+        return SentBatch(None, (), batch, batch, None, self._engine, requesting)
+
+    def arrive(self, sent: SentBatch) -> Arrived:
+        """Wait for message 1 of all ranks."""
+        return sent.engine.arrive(sent.requesting)
+
+    def receive(self, sent: SentBatch, arrived: Arrived) -> ReadyBatch:
+        """Finish message 1. If the batch of any rank is an error, all ranks get one."""
+        error = sent.error
+        try:
+            self._rules.raise_for(arrived.verdicts, self._plan.ranks)
+        except (IdError, RemoteRankError) as of_all:
+            error = error or of_all
+        return ReadyBatch(sent, None if error else sent.engine.finish(arrived), error)
+
+    def _take_prefetched(self, features: JaggedFeatures) -> ReadyBatch | None:
+        """The prefetched batch if it is `features`, once.
+
+        Raises:
+            IdTypeError: it was changed after its ids were sent, or its weights need gradients.
+        """
+        ready = self.prefetched
+        if ready is None or ready.sent.features is not features or ready.sent.engine is not self._engine:
+            return None
+        self.prefetched = None
+        self._check_tables()
+        if ready.error is None:
+            self._check_weights(ready.sent.given)
+            ready.sent.check_unchanged()
+        return ready
 
     def _as_dtensor(self, table: int, stacks: Sequence[Tensor]) -> DTensor:
         """A table, or its gradient, as a DTensor whose local tensor is a view of this rank's `stacks`."""
@@ -230,6 +290,9 @@ class ShardedEmbeddingBagCollection(_Sharded):
     def _plain(self) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
 
+    def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
+        return self._pooling.request(self._engine.batch_index(batch.bags), batch)
+
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
         """Those of the tables, in their order."""
         return self._configs
@@ -248,12 +311,9 @@ class ShardedEmbeddingBagCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        given, error = self._batch(features)
-        batch, verdict = self._rules.apply(given)
-        index = self._engine.batch_index(batch.bags)
-        outgoing = self._pooling.request(index, batch)
-        flat = self._results(outgoing, verdict, error)
+        _, batch, flat = self._lookup(features)
         if any(self._means):
+            index = self._engine.batch_index(batch.bags)
             of_feature = torch.tensor(self._means, device=flat.device)[index.feature_of_bag]
             divisors = torch.where(of_feature, batch.counted.clamp(min=1), 1)
             flat = (flat.view(-1, self._plan.unit) / divisors[index.bag_of_unit, None]).view(-1)
@@ -280,6 +340,13 @@ class ShardedEmbeddingCollection(_Sharded):
     def _plain(self) -> EmbeddingCollection:
         return EmbeddingCollection(self._configs, device="meta")
 
+    def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
+        routes, feature_of = self._engine.routes, self._engine.batch_index(batch.bags).feature_of_bag
+        feature, dims = feature_of[batch.bag], routes.dims[feature_of[given.bag]]
+        first = dims.cumsum(0) - dims
+        num_units, first = int(dims.sum()), first if batch.kept is None else first[batch.kept]
+        return request_rows(routes, distinct_rows(routes, batch.values, feature), feature, first, num_units)
+
     def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
         """Those of the tables, in their order."""
         return self._configs
@@ -294,14 +361,7 @@ class ShardedEmbeddingCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        given, error = self._batch(features)
-        batch, verdict = self._rules.apply(given)
-        routes, feature_of = self._engine.routes, self._engine.batch_index(batch.bags).feature_of_bag
-        feature, dims = feature_of[batch.bag], routes.dims[feature_of[given.bag]]
-        first = dims.cumsum(0) - dims
-        num_units, first = int(dims.sum()), first if batch.kept is None else first[batch.kept]
-        outgoing = request_rows(routes, distinct_rows(routes, batch.values, feature), feature, first, num_units)
-        flat = self._results(outgoing, verdict, error)
+        given, _, flat = self._lookup(features)
         lengths = given.lengths.split(given.bags)
         sizes = [n * dim for n, dim in zip(given.sizes, self._plan.dims, strict=True)]
         parts = [

@@ -9,22 +9,53 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.embedding.exchange.ids import Capacities, Headers, exchange_ids, message_bytes
+from shardwise.collectives import Finish
+from shardwise.embedding.exchange.ids import ArrivedIds, Capacities, Headers, IdMessages, id_messages
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.stacks import Stack
 from shardwise.embedding.plan import Plan, requests_of
-from shardwise.errors import PlanError
+from shardwise.errors import MismatchError, PlanError
 from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
+CheckVerdicts = Callable[[Sequence[Sequence[int]]], None]
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
 BYTES = 4  # of an element of messages 2 and 3
 MOST_BATCH_SIZES = 64  # of which the index is kept
+
+
+@dataclass(frozen=True)
+class Requesting:
+    """While message 1 is on its way.
+
+    Attributes:
+        verdict_size: the integers of a verdict.
+    """
+
+    results: ResultIndex
+    ids: IdMessages
+    verdict_size: int
+    wait: Finish
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Message 1 of all ranks, perhaps without the ends of long ones.
+
+    Attributes:
+        verdicts: of each rank.
+        counts: what the headers say of the requests of each rank.
+    """
+
+    results: ResultIndex
+    ids: ArrivedIds
+    verdicts: Headers
+    counts: Headers
 
 
 @dataclass(frozen=True)
@@ -109,27 +140,56 @@ class Engine:
             found = self._indices[bags] = make_batch_index(self.routes, bags)
         return found
 
-    def request(
-        self, outgoing: Outgoing, verdict: Sequence[int], check: Callable[[Sequence[Sequence[int]]], None]
-    ) -> Requested:
+    def request(self, outgoing: Outgoing, verdict: Sequence[int], check: CheckVerdicts) -> Requested:
         """Message 1.
 
         Args:
-            verdict: of this rank on its ids, as many integers on each rank.
-            check: called with the verdicts of all ranks; may raise, the same on all.
+            check: called with the verdicts of all ranks; may raise, on all of them.
         """
-        count, size = len(self.plan.ranks), len(verdict)
+        arrived = self.arrive(self.start(outgoing, verdict))
+        check(arrived.verdicts)
+        return self.finish(arrived)
 
-        def check_headers(headers: Headers) -> None:
-            check([header[:size] for header in headers])
+    def start(self, outgoing: Outgoing, verdict: Sequence[int], ahead: int = 0) -> Requesting:
+        """Start message 1.
 
-        messages = outgoing.messages(count)
-        headers = [[*verdict, *header] for header in outgoing.headers(count)]
-        sent = message_bytes(self.capacities, messages, headers)
-        with self._sending("ids", sent):
-            received, others = exchange_ids(self.capacities, self.plan.ranks, messages, headers, check_headers)
-        per_stack = received_requests(received, [h[size:] for h in others], len(self.stacks), self.weighted)
-        return Requested(outgoing.results, per_stack)
+        Args:
+            verdict: of this rank on its ids, as many integers on each rank.
+            ahead: how many batches before its use; 0: it is used at once.
+        """
+        count = len(self.plan.ranks)
+        headers = [[ahead, *verdict, *header] for header in outgoing.headers(count)]
+        ids = id_messages(self.capacities, self.plan.ranks, outgoing.messages(count), headers)
+        with self._sending("ids", ids.sent_bytes):
+            return Requesting(outgoing.results, ids, len(verdict), ids.start())
+
+    def arrive(self, requesting: Requesting) -> Arrived:
+        """Wait for message 1 of all ranks.
+
+        Raises:
+            MismatchError: they do not start it as many batches before its use.
+        """
+        ids, stop = requesting.ids.arrived(requesting.wait()), 1 + requesting.verdict_size
+        for rank, header in zip(self.plan.ranks, ids.headers, strict=True):
+            if header[0] != ids.headers[0][0]:
+                said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (ids.headers[0][0], header[0])]
+                raise MismatchError(
+                    f"Rank {self.plan.ranks[0]} {said[0]} the batch of a collection, and rank {rank} {said[1]}. "
+                    f"Nothing was looked up.\n"
+                    f"  Fix: on all ranks the same prefetch(…, depth=…), and the same lookups outside it."
+                )
+        verdicts, counts = [h[1:stop] for h in ids.headers], [h[stop:] for h in ids.headers]
+        return Arrived(requesting.results, ids, verdicts, counts)
+
+    def finish(self, arrived: Arrived) -> Requested:
+        """The requests of all ranks, which start and finish messages in the same order, or leave them."""
+        ids = arrived.ids
+        self.capacities.saw(ids.sent.lengths, ids.lengths)
+        messages = ids.beginnings
+        if ids.is_longer:
+            with self._sending("rest of the ids", [n * messages[0].element_size() for n in ids.rest_sizes()[0]]):
+                messages = ids.with_rest()
+        return Requested(arrived.results, received_requests(messages, arrived.counts, len(self.stacks), self.weighted))
 
     def results(self, requested: Requested) -> Tensor:
         """The sums of all runs in their places: flat, float32. Backward calls `update`."""

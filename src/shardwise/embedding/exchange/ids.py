@@ -3,15 +3,20 @@
 The message of each pair of ranks has a capacity, which both derive from the lengths of earlier messages between them.
 A header says how long the message really is. Only if a message of some rank is longer, which all headers of that rank
 say, a second all-to-all sends the rest of all.
+
+Several messages may be on their way. Each keeps the capacities of when it was started, and they are adapted when it is
+finished: all ranks start and finish messages in the same order, so both sides know the same lengths.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise import collectives
+from shardwise.collectives import Finish
 
 FIRST_CAPACITY = 1024  # elements
 Headers = list[list[int]]
@@ -35,40 +40,100 @@ def _next_capacity(capacity: int, length: int) -> int:
     return max(length + length // 4, capacity - capacity // 8)
 
 
-def message_bytes(
-    capacities: Capacities, messages: Sequence[Sequence[Tensor]], headers: Sequence[Sequence[int]]
-) -> list[int]:
-    """What `exchange_ids` sends to each rank."""
-    return [
-        (len(header) + 2) * 8 + max(capacity, sum(part.numel() for part in parts)) * parts[0].element_size()
-        for capacity, parts, header in zip(capacities.sent, messages, headers, strict=True)
-    ]
+@dataclass(frozen=True)
+class IdMessages:
+    """The messages of this rank to each of `ranks`, which have not arrived yet.
+
+    Attributes:
+        lengths: of the message to each rank.
+        beginnings: headers and messages, as long as the capacities.
+        rest: what is longer.
+        header_size: in elements of messages.
+        sent, received: the capacities.
+    """
+
+    ranks: tuple[int, ...]
+    lengths: list[int]
+    beginnings: Tensor
+    rest: Tensor
+    header_size: int
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """What `start` sends to each rank."""
+        return [(self.header_size + n) * self.rest.element_size() for n in self.sent]
+
+    def start(self) -> Finish:
+        """Send the beginnings; the returned function waits for those of all ranks."""
+        sent, received = ([self.header_size + n for n in capacities] for capacities in (self.sent, self.received))
+        return collectives.start_all_to_all(self.beginnings, sent, received, self.ranks)
+
+    def arrived(self, beginnings: Tensor) -> "ArrivedIds":
+        """Read what was received."""
+        slices = beginnings.split([n for capacity in self.received for n in (self.header_size, capacity)])
+        found: Headers = torch.stack(slices[::2]).view(torch.int64).tolist()
+        lengths = [length for length, *_ in found]
+        return ArrivedIds(
+            self,
+            [header for _, _, *header in found],
+            lengths,
+            [message[:n] for message, n in zip(slices[1::2], lengths, strict=True)],
+            any(header[1] for header in found),
+        )
 
 
-def exchange_ids(
+@dataclass(frozen=True)
+class ArrivedIds:
+    """What this rank has received.
+
+    Attributes:
+        headers: of each rank.
+        lengths: of the messages of each rank.
+        beginnings: of the messages of each rank.
+        is_longer: whether a message of any rank is longer; then all of them call `rest`.
+    """
+
+    sent: IdMessages
+    headers: Headers
+    lengths: list[int]
+    beginnings: list[Tensor]
+    is_longer: bool
+
+    def rest_sizes(self) -> tuple[list[int], list[int]]:
+        """How many more elements go to each rank, and come from it."""
+        return _beyond(self.sent.lengths, self.sent.sent), _beyond(self.lengths, self.sent.received)
+
+    def with_rest(self) -> list[Tensor]:
+        """The messages of each rank, after the second all-to-all."""
+        unsent, missing = self.rest_sizes()
+        late = collectives.all_to_all(self.sent.rest, unsent, missing, self.sent.ranks).split(missing)
+        return [torch.cat(pair) for pair in zip(self.beginnings, late, strict=True)]
+
+
+def _beyond(lengths: Sequence[int], capacities: Sequence[int]) -> list[int]:
+    return [max(0, n - capacity) for n, capacity in zip(lengths, capacities, strict=True)]
+
+
+def id_messages(
     capacities: Capacities,
     ranks: tuple[int, ...],
     messages: Sequence[Sequence[Tensor]],
     headers: Sequence[Sequence[int]],
-    check: Callable[[Headers], None],
-) -> tuple[list[Tensor], Headers]:
-    """Send a message, in parts, and a header to each of `ranks`.
+) -> IdMessages:
+    """A message, in parts, and a header for each of `ranks`.
 
     Args:
         messages: 1-D tensors of one dtype, int32 or int64.
         headers: as many integers for each rank.
-        check: called with the headers received, before a second all-to-all; what it raises is raised on all ranks.
-
-    Returns:
-        The messages and headers received, in the order of ranks.
     """
     like = messages[0][0]
     lengths = [sum(part.numel() for part in parts) for parts in messages]
     longer = any(n > capacity for n, capacity in zip(lengths, capacities.sent, strict=True))
     heads = np.array([(n, longer, *header) for n, header in zip(lengths, headers, strict=True)], dtype=np.int64)
     wire = torch.from_numpy(heads).to(like.device).view(like.dtype)
-    size, rest = wire.shape[1], []
-    parts: list[Tensor] = []
+    rest, parts = [like[:0]], list[Tensor]()
     for head, message, length, capacity in zip(wire, messages, lengths, capacities.sent, strict=True):
         if length > capacity:
             flat = torch.cat(list(message))
@@ -76,18 +141,6 @@ def exchange_ids(
             parts += (head, flat[:capacity])
         else:
             parts += (head, *message, like.new_zeros(capacity - length))
-    received = collectives.all_to_all(
-        torch.cat(parts), [size + n for n in capacities.sent], [size + n for n in capacities.received], ranks
+    return IdMessages(
+        ranks, lengths, torch.cat(parts), torch.cat(rest), wire.shape[1], capacities.sent, capacities.received
     )
-    slices = received.split([n for capacity in capacities.received for n in (size, capacity)])
-    found: Headers = torch.stack(slices[::2]).view(torch.int64).tolist()
-    got = [length for length, *_ in found]
-    missing = [max(0, n - capacity) for n, capacity in zip(got, capacities.received, strict=True)]
-    unsent = [max(0, n - capacity) for n, capacity in zip(lengths, capacities.sent, strict=True)]
-    capacities.saw(lengths, got)
-    check([header for _, _, *header in found])
-    bodies = [body[:n] for body, n in zip(slices[1::2], got, strict=True)]
-    if any(header[1] for header in found):
-        late = collectives.all_to_all(torch.cat([like[:0], *rest]), unsent, missing, ranks).split(missing)
-        bodies = [torch.cat(pair) for pair in zip(bodies, late, strict=True)]
-    return bodies, [header for _, _, *header in found]

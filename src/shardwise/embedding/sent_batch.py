@@ -1,0 +1,68 @@
+"""A batch of a sharded collection between messages 1 and 2."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwise.embedding.batch import Batch
+from shardwise.embedding.exchange.engine import Engine, Requested, Requesting
+from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
+from shardwise.errors import IdTypeError, ShardwiseError
+
+Versions = tuple[tuple[Tensor, int], ...]  # tensors, and how often each had been changed in place
+
+
+def versions_of(features: JaggedFeatures) -> Versions:
+    """Those of the ids, lengths and weights."""
+    tensors = (features.values(), features.lengths(), features.weights_or_none())
+    return tuple((x, 0 if x.is_inference() else x._version) for x in tensors if x is not None)
+
+
+@dataclass(frozen=True)
+class SentBatch:
+    """A batch whose ids are on their way.
+
+    Attributes:
+        features: the input; None: the rank has none.
+        versions: of a prefetched input.
+        given: the ids of the input.
+        batch: its valid ids.
+        error: why the input is no batch; or None.
+    """
+
+    features: JaggedFeatures | None
+    versions: Versions
+    given: Batch
+    batch: Batch
+    error: ShardwiseError | None
+    engine: Engine
+    requesting: Requesting
+
+    def check_unchanged(self) -> None:
+        """Whether the input is still what was sent.
+
+        Raises:
+            IdTypeError: it was changed in place.
+        """
+        assert self.features is not None
+        now = versions_of(self.features)
+        same = [x is y and version == v for (x, version), (y, v) in zip(self.versions, now, strict=False)]
+        if len(now) != len(self.versions) or not all(same):
+            raise IdTypeError(
+                "A prefetched batch was changed after its ids were sent. Nothing was looked up.\n"
+                "  Fix: change batches in the loader, before prefetch gets them."
+            )
+
+
+@dataclass(frozen=True)
+class ReadyBatch:
+    """A batch whose ids have arrived.
+
+    Attributes:
+        requested: None if there is an error.
+        error: the same on all ranks, or, where the batch of a rank is none, its own and a RemoteRankError on others.
+    """
+
+    sent: SentBatch
+    requested: Requested | None
+    error: ShardwiseError | None
