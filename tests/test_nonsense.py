@@ -212,6 +212,8 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "plan": {"t": [Shard(0)]},
             "mesh": MESH,
             "optimizer": None,
+            "forward_dtype": torch.float32,
+            "backward_dtype": torch.float32,
         },
     ),
     "shardwise.distribute_module": lambda: (

@@ -15,15 +15,28 @@ from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, 
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.stacks import Pooling, Stack
 from shardwise.embedding.plan import Plan, requests_of
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
-BYTES = 4  # of an element of messages 2 and 3
+SENT = (torch.float32, torch.bfloat16, torch.float16)
 MOST_BATCH_SIZES = 64  # of which the index is kept
+
+
+@dataclass(frozen=True)
+class MessageDtypes:
+    """In which sums are sent in message 2, and their gradients in message 3. Both are added up in float32."""
+
+    forward: torch.dtype = torch.float32
+    backward: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for direction, dtype in vars(self).items():
+            if dtype not in SENT:
+                raise ConfigError(f"{direction}_dtype is {dtype}, expected {', '.join(map(str, SENT))}.")
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,10 @@ class Engine:
         kernels: Pooling,
         update: Callable[[Gradients], None],
         weighted: bool,
+        dtypes: MessageDtypes = MessageDtypes(),
     ) -> None:
         self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
+        self.dtypes = dtypes
         self.pool = kernels.pool  # a module, as `kernels` may be, has no copy
         self.weighted = weighted
         self.rank = collectives.rank()
@@ -147,19 +162,19 @@ class Engine:
         runs = self._runs(requested, answered_only=True)
         cols, results = [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        with self._sending("results", [n * BYTES for n in sizes]):
-            message = collectives.all_to_all(
-                by_rank(sums, runs, sums[0].new_empty(0)), sizes, results.received, self.plan.ranks
-            )
-        return results.combine(message)
+        message = by_rank(sums, runs, sums[0].new_empty(0)).to(self.dtypes.forward)
+        with self._sending("results", sizes, message.element_size()):
+            message = collectives.all_to_all(message, sizes, results.received, self.plan.ranks)
+        return results.combine(message.float())
 
     def gradients(self, requested: Requested, grad: Tensor) -> Gradients:
         """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
         runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        with self._sending("gradients", [n * BYTES for n in results.sent], backward=True):
-            message = collectives.all_to_all(results.spread(grad), results.sent, sizes, self.plan.ranks)
-        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True)
+        message = results.spread(grad).to(self.dtypes.backward)
+        with self._sending("gradients", results.sent, message.element_size(), backward=True):
+            message = collectives.all_to_all(message, results.sent, sizes, self.plan.ranks)
+        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message.float(), runs, cols), strict=True)
         return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
 
     def _runs(self, requested: Requested, answered_only: bool = False) -> list[list[int]]:
@@ -170,15 +185,17 @@ class Engine:
         ]
 
     @contextmanager
-    def _sending(self, what: str, num_bytes: Sequence[int], backward: bool = False) -> Iterator[None]:
-        """Say to listeners of the communication trace, and in errors, what is sent to each rank."""
+    def _sending(
+        self, what: str, sizes: Sequence[int], element_size: int = 1, backward: bool = False
+    ) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent: elements to each rank."""
         cause = Cause("internal", f"{what} of an embedding collection", self.name, backward=backward)
         before = comm_trace.set_purpose(Purpose(cause))
         try:
             if not comm_trace.listening():
                 yield
                 return
-            to_others = sum(num_bytes) - num_bytes[self.plan.ranks.index(self.rank)]
+            to_others = (sum(sizes) - sizes[self.plan.ranks.index(self.rank)]) * element_size
             with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, to_others, None)):
                 yield
         finally:
