@@ -175,6 +175,8 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.embedding.RowWiseAdagrad": lambda: (embedding.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-8}),
     "shardwise.embedding.Adam": lambda: (embedding.Adam, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}),
     "shardwise.embedding.RowWiseAdam": lambda: (embedding.RowWiseAdam, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}),
+    "shardwise.embedding.Lamb": lambda: (embedding.Lamb, {"lr": 0.1, "decoupled_weight_decay": False}),
+    "shardwise.embedding.RowWiseLamb": lambda: (embedding.RowWiseLamb, {"lr": 0.1, "max_gradient_norm": 1.0}),
     "shardwise.embedding.EmbeddingBagConfig": lambda: (embedding.EmbeddingBagConfig, config_arguments(pooling=True)),
     "shardwise.embedding.EmbeddingConfig": lambda: (embedding.EmbeddingConfig, config_arguments(pooling=False)),
     "shardwise.embedding.EmbeddingBagCollection": lambda: (
@@ -221,6 +223,8 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "plan": {"t": [Shard(0)]},
             "mesh": MESH,
             "optimizer": None,
+            "forward_dtype": torch.float32,
+            "backward_dtype": torch.float32,
         },
     ),
     "shardwise.distribute_module": lambda: (

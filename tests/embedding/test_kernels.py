@@ -1,6 +1,6 @@
 """All kernels that are installed, beside loops over ids and beside each other."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -129,6 +129,18 @@ def test_what_kernels_do_not_know_is_left_to_the_formula(kernels: Kernels) -> No
     stack = Stack(weight.clone(), kernels=kernels)
     replace(SGD(0.5), max_gradient=0.125)(stack, rows, offsets, torch.ones(2, 3), None, 1)
     assert stack.weight[:, 0].tolist() == [1.0, 0.9375, 1.0, 0.9375]
+
+
+@each_kernel
+def test_another_optimizer_of_the_same_name_keeps_its_formula(kernels: Kernels) -> None:
+    @dataclass(frozen=True)
+    class SGD(RowOptimizer):
+        def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
+            return torch.full_like(gradient, 7.0)
+
+    stack = Stack(torch.zeros(3, 2), kernels=kernels)
+    SGD(lr=0.5)(stack, torch.tensor([1]), torch.tensor([0, 1]), torch.ones(1, 2), None, 1)
+    assert stack.weight[:, 0].tolist() == [0.0, 7.0, 0.0]
 
 
 def test_compiled_loops_are_for_one_thread_of_a_cpu() -> None:

@@ -1,6 +1,8 @@
 """Fused optimizers beside dense gradients and `torch.optim`."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from shardwise.embedding.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    Lamb,
+    RowOptimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    RowWiseLamb,
+)
 from shardwise.errors import ConfigError
 from tests.embedding.kernel_cases import Lookup, Stack, lookups
 from tests.strategies import laws
@@ -39,6 +50,21 @@ def plain_change(optimizer: RowOptimizer, states: dict[str, Tensor], grad: Tenso
     raise AssertionError(optimizer)
 
 
+def plain_step(optimizer: RowOptimizer, states: dict[str, Tensor], row: Tensor, grad: Tensor, step: int) -> Tensor:
+    """The row after a step, in double precision."""
+    if optimizer.max_gradient is not None:
+        grad = grad.clamp(-optimizer.max_gradient, optimizer.max_gradient)
+    if optimizer.max_gradient_norm is not None and grad.norm() > optimizer.max_gradient_norm:
+        grad = grad * optimizer.max_gradient_norm / grad.norm()
+    decay = optimizer.weight_decay * row
+    if not optimizer.decoupled_weight_decay:
+        return row + plain_change(optimizer, states, grad + decay, step)
+    change = plain_change(optimizer, states, grad, step) - optimizer.lr * decay
+    if isinstance(optimizer, Lamb) and row.norm() > 0 and change.norm() > 0:
+        change = change / change.norm() * row.norm() * optimizer.lr
+    return row + change
+
+
 OPTIMIZERS = [
     SGD(0.5),
     SGD(0.5, weight_decay=0.25, max_gradient=2.0),
@@ -48,6 +74,14 @@ OPTIMIZERS = [
     Adam(0.5),
     Adam(0.5, betas=(0.5, 0.75), weight_decay=0.25),
     RowWiseAdam(0.5),
+    SGD(0.5, max_gradient_norm=3.0),
+    SGD(0.5, max_gradient_norm=0.0, weight_decay=0.25, decoupled_weight_decay=True),
+    RowWiseAdagrad(0.5, max_gradient=2.0, max_gradient_norm=2.5, weight_decay=0.25, decoupled_weight_decay=True),
+    Adam(0.5, weight_decay=0.25, decoupled_weight_decay=True),
+    Lamb(0.5),
+    Lamb(0.0, weight_decay=0.25),
+    Lamb(0.5, betas=(0.5, 0.75), weight_decay=0.25),
+    RowWiseLamb(0.5, weight_decay=0.25),
 ]
 
 
@@ -63,32 +97,59 @@ def test_steps_are_those_of_the_formulas(batches: list[Lookup], optimizer: RowOp
         optimizer(stack, batch.rows, batch.offsets, gradient, batch.scale, step)
         dense = batch.dense(7)[:, :columns]
         for row in set(batch.rows.tolist()):
-            grad = dense[row] + optimizer.weight_decay * plain[row]
-            most = torch.inf if optimizer.max_gradient is None else optimizer.max_gradient
-            grad = grad.clamp(-most, most)
-            plain[row] += plain_change(optimizer, states[row], grad, step)
+            plain[row] = plain_step(optimizer, states[row], plain[row], dense[row], step)
     assert_close(stack.weight.double(), plain, rtol=1e-5, atol=1e-5)
     untouched = [row for row in range(7) if not any(row in batch.rows for batch in batches)]
     assert torch.equal(stack.weight[untouched], weight[untouched])
 
 
-OF_TORCH = [
-    (SGD(0.5), torch.optim.SGD),
+OF_TORCH: list[tuple[RowOptimizer, Any]] = [
+    (SGD(0.5, weight_decay=0.25, max_gradient=2.0), partial(torch.optim.SGD, weight_decay=0.25)),
     (Adagrad(0.5), torch.optim.Adagrad),
-    (Adam(0.5), torch.optim.Adam),
+    (Adam(0.5, max_gradient=2.0), torch.optim.Adam),
+    (Adam(0.5, weight_decay=0.25), partial(torch.optim.Adam, weight_decay=0.25)),
+    (Adam(0.5, weight_decay=0.25, decoupled_weight_decay=True), partial(torch.optim.AdamW, weight_decay=0.25)),
 ]
 
 
 @laws
-@given(lookups(), st.sampled_from(OF_TORCH))
-def test_the_first_step_is_that_of_torch(batch: Lookup, pair: tuple[RowOptimizer, type[torch.optim.Optimizer]]) -> None:
+@given(st.lists(lookups(), min_size=1, max_size=3), st.sampled_from(OF_TORCH))
+def test_steps_that_look_up_every_row_are_those_of_torch(batches: list[Lookup], pair: tuple[RowOptimizer, Any]) -> None:
     optimizer, kind = pair
-    weight = torch.arange(7.0 * batch.gradient.shape[1]).view(7, -1).sin()
+    columns = min(batch.gradient.shape[1] for batch in batches)
+    weight = torch.arange(7.0 * columns).view(7, -1).sin()
     stack, plain = Stack(weight.clone(), optimizer.new_states(weight)), weight.double().requires_grad_()
-    optimizer(stack, batch.rows, batch.offsets, batch.gradient, batch.scale, 1)
-    plain.grad = batch.dense(7)
-    kind([plain], lr=0.5).step()  # type: ignore[call-arg]
-    assert_close(stack.weight.double(), plain.detach(), rtol=1e-6, atol=1e-6)
+    of_torch = kind([plain], lr=0.5)
+    for step, batch in enumerate(batches, 1):
+        rows = torch.cat([batch.rows, torch.arange(7, dtype=batch.rows.dtype)])  # a last bag of every row
+        offsets = torch.cat([batch.offsets, batch.offsets.new_tensor([len(rows)])])
+        scale = None if batch.scale is None else torch.cat([batch.scale, torch.ones(7)])
+        gradient = torch.cat([batch.gradient[:, :columns], torch.full((1, columns), 3.0)])
+        optimizer(stack, rows, offsets, gradient, scale, step)
+        plain.grad = batch.dense(7)[:, :columns] + 3
+        if optimizer.max_gradient is not None:
+            torch.nn.utils.clip_grad_value_([plain], optimizer.max_gradient)
+        of_torch.step()
+    assert_close(stack.weight.double(), plain.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_the_norm_of_a_row_is_clipped_as_by_torch(limit: float) -> None:
+    weight, gradient = torch.ones(4, 3), torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.0, 0.0], [0.1, 0.2, 0.2]])
+    stack = Stack(weight.clone())
+    SGD(1.0, max_gradient_norm=limit)(stack, torch.tensor([2, 0, 3]), torch.arange(4), gradient, None, 1)
+    for row, grad in zip((2, 0, 3), gradient, strict=True):
+        plain = torch.ones(3, requires_grad=True)
+        plain.grad = grad.clone()
+        torch.nn.utils.clip_grad_norm_([plain], limit)
+        assert_close(stack.weight[row], 1 - plain.grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(stack.weight[1], weight[1])
+
+
+def test_trust_ratios_of_rows_and_gradients_of_zeros_are_one() -> None:
+    stack = Stack(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), Lamb(0.5).new_states(torch.zeros(2, 2)))
+    Lamb(0.5)(stack, torch.tensor([0, 1]), torch.arange(3), torch.tensor([[1.0, -2.0], [0.0, 0.0]]), None, 1)
+    assert_close(stack.weight, torch.tensor([[-0.5, 0.5], [3.0, 4.0]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

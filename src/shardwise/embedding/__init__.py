@@ -3,14 +3,23 @@
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from shardwise.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from shardwise.embedding.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    Lamb,
+    RowOptimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    RowWiseLamb,
+)
 from shardwise.embedding.prefetch import prefetch
 from shardwise.embedding.sharded import shard_embeddings
 from shardwise.lookups import from_lengths
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig",
-    "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "PoolingType", "RowOptimizer",
-    "RowWiseAdagrad", "RowWiseAdam", "from_lengths",
+    "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "Lamb", "PoolingType", "RowOptimizer",
+    "RowWiseAdagrad", "RowWiseAdam", "RowWiseLamb", "from_lengths",
     "prefetch", "shard_embeddings",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from shardwise.embedding.collections import (
     rows_by_feature,
 )
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients
+from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients, MessageDtypes
 from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing, request_bags
@@ -75,6 +75,7 @@ class _Sharded(nn.Module):
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
         kernels: Kernels | None,
+        dtypes: MessageDtypes,
         weighted: bool,
     ) -> None:
         super().__init__()
@@ -90,7 +91,8 @@ class _Sharded(nn.Module):
         device = torch.device(layouts[0].mesh.device_type)
         stacks = make_stacks(plan, collectives.rank(), device, kernels or fastest_kernels(device))
         self._kind, self._weighted = kind, weighted
-        self._engine = Engine(kind, plan, stacks, self._step if distinct else self._accumulate, weighted)
+        update = self._step if distinct else self._accumulate
+        self._engine = Engine(kind, plan, stacks, update, weighted, dtypes)
         tables = []
         seed = _seed(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
@@ -215,7 +217,7 @@ class _Sharded(nn.Module):
     def send_no_batch(self, verdict: Verdict, ahead: int) -> SentBatch:
         """Start message 1 of a rank whose `verdict` says why it has no batch."""
         batch = self._features.no_batch(self._engine.trigger.device)
-        outgoing = request_bags(self._engine.batch_index(batch.bags), batch.values, batch.bag, batch.lengths, None)
+        outgoing = request_bags(self._engine.batch_index(batch.bags), batch)
         requesting = self._engine.start(outgoing, verdict, ahead)
         return SentBatch(None, (), batch, batch, None, self._engine, requesting)
 
@@ -281,10 +283,11 @@ class ShardedEmbeddingBagCollection(_Sharded):
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
         kernels: Kernels | None,
+        dtypes: MessageDtypes,
     ) -> None:
         configs = self._configs = collection.embedding_bag_configs()
-        super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, collection.is_weighted())
-        self._pooling = PoolingChoice()
+        super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, dtypes, collection.is_weighted())
+        self._pooling = PoolingChoice(dtypes.forward.itemsize)
         self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
 
     def _plain(self) -> EmbeddingBagCollection:
@@ -330,9 +333,10 @@ class ShardedEmbeddingCollection(_Sharded):
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
         kernels: Kernels | None,
+        dtypes: MessageDtypes,
     ) -> None:
         configs = self._configs = collection.embedding_configs()
-        super().__init__(ROWS, collection, configs, layouts, optimizers, kernels, weighted=False)
+        super().__init__(ROWS, collection, configs, layouts, optimizers, kernels, dtypes, weighted=False)
         for table, config in enumerate(configs):
             if config.padding_idx is not None:
                 self._engine.freeze(table, config.padding_idx)
@@ -378,6 +382,8 @@ def shard_embeddings(
     mesh: Mesh | DeviceMesh,
     optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
     *,
+    forward_dtype: torch.dtype = torch.float32,
+    backward_dtype: torch.dtype = torch.float32,
     kernels: Kernels | None = None,
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
     """The collection with its tables sharded over `mesh`. A training step has three collectives for all tables.
@@ -392,11 +398,15 @@ def shard_embeddings(
         optimizer: updates the rows that a batch has looked up, in its backward; or one for each table, by name. The
             result's `fused_optimizer` has its learning rate and states. None: the parameters get dense gradients, for
             any optimizer of `torch.optim`.
+        forward_dtype, backward_dtype: in which results, and their gradients, are sent: float32, bfloat16 or float16.
+            Each is rounded once, also what a rank sends to itself, and summed in float32.
         kernels: of local lookups and updates; None: the fastest that are installed.
 
     Raises:
+        ConfigError: another dtype.
         PlanError: a plan, or optimizers, that do not fit the collection.
     """
+    dtypes = MessageDtypes(forward_dtype, backward_dtype)
     configs = (
         collection.embedding_bag_configs()
         if isinstance(collection, EmbeddingBagCollection)
@@ -417,8 +427,8 @@ def shard_embeddings(
         Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
     ]
     if isinstance(collection, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels)
-    return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels)
+        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes)
+    return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels, dtypes)
 
 
 def _seed(ranks: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, 
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.stacks import Stack
 from shardwise.embedding.plan import Plan, requests_of
-from shardwise.errors import MismatchError, PlanError
+from shardwise.errors import ConfigError, MismatchError, PlanError
 from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
@@ -25,7 +25,7 @@ from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 CheckVerdicts = Callable[[Sequence[Sequence[int]]], None]
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
-BYTES = 4  # of an element of messages 2 and 3
+SENT = (torch.float32, torch.bfloat16, torch.float16)
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
 
@@ -59,6 +59,19 @@ class Arrived:
 
 
 @dataclass(frozen=True)
+class MessageDtypes:
+    """In which sums are sent in message 2, and their gradients in message 3. Both are added up in float32."""
+
+    forward: torch.dtype = torch.float32
+    backward: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for direction, dtype in vars(self).items():
+            if dtype not in SENT:
+                raise ConfigError(f"{direction}_dtype is {dtype}, expected {', '.join(map(str, SENT))}.")
+
+
+@dataclass(frozen=True)
 class Requested:
     """After message 1: what this rank waits for, and what all ranks requested of its stacks."""
 
@@ -81,8 +94,10 @@ class Engine:
         stacks: Sequence[Stack],
         update: Callable[[Gradients], None],
         weighted: bool,
+        dtypes: MessageDtypes = MessageDtypes(),
     ) -> None:
         self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
+        self.dtypes = dtypes
         self.weighted = weighted
         self.rank = collectives.rank()
         device = stacks[0].weight.device
@@ -207,17 +222,19 @@ class Engine:
         runs = self._runs(requested, answered_only=True)
         cols, results = [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        lent = self._lend(sums[0])
-        with self._sending("results", [n * BYTES for n in sizes]):
-            message = by_rank(sums, runs, lent.empty)
+        made = self._lend(torch.float32)
+        message = by_rank(sums, runs, made.empty).to(self.dtypes.forward)
+        lent = self._lend(message.dtype)
+        with self._sending("results", sizes, message.element_size()):
             received = self._exchange(message, sizes, results.received, lent)
-        output = results.combine(received)
+        output = results.combine(received.float())
+        made.give_back()
         lent.give_back()
         return output
 
     def update_rows(self, requested: Requested, grad: Tensor) -> None:
         """Message 3, and the update of the rows."""
-        lent = self._lend(grad)
+        lent = self._lend(grad.dtype)
         self.update(self.gradients(requested, grad, lent))
         lent.give_back()
 
@@ -225,14 +242,16 @@ class Engine:
         """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
         runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        with self._sending("gradients", [n * BYTES for n in results.sent], backward=True):
-            message = self._exchange(results.spread(grad, lent.empty), results.sent, sizes, lent)
-        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True)
+        message = results.spread(grad, lent.empty).to(self.dtypes.backward)
+        arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
+        with self._sending("gradients", results.sent, message.element_size(), backward=True):
+            message = self._exchange(message, results.sent, sizes, arriving)
+        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message.float(), runs, cols), strict=True)
         return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
 
-    def _lend(self, like: Tensor) -> Lent:
+    def _lend(self, dtype: torch.dtype) -> Lent:
         """Memory of messages."""
-        return self._buffers.lend(like.dtype, like.device)
+        return self._buffers.lend(dtype, self.trigger.device)
 
     def _exchange(self, message: Tensor, sent: Sequence[int], received: Sequence[int], lent: Lent) -> Tensor:
         return collectives.start_all_to_all(message, sent, received, self.plan.ranks, lent.empty)()
@@ -245,15 +264,17 @@ class Engine:
         ]
 
     @contextmanager
-    def _sending(self, what: str, num_bytes: Sequence[int], backward: bool = False) -> Iterator[None]:
-        """Say to listeners of the communication trace, and in errors, what is sent to each rank."""
+    def _sending(
+        self, what: str, sizes: Sequence[int], element_size: int = 1, backward: bool = False
+    ) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent: elements to each rank."""
         cause = Cause("internal", f"{what} of an embedding collection", self.name, backward=backward)
         before = comm_trace.set_purpose(Purpose(cause))
         try:
             if not comm_trace.listening():
                 yield
                 return
-            to_others = sum(num_bytes) - num_bytes[self.plan.ranks.index(self.rank)]
+            to_others = (sum(sizes) - sizes[self.plan.ranks.index(self.rank)]) * element_size
             with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, to_others, None)):
                 yield
         finally:

@@ -5,16 +5,20 @@ from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, request_
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
 
 CHECK_EVERY = 64  # batches between comparisons: finding distinct rows costs as much as it may save
-MIN_SAVED = 40  # elements of message 2 for each id; less is not worth sorting the ids
+MIN_SAVED = 160  # bytes of message 2 for each id; less is not worth sorting the ids
 
 
 class PoolingChoice:
     """Whether a rank requests sums or rows, from what each would have cost for one of its last batches.
 
     Owners do not know which it is, so each rank chooses for itself.
+
+    Args:
+        element_size: of message 2, in bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, element_size: int = 4) -> None:
+        self._element_size = element_size
         self.by_owners = True
         self._batches = 0
 
@@ -32,6 +36,6 @@ class PoolingChoice:
             routes, distinct_rows(routes, batch.values, feature), feature, first, index.of_all_runs.num_units
         )
         if outgoing is not None:
-            saved = sum(outgoing.results.received) - sum(rows.results.received)
+            saved = (sum(outgoing.results.received) - sum(rows.results.received)) * self._element_size
             self.by_owners = saved <= MIN_SAVED * batch.values.numel()
         return outgoing if outgoing is not None and self.by_owners else rows

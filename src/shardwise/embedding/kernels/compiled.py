@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embedding.kernels import loops
-from shardwise.embedding.kernels.plain import LARGEST_INT32, ByRow, Formula, Kernels, Rows, RunIndex, Runs, has_only
-
-PLAIN = ("lr", "eps")  # options of an optimizer that compiled formulas know
+from shardwise.embedding.kernels.plain import LARGEST_INT32, ByRow, Formula, Kernels, Rows, RunIndex, Runs, plain_kind
 
 
 class CompiledKernels(Kernels):
@@ -40,10 +38,10 @@ class CompiledKernels(Kernels):
         gradient: Tensor,
         scale: Tensor | None,
     ) -> bool:
-        formula = _FORMULAS.get(type(optimizer).__name__)
-        if formula is None or stack.weight.dtype != torch.float32 or not has_only(optimizer, PLAIN):
+        formula = _FORMULAS.get(plain_kind(optimizer))
+        if formula is None or stack.weight.dtype != torch.float32:
             return False
-        options = [getattr(optimizer, name) for name in PLAIN if hasattr(optimizer, name)]
+        options = [getattr(optimizer, name) for name in ("lr", "eps") if hasattr(optimizer, name)]
         arrays = [stack.weight.numpy(), *(state.numpy() for state in stack.states.values())]
         for distinct, sums in self.sums_by_row(rows, offsets, gradient, scale):
             formula(distinct.numpy(), sums.numpy(), *arrays, *options)

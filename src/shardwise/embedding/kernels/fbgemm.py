@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.embedding.kernels.plain import Formula, Kernels, Rows, has_only
+from shardwise.embedding.kernels.plain import Formula, Kernels, Rows, plain_kind
 
 SUM_POOLING = 0  # PoolingMode.SUM
 FLOAT32 = 0  # SparseType.FP32
@@ -37,9 +37,8 @@ class FbgemmKernels(Kernels):
         gradient: Tensor,
         scale: Tensor | None,
     ) -> bool:
-        weight, kind = stack.weight, type(optimizer).__name__
-        knows = kind in _OPERATORS and weight.dtype == torch.float32 and has_only(optimizer, ("lr", "eps"))
-        if not knows or weight.device.type != "cpu":
+        weight, kind = stack.weight, plain_kind(optimizer)
+        if kind not in _OPERATORS or weight.dtype != torch.float32 or weight.device.type != "cpu":
             return False
         if not rows.numel():
             return True

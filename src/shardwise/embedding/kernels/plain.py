@@ -9,7 +9,7 @@ row: several times as fast as `index_add_`.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import NamedTuple, Protocol
 
@@ -172,11 +172,13 @@ class Kernels:
         return None
 
 
-def has_only(optimizer: Formula, known: Sequence[str]) -> bool:
-    """Whether all options but the `known` ones have their defaults; optimizers are dataclasses."""
-    assert is_dataclass(optimizer)
-    others = [option for option in fields(optimizer) if option.name not in known]
-    return all(getattr(optimizer, option.name) == option.default for option in others)
+def plain_kind(optimizer: Formula) -> str:
+    """The class of an optimizer of this library whose options but `lr` and `eps` have their defaults; "": another."""
+    kind = type(optimizer)
+    if kind.__module__ != "shardwise.embedding.optimizers" or not is_dataclass(optimizer):
+        return ""
+    others = [option for option in fields(optimizer) if option.name not in {"lr", "eps"}]
+    return kind.__name__ if all(getattr(optimizer, option.name) == option.default for option in others) else ""
 
 
 def _sorted(rows: Tensor, offsets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
