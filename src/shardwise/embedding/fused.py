@@ -21,7 +21,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(sharded.fused_optimizer, step_size=1000)
 
     A group has the tables of one optimizer. Its hyper-parameters may be changed, as schedulers do, and count from the
-    next backward. Every backward is a step: `step()` only counts for schedulers, and there are no gradients to zero.
+    next backward. Every backward is a step, or those in a block of `sharded.accumulate()` are one: `step()` only counts
+    for schedulers, and there are no gradients to zero.
 
     `state_dict()` has states as DTensors, of the rows of their tables. A state with a number for each row is
     [rows, shards of columns]; loaded into another number of these shards, it becomes their mean.
@@ -36,12 +37,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._kinds = [type(optimizer) for optimizer in optimizers]
         self._without_layout: PlanError | None = None
+        values = [asdict(optimizer) for optimizer in optimizers]
+        common = {name: value for name, value in values[0].items() if all(name in others for others in values)}
         super().__init__(
             [
-                {"params": list(zip(of_group, params, strict=True)), "step": 0, **asdict(optimizer)}
-                for of_group, params, optimizer in zip(names, groups, optimizers, strict=True)
+                {"params": list(zip(of_group, params, strict=True)), "step": 0, **of_optimizer}
+                for of_group, params, of_optimizer in zip(names, groups, values, strict=True)
             ],
-            {},
+            common,  # schedulers look here for what they may change
         )
         for number, parameter in enumerate(self._parameters()):
             try:

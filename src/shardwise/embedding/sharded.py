@@ -1,6 +1,7 @@
 """Sharded collections: `shard_embeddings`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, reduce
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ from shardwise.embedding.collections import (
 )
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients, MessageDtypes
-from shardwise.embedding.exchange.owner import dense_gradient
+from shardwise.embedding.exchange.owner import dense_gradient, joined
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing, request_bags
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
@@ -91,7 +92,8 @@ class _Sharded(nn.Module):
         device = torch.device(layouts[0].mesh.device_type)
         stacks = make_stacks(plan, collectives.rank(), device, kernels or fastest_kernels(device))
         self._kind, self._weighted = kind, weighted
-        update = self._step if distinct else self._accumulate
+        update = self._step if distinct else self._add_to_grad
+        self._collected: list[Gradients] | None = None
         self._engine = Engine(kind, plan, stacks, update, weighted, dtypes)
         tables = []
         seed = _seed(plan.ranks) if any(source.is_meta for source in sources) else 0
@@ -257,15 +259,41 @@ class _Sharded(nn.Module):
         local = local.to(getattr(torch, name_of_dtype))  # a rank without rows has some stack
         return DTensor.from_local(local, layout.mesh, layout.placements, run_check=False, shape=layout.shape)
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """All backwards in the block are one step: rows are updated when it ends, with the sums of their gradients.
+
+            with sharded.accumulate():
+                for part in parts:
+                    loss_of(sharded(part)).backward()
+
+        Until then ranks keep the gradients that they are sent. If the block raises, nothing is updated. Without an
+        optimizer, gradients are added in `.grad` in any case.
+        """
+        if self._collected is not None:  # part of another such block
+            yield
+            return
+        self._collected = []
+        try:
+            yield
+            collected = self._collected
+        finally:
+            self._collected = None
+        if collected:
+            self._step(joined(collected))
+
     def _step(self, gradients: Gradients) -> None:
         """Update the rows that were looked up."""
         assert self.fused_optimizer is not None
+        if self._collected is not None:
+            self._collected.append([(requests, grad.clone()) for requests, grad in gradients])  # of a buffer
+            return
         optimizers = self.fused_optimizer.begin_step()
         for stack, (requests, grad) in zip(self._engine.stacks, gradients, strict=True):
             optimizer, step = optimizers[stack.key.group]
             optimizer(stack, requests.rows, requests.offsets, grad, requests.weights, step)
 
-    def _accumulate(self, gradients: Gradients) -> None:
+    def _add_to_grad(self, gradients: Gradients) -> None:
         """Add to the gradients of the parameters."""
         stacks = self._engine.stacks
         dense = [dense_gradient(*of_stack, stack.weight) for stack, of_stack in zip(stacks, gradients, strict=True)]

@@ -101,6 +101,23 @@ def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]
     return [torch.cat(parts[stack :: len(cols)]).view(-1, width) for stack, width in enumerate(cols)]
 
 
+def joined(parts: Sequence[Sequence[tuple[StackRequests, Tensor]]]) -> list[tuple[StackRequests, Tensor]]:
+    """For each stack, the runs of several backwards and the gradients of their sums, as if they were of one."""
+    found = []
+    for of_stack in zip(*parts, strict=True):
+        requests, grads = zip(*of_stack, strict=True)
+        weights = [one.weights for one in requests if one.weights is not None]
+        of_all = StackRequests(
+            torch.cat([one.rows for one in requests]),
+            _offsets([one.offsets.diff() for one in requests]),
+            torch.cat(weights) if weights else None,
+            tuple(n for one in requests for n in one.runs),
+            tuple(n for one in requests for n in one.ids),
+        )
+        found.append((of_all, torch.cat(grads)))
+    return found
+
+
 def dense_gradient(requests: StackRequests, grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient of a stack, of those of its runs."""
     of_rows = torch.repeat_interleave(grad, requests.offsets.diff().long(), dim=0, output_size=requests.rows.numel())
