@@ -8,7 +8,15 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.collectives import count_comms
-from shardwise.embedding import SGD, KeyedJaggedTensor, RowOptimizer, RowWiseAdagrad, shard_embeddings
+from shardwise.embedding import (
+    SGD,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowOptimizer,
+    RowWiseAdagrad,
+    shard_embeddings,
+)
 from shardwise.embedding.exchange.owner import StackRequests, joined
 from shardwise.layout import Mesh, Replicate, Shard
 from shardwise.testing import world
@@ -152,3 +160,21 @@ def test_weights_of_ids_are_joined() -> None:
     assert requests.weights.tolist() == [0.5, 2.0, 4.0]
     assert (requests.rows.tolist(), requests.offsets.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
     assert grad.tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
+def large_parts() -> None:
+    """Messages of 1 MiB and more, whose memory is used again by the next one."""
+    bags, cols = 4096, 64
+    tables = [EmbeddingBagConfig(bags, cols, "items", feature_names=["item"])]
+    sharded = shard_embeddings(EmbeddingBagCollection(tables, device="meta"), {"items": Shard(0)}, Mesh((2,)), SGD(1.0))
+    table = sharded.state_dict()["embedding_bags.items.weight"]
+    before = table.full_tensor().clone()
+    features = KeyedJaggedTensor(["item"], torch.arange(bags), lengths=torch.ones(bags, dtype=torch.int64))
+    with sharded.accumulate():
+        for part in (1.0, 2.0):
+            (sharded(features).values() * part).sum().backward()
+    torch.testing.assert_close(table.full_tensor(), before - 2 * 3.0)
+
+
+def test_gradients_of_large_messages_are_kept() -> None:
+    world(2).run(large_parts)
