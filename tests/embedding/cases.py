@@ -29,7 +29,7 @@ class Case:
 
     Attributes:
         batches: of each step, for each rank.
-        optimizers: of each table; None: dense gradients, and SGD with a learning rate of 1/4.
+        optimizers: of each table; None: dense gradients, and SGD with a learning rate of 1/64.
         signed: whether gradients may be negative.
     """
 
@@ -54,11 +54,11 @@ class Case:
         }
 
     def gradient_of(self, step: int, rank: int, name: str, like: Tensor) -> Tensor:
-        """Quarters, which 16 bits hold exactly."""
+        """Multiples of 1/64, which 16 bits hold exactly, as well as their sums."""
         seed = sum(ord(letter) * 31**at for at, letter in enumerate(name))
         generator = torch.Generator().manual_seed(seed + 1009 * step + rank)
         low = -8 if self.signed else 1
-        return torch.randint(low, 9, like.shape, generator=generator).to(like.dtype) / 4
+        return torch.randint(low, 9, like.shape, generator=generator).to(like.dtype) / 64
 
     def values(self) -> dict[str, Tensor]:
         """Of the tables: quarters."""
@@ -117,7 +117,7 @@ def one_process(case: Case) -> list[Expected]:
         if case.optimizers is None and not error:
             gradients = {name: table.weight.grad.clone() for name, table in tables.items()}  # type: ignore[union-attr]
             for name, table in tables.items():
-                table.weight.data = (table.weight.data - gradients[name] / 4).to(table.config.data_type).double()
+                table.weight.data = (table.weight.data - gradients[name] / 64).to(table.config.data_type).double()
         found.append(
             Expected(
                 error,
@@ -179,7 +179,7 @@ def one_step(case: Case, module: Any, batch: Any, step: int, me: int, want: Expe
     if case.optimizers is None:
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter -= parameter.grad / 4
+                parameter -= parameter.grad / 64
 
 
 def parameter_of(case: Case, module: Any, name: str) -> Any:
@@ -205,7 +205,8 @@ def compare_tables(case: Case, module: Any, want: Expected, where: str) -> None:
 def saves_states(case: Case) -> bool:
     """Row-wise states of columns on several mesh axes, or in boxes, have no layout."""
     return not any(
-        any(isinstance(p, Boxes) for p in placements) or sum(isinstance(p, Shard) and p.dim == 1 for p in placements) > 1
+        any(isinstance(p, Boxes) for p in placements)
+        or sum(isinstance(p, Shard) and p.dim == 1 for p in placements) > 1
         for placements in (case.layout_of(config).placements for config in case.configs)
     )
 

@@ -6,6 +6,7 @@ ranks, optimizers are those of `torch.optim`, or their published formula.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,11 @@ class Bags:
     lengths: Tensor
     ids: Tensor
     weights: Tensor
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For Hypothesis."""
+        shown = ", ".join(f"{name}={value[:20].tolist()}" for name, value in vars(self).items())
+        printer.text(f"Bags({self.lengths.numel()} bags, {self.ids.numel()} ids, {shown})")
 
     def split(self) -> list[list[int]]:
         return [bag.tolist() for bag in self.ids.split(self.lengths.tolist())]

@@ -31,7 +31,7 @@ from tests.strategies import divisions
 
 FEATURES = ("f0", "f1", "f2", "f3", "f4")
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (1, 3), (2, 1))
-OPTIMIZERS: Sequence[RowOptimizer] = (SGD(0.5), Adagrad(0.5), RowWiseAdagrad(0.5), Adam(0.25), RowWiseAdam(0.25))
+OPTIMIZERS: Sequence[RowOptimizer] = (SGD(1 / 64), Adagrad(0.5), RowWiseAdagrad(0.5), Adam(0.25), RowWiseAdam(0.25))
 FAR = (-(2**63), -(2**31) - 1, -1, 2**31, 2**63 - 1)
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 
@@ -135,7 +135,9 @@ def draw_ids(
     if count and draw(st.integers(0, 3)) == 0:
         often = draw(st.sampled_from([0.1, 1.0]))
         bad = torch.rand(count, generator=generator) < often
-        near = torch.tensor([i for i in (rows, rows + 3, *FAR) if torch.iinfo(dtype).min <= i <= torch.iinfo(dtype).max])
+        near = torch.tensor(
+            [i for i in (rows, rows + 3, *FAR) if torch.iinfo(dtype).min <= i <= torch.iinfo(dtype).max]
+        )
         ids[bad] = near[torch.randint(len(near), (int(bad.sum()),), generator=generator)]
     return ids.to(dtype)
 
