@@ -1,4 +1,4 @@
-"""Training steps of embedding tables in one process, in float64, of what torch has: what sharded ones are compared with.
+"""Training steps of embedding tables in one process, in float64, beside which sharded ones are tested.
 
 Nothing of `shardwise.embedding` computes here: lookups are `F.embedding_bag` and `F.embedding` of the batches of all
 ranks, optimizers are those of `torch.optim`, or their published formula.
@@ -22,6 +22,7 @@ from shardwise.embedding import (
     PoolingType,
     RowOptimizer,
     RowWiseAdagrad,
+    RowWiseAdam,
 )
 from shardwise.layout import Box
 
@@ -102,14 +103,8 @@ class OneTable:
                 self.of_torch = torch.optim.SGD([self.weight], lr=self.optimizer.lr)
             case Adagrad():
                 self.of_torch = torch.optim.Adagrad([self.weight], lr=self.optimizer.lr)
-            case Adam() if type(self.optimizer) is Adam:
-                self.of_torch = torch.optim.SparseAdam([self.weight], lr=self.optimizer.lr)
             case _:
                 pass
-
-    @property
-    def sparse(self) -> bool:
-        return type(self.optimizer) is Adam
 
     def update(self, rows: Sequence[int]) -> None:
         """A step of the rows that were looked up."""
@@ -117,33 +112,34 @@ class OneTable:
         if self.of_torch is not None:
             self.of_torch.step()
         elif self.optimizer is not None and rows:
-            self._row_wise(torch.tensor(rows))
+            self._formula(torch.tensor(rows))
         self.weight.data = self.weight.data.to(self.config.data_type).double()
 
-    def _row_wise(self, rows: Tensor) -> None:
-        """The formulas of row-wise Adagrad and row-wise Adam."""
+    def _formula(self, rows: Tensor) -> None:
+        """Row-wise Adagrad, Adam and row-wise Adam of the rows that were looked up."""
         shape, grad = self.weight.shape, self.weight.grad
         optimizer, step = self.optimizer, self.steps
         assert grad is not None
         for number, box in enumerate(self.blocks):
             (first, left), (height, width) = box.offsets, box.sizes
             of_block = rows[(rows >= first) & (rows < first + height)]
-            cols = torch.arange(left, left + width)
-            at = (of_block[:, None], cols)
-            square = grad[at].square().mean(1)
+            at = (of_block[:, None], torch.arange(left, left + width))
             if isinstance(optimizer, RowWiseAdagrad):
                 total = self._state("sum", (shape[0],))[number]
-                total[of_block] += square
+                total[of_block] += grad[at].square().mean(1)
                 change = grad[at] / (total[of_block].sqrt() + optimizer.eps)[:, None]
             else:
                 assert isinstance(optimizer, Adam)
                 beta1, beta2 = optimizer.betas
                 mean = self._state("exp_avg", tuple(shape))[number]
-                second = self._state("exp_avg_sq", (shape[0],))[number]
                 mean[at] = beta1 * mean[at] + (1 - beta1) * grad[at]
-                second[of_block] = beta2 * second[of_block] + (1 - beta2) * square
-                root = (second[of_block] / (1 - beta2**step)).sqrt() + optimizer.eps
-                change = mean[at] / (1 - beta1**step) / root[:, None]
+                by_row = isinstance(optimizer, RowWiseAdam)
+                second = self._state("exp_avg_sq", (shape[0],) if by_row else tuple(shape))[number]
+                where = of_block if by_row else at
+                square = grad[at].square().mean(1) if by_row else grad[at].square()
+                second[where] = beta2 * second[where] + (1 - beta2) * square
+                root = (second[where] / (1 - beta2**step)).sqrt() + optimizer.eps
+                change = mean[at] / (1 - beta1**step) / (root[:, None] if by_row else root)
             self.weight.data[at] -= optimizer.lr * change
 
     def _state(self, name: str, shape: tuple[int, ...]) -> list[Tensor]:
@@ -152,7 +148,7 @@ class OneTable:
     def expected_states(self) -> dict[str, Tensor]:
         """By name: [rows, columns], or [rows, shards of columns]."""
         if self.of_torch is not None:
-            names = {SGD: (), Adagrad: ("sum",), Adam: ("exp_avg", "exp_avg_sq")}[type(self.optimizer)]  # type: ignore[index]
+            names = ("sum",) if isinstance(self.optimizer, Adagrad) else ()
             found = self.of_torch.state[self.weight]
             return {name: found[name] if name in found else torch.zeros_like(self.weight) for name in names}
         names = () if self.optimizer is None else (*self.optimizer.of_elements, *self.optimizer.of_rows)
@@ -230,25 +226,25 @@ class OneProcess:
                 weights += [w for row, w in given if row is not None]
                 counts.append(sum(row is None or row != config.padding_idx for row, _ in given))
                 offsets.append(len(rows))
-        sums = F.embedding_bag(
+        sums: Tensor = F.embedding_bag(
             torch.tensor(rows, dtype=torch.int64),
             table.weight,
             torch.tensor(offsets),
             mode="sum",
-            sparse=table.sparse,
             per_sample_weights=torch.tensor(weights, dtype=torch.float64) if self.weighted else None,
             include_last_offset=True,
             padding_idx=config.padding_idx,
         )
         if isinstance(config, EmbeddingBagConfig) and config.pooling is PoolingType.MEAN:
             sums = sums / torch.tensor(counts, dtype=torch.float64).clamp(min=1)[:, None]
-        return sums.split([len(bags.lengths) for bags in of_ranks])
+        return torch.split(sums, [len(bags.lengths) for bags in of_ranks])
 
     def _rows(self, config: EmbeddingConfig, of_ranks: Sequence[Bags]) -> Sequence[Tensor]:
         table = self.tables[config.name]
         rows = [valid(config, i) for bags in of_ranks for i in bags.ids.tolist()]
         kept = torch.tensor([row is not None for row in rows], dtype=torch.bool)
         ids = torch.tensor([row for row in rows if row is not None], dtype=torch.int64)
-        looked_up = F.embedding(ids, table.weight, config.padding_idx, sparse=table.sparse)
+        looked_up: Tensor = F.embedding(ids, table.weight, config.padding_idx)
         found = torch.zeros(len(rows), config.embedding_dim, dtype=torch.float64)
-        return found.index_put((kept,), looked_up).split([len(bags.ids) for bags in of_ranks])
+        found = found.index_put((kept,), looked_up)
+        return torch.split(found, [len(bags.ids) for bags in of_ranks])

@@ -1,7 +1,6 @@
 """Random collections, shardings and batches beside one process, several steps in a row."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -101,7 +100,7 @@ SIZES = {"usual": (5, 4), "no bags": (0, 1), "empty bags": (5, 0), "many": (40, 
 
 @st.composite
 def batches(draw: st.DrawFn, tables: Sequence[EmbeddingConfig], rank: int) -> RankBatch:
-    """The bags of each feature of a rank, in any order; ids of a feature of several tables are valid in some of them."""
+    """The bags of each feature of a rank, in any order."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)) * 10 + rank)
     used = sorted({name for config in tables for name in config.feature_names})
     found: dict[str, Bags] = {}
