@@ -148,7 +148,7 @@ class OneTable:
     def expected_states(self) -> dict[str, Tensor]:
         """By name: [rows, columns], or [rows, shards of columns]."""
         if self.of_torch is not None:
-            names = ("sum",) if isinstance(self.optimizer, Adagrad) else ()
+            names: tuple[str, ...] = ("sum",) if isinstance(self.optimizer, Adagrad) else ()
             found = self.of_torch.state[self.weight]
             return {name: found[name] if name in found else torch.zeros_like(self.weight) for name in names}
         names = () if self.optimizer is None else (*self.optimizer.of_elements, *self.optimizer.of_rows)
