@@ -176,5 +176,6 @@ def large_parts() -> None:
     torch.testing.assert_close(table.full_tensor(), before - 2 * 3.0)
 
 
+@pytest.mark.processes
 def test_gradients_of_large_messages_are_kept() -> None:
-    world(2).run(large_parts)
+    world(2, real=True).run(large_parts)

@@ -178,6 +178,8 @@ class IdRules:
             batch, keep = replace(batch, values=values), ~of_zero
         if self._padding is not None:
             is_padding = batch.values == _of_ids(self._padding, batch)
+            if keep is not None:
+                is_padding &= keep  # -1 is no padding, but a table's bad id, or that it has none
             padded = torch.bincount(batch.bag[is_padding], minlength=batch.lengths.numel())
             batch = replace(batch, counted=batch.lengths - padded)
             keep = ~is_padding if keep is None else keep & ~is_padding

@@ -107,6 +107,7 @@ class _Sharded(nn.Module):
                 self._engine.limit_norm(number, config.max_norm)
         self.add_module(kind, Tables({table.name: table for table in tables}))
         self._tables = tuple(tables)
+        self._engine.parameters = () if distinct else tuple(table.weight for table in tables)
         self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
         self._features = features_of(configs)
         self._rules = IdRules(self._features, skips_padding=kind == BAGS)
@@ -294,10 +295,12 @@ class _Sharded(nn.Module):
             optimizer(stack, requests.rows, requests.offsets, grad, requests.weights, step)
 
     def _add_to_grad(self, gradients: Gradients) -> None:
-        """Add to the gradients of the parameters."""
+        """Add to the gradients of the parameters that are trained."""
         stacks = self._engine.stacks
         dense = [dense_gradient(*of_stack, stack.weight) for stack, of_stack in zip(stacks, gradients, strict=True)]
-        for table, parameter in enumerate(self.parameters()):
+        for table, parameter in enumerate(self._engine.parameters):
+            if not parameter.requires_grad:
+                continue
             grad = self._as_dtensor(table, dense)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 

@@ -16,7 +16,7 @@ from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, 
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.stacks import Stack
 from shardwise.embedding.plan import Plan, requests_of
-from shardwise.errors import ConfigError, MismatchError, PlanError
+from shardwise.errors import ConfigError, MismatchError, PlanError, RuleError
 from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
@@ -85,6 +85,9 @@ class Engine:
     Args:
         name: of the collection, for the communication trace.
         update: called in backward, with the runs and gradients of each stack.
+
+    Attributes:
+        parameters: those that `update` gives gradients; none, if it trains the stacks.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Engine:
         self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
         self.dtypes = dtypes
         self.weighted = weighted
+        self.parameters: tuple[Tensor, ...] = ()
         self.rank = collectives.rank()
         device = stacks[0].weight.device
         self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device, stacks[0].kernels)
@@ -208,7 +212,8 @@ class Engine:
 
     def results(self, requested: Requested) -> Tensor:
         """The sums of all runs in their places: flat, float32. Backward calls `update`."""
-        return _Results.apply(self.trigger, self, requested)
+        trains = not self.parameters or any(parameter.requires_grad for parameter in self.parameters)
+        return _Results.apply(self.trigger if trains else self.trigger.detach(), self, requested)
 
     def answer(self, requested: Requested) -> Tensor:
         """Message 2: the sums that this rank requested, in its output."""
@@ -293,17 +298,33 @@ def _without_frozen(stack: Stack, requests: StackRequests, grad: Tensor) -> tupl
 
 class _Context(Protocol):
     args: tuple[Engine, Requested]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 class _Results(TensorFunction):
     @staticmethod
     def forward(ctx: _Context, trigger: Tensor, engine: Engine, requested: Requested) -> Tensor:
         ctx.args = engine, requested
-        return engine.answer(requested)
+        ctx.save_for_backward(trigger)
+        with _without_autocast(trigger):
+            return engine.answer(requested)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
+        (trigger,) = ctx.saved_tensors  # an error after a backward that did not retain the graph
         engine, requested = ctx.args
-        engine.update_rows(requested, grads[0])
+        if engine.parameters and torch.is_grad_enabled():
+            raise RuleError(
+                "Gradients of the tables of a sharded collection have no gradients. Fix: backward() without "
+                "create_graph=True."
+            )
+        with torch.no_grad(), _without_autocast(trigger):
+            engine.update_rows(requested, grads[0])
         return None, None, None
+
+
+def _without_autocast(like: Tensor) -> torch.autocast:
+    """Sums and updates stay in float32, also if backward is called in a region of autocast."""
+    return torch.autocast(like.device.type, enabled=False)
