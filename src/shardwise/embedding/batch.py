@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -212,12 +213,22 @@ class IdRules:
         if not batch.values.numel():
             return None
         low, high = torch.aminmax(batch.values)
-        if int(low) >= 0 and int(high) < min(self._rows):
+        if int(low) >= 0 and (int(high) < min(self._rows) or self._below_rows(batch)):
             return None
         bad = batch.values >= _of_ids(self._rows, batch)
         if int(low) < 0:
             bad |= batch.values < 0
         return bad if bool(bad.any()) else None
+
+    def _below_rows(self, batch: Batch) -> bool:
+        """Whether the largest id of each feature is in its table. One pass on the CPU; elsewhere not looked at."""
+        if batch.values.device.type != "cpu":
+            return False
+        bags = np.cumsum([0, *batch.bags])
+        starts = np.concatenate(([0], batch.lengths.numpy().cumsum()))[bags]
+        given = np.diff(starts) > 0
+        largest = np.maximum.reduceat(batch.values.numpy(), starts[:-1][given])
+        return bool((largest < np.array(self._rows)[given]).all())
 
     def _verdict(self, batch: Batch, number: int) -> Verdict:
         bag, value = int(batch.bag[number]), int(batch.values[number])
