@@ -29,7 +29,9 @@ from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 class Pool(Kernels):
     """Pooling by torch."""
 
-    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    def pool(
+        self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None, empty: object = None
+    ) -> Tensor:
         bags = offsets.diff().long()
         bag = torch.repeat_interleave(torch.arange(len(bags)), bags)
         found = weight[rows.long()] if scale is None else weight[rows.long()] * scale[:, None]

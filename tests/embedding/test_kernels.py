@@ -89,6 +89,24 @@ def test_rows_beyond_int32_are_summed(kernels: Kernels) -> None:
 
 
 @each_kernel
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_bags_are_pooled_in_given_memory(kernels: Kernels, weighted: bool, dtype: torch.dtype) -> None:
+    """The second chunk has no ids."""
+    columns, generator = 64, torch.Generator().manual_seed(0)
+    chunk = plain.CHUNK_BYTES // 4 // columns
+    lengths = torch.randint(0, 3, (3 * chunk - 5,), generator=generator)
+    lengths[chunk : 2 * chunk] = 0
+    rows = torch.randint(50, (int(lengths.sum()),), generator=generator)
+    scale = torch.randint(-2, 3, rows.shape, generator=generator).float() if weighted else None
+    weight = torch.randint(-4, 5, (50, columns), generator=generator).to(dtype)
+    offsets, memory = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), torch.full((len(lengths) * columns,), 7.0)
+    found = kernels.pool(weight, rows, offsets, scale, lambda _: memory)
+    assert found.data_ptr() == memory.data_ptr()
+    assert torch.equal(found, kernels.pool(weight, rows, offsets, scale))
+
+
+@each_kernel
 def test_pooling_of_no_ids_is_zero(kernels: Kernels) -> None:
     assert torch.equal(kernels.pool(torch.ones(2, 3), torch.tensor([]).int(), torch.zeros(5).int()), torch.zeros(4, 3))
 

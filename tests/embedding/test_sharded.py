@@ -35,7 +35,9 @@ from shardwise.testing import world
 
 
 class IndexAdd(Kernels):
-    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    def pool(
+        self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None, empty: object = None
+    ) -> Tensor:
         of_rows = weight[rows.long()].float() if scale is None else weight[rows.long()].float() * scale[:, None]
         bag = torch.repeat_interleave(offsets.diff().long())
         return torch.zeros(len(offsets) - 1, weight.shape[1]).index_add_(0, bag, of_rows)

@@ -26,6 +26,7 @@ CheckVerdicts = Callable[[Sequence[Sequence[int]]], None]
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
 SENT = (torch.float32, torch.bfloat16, torch.float16)
+MOST_FREE = 4  # buffers that are kept for the next messages
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
 
@@ -106,7 +107,7 @@ class Engine:
         self.rank = collectives.rank()
         device = stacks[0].weight.device
         self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device, stacks[0].kernels)
-        self._buffers = Buffers()
+        self._buffers = Buffers(MOST_FREE)
         self.capacities = Capacities(len(plan.ranks))
         self.trigger = torch.zeros(0, device=device, requires_grad=True)
         self._indices: dict[tuple[int, ...], BatchIndex] = {}
@@ -220,14 +221,14 @@ class Engine:
         for stack, requests in zip(self.stacks, requested.of_stacks, strict=True):
             stack.renorm(requests.rows)
         replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
+        made = self._lend(torch.float32)
         sums = [
-            stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
+            stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights, made.empty)
             for stack, reply in zip(self.stacks, replies, strict=True)
         ]
         runs = self._runs(requested, answered_only=True)
         cols, results = [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        made = self._lend(torch.float32)
         message = by_rank(sums, runs, made.empty).to(self.dtypes.forward)
         lent = self._lend(message.dtype)
         with self._sending("results", sizes, message.element_size()):

@@ -9,7 +9,7 @@ row: several times as fast as `index_add_`.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import NamedTuple, Protocol
 
@@ -99,7 +99,14 @@ class Kernels:
 
     name = "torch"
 
-    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    def pool(
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        scale: Tensor | None = None,
+        empty: Callable[[int], Tensor] | None = None,
+    ) -> Tensor:
         """The sum of the rows of each bag, in float32.
 
         Args:
@@ -107,11 +114,22 @@ class Kernels:
             rows: int32 or int64, [ids].
             offsets: where each bag starts, and the number of ids; [bags + 1], of the dtype of `rows`.
             scale: of each id, or None.
+            empty: makes the memory of the result, float32 of so many elements; None: it is new.
         """
+        bags, columns = len(offsets) - 1, weight.shape[1]
         if not rows.numel():
-            return weight.new_zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float32)
+            return weight.new_zeros(bags, columns, dtype=torch.float32)
         scale = None if scale is None else scale.to(weight.dtype)
-        return _bags(weight, rows, offsets, scale).float()
+        chunk = _chunk(columns)
+        if empty is None or weight.device.type != "cpu" or bags <= chunk:
+            return _bags(weight, rows, offsets, scale).float()
+        sums = empty(bags * columns).view(bags, columns)
+        for begin in range(0, bags, chunk):
+            ends = offsets[begin : begin + chunk + 1]
+            low, high = int(ends[0]), int(ends[-1])
+            of_ids = None if scale is None else scale[low:high]
+            sums[begin : begin + chunk] = _bags(weight, rows[low:high], ends - low, of_ids) if high > low else 0
+        return sums
 
     def sums_by_row(
         self, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None = None
@@ -130,7 +148,7 @@ class Kernels:
         if not rows.numel():
             return
         distinct, starts, bags, scale = self.by_row(rows, offsets, scale)
-        chunk = max(1, CHUNK_BYTES // (gradient.shape[1] * gradient.element_size()))
+        chunk = _chunk(gradient.shape[1])
         for begin in range(0, len(distinct), chunk):
             ends = starts[begin : begin + chunk + 1]
             low, high = int(ends[0]), int(ends[-1])
@@ -170,6 +188,11 @@ class Kernels:
             lengths: of all bags, int64.
         """
         return None
+
+
+def _chunk(columns: int) -> int:
+    """Rows of float32 that are made at once."""
+    return max(1, CHUNK_BYTES // (columns * 4))
 
 
 def plain_kind(optimizer: Formula) -> str:
