@@ -1,7 +1,7 @@
 """Training steps of a sharded collection and dense layers: batches as they come, beside prefetched ones.
 
 Ranks are processes on gloo with one thread each. All loops live in the same processes, start from the same tables, see
-the same batches and take turns; a time is that of the slowest rank.
+the same batches and take turns; a time is the median of that of the slowest rank.
 
     python benchmarks/prefetch.py [--ranks 2] [--batch 512,2048] [--width 0,64,256] [--quick]
     python tools/two_hosts.py --nproc-per-node 1 --mbit 1000 benchmarks/prefetch.py   # over a slower link
@@ -33,7 +33,6 @@ from shardwise.embedding import (
 )
 from shardwise.layout import Mesh, Shard
 
-DIM, IDS_A_BAG = 64, 8
 Batches = Iterable[KeyedJaggedTensor]
 DEPTHS = (1, 2)
 
@@ -45,6 +44,8 @@ class Options:
     ranks: int
     tables: int
     rows: int
+    dim: int
+    ids: int  # of each bag
     steps: int
     rounds: int
 
@@ -55,12 +56,12 @@ class Model(nn.Module):
     def __init__(self, options: Options, width: int) -> None:
         super().__init__()
         names = [f"t{i}" for i in range(options.tables)]
-        configs = [EmbeddingBagConfig(options.rows, DIM, name, feature_names=[name]) for name in names]
+        configs = [EmbeddingBagConfig(options.rows, options.dim, name, feature_names=[name]) for name in names]
         torch.manual_seed(0)
         plain = EmbeddingBagCollection(configs, device="meta")
         mesh = Mesh((options.ranks,))
         self.collection = shard_embeddings(plain, dict.fromkeys(names, Shard(0)), mesh, RowWiseAdagrad(lr=0.1))
-        columns = DIM * options.tables
+        columns = options.dim * options.tables
         self.over = nn.Sequential(nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, columns)) if width else None
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
@@ -70,8 +71,8 @@ class Model(nn.Module):
 
 def batch_of(options: Options, bags: int, seed: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(seed)
-    ids = [power_law_ids(options.rows, 1.05, bags * IDS_A_BAG, generator) for _ in range(options.tables)]
-    lengths = torch.full((options.tables * bags,), IDS_A_BAG)
+    ids = [power_law_ids(options.rows, 1.05, bags * options.ids, generator) for _ in range(options.tables)]
+    lengths = torch.full((options.tables * bags,), options.ids)
     return KeyedJaggedTensor([f"t{i}" for i in range(options.tables)], torch.cat(ids), lengths=lengths)
 
 
@@ -112,7 +113,7 @@ def seconds_of(options: Options, bags: int, width: int) -> dict[str, float]:
 def dense_seconds(options: Options, bags: int, width: int) -> float:
     """Of the dense layers alone."""
     model = Model(options, width)
-    pooled, found = torch.randn(bags, DIM * options.tables), []
+    pooled, found = torch.randn(bags, options.dim * options.tables), []
     for _ in range(10 if model.over else 0):
         start = perf_counter()
         assert model.over is not None
@@ -134,7 +135,7 @@ def measure(options: Options, batches: list[int], widths: list[int]) -> None:
         depths = [f"depth {depth}" for depth in DEPTHS]
         print(machine())
         print_table(
-            f"{options.ranks} ranks, {options.tables} tables of {options.rows:,} × {DIM}, row-wise: ms a step, median",
+            f"{options.ranks} ranks, {options.tables} tables of {options.rows:,} × {options.dim}, row-wise, {options.ids} ids a bag: ms a step",
             ["batch of a rank", "dense part", "no prefetch", *depths, *(f"no prefetch / {d}" for d in depths)],
             rows,
         )
@@ -151,11 +152,14 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=numbers, default=[0, 64, 256], help="of the dense layers; 0: none")
     parser.add_argument("--tables", type=int, default=4)
     parser.add_argument("--rows", type=int, default=200_000, help="of every table")
+    parser.add_argument("--dim", type=int, default=64, help="columns of every table")
+    parser.add_argument("--ids", type=int, default=8, help="of every bag")
     parser.add_argument("--steps", type=int, default=40, help="in a turn of each loop")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="shows that it runs")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.batch, chosen.width, chosen.rows, chosen.rounds, chosen.steps = [64], [16], 1000, 2, 5
-    options = Options(chosen.ranks, chosen.tables, chosen.rows, chosen.steps, chosen.rounds)
+    names = ("ranks", "tables", "rows", "dim", "ids", "steps", "rounds")
+    options = Options(**{name: getattr(chosen, name) for name in names})
     launch(measure, options, chosen.batch, chosen.width, nproc=chosen.ranks, timeout_seconds=600)

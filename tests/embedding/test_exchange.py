@@ -179,7 +179,7 @@ def started_differently(ahead: Sequence[int]) -> None:
     setup = Setup(3, Shard(0))
     nothing = torch.zeros(0, dtype=torch.int64)
     out = request_bags(setup.engine.batch_index((0,)), make_batch(nothing, nothing, None, [0]))
-    requesting = setup.engine.start(out, (), ahead[collectives.rank()])
+    requesting = setup.engine.prepare(out, (), ahead[collectives.rank()])
     with pytest.raises(
         MismatchError, match=r"^Rank 0 does not prefetch .* and rank 1 prefetches 2 ahead\. Nothing was"
     ):

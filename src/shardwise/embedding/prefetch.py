@@ -29,7 +29,7 @@ def prefetch(
     *,
     depth: int = 1,
 ) -> "Prefetch[B]":
-    """The batches of `loader`, each after the ids of the next `depth` ones were sent to the owners of their rows.
+    """The batches of `loader`; the ids of the next `depth` ones are sent to the owners of their rows meanwhile.
 
         for dense, features, labels in prefetch(loader, model):
             loss = loss_of(model(dense, features), labels)
@@ -37,8 +37,8 @@ def prefetch(
     A sharded collection looks up a batch that has arrived when it gets the KeyedJaggedTensor that the loader gave, the
     same object; any other is exchanged as usual. Results are those without prefetch: rows are read in forward.
 
-    All ranks iterate it alike, with as many batches each. Taking a batch starts a collective, so it is done in the
-    thread that trains.
+    All ranks iterate it alike, with as many batches each. Ids are sent after the results of the batch in front have
+    arrived, or, if it is not looked up, when the next batch is taken; in the thread that trains.
 
     Args:
         loader: of any batches. One must not reuse the memory of another.
@@ -100,20 +100,22 @@ class Prefetch(Generic[B]):
         collections, used, count = self._collections, set[str](), 0
         loads = self._loads()
         # The first arrives before others start: ranks that prefetch differently know it before they mix messages.
-        on_their_way = deque([self._send(next(loads))])
-        while (ready := self._receive(*on_their_way.popleft(), count)) is not None:
+        waiting = deque([self._prepare(next(loads))])
+        while (ready := self._receive(*waiting.popleft(), count)) is not None:
             batch, of_collections = ready
-            while len(on_their_way) < self._depth:
-                on_their_way.append(self._send(next(loads)))
-            for collection, mine in zip(collections.values(), of_collections, strict=True):
+            while len(waiting) < self._depth:
+                waiting.append(self._prepare(next(loads)))
+            for number, (collection, mine) in enumerate(zip(collections.values(), of_collections, strict=True)):
                 collection.prefetched = mine
+                collection.to_start = [sent[number] for _, sent in waiting]
             yield batch
             count += 1
-            used |= {
-                name
-                for (name, collection), mine in zip(collections.items(), of_collections, strict=True)
-                if collection.prefetched is not mine
-            }
+            for (name, collection), mine in zip(collections.items(), of_collections, strict=True):
+                if collection.prefetched is not mine:
+                    used.add(name)
+            for _, of_batch in waiting:  # what no lookup has started
+                for sent in of_batch:
+                    sent.engine.start(sent.requesting)
         if count and len(used) < len(collections):
             unused = ", ".join(repr(name) for name in collections if name not in used)
             warnings.warn(
@@ -133,11 +135,11 @@ class Prefetch(Generic[B]):
         while True:
             yield _Loaded()
 
-    def _send(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[SentBatch]]:
+    def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[SentBatch]]:
         if not loaded.batch:
-            return loaded, [one.send_no_batch(loaded.verdict, self._depth) for one in self._collections.values()]
+            return loaded, [one.prepare_no_batch(loaded.verdict, self._depth) for one in self._collections.values()]
         pairs = zip(self._collections.values(), loaded.inputs, strict=True)
-        return loaded, [collection.send(features, self._depth) for collection, features in pairs]
+        return loaded, [collection.prepare(features, self._depth) for collection, features in pairs]
 
     def _receive(self, loaded: _Loaded[B], sent: Sequence[SentBatch], number: int) -> tuple[B, list[ReadyBatch]] | None:
         """A batch whose ids have arrived; None if the loaders of all ranks have ended."""

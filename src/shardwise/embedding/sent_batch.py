@@ -20,7 +20,7 @@ def versions_of(features: JaggedFeatures) -> Versions:
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose ids are on their way.
+    """A batch whose ids are on their way, or will be.
 
     Attributes:
         features: the input; None: the rank has none.

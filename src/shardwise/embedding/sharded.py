@@ -111,7 +111,8 @@ class _Sharded(nn.Module):
         self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
         self._features = features_of(configs)
         self._rules = IdRules(self._features, skips_padding=kind == BAGS)
-        self.prefetched: ReadyBatch | None = None  # `prefetch` sets it
+        self.prefetched: ReadyBatch | None = None  # `prefetch` sets it, and
+        self.to_start: list[SentBatch] = []  # what is sent after the results of the next lookup
 
     def _fused_optimizer(self, kind: str, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
         for stack in self._engine.stacks:
@@ -192,12 +193,16 @@ class _Sharded(nn.Module):
         """The batch, its valid ids, and the results, flat, after messages 1 and 2."""
         ready = self._take_prefetched(features)
         if ready is None:
-            sent = self.send(features)
+            sent = self.prepare(features)
             ready = self.receive(sent, self.arrive(sent))
         if ready.error is not None:
             raise ready.error
         assert ready.requested is not None
-        return ready.sent.given, ready.sent.batch, self._engine.results(ready.requested)
+        flat = self._engine.results(ready.requested)
+        for waiting in self.to_start:  # not earlier: on some backends, results would wait for it
+            waiting.engine.start(waiting.requesting)
+        self.to_start = []
+        return ready.sent.given, ready.sent.batch, flat
 
     def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
         """What message 1 of a batch requests; `batch` has its valid ids."""
@@ -209,19 +214,19 @@ class _Sharded(nn.Module):
         """The features that a batch needs."""
         return self._features.names
 
-    def send(self, features: JaggedFeatures, ahead: int = 0) -> SentBatch:
-        """Start message 1, `ahead` batches before the lookup."""
+    def prepare(self, features: JaggedFeatures, ahead: int = 0) -> SentBatch:
+        """Prepare message 1, `ahead` batches before the lookup."""
         given, error = self._batch(features)
         batch, verdict = self._rules.apply(given)
         versions = versions_of(features) if ahead and error is None else ()
-        requesting = self._engine.start(self._outgoing(given, batch), NO_BATCH if error else verdict, ahead)
+        requesting = self._engine.prepare(self._outgoing(given, batch), NO_BATCH if error else verdict, ahead)
         return SentBatch(features, versions, given, batch, error, self._engine, requesting)
 
-    def send_no_batch(self, verdict: Verdict, ahead: int) -> SentBatch:
-        """Start message 1 of a rank whose `verdict` says why it has no batch."""
+    def prepare_no_batch(self, verdict: Verdict, ahead: int) -> SentBatch:
+        """Prepare message 1 of a rank whose `verdict` says why it has no batch."""
         batch = self._features.no_batch(self._engine.trigger.device)
         outgoing = request_bags(self._engine.batch_index(batch.bags), batch)
-        requesting = self._engine.start(outgoing, verdict, ahead)
+        requesting = self._engine.prepare(outgoing, verdict, ahead)
         return SentBatch(None, (), batch, batch, None, self._engine, requesting)
 
     def arrive(self, sent: SentBatch) -> Arrived:
@@ -229,7 +234,7 @@ class _Sharded(nn.Module):
         return sent.engine.arrive(sent.requesting)
 
     def receive(self, sent: SentBatch, arrived: Arrived) -> ReadyBatch:
-        """Finish message 1. If the batch of any rank is an error, all ranks get one."""
+        """Finish message 1, which has arrived. If the batch of any rank is an error, all ranks get one."""
         error = sent.error
         try:
             self._rules.raise_for(arrived.verdicts, self._plan.ranks)

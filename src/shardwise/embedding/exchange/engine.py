@@ -30,18 +30,19 @@ MOST_FREE = 4  # buffers that are kept for the next messages
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
 
-@dataclass(frozen=True)
+@dataclass
 class Requesting:
-    """While message 1 is on its way.
+    """Message 1 of this rank.
 
     Attributes:
         verdict_size: the integers of a verdict.
+        wait: for those of all ranks; None: it was not started yet.
     """
 
     results: ResultIndex
     ids: IdMessages
     verdict_size: int
-    wait: Finish
+    wait: Finish | None = None
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,12 @@ class Engine:
         Args:
             check: called with the verdicts of all ranks; may raise, on all of them.
         """
-        arrived = self.arrive(self.start(outgoing, verdict))
+        arrived = self.arrive(self.prepare(outgoing, verdict))
         check(arrived.verdicts)
         return self.finish(arrived)
 
-    def start(self, outgoing: Outgoing, verdict: Sequence[int], ahead: int = 0) -> Requesting:
-        """Start message 1.
+    def prepare(self, outgoing: Outgoing, verdict: Sequence[int], ahead: int = 0) -> Requesting:
+        """Message 1, to be started. All ranks prepare, start and finish messages in the same order, or leave them.
 
         Args:
             verdict: of this rank on its ids, as many integers on each rank.
@@ -180,16 +181,22 @@ class Engine:
         count = len(self.plan.ranks)
         headers = [[ahead, *verdict, *header] for header in outgoing.headers(count)]
         ids = id_messages(self.capacities, self.plan.ranks, outgoing.messages(count), headers)
-        with self._sending("ids", ids.sent_bytes):
-            return Requesting(outgoing.results, ids, len(verdict), ids.start())
+        return Requesting(outgoing.results, ids, len(verdict))
+
+    def start(self, requesting: Requesting) -> Finish:
+        """Start message 1, unless it was started."""
+        if requesting.wait is None:
+            with self._sending("ids", requesting.ids.sent_bytes):
+                requesting.wait = requesting.ids.start()
+        return requesting.wait
 
     def arrive(self, requesting: Requesting) -> Arrived:
         """Wait for message 1 of all ranks.
 
         Raises:
-            MismatchError: they do not start it as many batches before its use.
+            MismatchError: they prepared it for another number of batches ahead.
         """
-        ids, stop = requesting.ids.arrived(requesting.wait()), 1 + requesting.verdict_size
+        ids, stop = requesting.ids.arrived(self.start(requesting)()), 1 + requesting.verdict_size
         for rank, header in zip(self.plan.ranks, ids.headers, strict=True):
             if header[0] != ids.headers[0][0]:
                 said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (ids.headers[0][0], header[0])]
@@ -202,7 +209,7 @@ class Engine:
         return Arrived(requesting.results, ids, verdicts, counts)
 
     def finish(self, arrived: Arrived) -> Requested:
-        """The requests of all ranks, which start and finish messages in the same order, or leave them."""
+        """The requests of all ranks."""
         ids = arrived.ids
         self.capacities.saw(ids.sent.lengths, ids.lengths)
         messages = ids.beginnings

@@ -4,8 +4,8 @@ The message of each pair of ranks has a capacity, which both derive from the len
 A header says how long the message really is. Only if a message of some rank is longer, which all headers of that rank
 say, a second all-to-all sends the rest of all.
 
-Several messages may be on their way. Each keeps the capacities of when it was started, and they are adapted when it is
-finished: all ranks start and finish messages in the same order, so both sides know the same lengths.
+Several messages may be on their way. Each keeps the capacities of when it was prepared, and they are adapted when it is
+finished: all ranks prepare and finish messages in the same order, so both sides know the same lengths.
 """
 
 from collections.abc import Sequence
