@@ -187,6 +187,17 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         embedding.EmbeddingCollection,
         {"tables": [embedding.EmbeddingConfig(4, 3, "t", feature_names=["f"])], "device": "cpu"},
     ),
+    "shardwise.embedding.FeatureProcessedEmbeddingBagCollection": lambda: (
+        embedding.FeatureProcessedEmbeddingBagCollection,
+        {
+            "embedding_bag_collection": embedding.EmbeddingBagCollection([bag_config()], is_weighted=True),
+            "feature_processors": nn.Identity(),
+        },
+    ),
+    "shardwise.embedding.PositionWeightedModuleCollection": lambda: (
+        embedding.PositionWeightedModuleCollection,
+        {"max_feature_lengths": {"f": 2}, "device": "cpu"},
+    ),
     "shardwise.embedding.JaggedTensor": lambda: (
         embedding.JaggedTensor,
         {"values": torch.ones(2), "weights": None, "lengths": torch.tensor([2, 0]), "offsets": None},

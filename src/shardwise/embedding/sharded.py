@@ -28,6 +28,7 @@ from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing, request_bags
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
 from shardwise.embedding.exchange.stacks import make_stacks
+from shardwise.embedding.exchange.weighted import needs_gradients, pool_weighted, request_weighted
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
@@ -36,7 +37,7 @@ from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
-from shardwise.errors import IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
+from shardwise.errors import IdError, PlanError, RemoteRankError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise.tensor import DTensor
 
@@ -164,14 +165,9 @@ class _Sharded(nn.Module):
         try:
             self._check_tables()
             batch = self._features.batch(features, self._weighted, device)
-            self._check_weights(batch)
         except ShardwiseError as error:
             return self._features.no_batch(device), error
         return batch, None
-
-    def _check_weights(self, batch: Batch) -> None:
-        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-            raise IdTypeError("A sharded collection has no gradients for weights of ids. Fix: weights.detach().")
 
     def _check_tables(self) -> None:
         """Whether the tables are still views of the stacks.
@@ -188,8 +184,8 @@ class _Sharded(nn.Module):
                         f"  Fix: change values by copy_() or load_state_dict(); convert before shard_embeddings."
                     )
 
-    def _lookup(self, features: JaggedFeatures) -> tuple[Batch, Batch, Tensor]:
-        """The batch, its valid ids, and the results, flat, after messages 1 and 2."""
+    def _lookup(self, features: JaggedFeatures) -> tuple[SentBatch, Tensor]:
+        """The batch, and the results, flat, after messages 1 and 2."""
         ready = self._take_prefetched(features)
         if ready is None:
             sent = self.send(features)
@@ -197,7 +193,7 @@ class _Sharded(nn.Module):
         if ready.error is not None:
             raise ready.error
         assert ready.requested is not None
-        return ready.sent.given, ready.sent.batch, self._engine.results(ready.requested)
+        return ready.sent, self._engine.results(ready.requested)
 
     def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
         """What message 1 of a batch requests; `batch` has its valid ids."""
@@ -215,7 +211,7 @@ class _Sharded(nn.Module):
         batch, verdict = self._rules.apply(given)
         versions = versions_of(features) if ahead and error is None else ()
         requesting = self._engine.start(self._outgoing(given, batch), NO_BATCH if error else verdict, ahead)
-        return SentBatch(features, versions, given, batch, error, self._engine, requesting)
+        return SentBatch(features, versions, given, batch, error, self._engine, requesting, needs_gradients(batch))
 
     def send_no_batch(self, verdict: Verdict, ahead: int) -> SentBatch:
         """Start message 1 of a rank whose `verdict` says why it has no batch."""
@@ -241,7 +237,7 @@ class _Sharded(nn.Module):
         """The prefetched batch if it is `features`, once.
 
         Raises:
-            IdTypeError: it was changed after its ids were sent, or its weights need gradients.
+            IdTypeError: it was changed after its ids were sent, or its weights need gradients since then.
         """
         ready = self.prefetched
         if ready is None or ready.sent.features is not features or ready.sent.engine is not self._engine:
@@ -249,7 +245,6 @@ class _Sharded(nn.Module):
         self.prefetched = None
         self._check_tables()
         if ready.error is None:
-            self._check_weights(ready.sent.given)
             ready.sent.check_unchanged()
         return ready
 
@@ -325,7 +320,8 @@ class ShardedEmbeddingBagCollection(_Sharded):
         return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
 
     def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
-        return self._pooling.request(self._engine.batch_index(batch.bags), batch)
+        index = self._engine.batch_index(batch.bags)
+        return request_weighted(index, batch) if needs_gradients(batch) else self._pooling.request(index, batch)
 
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
         """Those of the tables, in their order."""
@@ -345,7 +341,10 @@ class ShardedEmbeddingBagCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        _, batch, flat = self._lookup(features)
+        sent, flat = self._lookup(features)
+        batch = sent.batch
+        if sent.by_rows:
+            flat = pool_weighted(batch, flat, self._plan.dims, self._dtypes)
         if any(self._means):
             index = self._engine.batch_index(batch.bags)
             of_feature = torch.tensor(self._means, device=flat.device)[index.feature_of_bag]
@@ -396,7 +395,8 @@ class ShardedEmbeddingCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        given, _, flat = self._lookup(features)
+        sent, flat = self._lookup(features)
+        given = sent.given
         lengths = given.lengths.split(given.bags)
         sizes = [n * dim for n, dim in zip(given.sizes, self._plan.dims, strict=True)]
         parts = [
