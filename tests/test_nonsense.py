@@ -514,6 +514,14 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         testing.check_rows,
         {"op": torch.neg, "args": (torch.ones(2),), "kwargs": {}, "gradients": False, "meshes": [Mesh((2,))]},
     ),
+    "shardwise.checkpoint.export_table": lambda: (
+        checkpoint.export_table,
+        {
+            "collection": embedding.EmbeddingBagCollection([bag_config()]),
+            "table": "t",
+            "path": "table.safetensors",
+        },
+    ),
     "shardwise.checkpoint.latest": lambda: (checkpoint.latest, {"folder": "saved"}),
     "shardwise.checkpoint.load": lambda: (
         checkpoint.load,
