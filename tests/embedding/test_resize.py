@@ -27,6 +27,7 @@ from shardwise.embedding import (
     RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
+    prefetch,
     shard_embeddings,
 )
 from shardwise.embedding.exchange import moving
@@ -455,6 +456,33 @@ def between_forward_and_backward() -> None:
 
 def test_gradients_of_old_rows_are_refused() -> None:
     world(2).run(between_forward_and_backward)
+
+
+def in_the_loop() -> list[int]:
+    """Batches that were prefetched before are looked up anew, by the new rows; `accumulate` and `resize_` exclude."""
+    plain, sharded = collection(), shard_embeddings(collection(), plan_of("mixed", 2), Mesh((2,)), SGD(0.0))
+    calls = []
+    batches = [batch_of(collectives.rank(), step) for step in (0, 1, 2, 3, 3, 2)]  # from the third on, of other sizes
+    for step, features in enumerate(prefetch(batches, nn.ModuleList([sharded]), depth=2)):
+        if step == 2:
+            resize_both(plain, sharded, CHANGES[2], None, 0)
+        with count_comms() as comms:
+            out = sharded(features)
+        calls.append(comms.total_calls)
+        torch.testing.assert_close(out.values(), plain(features).values())
+        loss_of(out).backward()
+    with sharded.accumulate():
+        loss_of(sharded(batch_of(collectives.rank(), 3))).backward()
+        with pytest.raises(PlanError, match=r"resize_ in accumulate\(\)"):
+            sharded.resize_({"t0": 20})
+    return calls
+
+
+def test_prefetched_batches_and_accumulated_gradients() -> None:
+    for calls in world(2).run(in_the_loop):
+        assert calls[:2] == [1, 1]  # message 2
+        assert calls[2] >= 2  # and message 1, anew
+        assert calls[5] == 1  # sent after the tables were resized
 
 
 def refused() -> None:

@@ -14,11 +14,13 @@ from shardwise.embedding import (
     EmbeddingBagConfig,
     FeatureProcessedEmbeddingBagCollection,
     KeyedJaggedTensor,
+    KeyedTensor,
     PoolingType,
     PositionWeightedModuleCollection,
+    prefetch,
     shard_embeddings,
 )
-from shardwise.errors import ConfigError, IdError, JaggedError
+from shardwise.errors import ConfigError, IdError, IdTypeError, JaggedError
 from shardwise.layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 
@@ -156,6 +158,62 @@ def gradient_on_some_ranks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_rank_says_for_itself_whether_weights_need_gradients(dtype: torch.dtype) -> None:
     world(3).run(gradient_on_some_ranks, dtype)
+
+
+def prefetched(flips: bool) -> None:
+    """Weights of prefetched batches get gradients; also in no_grad, what was requested is what is used."""
+    plain = collection()
+    sharded = shard_embeddings(collection(), plan_of("mixed", 3), Mesh((3,)), SGD(lr=0.0))
+    batches = []
+    for step in range(4):
+        given = batch_of(collectives.rank(), step)
+        weights = torch.linspace(0.5, 2, given.values().numel(), requires_grad=not flips and step != 2)
+        batches.append(KeyedJaggedTensor(given.keys(), given.values(), weights, given.lengths()))
+    model = torch.nn.ModuleDict({"bags": sharded})
+    for step, features in enumerate(prefetch(batches, model)):
+        weights = features.weights()
+        if flips:
+            weights.requires_grad_()
+            with pytest.raises(IdTypeError, match=r"(?s)need gradients since its ids were sent.*Fix: requires_grad_"):
+                sharded(features)
+            continue
+        with torch.set_grad_enabled(step != 1), count_comms() as comms:
+            out = sharded(features).values()
+        assert comms.total_calls == 1  # message 2
+        if step == 1:
+            assert not out.requires_grad
+            continue
+        loss_of(KeyedTensor(["all"], [out.shape[1]], out)).backward()
+        found, weights.grad = weights.grad, None
+        expected = plain(features)
+        torch.testing.assert_close(out, expected.values())
+        loss_of(expected).backward()
+        assert (found is None) == (step == 2)
+        if found is not None:
+            torch.testing.assert_close(found, weights.grad)
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_weights_of_prefetched_batches(flips: bool) -> None:
+    world(3).run(prefetched, flips)
+
+
+def rounded(dtype: torch.dtype) -> list[Tensor]:
+    sharded = shard_embeddings(
+        collection(), plan_of("mixed", 2), Mesh((2,)), SGD(lr=0.1), forward_dtype=dtype, backward_dtype=dtype
+    )
+    module = model(sharded)
+    out = module(batch_of(collectives.rank(), 0))
+    loss_of(out).backward()
+    grads = [parameter.grad for parameter in module._feature_processors.parameters()]
+    tables = [value.full_tensor() for value in sharded.state_dict().values()]
+    return [out.values().detach(), *(grad for grad in grads if grad is not None), *tables]
+
+
+def test_messages_of_16_bits_are_rounded_once() -> None:
+    for found, expected in zip(*(world(2).run(rounded, d)[1] for d in (torch.bfloat16, torch.float32)), strict=True):
+        assert not torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
 
 
 def bad_id() -> str:
