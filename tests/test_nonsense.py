@@ -187,6 +187,17 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         embedding.EmbeddingCollection,
         {"tables": [embedding.EmbeddingConfig(4, 3, "t", feature_names=["f"])], "device": "cpu"},
     ),
+    "shardwise.embedding.FeatureProcessedEmbeddingBagCollection": lambda: (
+        embedding.FeatureProcessedEmbeddingBagCollection,
+        {
+            "embedding_bag_collection": embedding.EmbeddingBagCollection([bag_config()], is_weighted=True),
+            "feature_processors": nn.Identity(),
+        },
+    ),
+    "shardwise.embedding.PositionWeightedModuleCollection": lambda: (
+        embedding.PositionWeightedModuleCollection,
+        {"max_feature_lengths": {"f": 2}, "device": "cpu"},
+    ),
     "shardwise.embedding.JaggedTensor": lambda: (
         embedding.JaggedTensor,
         {"values": torch.ones(2), "weights": None, "lengths": torch.tensor([2, 0]), "offsets": None},
@@ -502,6 +513,14 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.testing.check_rows": lambda: (
         testing.check_rows,
         {"op": torch.neg, "args": (torch.ones(2),), "kwargs": {}, "gradients": False, "meshes": [Mesh((2,))]},
+    ),
+    "shardwise.checkpoint.export_table": lambda: (
+        checkpoint.export_table,
+        {
+            "collection": embedding.EmbeddingBagCollection([bag_config()]),
+            "table": "t",
+            "path": "table.safetensors",
+        },
     ),
     "shardwise.checkpoint.latest": lambda: (checkpoint.latest, {"folder": "saved"}),
     "shardwise.checkpoint.load": lambda: (

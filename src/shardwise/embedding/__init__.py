@@ -13,13 +13,17 @@ from shardwise.embedding.optimizers import (
     RowWiseAdam,
     RowWiseLamb,
 )
+from shardwise.embedding.position_weights import (
+    FeatureProcessedEmbeddingBagCollection,
+    PositionWeightedModuleCollection,
+)
 from shardwise.embedding.prefetch import prefetch
 from shardwise.embedding.sharded import shard_embeddings
 from shardwise.lookups import from_lengths
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig",
-    "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "Lamb", "PoolingType", "RowOptimizer",
-    "RowWiseAdagrad", "RowWiseAdam", "RowWiseLamb", "from_lengths",
+    "FeatureProcessedEmbeddingBagCollection", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "Lamb", "PoolingType",
+    "PositionWeightedModuleCollection", "RowOptimizer", "RowWiseAdagrad", "RowWiseAdam", "RowWiseLamb", "from_lengths",
     "prefetch", "shard_embeddings",
 ]  # fmt: skip
