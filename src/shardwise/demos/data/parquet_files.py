@@ -179,7 +179,7 @@ class RowReader:
         return self._starts[number] + offset
 
     def read(self, start: int, stop: int) -> Iterator[Rows]:
-        """Rows `start` to `stop`, in pieces.
+        """Rows `start` to `stop`, some at once.
 
         Raises:
             DataError: a row group is damaged.
@@ -202,9 +202,9 @@ class RowReader:
 
     def _open(self, number: int) -> None:
         self._number, self._row, self._decoded = number, self._starts[number], None
-        self._batches = self._pieces(self._groups[number])
+        self._batches = self._batches_of(self._groups[number])
 
-    def _pieces(self, group: RowGroup) -> Iterator["pa.RecordBatch"]:
+    def _batches_of(self, group: RowGroup) -> Iterator["pa.RecordBatch"]:
         with _opened(group.file) as opened:
             yield from opened.iter_batches(READ_ROWS, [group.number], self._names, use_threads=False)
 
