@@ -1,7 +1,5 @@
 """The recommender in one process, without collections: its tables, its scores and its training."""
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,14 +45,8 @@ def loss(tables: Full, data: PyIdent, batch: Batch, negatives: Tensor, chance: T
     return total.mean()
 
 
-def train(
-    config: TrainConfig, data: PyIdent, num_steps: int, column_shards: Mapping[str, int]
-) -> tuple[list[float], Full]:
-    """The losses of row-wise Adagrad, and the tables after it.
-
-    Args:
-        column_shards: of each table, if not 1: row-wise Adagrad has a number for each shard of the columns.
-    """
+def train(config: TrainConfig, data: PyIdent, num_steps: int) -> tuple[list[float], Full]:
+    """The losses of Adagrad, and the tables after it."""
 
     def start() -> tuple[Full, list[Tensor]]:
         model = Training(config, data, {}).model
@@ -64,7 +56,7 @@ def train(
     chance = chances(data.train_counts.clamp(min=1).double() ** 0.75, min(config.negatives, len(data.vocab)))
     for table in tables.values():
         table.requires_grad_()
-    squares = {name: torch.zeros_like(table) for name, table in tables.items()}
+    optimizer = torch.optim.Adagrad(tables.values(), lr=config.learning_rate)
     losses: list[float] = []
     for epoch in range(num_steps):
         for batch in examples(data, "train").batches(config.batch_size, seed=config.seed, epoch=epoch):
@@ -74,12 +66,8 @@ def train(
                 mean = F.cross_entropy(scores(tables, data, batch), batch.target)
             else:
                 mean = loss(tables, data, batch, drawn[len(losses)], chance)
+            optimizer.zero_grad()
             mean.backward()
+            optimizer.step()
             losses.append(mean.item())
-            for name, table in tables.items():
-                assert table.grad is not None
-                for columns in torch.arange(config.dim).chunk(column_shards.get(name, 1)):
-                    squares[name][:, columns] += table.grad[:, columns].square().mean(1, keepdim=True)
-                table.data -= config.learning_rate * table.grad / (squares[name].sqrt() + 1e-8)
-                table.grad = None
     raise AssertionError("epochs enough")
