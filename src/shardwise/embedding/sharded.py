@@ -23,6 +23,7 @@ from shardwise.embedding.collections import (
 )
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients, MessageDtypes
+from shardwise.embedding.exchange.hot_rows import HotRows, HotRowsReport
 from shardwise.embedding.exchange.owner import dense_gradient, joined
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing, request_bags
@@ -36,7 +37,7 @@ from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
-from shardwise.errors import IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
+from shardwise.errors import ConfigError, IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise.tensor import DTensor
 
@@ -315,10 +316,13 @@ class ShardedEmbeddingBagCollection(_Sharded):
         optimizers: Optimizers | None,
         kernels: Kernels | None,
         dtypes: MessageDtypes,
+        hot_rows: int,
     ) -> None:
         configs = self._configs = collection.embedding_bag_configs()
         super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, dtypes, collection.is_weighted())
-        self._pooling = PoolingChoice(dtypes.forward.itemsize)
+        sizes, own = (dtypes.forward.itemsize, dtypes.backward.itemsize), self._plan.ranks.index(collectives.rank())
+        self._hot_rows = HotRows(self._engine.routes, hot_rows, sizes, own) if hot_rows else None
+        self._pooling = PoolingChoice(dtypes.forward.itemsize, self._hot_rows)
         self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
 
     def _plain(self) -> EmbeddingBagCollection:
@@ -334,6 +338,16 @@ class ShardedEmbeddingBagCollection(_Sharded):
     def is_weighted(self) -> bool:
         """Whether rows are multiplied by the weights of the input."""
         return self._weighted
+
+    def hot_rows_report(self) -> HotRowsReport:
+        """What `hot_rows` of `shard_embeddings` saved on this rank.
+
+        Raises:
+            PlanError: there are none.
+        """
+        if self._hot_rows is None:
+            raise PlanError("The collection has no hot rows. Fix: shard_embeddings(…, hot_rows=1 << 20).")
+        return self._hot_rows.report
 
     def forward(self, features: JaggedFeatures) -> KeyedTensor:
         """The sums or means of this rank's bags. All ranks have to call it, each with its own batch.
@@ -416,6 +430,7 @@ def shard_embeddings(
     forward_dtype: torch.dtype = torch.float32,
     backward_dtype: torch.dtype = torch.float32,
     kernels: Kernels | None = None,
+    hot_rows: int = 0,
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
     """The collection with its tables sharded over `mesh`. A training step has three collectives for all tables.
 
@@ -432,12 +447,16 @@ def shard_embeddings(
         forward_dtype, backward_dtype: in which results, and their gradients, are sent: float32, bfloat16 or float16.
             Each is rounded once, also what a rank sends to itself, and summed in float32.
         kernels: of local lookups and updates; None: the fastest that are installed.
+        hot_rows: bytes of a message. Each rank requests the rows that are in many of its bags once, and adds them
+            itself: the most frequent ones, as many as save bytes, and at most these. Only for pooled tables without
+            weights of ids. 0: none.
 
     Raises:
-        ConfigError: another dtype.
-        PlanError: a plan, or optimizers, that do not fit the collection.
+        ConfigError: another dtype, or negative `hot_rows`.
+        PlanError: a plan, optimizers or `hot_rows` that do not fit the collection.
     """
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
+    _check_hot_rows(collection, hot_rows)
     configs = (
         collection.embedding_bag_configs()
         if isinstance(collection, EmbeddingBagCollection)
@@ -458,8 +477,20 @@ def shard_embeddings(
         Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
     ]
     if isinstance(collection, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes)
+        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes, hot_rows)
     return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels, dtypes)
+
+
+def _check_hot_rows(collection: EmbeddingBagCollection | EmbeddingCollection, hot_rows: int) -> None:
+    if hot_rows < 0:
+        raise ConfigError(f"hot_rows is {hot_rows}, expected 0 or more bytes.")
+    if hot_rows and isinstance(collection, EmbeddingCollection):
+        raise PlanError("hot_rows: an EmbeddingCollection requests each row once in any case. Fix: hot_rows=0.")
+    if hot_rows and isinstance(collection, EmbeddingBagCollection) and collection.is_weighted():
+        raise PlanError(
+            "hot_rows: a weighted collection sends the weights of ids to owners, which needs them in bags. "
+            "Fix: hot_rows=0."
+        )
 
 
 def _seed(ranks: Sequence[int]) -> int:
