@@ -25,7 +25,7 @@ from shardwise.embedding.exchange import pooling
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.optimizers import SGD
 from shardwise.embedding.plan import Plan
-from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
+from shardwise.embedding.sharding import shard_embeddings as shard_with_kernels
 from shardwise.errors import ArgumentError, IdTypeError, PlanError, RemoteRankError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor

@@ -18,7 +18,7 @@ from shardwise.embedding.position_weights import (
     PositionWeightedModuleCollection,
 )
 from shardwise.embedding.prefetch import prefetch
-from shardwise.embedding.sharded import shard_embeddings
+from shardwise.embedding.sharding import shard_embeddings
 from shardwise.lookups import from_lengths
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Sharded collections: `shard_embeddings`."""
+"""Sharded collections; `shard_embeddings` (sharding.py) makes them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import collectives
-from shardwise.collectives import DeviceMesh
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (
     BAGS,
@@ -23,6 +22,7 @@ from shardwise.embedding.collections import (
 )
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
 from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients, MessageDtypes
+from shardwise.embedding.exchange.hot_rows import HotRows, HotRowsReport
 from shardwise.embedding.exchange.owner import dense_gradient, joined
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing, request_bags
@@ -40,7 +40,7 @@ from shardwise.embedding.resizing import refuse_old_rows, resized_plan, resized_
 from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
 from shardwise.embedding.view_of_stack import ViewOfStack
 from shardwise.errors import IdError, PlanError, RemoteRankError, ShardwiseError
-from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
+from shardwise.layout import Layout, Placements, checked
 from shardwise.tensor import DTensor
 
 Optimizers = Sequence[RowOptimizer]  # of each table
@@ -153,6 +153,10 @@ class _Sharded(nn.Module):
             order = self._tables_by_group(len(optimizers))
             self.fused_optimizer.replace_states(lambda number: self._states(order[number], optimizers))
         self._set_configs(configs)
+        self._choose_requests()
+
+    def _choose_requests(self) -> None:
+        """Begin to choose what is requested of the present engine."""
 
     def _tables_by_group(self, groups: int) -> list[int]:
         """The tables in the order of the fused optimizer."""
@@ -350,11 +354,19 @@ class ShardedEmbeddingBagCollection(_Sharded):
         optimizers: Optimizers | None,
         kernels: Kernels | None,
         dtypes: MessageDtypes,
+        hot_rows: int,
     ) -> None:
         configs = collection.embedding_bag_configs()
         super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, dtypes, collection.is_weighted())
-        self._pooling = PoolingChoice(dtypes.forward.itemsize)
+        self._hot_bytes = hot_rows
+        self._choose_requests()
         self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
+
+    def _choose_requests(self) -> None:
+        dtypes, own = self._engine.dtypes, self._plan.ranks.index(collectives.rank())
+        sizes = dtypes.forward.itemsize, dtypes.backward.itemsize
+        self._hot_rows = HotRows(self._engine.routes, self._hot_bytes, sizes, own) if self._hot_bytes else None
+        self._pooling = PoolingChoice(dtypes.forward.itemsize, self._hot_rows)
 
     def _plain(self) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
@@ -370,6 +382,16 @@ class ShardedEmbeddingBagCollection(_Sharded):
     def is_weighted(self) -> bool:
         """Whether rows are multiplied by the weights of the input."""
         return self._weighted
+
+    def hot_rows_report(self) -> HotRowsReport:
+        """What `hot_rows` of `shard_embeddings` saved on this rank.
+
+        Raises:
+            PlanError: there are none.
+        """
+        if self._hot_rows is None:
+            raise PlanError("The collection has no hot rows. Fix: shard_embeddings(…, hot_rows=1 << 20).")
+        return self._hot_rows.report
 
     def forward(self, features: JaggedFeatures) -> KeyedTensor:
         """The sums or means of this rank's bags. All ranks have to call it, each with its own batch.
@@ -441,59 +463,3 @@ class ShardedEmbeddingCollection(_Sharded):
             for part, dim, dtype in zip(flat.split(sizes), self._plan.dims, self._dtypes, strict=True)
         ]
         return rows_by_feature(self._features, parts, lengths)
-
-
-@checked
-def shard_embeddings(
-    collection: EmbeddingBagCollection | EmbeddingCollection,
-    plan: Mapping[str, Placements],
-    mesh: Mesh | DeviceMesh,
-    optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
-    *,
-    forward_dtype: torch.dtype = torch.float32,
-    backward_dtype: torch.dtype = torch.float32,
-    kernels: Kernels | None = None,
-) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
-    """The collection with its tables sharded over `mesh`. A training step has three collectives for all tables.
-
-        sharded = shard_embeddings(collection, {"users": Shard(0), "items": Shard(1)}, mesh, RowWiseAdagrad(lr=0.1))
-
-    Args:
-        collection: has the same values on all ranks; or is on the meta device, and is initialised with random numbers
-            that do not depend on the layout, from the generator of the first rank.
-        plan: the placements of each table by its name; tables that it does not name are replicated.
-        mesh: all ranks that call the collection, each with its own batch.
-        optimizer: updates the rows that a batch has looked up, in its backward; or one for each table, by name. The
-            result's `fused_optimizer` has its learning rate and states. None: the parameters get dense gradients, for
-            any optimizer of `torch.optim`.
-        forward_dtype, backward_dtype: in which results, and their gradients, are sent: float32, bfloat16 or float16.
-            Each is rounded once, also what a rank sends to itself, and summed in float32.
-        kernels: of local lookups and updates; None: the fastest that are installed.
-
-    Raises:
-        ConfigError: another dtype.
-        PlanError: a plan, or optimizers, that do not fit the collection.
-    """
-    dtypes = MessageDtypes(forward_dtype, backward_dtype)
-    configs = (
-        collection.embedding_bag_configs()
-        if isinstance(collection, EmbeddingBagCollection)
-        else collection.embedding_configs()
-    )
-    names = [config.name for config in configs]
-    unknown = [name for name in plan if name not in names]
-    if unknown:
-        raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}.")
-    if isinstance(optimizer, Mapping) and set(optimizer) != set(names):
-        odd = min(set(optimizer) ^ set(names))
-        raise PlanError(
-            f"optimizer has {'no' if odd in names else 'an'} entry {odd!r}; the tables are {', '.join(names)}."
-        )
-    optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
-    where = collectives.as_mesh(mesh)
-    layouts = [
-        Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
-    ]
-    if isinstance(collection, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes)
-    return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels, dtypes)

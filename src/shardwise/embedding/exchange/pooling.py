@@ -1,6 +1,7 @@
 """Who adds the rows of a bag: their owners, or the requesting rank, which then gets each distinct row once."""
 
 from shardwise.embedding.batch import Batch
+from shardwise.embedding.exchange.hot_rows import HotRows
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, request_bags
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
 
@@ -15,10 +16,11 @@ class PoolingChoice:
 
     Args:
         element_size: of message 2, in bytes.
+        hot: requests those rows that are in many bags once; or None.
     """
 
-    def __init__(self, element_size: int = 4) -> None:
-        self._element_size = element_size
+    def __init__(self, element_size: int = 4, hot: HotRows | None = None) -> None:
+        self._element_size, self._hot = element_size, hot
         self.by_owners = True
         self._batches = 0
 
@@ -27,7 +29,7 @@ class PoolingChoice:
         compare, self._batches = self._batches % CHECK_EVERY == 0 and batch.weights is None, self._batches + 1
         outgoing = None
         if self.by_owners or compare:
-            outgoing = request_bags(index, batch)
+            outgoing = request_bags(index, batch) if self._hot is None else self._hot.request(index, batch)
             if not compare:
                 return outgoing
         routes, feature = index.routes, index.feature_of_bag.index_select(0, batch.bag)

@@ -262,14 +262,14 @@ def ranges(starts: Tensor, counts: Tensor) -> Tensor:
     return shift + torch.arange(total, device=starts.device)
 
 
-def request_bags(index: BatchIndex, batch: Batch) -> Outgoing:
-    """Request the sums of the bags of a batch."""
+def request_bags(index: BatchIndex, batch: Batch, most_runs: float = MOST_RUNS) -> Outgoing:
+    """Request the sums of the bags of a batch; of all, unless fewer than this fraction have an id at an owner."""
     routes, found, segments = index.routes, None, index.runs
     if index.for_kernels is not None and batch.weights is None:
         found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
     rows, lengths, counts, weights = found or _runs(index, batch)
     results, occupied = index.of_all_runs, lengths > 0
-    if int(occupied.sum()) < MOST_RUNS * lengths.numel():
+    if int(occupied.sum()) < most_runs * lengths.numel():
         lengths, segments = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
         results = results.only(occupied[index.run_of_unit])
     return Outgoing(lengths, rows, weights, segments, routes.bounds(counts), results)
