@@ -23,7 +23,7 @@ from shardwise.embedding.collections import (
 )
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients, MessageDtypes
-from shardwise.embedding.exchange.hot_rows import HotRows, HotRowsReport
+from shardwise.embedding.exchange.hot_rows import HotRows, HotRowsReport, check_hot_rows
 from shardwise.embedding.exchange.owner import dense_gradient, joined
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing, request_bags
@@ -37,7 +37,7 @@ from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
-from shardwise.errors import ConfigError, IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
+from shardwise.errors import IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise.tensor import DTensor
 
@@ -456,7 +456,7 @@ def shard_embeddings(
         PlanError: a plan, optimizers or `hot_rows` that do not fit the collection.
     """
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
-    _check_hot_rows(collection, hot_rows)
+    check_hot_rows(hot_rows, isinstance(collection, EmbeddingBagCollection), collection._weighted)
     configs = (
         collection.embedding_bag_configs()
         if isinstance(collection, EmbeddingBagCollection)
@@ -479,18 +479,6 @@ def shard_embeddings(
     if isinstance(collection, EmbeddingBagCollection):
         return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes, hot_rows)
     return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels, dtypes)
-
-
-def _check_hot_rows(collection: EmbeddingBagCollection | EmbeddingCollection, hot_rows: int) -> None:
-    if hot_rows < 0:
-        raise ConfigError(f"hot_rows is {hot_rows}, expected 0 or more bytes.")
-    if hot_rows and isinstance(collection, EmbeddingCollection):
-        raise PlanError("hot_rows: an EmbeddingCollection requests each row once in any case. Fix: hot_rows=0.")
-    if hot_rows and isinstance(collection, EmbeddingBagCollection) and collection.is_weighted():
-        raise PlanError(
-            "hot_rows: a weighted collection sends the weights of ids to owners, which needs them in bags. "
-            "Fix: hot_rows=0."
-        )
 
 
 def _seed(ranks: Sequence[int]) -> int:
