@@ -217,6 +217,11 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         embedding.KeyedTensor,
         {"keys": ["f"], "length_per_key": [3], "values": torch.ones(2, 3), "stride_per_key": None},
     ),
+    "shardwise.embedding.balanced_rows": lambda: (
+        embedding.balanced_rows,
+        {"counts": torch.tensor([3, 0, 1, 2]), "ranks": 2, "max_rows": None},
+    ),
+    "shardwise.embedding.count_rows": lambda: (embedding.count_rows, {"config": bag_config(), "batches": []}),
     "shardwise.embedding.from_lengths": lambda: (embedding.from_lengths, {"lengths": torch.tensor([2, 0])}),
     "shardwise.embedding.prefetch": lambda: (
         embedding.prefetch,
@@ -236,6 +241,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "optimizer": None,
             "forward_dtype": torch.float32,
             "backward_dtype": torch.float32,
+            "hot_rows": 0,
         },
     ),
     "shardwise.distribute_module": lambda: (

@@ -33,6 +33,7 @@ class Case:
         batches: of each step, for each rank.
         optimizers: of each table; None: dense gradients, and SGD with a learning rate of 1/64.
         signed: whether gradients may be negative.
+        hot_rows: of `shard_embeddings`.
     """
 
     configs: Sequence[EmbeddingConfig]
@@ -43,6 +44,7 @@ class Case:
     optimizers: Mapping[str, RowOptimizer] | None
     batches: Sequence[Sequence[RankBatch]]
     signed: bool = True
+    hot_rows: int = 0
 
     def layout_of(self, config: EmbeddingConfig) -> Layout:
         placements = as_placements(self.mesh, self.plan.get(config.name))
@@ -142,7 +144,7 @@ def close(case: Case, got: Tensor, want: Tensor, what: str, dtype: torch.dtype =
 def steps_of_a_rank(case: Case, expected: Sequence[Expected]) -> None:
     """The same steps on a rank of a sharded collection."""
     optimizers = None if case.optimizers is None else dict(case.optimizers)
-    module = shard_embeddings(case.collection(), case.plan, case.mesh, optimizers)
+    module = shard_embeddings(case.collection(), case.plan, case.mesh, optimizers, hot_rows=case.hot_rows)
     me = sorted(case.mesh.ranks).index(collectives.rank())
     for step, (batches, want) in enumerate(zip(case.batches, expected, strict=True)):
         batch = jagged(batches[me], case.weighted)

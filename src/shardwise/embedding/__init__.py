@@ -1,5 +1,6 @@
 """Collections of embedding tables: their inputs and results, and how they are sharded."""
 
+from shardwise.embedding.balance import balanced_rows, count_rows
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -24,6 +25,7 @@ from shardwise.lookups import from_lengths
 __all__ = [
     "SGD", "Adagrad", "Adam", "EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig",
     "FeatureProcessedEmbeddingBagCollection", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "Lamb", "PoolingType",
-    "PositionWeightedModuleCollection", "RowOptimizer", "RowWiseAdagrad", "RowWiseAdam", "RowWiseLamb", "from_lengths",
+    "PositionWeightedModuleCollection", "RowOptimizer", "RowWiseAdagrad", "RowWiseAdam", "RowWiseLamb", "balanced_rows",
+    "count_rows", "from_lengths",
     "prefetch", "shard_embeddings",
 ]  # fmt: skip

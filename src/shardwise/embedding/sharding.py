@@ -8,10 +8,11 @@ from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.exchange.engine import MessageDtypes
+from shardwise.embedding.exchange.hot_rows import check_hot_rows
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import PlanError
 from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 
 
@@ -51,7 +52,7 @@ def shard_embeddings(
         PlanError: a plan, optimizers or `hot_rows` that do not fit the collection.
     """
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
-    _check_hot_rows(collection, hot_rows)
+    check_hot_rows(hot_rows, isinstance(collection, EmbeddingBagCollection), collection._weighted)
     configs = (
         collection.embedding_bag_configs()
         if isinstance(collection, EmbeddingBagCollection)
@@ -74,15 +75,3 @@ def shard_embeddings(
     if isinstance(collection, EmbeddingBagCollection):
         return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes, hot_rows)
     return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels, dtypes)
-
-
-def _check_hot_rows(collection: EmbeddingBagCollection | EmbeddingCollection, hot_rows: int) -> None:
-    if hot_rows < 0:
-        raise ConfigError(f"hot_rows is {hot_rows}, expected 0 or more bytes.")
-    if hot_rows and isinstance(collection, EmbeddingCollection):
-        raise PlanError("hot_rows: an EmbeddingCollection requests each row once in any case. Fix: hot_rows=0.")
-    if hot_rows and isinstance(collection, EmbeddingBagCollection) and collection.is_weighted():
-        raise PlanError(
-            "hot_rows: a weighted collection sends the weights of ids to owners, which needs them in bags. "
-            "Fix: hot_rows=0."
-        )

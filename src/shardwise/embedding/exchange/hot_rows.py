@@ -16,6 +16,7 @@ from shardwise.embedding.exchange.merged import merged
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, request_bags, stable_order
 from shardwise.embedding.exchange.rows import request_rows
 from shardwise.embedding.plan import Ints
+from shardwise.errors import ConfigError, PlanError
 from shardwise.lookups.ids import DistinctIds
 
 SAMPLE_EVERY = 32  # batches: counting a batch and requesting it in two ways takes as long as half a step
@@ -169,6 +170,23 @@ class HotRows:
     def _hashed(self, rows: Tensor) -> Tensor:
         """The slot of each row: the upper bits of a product, as rows may be multiples of anything."""
         return rows.mul(HASH).bitwise_right_shift_(self._shift).bitwise_and_((1 << (64 - self._shift)) - 1)
+
+
+def check_hot_rows(most_bytes: int, pooled: bool, weighted: bool) -> None:
+    """Whether a collection can have hot rows.
+
+    Raises:
+        ConfigError: negative bytes.
+        PlanError: it cannot.
+    """
+    if most_bytes < 0:
+        raise ConfigError(f"hot_rows is {most_bytes}, expected 0 or more bytes.")
+    if most_bytes and not pooled:
+        raise PlanError("hot_rows: an EmbeddingCollection requests each row once in any case. Fix: hot_rows=0.")
+    if most_bytes and weighted:
+        raise PlanError(
+            "hot_rows: owners multiply by the weights of ids, so they need all ids in bags. Fix: hot_rows=0."
+        )
 
 
 def _distinct(rows: Tensor, number: Tensor) -> DistinctIds:
