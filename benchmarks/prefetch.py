@@ -135,7 +135,8 @@ def measure(options: Options, batches: list[int], widths: list[int]) -> None:
         depths = [f"depth {depth}" for depth in DEPTHS]
         print(machine())
         print_table(
-            f"{options.ranks} ranks, {options.tables} tables of {options.rows:,} × {options.dim}, row-wise, {options.ids} ids a bag: ms a step",
+            f"{options.ranks} ranks, {options.tables} tables of {options.rows:,} × {options.dim}, row-wise, "
+            f"{options.ids} ids a bag: ms a step",
             ["batch of a rank", "dense part", "no prefetch", *depths, *(f"no prefetch / {d}" for d in depths)],
             rows,
         )

@@ -123,6 +123,25 @@ def test_ten_steps_equal_those_without_hot_rows(plan: str, size: int, optimizer:
     assert (max(some) == 0) if size == 1 else (max(some) > 0)
 
 
+def resized(most_bytes: int) -> tuple[list[Tensor], int]:
+    module: Any = shard_embeddings(collection(), plans(2)["row"], Mesh((2,)), RowWiseAdagrad(0.1), hot_rows=most_bytes)
+    found = []
+    for step in range(8):
+        if step == 4:
+            module.resize_({"t0": 91, "t1": 57})
+        pooled = module(batch_of(rank(), step))
+        pooled.values().square().sum().backward()
+        found.append(pooled.values().detach())
+    return found, module.hot_rows_report().rows if most_bytes else 0
+
+
+def test_resized_tables_have_hot_rows_of_their_own() -> None:
+    plain, hot = (world(2).run(resized, most_bytes)[0] for most_bytes in (0, MANY))
+    assert hot[1] > 0
+    for got, want in zip(hot[0], plain[0], strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_messages_of_16_bits_keep_replicas_equal() -> None:
     options = {"forward_dtype": torch.bfloat16, "backward_dtype": torch.bfloat16}
 
