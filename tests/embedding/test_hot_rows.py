@@ -143,7 +143,7 @@ def test_resized_tables_have_hot_rows_of_their_own() -> None:
 
 
 def test_messages_of_16_bits_keep_replicas_equal() -> None:
-    options = {"forward_dtype": torch.bfloat16, "backward_dtype": torch.bfloat16}
+    options: dict[str, Any] = {"forward_dtype": torch.bfloat16, "backward_dtype": torch.bfloat16}
 
     def local_tables() -> list[Tensor]:
         module: Any = shard_embeddings(collection(), {}, Mesh((3,)), Adam(0.1), hot_rows=MANY, **options)
