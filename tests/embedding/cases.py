@@ -19,9 +19,11 @@ from shardwise.embedding import (
     RowOptimizer,
     shard_embeddings,
 )
+from shardwise.embedding.kernels import Kernels
 from shardwise.errors import IdError
 from shardwise.layout import Box, Boxes, Layout, Mesh, Placements, Shard, as_placements
 from shardwise.testing import world
+from tests.embedding.kernel_cases import KERNELS
 from tests.embedding.one_process import OneProcess, RankBatch, jagged, output_names
 
 
@@ -34,6 +36,7 @@ class Case:
         optimizers: of each table; None: dense gradients, and SGD with a learning rate of 1/64.
         signed: whether gradients may be negative.
         hot_rows: of `shard_embeddings`.
+        kernels: of the ranks.
     """
 
     configs: Sequence[EmbeddingConfig]
@@ -45,6 +48,7 @@ class Case:
     batches: Sequence[Sequence[RankBatch]]
     signed: bool = True
     hot_rows: int = 0
+    kernels: Kernels = KERNELS[0]
 
     def layout_of(self, config: EmbeddingConfig) -> Layout:
         placements = as_placements(self.mesh, self.plan.get(config.name))
@@ -144,7 +148,9 @@ def close(case: Case, got: Tensor, want: Tensor, what: str, dtype: torch.dtype =
 def steps_of_a_rank(case: Case, expected: Sequence[Expected]) -> None:
     """The same steps on a rank of a sharded collection."""
     optimizers = None if case.optimizers is None else dict(case.optimizers)
-    module = shard_embeddings(case.collection(), case.plan, case.mesh, optimizers, hot_rows=case.hot_rows)
+    module = shard_embeddings(
+        case.collection(), case.plan, case.mesh, optimizers, kernels=case.kernels, hot_rows=case.hot_rows
+    )
     me = sorted(case.mesh.ranks).index(collectives.rank())
     for step, (batches, want) in enumerate(zip(case.batches, expected, strict=True)):
         batch = jagged(batches[me], case.weighted)

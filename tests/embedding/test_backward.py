@@ -24,9 +24,11 @@ from shardwise.embedding import (
     RowWiseAdam,
     shard_embeddings,
 )
+from shardwise.embedding.kernels import Kernels
 from shardwise.errors import RuleError
 from shardwise.layout import Mesh, Placement, Replicate, Shard
 from shardwise.testing import world
+from tests.embedding.kernel_cases import KERNELS
 
 SIZE = 2
 ROWS = {"fa": 11, "fb": 7, "fc": 7, "fd": 5}
@@ -52,8 +54,12 @@ def collection(pooled: bool = True) -> EmbeddingBagCollection | EmbeddingCollect
     )
 
 
-def sharded(optimizer: RowOptimizer | None = RowWiseAdagrad(0.1), pooled: bool = True) -> Any:  # noqa: B008
-    return shard_embeddings(collection(pooled), PLAN, Mesh((SIZE,)), optimizer)
+def sharded(
+    optimizer: RowOptimizer | None = RowWiseAdagrad(0.1),  # noqa: B008
+    pooled: bool = True,
+    kernels: Kernels = KERNELS[0],
+) -> Any:
+    return shard_embeddings(collection(pooled), PLAN, Mesh((SIZE,)), optimizer, kernels=kernels)
 
 
 def batch(step: int = 0, rank: int | None = None) -> KeyedJaggedTensor:
@@ -267,11 +273,12 @@ INPUTS: dict[str, Callable[[KeyedJaggedTensor], KeyedJaggedTensor]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("kind", INPUTS)
 @both
 @world(SIZE)
-def test_inputs_of_any_form_are_looked_up_and_stay_as_they_are(kind: str, pooled: bool) -> None:
-    module, other = sharded(pooled=pooled), sharded(pooled=pooled)
+def test_inputs_of_any_form_are_looked_up_and_stay_as_they_are(kind: str, pooled: bool, kernels: Kernels) -> None:
+    module, other = (sharded(pooled=pooled, kernels=kernels) for _ in range(2))
     given = INPUTS[kind](batch())
     before = given.values().clone(), given.lengths().clone()
     out, expected = flat(module(given)), flat(other(batch()))

@@ -17,8 +17,10 @@ from shardwise.embedding import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
+from shardwise.embedding.kernels import Kernels
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Placements, Replicate, Shard
 from tests.embedding.cases import Case, check
+from tests.embedding.kernel_cases import KERNELS
 from tests.embedding.one_process import Bags, RankBatch
 
 STEPS = 10
@@ -131,13 +133,15 @@ OPTIMIZERS: Sequence[RowOptimizer] = (SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1
 POOLINGS = ("sum", "mean", "weighted", "rows")
 
 
-def equals_one_process(sharding: str, pooling: str, optimizers: Sequence[RowOptimizer]) -> None:
+def equals_one_process(
+    sharding: str, pooling: str, optimizers: Sequence[RowOptimizer], kernels: Kernels = KERNELS[0]
+) -> None:
     mesh, plan = SHARDINGS[sharding]
     configs = [table(t, pooling) for t in range(4)]
     batches = [[batch_of(rank, step) for rank in range(mesh.size())] for step in range(STEPS)]
     of_tables = dict(zip(NAMES, optimizers, strict=True))
     signed = pooling != "mean"  # else sums of gradients that cancel out are not exactly zero, and Adagrad scales them
-    check(Case(configs, pooling != "rows", pooling == "weighted", mesh, plan, of_tables, batches, signed))
+    check(Case(configs, pooling != "rows", pooling == "weighted", mesh, plan, of_tables, batches, signed, kernels))
 
 
 @pytest.mark.slow
@@ -148,7 +152,8 @@ def test_every_sharding_pooling_and_optimizer(sharding: str, pooling: str, optim
     equals_one_process(sharding, pooling, [optimizer] * 4)
 
 
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("sharding", ["mixed, 3 ranks", "mixed 0, (2, 2)", "mixed 1, (2, 2)"])
-def test_mixed_shardings_with_an_optimizer_for_each_table(sharding: str, pooling: str) -> None:
-    equals_one_process(sharding, pooling, OPTIMIZERS[1:])
+def test_mixed_shardings_with_an_optimizer_for_each_table(sharding: str, pooling: str, kernels: Kernels) -> None:
+    equals_one_process(sharding, pooling, OPTIMIZERS[1:], kernels)

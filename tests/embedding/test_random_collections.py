@@ -25,6 +25,7 @@ from shardwise.embedding import (
 from shardwise.embedding.exchange import pooling
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from tests.embedding.cases import Case, check
+from tests.embedding.kernel_cases import KERNELS
 from tests.embedding.one_process import Bags, RankBatch
 from tests.strategies import divisions
 
@@ -155,10 +156,11 @@ def cases(draw: st.DrawFn) -> Case:
         optimizers = dict.fromkeys(optimizers, next(iter(optimizers.values()))) if same else optimizers
     steps = draw(st.integers(1, 5))
     drawn = [[draw(batches(tables, rank)) for rank in range(prod(shape))] for _ in range(steps)]
-    return Case(tables, pooled, weighted, mesh, plan, optimizers, drawn, signed=False)
+    kernels = draw(st.sampled_from(KERNELS))
+    return Case(tables, pooled, weighted, mesh, plan, optimizers, drawn, signed=False, kernels=kernels)
 
 
-few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 @(settings() if settings.get_current_profile_name() == "many" else few)

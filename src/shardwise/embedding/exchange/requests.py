@@ -234,6 +234,8 @@ def _for_kernels(routes: Routes, bags: Sequence[int], cell_bounds: Tensor, cell_
     requests, device = routes.requests, cell_bounds.device
     if requests.sizes is None or routes.dtype != torch.int32 or device.type != "cpu":
         return None
+    if int(requests.rows.max()) > 1 << 31:  # ids of more bits, although rows of each owner have at most 31
+        return None
     num_features = len(requests.base)
     return RunIndex(
         np.cumsum(bags, dtype=np.int64),
