@@ -203,7 +203,7 @@ def test_bytes_fall_by_what_the_reports_say(plan: str, size: int, dtype: torch.d
 def test_no_more_bytes_of_rows_are_hot_than_allowed(most_bytes: int) -> None:
     for _, report in world(2).run(sent, most_bytes, "replicated", torch.float32):
         assert report.row_bytes <= most_bytes
-        assert report.rows > 0 or most_bytes < 24
+        assert report.rows > 0 or most_bytes < 100  # one row may save nothing
 
 
 def test_rows_that_become_hot_are_followed() -> None:
