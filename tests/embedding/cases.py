@@ -35,8 +35,8 @@ class Case:
         batches: of each step, for each rank.
         optimizers: of each table; None: dense gradients, and SGD with a learning rate of 1/64.
         signed: whether gradients may be negative.
-        hot_rows: of `shard_embeddings`.
         kernels: of the ranks.
+        hot_rows: of `shard_embeddings`.
     """
 
     configs: Sequence[EmbeddingConfig]
@@ -47,8 +47,8 @@ class Case:
     optimizers: Mapping[str, RowOptimizer] | None
     batches: Sequence[Sequence[RankBatch]]
     signed: bool = True
-    hot_rows: int = 0
     kernels: Kernels = KERNELS[0]
+    hot_rows: int = 0
 
     def layout_of(self, config: EmbeddingConfig) -> Layout:
         placements = as_placements(self.mesh, self.plan.get(config.name))
