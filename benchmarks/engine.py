@@ -4,7 +4,7 @@ Every rank has its own batch of jagged ids and wants the sums of its bags; a ste
 row-wise Adagrad. All systems live in the same processes, start from the same tables, see the same ids and
 take turns. The floor is bare exchanges of the least bytes and bare local kernels (`engine_floor.py`).
 
-    python benchmarks/engine.py [--ranks 2,4] [--shardings row,mixed] [--kaggle] [--scaling] [--quick]
+    python benchmarks/engine.py [--ranks 2,4] [--shardings row,mixed] [--kaggle] [--scaling [--plot FILE.svg]] [--quick]
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine_cells import KAGGLE, SHARDINGS, Cell
+from engine_plot import Point, draw
 from engine_systems import EXCHANGE, FLOORS, OURS, PEER, System, candidates
 from measure import machine, print_table, ratio
 from torch import Tensor
@@ -266,6 +267,9 @@ def main() -> None:
     parser.add_argument("--skew", type=float, default=1.05, help="exponent of the power law of the ids")
     parser.add_argument("--kaggle", action="store_true", help="26 tables as in Criteo's Kaggle data, up to 1 M rows")
     parser.add_argument("--scaling", action="store_true", help="1 to 1,000 tables of 2,000 rows on 1 to 8 ranks")
+    parser.add_argument(
+        "--plot", default="", help="with --scaling: a file for the plot, .svg or .png; needs matplotlib"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--drawn", type=int, default=3, help="batches, used in turn")
     parser.add_argument("--only", type=words, default=(), help="systems whose name contains one of these words")
@@ -293,6 +297,15 @@ def main() -> None:
             report(dict(zip(cells, here, strict=True)))
     if chosen.scaling:
         report_scaling(measured)
+    if chosen.scaling and chosen.plot:
+        draw(
+            [
+                Point(cell.sharding, name, cell.ranks, len(cell.rows), result.ms, result.sent_bytes)
+                for cell, results in measured.items()
+                for name, result in results.items()
+            ],
+            chosen.plot,
+        )
 
 
 def cells_of(chosen: argparse.Namespace, ranks: int) -> Iterator[Cell]:

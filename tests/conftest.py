@@ -3,6 +3,10 @@
 import gc
 
 import pytest
+from hypothesis import settings
+
+# Thousands of other random cases: pytest --hypothesis-profile=many tests/embedding/test_random_collections.py
+settings.register_profile("many", max_examples=5000, deadline=None, database=None, print_blob=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -175,6 +175,8 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.embedding.RowWiseAdagrad": lambda: (embedding.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-8}),
     "shardwise.embedding.Adam": lambda: (embedding.Adam, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}),
     "shardwise.embedding.RowWiseAdam": lambda: (embedding.RowWiseAdam, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}),
+    "shardwise.embedding.Lamb": lambda: (embedding.Lamb, {"lr": 0.1, "decoupled_weight_decay": False}),
+    "shardwise.embedding.RowWiseLamb": lambda: (embedding.RowWiseLamb, {"lr": 0.1, "max_gradient_norm": 1.0}),
     "shardwise.embedding.EmbeddingBagConfig": lambda: (embedding.EmbeddingBagConfig, config_arguments(pooling=True)),
     "shardwise.embedding.EmbeddingConfig": lambda: (embedding.EmbeddingConfig, config_arguments(pooling=False)),
     "shardwise.embedding.EmbeddingBagCollection": lambda: (
@@ -184,6 +186,17 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.embedding.EmbeddingCollection": lambda: (
         embedding.EmbeddingCollection,
         {"tables": [embedding.EmbeddingConfig(4, 3, "t", feature_names=["f"])], "device": "cpu"},
+    ),
+    "shardwise.embedding.FeatureProcessedEmbeddingBagCollection": lambda: (
+        embedding.FeatureProcessedEmbeddingBagCollection,
+        {
+            "embedding_bag_collection": embedding.EmbeddingBagCollection([bag_config()], is_weighted=True),
+            "feature_processors": nn.Identity(),
+        },
+    ),
+    "shardwise.embedding.PositionWeightedModuleCollection": lambda: (
+        embedding.PositionWeightedModuleCollection,
+        {"max_feature_lengths": {"f": 2}, "device": "cpu"},
     ),
     "shardwise.embedding.JaggedTensor": lambda: (
         embedding.JaggedTensor,
@@ -204,6 +217,11 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         embedding.KeyedTensor,
         {"keys": ["f"], "length_per_key": [3], "values": torch.ones(2, 3), "stride_per_key": None},
     ),
+    "shardwise.embedding.balanced_rows": lambda: (
+        embedding.balanced_rows,
+        {"counts": torch.tensor([3, 0, 1, 2]), "ranks": 2, "max_rows": None},
+    ),
+    "shardwise.embedding.count_rows": lambda: (embedding.count_rows, {"config": bag_config(), "batches": []}),
     "shardwise.embedding.from_lengths": lambda: (embedding.from_lengths, {"lengths": torch.tensor([2, 0])}),
     "shardwise.embedding.prefetch": lambda: (
         embedding.prefetch,
@@ -221,6 +239,9 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "plan": {"t": [Shard(0)]},
             "mesh": MESH,
             "optimizer": None,
+            "forward_dtype": torch.float32,
+            "backward_dtype": torch.float32,
+            "hot_rows": 0,
         },
     ),
     "shardwise.distribute_module": lambda: (
@@ -498,6 +519,14 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.testing.check_rows": lambda: (
         testing.check_rows,
         {"op": torch.neg, "args": (torch.ones(2),), "kwargs": {}, "gradients": False, "meshes": [Mesh((2,))]},
+    ),
+    "shardwise.checkpoint.export_table": lambda: (
+        checkpoint.export_table,
+        {
+            "collection": embedding.EmbeddingBagCollection([bag_config()]),
+            "table": "t",
+            "path": "table.safetensors",
+        },
     ),
     "shardwise.checkpoint.latest": lambda: (checkpoint.latest, {"folder": "saved"}),
     "shardwise.checkpoint.load": lambda: (

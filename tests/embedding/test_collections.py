@@ -83,6 +83,17 @@ def test_rows() -> None:
     assert gradient[1].eq(1).all()
 
 
+def test_a_bad_id_of_minus_one_is_not_the_padding_of_a_table_without_padding() -> None:
+    configs = [
+        EmbeddingBagConfig(4, 1, "zeros", feature_names=["f"], pooling=PoolingType.MEAN, bad_ids="zero"),
+        EmbeddingBagConfig(4, 1, "padded", feature_names=["g"], padding_idx=0),
+    ]
+    collection = EmbeddingBagCollection(configs)
+    nn.init.ones_(collection.embedding_bags["zeros"].weight)
+    out = collection(batch({"f": [[1, -1], [-7, 2]], "g": [[0], []]}))
+    assert out["f"].flatten().tolist() == [0.5, 0.5]  # zeros count in a mean, whatever the bad id
+
+
 def test_gradients_of_weights() -> None:
     collection = EmbeddingBagCollection([CONFIGS[0]], is_weighted=True)
     ids = torch.tensor([1, 3, 9])

@@ -18,6 +18,7 @@ from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, IdMessa
 from shardwise.embedding.exchange.owner import dense_gradient
 from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.exchange.stacks import make_stacks
+from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.errors import IdError, MismatchError, RemoteRankError
 from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
@@ -25,10 +26,12 @@ from shardwise.testing import world
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 
-class Pool:
+class Pool(Kernels):
     """Pooling by torch."""
 
-    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    def pool(
+        self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None, empty: object = None
+    ) -> Tensor:
         bags = offsets.diff().long()
         bag = torch.repeat_interleave(torch.arange(len(bags)), bags)
         found = weight[rows.long()] if scale is None else weight[rows.long()] * scale[:, None]
@@ -45,12 +48,12 @@ class Setup:
     def __init__(self, size: int, placement: Placement, rows: int = 11, cols: int = 4) -> None:
         layout = Layout(Mesh((size,)), [placement], (rows, cols))
         self.plan = make_plan([Table("items", layout, "float32", ("item",))])
-        self.stacks = make_stacks(self.plan, collectives.rank(), torch.device("cpu"))
+        self.stacks = make_stacks(self.plan, collectives.rank(), torch.device("cpu"), Pool())
         for block in self.plan.blocks_of(collectives.rank(), 0):
             self.stacks[0].weight[:] = full_table(rows, cols)[
                 block.rows.start : block.rows.stop, block.cols.start : block.cols.stop
             ]
-        self.engine = Engine("test", self.plan, self.stacks, Pool(), self.update, weighted=False)
+        self.engine = Engine("test", self.plan, self.stacks, self.update, weighted=False)
         self.fails = False
 
     def update(self, gradients: Gradients) -> None:
@@ -65,7 +68,7 @@ class Setup:
         rules = IdRules(features_of([config]), skips_padding=True)
         given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
         batch, verdict = rules.apply(given)
-        out = request_bags(self.engine.batch_index(batch.bags), batch.values, batch.bag, batch.lengths, None)
+        out = request_bags(self.engine.batch_index(batch.bags), batch)
         requested = self.engine.request(out, verdict, lambda verdicts: rules.raise_for(verdicts, self.plan.ranks))
         if self.fails:
             raise ValueError("between messages 1 and 2")
@@ -175,7 +178,7 @@ def test_other_policies_give_bad_ids_a_row(policy: str) -> None:
 def started_differently(ahead: Sequence[int]) -> None:
     setup = Setup(3, Shard(0))
     nothing = torch.zeros(0, dtype=torch.int64)
-    out = request_bags(setup.engine.batch_index((0,)), nothing, nothing, nothing, None)
+    out = request_bags(setup.engine.batch_index((0,)), make_batch(nothing, nothing, None, [0]))
     requesting = setup.engine.prepare(out, (), ahead[collectives.rank()])
     with pytest.raises(
         MismatchError, match=r"^Rank 0 does not prefetch .* and rank 1 prefetches 2 ahead\. Nothing was"

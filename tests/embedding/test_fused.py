@@ -18,10 +18,12 @@ from shardwise.embedding import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    Lamb,
     PoolingType,
     RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
+    RowWiseLamb,
     shard_embeddings,
 )
 from shardwise.embedding.fused import FusedOptimizer
@@ -29,6 +31,7 @@ from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEm
 from shardwise.errors import ConfigError, PlanError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
+from tests.embedding.kernel_cases import Stack
 
 SIZE, STEPS = 2, 10
 CONFIGS = [
@@ -110,21 +113,26 @@ def dense_table(
     parameter, rows = module.get_parameter(name), states["looked up"][name]
     assert parameter.grad is not None
     for columns in torch.arange(parameter.shape[1]).chunk(shards):
-        grad = parameter.grad[:, columns]
-        state = states.setdefault((name, int(columns[0])), now.new_states(grad))
-        parameter.data[rows[:, None], columns] += now.change(state, rows, grad[rows].clone(), step)
+        of_rank = Stack(parameter.data[:, columns].contiguous())
+        of_rank.states = states.setdefault((name, int(columns[0])), now.new_states(of_rank.weight))
+        now(of_rank, rows, torch.arange(len(rows) + 1), parameter.grad[rows][:, columns].contiguous(), None, step)
+        parameter.data[:, columns] = of_rank.weight
+
+
+CLIPPED = RowWiseAdagrad(0.1, max_gradient_norm=0.5, weight_decay=0.1, decoupled_weight_decay=True)
+OPTIMIZERS = [SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1), Lamb(0.1), CLIPPED]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("optimizer", [SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ten_steps_equal_those_of_one_process(optimizer: RowOptimizer, plan: str, pooled: bool) -> None:
     world(SIZE).run(train, optimizer, plan, pooled)
 
 
 @pytest.mark.parametrize("size", [1, 3, 12])  # the tables have 5 to 10 rows, and 4 or 6 columns
 @pytest.mark.parametrize("plan", ["row", "column", "replicated"])
-@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(0.1), RowWiseAdam(0.1)])
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(0.1), RowWiseLamb(0.1, weight_decay=0.1)])
 def test_on_one_rank_and_on_more_ranks_than_rows_and_columns(optimizer: RowOptimizer, plan: str, size: int) -> None:
     world(size).run(train, optimizer, plan, True, size)
 

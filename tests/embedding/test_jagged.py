@@ -36,6 +36,18 @@ def lists(kjt: KeyedJaggedTensor) -> dict[str, list[list[int]]]:
     return {key: [bag.tolist() for bag in jt.to_dense()] for key, jt in kjt.to_dict().items()}
 
 
+class WithInverse(KeyedJaggedTensor):
+    """What TorchRec's class has beyond this one's."""
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        return ["user"], torch.tensor([[0, 1, 0]])
+
+
+def test_inverse_indices_of_torchrec_are_not_dropped() -> None:
+    with pytest.raises(JaggedError, match="has inverse_indices, which would be lost"):
+        KeyedJaggedTensor.from_torchrec(WithInverse(["user"], torch.tensor([7]), lengths=torch.tensor([1, 0])))
+
+
 features = st.dictionaries(
     st.sampled_from("abcde"), st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=4), max_size=4), min_size=1
 )

@@ -1,6 +1,8 @@
-"""Kernels and fused optimizers beside dense gradients and `torch.optim`."""
+"""Fused optimizers beside dense gradients and `torch.optim`."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,89 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise.embedding import kernels
-from shardwise.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from shardwise.embedding.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    Lamb,
+    RowOptimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    RowWiseLamb,
+)
 from shardwise.errors import ConfigError
+from tests.embedding.kernel_cases import Lookup, Stack, lookups
 from tests.strategies import laws
-
-DTYPES = [torch.int32, torch.int64]
-
-
-@dataclass
-class Stack:
-    weight: Tensor
-    states: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Lookup:
-    rows: Tensor
-    offsets: Tensor
-    gradient: Tensor
-    scale: Tensor | None
-
-    def dense(self, num_rows: int) -> Tensor:
-        """The gradient of the table."""
-        found = torch.zeros(num_rows, self.gradient.shape[1], dtype=torch.float64)
-        for bag, (first, last) in enumerate(zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)):
-            for at in range(first, last):
-                weight = 1.0 if self.scale is None else float(self.scale[at])
-                found[self.rows[at]] += weight * self.gradient[bag].double()
-        return found
-
-
-@st.composite
-def lookups(draw: st.DrawFn, num_rows: int = 7) -> Lookup:
-    """Ragged bags with duplicates; gradients are small integers, whose sums are exact."""
-    bags = draw(st.lists(st.lists(st.integers(0, num_rows - 1), max_size=6), max_size=6))
-    dtype, columns = draw(st.sampled_from(DTYPES)), draw(st.integers(1, 5))
-    rows = torch.tensor([row for bag in bags for row in bag], dtype=dtype)
-    offsets = torch.tensor([0, *torch.tensor([len(bag) for bag in bags]).cumsum(0).tolist()], dtype=dtype)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    gradient = torch.randint(-4, 5, (len(bags), columns), generator=generator).float()
-    scale = torch.randint(-2, 3, rows.shape, generator=generator).float() if draw(st.booleans()) else None
-    return Lookup(rows, offsets, gradient, scale)
-
-
-@laws
-@given(lookups())
-def test_sums_by_row_are_those_of_a_dense_gradient(found: Lookup) -> None:
-    summed, seen = torch.zeros(7, found.gradient.shape[1]), []
-    for rows, sums in kernels.sums_by_row(found.rows, found.offsets, found.gradient, found.scale):
-        summed[rows] = sums
-        seen += rows.tolist()
-    assert seen == sorted(set(found.rows.tolist()))
-    assert torch.equal(summed.double(), found.dense(7))
-
-
-@laws
-@given(lookups())
-def test_bags_are_pooled_as_by_torch(found: Lookup) -> None:
-    weight = torch.arange(7.0 * found.gradient.shape[1]).view(7, -1)
-    want = torch.zeros_like(found.gradient)
-    lengths = found.offsets.diff().long()
-    each = weight[found.rows.long()] * (1 if found.scale is None else found.scale[:, None])
-    want.index_add_(0, torch.repeat_interleave(lengths), each)
-    assert torch.equal(kernels.pool(weight, found.rows, found.offsets, found.scale), want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [kernels.MOST_PACKED - 1, kernels.MOST_PACKED + 1])
-def test_many_rows_are_summed_in_chunks(count: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3 * kernels.CHUNK, (count,), generator=generator, dtype=dtype)
-    offsets, gradient = torch.arange(count + 1, dtype=dtype), torch.randint(-4, 5, (count, 2), generator=generator)
-    want = torch.zeros(3 * kernels.CHUNK, 2).index_add_(0, rows.long(), gradient.float())
-    chunks = list(kernels.sums_by_row(rows, offsets, gradient.float()))
-    assert len(chunks) == 3
-    assert torch.equal(torch.cat([r for r, _ in chunks]), rows.long().unique())
-    assert torch.equal(torch.cat([s for _, s in chunks]), want[rows.long().unique()])
-
-
-def test_rows_beyond_int32_are_summed() -> None:
-    rows = torch.tensor([1 << 40, 3, 1 << 40])
-    ((distinct, sums),) = kernels.sums_by_row(rows, torch.tensor([0, 1, 3]), torch.tensor([[1.0], [2.0]]))
-    assert (distinct.tolist(), sums.tolist()) == ([3, 1 << 40], [[2.0], [3.0]])
 
 
 def plain_change(optimizer: RowOptimizer, states: dict[str, Tensor], grad: Tensor, step: int) -> Tensor:
@@ -118,6 +50,21 @@ def plain_change(optimizer: RowOptimizer, states: dict[str, Tensor], grad: Tenso
     raise AssertionError(optimizer)
 
 
+def plain_step(optimizer: RowOptimizer, states: dict[str, Tensor], row: Tensor, grad: Tensor, step: int) -> Tensor:
+    """The row after a step, in double precision."""
+    if optimizer.max_gradient is not None:
+        grad = grad.clamp(-optimizer.max_gradient, optimizer.max_gradient)
+    if optimizer.max_gradient_norm is not None and grad.norm() > optimizer.max_gradient_norm:
+        grad = grad * optimizer.max_gradient_norm / grad.norm()
+    decay = optimizer.weight_decay * row
+    if not optimizer.decoupled_weight_decay:
+        return row + plain_change(optimizer, states, grad + decay, step)
+    change = plain_change(optimizer, states, grad, step) - optimizer.lr * decay
+    if isinstance(optimizer, Lamb) and row.norm() > 0 and change.norm() > 0:
+        change = change / change.norm() * row.norm() * optimizer.lr
+    return row + change
+
+
 OPTIMIZERS = [
     SGD(0.5),
     SGD(0.5, weight_decay=0.25, max_gradient=2.0),
@@ -127,6 +74,14 @@ OPTIMIZERS = [
     Adam(0.5),
     Adam(0.5, betas=(0.5, 0.75), weight_decay=0.25),
     RowWiseAdam(0.5),
+    SGD(0.5, max_gradient_norm=3.0),
+    SGD(0.5, max_gradient_norm=0.0, weight_decay=0.25, decoupled_weight_decay=True),
+    RowWiseAdagrad(0.5, max_gradient=2.0, max_gradient_norm=2.5, weight_decay=0.25, decoupled_weight_decay=True),
+    Adam(0.5, weight_decay=0.25, decoupled_weight_decay=True),
+    Lamb(0.5),
+    Lamb(0.0, weight_decay=0.25),
+    Lamb(0.5, betas=(0.5, 0.75), weight_decay=0.25),
+    RowWiseLamb(0.5, weight_decay=0.25),
 ]
 
 
@@ -142,32 +97,59 @@ def test_steps_are_those_of_the_formulas(batches: list[Lookup], optimizer: RowOp
         optimizer(stack, batch.rows, batch.offsets, gradient, batch.scale, step)
         dense = batch.dense(7)[:, :columns]
         for row in set(batch.rows.tolist()):
-            grad = dense[row] + optimizer.weight_decay * plain[row]
-            most = torch.inf if optimizer.max_gradient is None else optimizer.max_gradient
-            grad = grad.clamp(-most, most)
-            plain[row] += plain_change(optimizer, states[row], grad, step)
+            plain[row] = plain_step(optimizer, states[row], plain[row], dense[row], step)
     assert_close(stack.weight.double(), plain, rtol=1e-5, atol=1e-5)
     untouched = [row for row in range(7) if not any(row in batch.rows for batch in batches)]
     assert torch.equal(stack.weight[untouched], weight[untouched])
 
 
-OF_TORCH = [
-    (SGD(0.5), torch.optim.SGD),
+OF_TORCH: list[tuple[RowOptimizer, Any]] = [
+    (SGD(0.5, weight_decay=0.25, max_gradient=2.0), partial(torch.optim.SGD, weight_decay=0.25)),
     (Adagrad(0.5), torch.optim.Adagrad),
-    (Adam(0.5), torch.optim.Adam),
+    (Adam(0.5, max_gradient=2.0), torch.optim.Adam),
+    (Adam(0.5, weight_decay=0.25), partial(torch.optim.Adam, weight_decay=0.25)),
+    (Adam(0.5, weight_decay=0.25, decoupled_weight_decay=True), partial(torch.optim.AdamW, weight_decay=0.25)),
 ]
 
 
 @laws
-@given(lookups(), st.sampled_from(OF_TORCH))
-def test_the_first_step_is_that_of_torch(batch: Lookup, pair: tuple[RowOptimizer, type[torch.optim.Optimizer]]) -> None:
+@given(st.lists(lookups(), min_size=1, max_size=3), st.sampled_from(OF_TORCH))
+def test_steps_that_look_up_every_row_are_those_of_torch(batches: list[Lookup], pair: tuple[RowOptimizer, Any]) -> None:
     optimizer, kind = pair
-    weight = torch.arange(7.0 * batch.gradient.shape[1]).view(7, -1).sin()
+    columns = min(batch.gradient.shape[1] for batch in batches)
+    weight = torch.arange(7.0 * columns).view(7, -1).sin()
     stack, plain = Stack(weight.clone(), optimizer.new_states(weight)), weight.double().requires_grad_()
-    optimizer(stack, batch.rows, batch.offsets, batch.gradient, batch.scale, 1)
-    plain.grad = batch.dense(7)
-    kind([plain], lr=0.5).step()  # type: ignore[call-arg]
-    assert_close(stack.weight.double(), plain.detach(), rtol=1e-6, atol=1e-6)
+    of_torch = kind([plain], lr=0.5)
+    for step, batch in enumerate(batches, 1):
+        rows = torch.cat([batch.rows, torch.arange(7, dtype=batch.rows.dtype)])  # a last bag of every row
+        offsets = torch.cat([batch.offsets, batch.offsets.new_tensor([len(rows)])])
+        scale = None if batch.scale is None else torch.cat([batch.scale, torch.ones(7)])
+        gradient = torch.cat([batch.gradient[:, :columns], torch.full((1, columns), 3.0)])
+        optimizer(stack, rows, offsets, gradient, scale, step)
+        plain.grad = batch.dense(7)[:, :columns] + 3
+        if optimizer.max_gradient is not None:
+            torch.nn.utils.clip_grad_value_([plain], optimizer.max_gradient)
+        of_torch.step()
+    assert_close(stack.weight.double(), plain.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_the_norm_of_a_row_is_clipped_as_by_torch(limit: float) -> None:
+    weight, gradient = torch.ones(4, 3), torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.0, 0.0], [0.1, 0.2, 0.2]])
+    stack = Stack(weight.clone())
+    SGD(1.0, max_gradient_norm=limit)(stack, torch.tensor([2, 0, 3]), torch.arange(4), gradient, None, 1)
+    for row, grad in zip((2, 0, 3), gradient, strict=True):
+        plain = torch.ones(3, requires_grad=True)
+        plain.grad = grad.clone()
+        torch.nn.utils.clip_grad_norm_([plain], limit)
+        assert_close(stack.weight[row], 1 - plain.grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(stack.weight[1], weight[1])
+
+
+def test_trust_ratios_of_rows_and_gradients_of_zeros_are_one() -> None:
+    stack = Stack(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), Lamb(0.5).new_states(torch.zeros(2, 2)))
+    Lamb(0.5)(stack, torch.tensor([0, 1]), torch.arange(3), torch.tensor([[1.0, -2.0], [0.0, 0.0]]), None, 1)
+    assert_close(stack.weight, torch.tensor([[-0.5, 0.5], [3.0, 4.0]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,7 +200,3 @@ def test_negative_numbers_are_refused(name: str) -> None:
     argument, value = WRONG[name]
     with pytest.raises(ConfigError, match=f"Adam: {name} is .*, expected 0 or more"):
         replace(Adam(0.1), **{argument: value})  # type: ignore[arg-type]
-
-
-def test_pooling_of_no_ids_is_zero() -> None:
-    assert torch.equal(kernels.pool(torch.ones(2, 3), torch.tensor([]).int(), torch.zeros(5).int()), torch.zeros(4, 3))

@@ -22,9 +22,10 @@ from shardwise.embedding import (
     PoolingType,
 )
 from shardwise.embedding.exchange import pooling
+from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.optimizers import SGD
 from shardwise.embedding.plan import Plan
-from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
+from shardwise.embedding.sharding import shard_embeddings as shard_with_kernels
 from shardwise.errors import ArgumentError, IdTypeError, PlanError, RemoteRankError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor
@@ -33,14 +34,16 @@ from shardwise.testing import world
 # ---- kernels and an optimizer, of what torch has --------------------------------------------------------------
 
 
-class Kernels:
-    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+class IndexAdd(Kernels):
+    def pool(
+        self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None, empty: object = None
+    ) -> Tensor:
         of_rows = weight[rows.long()].float() if scale is None else weight[rows.long()].float() * scale[:, None]
         bag = torch.repeat_interleave(offsets.diff().long())
         return torch.zeros(len(offsets) - 1, weight.shape[1]).index_add_(0, bag, of_rows)
 
 
-shard_embeddings = partial(shard_with_kernels, kernels=Kernels())
+shard_embeddings = partial(shard_with_kernels, kernels=IndexAdd())
 
 
 # ---- the same steps, sharded and plain ----------------------------------------------------------------------

@@ -9,10 +9,14 @@ A checkpoint is a folder of safetensors files, which any tool can read, and a `m
 box of which tensor is where, with checksums.
 """
 
+from shardwise.checkpoint.export import export_table
 from shardwise.checkpoint.folder_store import latest, read_manifest
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.training import restore, state_of
 
-__all__ = ["Chunk", "Manifest", "StoredTensor", "latest", "load", "read_manifest", "restore", "save", "state_of"]
+__all__ = [
+    "Chunk", "Manifest", "StoredTensor", "export_table", "latest", "load", "read_manifest", "restore", "save",
+    "state_of",
+]  # fmt: skip

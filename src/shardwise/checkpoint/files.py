@@ -55,11 +55,17 @@ class FileLayout:
     size: int
 
 
-def file_layout(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> FileLayout:
-    """The file that holds these keys; widest dtypes first, so that every tensor is aligned."""
+def file_layout(
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> FileLayout:
+    """The file that holds these keys; widest dtypes first, so that every tensor is aligned.
+
+    Args:
+        metadata: further entries of the header.
+    """
     ordered = sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0]))
     ends = [0, *accumulate(dtype.itemsize * prod(sizes) for _, dtype, sizes in ordered)]
-    table: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
+    table: dict[str, object] = {METADATA_KEY: {"format": "pt"} | dict(metadata or {})}
     for (key, dtype, sizes), start, end in zip(ordered, ends, ends[1:], strict=False):
         table[key] = {"dtype": DTYPES[dtype], "shape": sizes, "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()

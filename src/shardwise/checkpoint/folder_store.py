@@ -203,6 +203,33 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+class FileDraft:
+    """A file that appears at `path` when all of it is on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._draft = path, path.with_name(_temp_name("tmp", path.name))
+        self._file = self._draft.open("xb")
+
+    def append(self, blocks: Iterable[memoryview | bytes]) -> None:
+        """Write to its end."""
+        for block in blocks:
+            self._file.write(block)
+
+    def commit(self) -> None:
+        """Let it take the place of what may be at `path`."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._draft.replace(self.path)
+        _sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove it, unless it was committed."""
+        with suppress(OSError):  # what a full disk could not take
+            self._file.close()
+        _remove(self._draft)
+
+
 class _LocalFile:
     """An open regular file, as a `StoredFile`: no link was followed to it, no pipe waited for."""
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,6 @@ class Batch:
 
     Attributes:
         values: int64, by feature and bag.
-        bag: of each id, numbered over all features.
         lengths: of all bags.
         weights: of each id, or None.
         bags: how many each feature has.
@@ -35,12 +35,16 @@ class Batch:
     """
 
     values: Tensor
-    bag: Tensor
     lengths: Tensor
     weights: Tensor | None
     bags: tuple[int, ...]
     counted: Tensor
     kept: Tensor | None = None
+
+    @cached_property
+    def bag(self) -> Tensor:
+        """The bag of each id, numbered over all features."""
+        return torch.repeat_interleave(self.lengths)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -51,13 +55,13 @@ class Batch:
         """Only some of the ids; `counted` stays as it is."""
         lengths = torch.bincount(self.bag[keep], minlength=self.lengths.numel())
         weights = None if self.weights is None else self.weights[keep]
-        return replace(self, values=self.values[keep], bag=self.bag[keep], lengths=lengths, weights=weights, kept=keep)
+        return replace(self, values=self.values[keep], lengths=lengths, weights=weights, kept=keep)
 
 
 def make_batch(values: Tensor, lengths: Tensor, weights: Tensor | None, bags: Sequence[int]) -> Batch:
     """The batch of ids and the lengths of bags, both by feature."""
     lengths = lengths.long()
-    return Batch(values.long(), torch.repeat_interleave(lengths), lengths, weights, tuple(bags), lengths)
+    return Batch(values.long(), lengths, weights, tuple(bags), lengths)
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,8 @@ class IdRules:
             batch, keep = replace(batch, values=values), ~of_zero
         if self._padding is not None:
             is_padding = batch.values == _of_ids(self._padding, batch)
+            if keep is not None:
+                is_padding &= keep  # -1 is no padding, but a table's bad id, or that it has none
             padded = torch.bincount(batch.bag[is_padding], minlength=batch.lengths.numel())
             batch = replace(batch, counted=batch.lengths - padded)
             keep = ~is_padding if keep is None else keep & ~is_padding
@@ -207,12 +213,22 @@ class IdRules:
         if not batch.values.numel():
             return None
         low, high = torch.aminmax(batch.values)
-        if int(low) >= 0 and int(high) < min(self._rows):
+        if int(low) >= 0 and (int(high) < min(self._rows) or self._below_rows(batch)):
             return None
         bad = batch.values >= _of_ids(self._rows, batch)
         if int(low) < 0:
             bad |= batch.values < 0
         return bad if bool(bad.any()) else None
+
+    def _below_rows(self, batch: Batch) -> bool:
+        """Whether the largest id of each feature is in its table. One pass on the CPU; elsewhere not looked at."""
+        if batch.values.device.type != "cpu":
+            return False
+        bags = np.cumsum([0, *batch.bags])
+        starts = np.concatenate(([0], batch.lengths.numpy().cumsum()))[bags]
+        given = np.diff(starts) > 0
+        largest = np.maximum.reduceat(batch.values.numpy(), starts[:-1][given])
+        return bool((largest < np.array(self._rows)[given]).all())
 
     def _verdict(self, batch: Batch, number: int) -> Verdict:
         bag, value = int(batch.bag[number]), int(batch.values[number])

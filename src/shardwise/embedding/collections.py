@@ -1,27 +1,62 @@
 """Collections of tables in one process; `shard_embeddings` shards them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.embedding.batch import Batch, Features, IdRules, features_of
-from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.jagged_tensor import made
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.layout import checked_init
+from shardwise.embedding.new_rows import draw_seed, fill, new_rows
+from shardwise.embedding.plan import Block
+from shardwise.errors import ConfigError
+from shardwise.layout import checked, checked_init
 
 BAGS, ROWS = "embedding_bags", "embeddings"  # names in the state
 
 
 class TableWeight(nn.Module):
-    """The parameter of a table."""
+    """The parameter of a table.
+
+    Attributes:
+        copies_state: whether a state is copied even with `load_state_dict(..., assign=True)`.
+    """
+
+    copies_state = False
 
     def __init__(self, weight: Tensor, requires_grad: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As of any module; the error for another number of rows says how to load them."""
+        given, own = state_dict.get(f"{prefix}weight"), self.weight.shape
+        if isinstance(given, Tensor) and given.shape != own and given.shape[1:] == own[1:]:
+            name, rows = prefix.removesuffix(".").rpartition(".")[2], given.shape[0]
+            error_msgs.append(
+                f"Table {name} has {own[0]} rows, the state has {rows}. "
+                f"Fix: collection.resize_({{{name!r}: {rows}}}) before load_state_dict."
+            )
+            return
+        if self.copies_state:
+            local_metadata = local_metadata | {"assign_to_params_buffers": False}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 class Tables(nn.Module):
@@ -41,14 +76,50 @@ class Tables(nn.Module):
 class _Collection(nn.Module):
     """Tables by name, and the ids of their features."""
 
+    _configs: tuple[EmbeddingConfig, ...]
+
     def __init__(
         self, kind: str, configs: Sequence[EmbeddingConfig], device: torch.device | str | None, weighted: bool
     ) -> None:
         super().__init__()
-        self._kind, self._features, self._weighted = kind, features_of(configs), weighted
-        self._rules = IdRules(self._features, skips_padding=kind == BAGS)
+        self._kind, self._weighted = kind, weighted
+        self._set_configs(configs)
         tables = {config.name: TableWeight(_new_table(config, device)) for config in configs}
         self.add_module(kind, Tables(tables))
+
+    def _set_configs(self, configs: Sequence[EmbeddingConfig]) -> None:
+        self._configs, self._features = tuple(configs), features_of(configs)
+        self._rules = IdRules(self._features, skips_padding=self._kind == BAGS)
+
+    @checked
+    def resize_(self, sizes: Mapping[str, int]) -> None:
+        """Give tables another number of rows, in place.
+
+            collection.resize_({"users": 1200})
+
+        Rows that stay keep their values; new ones are those of a new table, from torch's generator. Parameters are the
+        same objects, so an optimizer goes on with their new rows, if it has no states of the old ones.
+
+        Raises:
+            ConfigError: a table that is not there, no row, or a table with a gradient of its old rows; then nothing
+                changes.
+        """
+        configs = resized(self._configs, sizes)
+        numbers = [number for number, config in enumerate(configs) if config.name in sizes]
+        parameters = [self.get_parameter(f"{self._kind}.{config.name}.weight") for config in configs]
+        for number in numbers:
+            check_no_gradient(configs[number].name, parameters[number])
+        seed = draw_seed()
+        for number in numbers:
+            config, old = configs[number], parameters[number].detach()
+            rows, kept = config.num_embeddings, min(config.num_embeddings, old.shape[0])
+            table = old.new_empty(rows, old.shape[1])
+            table[:kept] = old[:kept]
+            if not table.is_meta:
+                block = Block(number, 0, range(kept, rows), range(old.shape[1]), 0, 0)
+                fill(table[kept:], block, new_rows(config, seed + number))
+            parameters[number].data = table
+        self._set_configs(configs)
 
     def _weights(self) -> list[Tensor]:
         """The table of each feature."""
@@ -60,6 +131,19 @@ class _Collection(nn.Module):
         batch, verdict = self._rules.apply(given)
         self._rules.raise_for([verdict])
         return given, batch
+
+
+def check_no_gradient(name: str, parameter: Tensor) -> None:
+    """Whether a table may be resized.
+
+    Raises:
+        ConfigError: it has a gradient.
+    """
+    if parameter.grad is not None:
+        raise ConfigError(
+            f"Table {name} has a gradient of its {parameter.shape[0]} rows and cannot be resized. "
+            f"Fix: optimizer.step() and zero_grad() before resize_."
+        )
 
 
 def _new_table(config: EmbeddingConfig, device: torch.device | str | None) -> Tensor:
@@ -89,6 +173,7 @@ class EmbeddingBagCollection(_Collection):
     """
 
     embedding_bags: Tables
+    _configs: tuple[EmbeddingBagConfig, ...]
 
     def __init__(
         self,
@@ -97,7 +182,6 @@ class EmbeddingBagCollection(_Collection):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(BAGS, tables, device, is_weighted)
-        self._configs = tuple(tables)
 
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
         """Those of the tables, in their order."""
@@ -165,7 +249,6 @@ class EmbeddingCollection(_Collection):
 
     def __init__(self, tables: Sequence[EmbeddingConfig], device: torch.device | str | None = None) -> None:
         super().__init__(ROWS, tables, device, weighted=False)
-        self._configs = tuple(tables)
 
     def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
         """Those of the tables, in their order."""

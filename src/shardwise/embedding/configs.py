@@ -1,10 +1,10 @@
 """What a table of a collection is, with the names of TorchRec."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import sqrt
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,3 +98,19 @@ class EmbeddingBagConfig(EmbeddingConfig):
     """A table of an EmbeddingBagCollection: an EmbeddingConfig, and how bags are pooled."""
 
     pooling: PoolingType = PoolingType.SUM
+
+
+Config = TypeVar("Config", bound=EmbeddingConfig)
+
+
+def resized(configs: Sequence[Config], sizes: Mapping[str, int]) -> tuple[Config, ...]:
+    """The configs, with other numbers of rows by name.
+
+    Raises:
+        ConfigError: a table that is not there, or a number that is none of rows.
+    """
+    names = [config.name for config in configs]
+    for name in sizes:
+        if name not in names:
+            raise ConfigError(f"There is no table {name!r} to resize; the tables are {', '.join(names)}.")
+    return tuple(replace(config, num_embeddings=sizes.get(config.name, config.num_embeddings)) for config in configs)

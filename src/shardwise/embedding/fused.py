@@ -21,7 +21,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(sharded.fused_optimizer, step_size=1000)
 
     A group has the tables of one optimizer. Its hyper-parameters may be changed, as schedulers do, and count from the
-    next backward. Every backward is a step: `step()` only counts for schedulers, and there are no gradients to zero.
+    next backward. Every backward is a step, or those in a block of `sharded.accumulate()` are one: `step()` only counts
+    for schedulers, and there are no gradients to zero.
 
     `state_dict()` has states as DTensors, of the rows of their tables. A state with a number for each row is
     [rows, shards of columns]; loaded into another number of these shards, it becomes their mean.
@@ -35,27 +36,38 @@ class FusedOptimizer(torch.optim.Optimizer):
         states_of: StatesOf,
     ) -> None:
         self._kinds = [type(optimizer) for optimizer in optimizers]
-        self._without_layout: PlanError | None = None
+        values = [asdict(optimizer) for optimizer in optimizers]
+        common = {name: value for name, value in values[0].items() if all(name in others for others in values)}
         super().__init__(
             [
-                {"params": list(zip(of_group, params, strict=True)), "step": 0, **asdict(optimizer)}
-                for of_group, params, optimizer in zip(names, groups, optimizers, strict=True)
+                {"params": list(zip(of_group, params, strict=True)), "step": 0, **of_optimizer}
+                for of_group, params, of_optimizer in zip(names, groups, values, strict=True)
             ],
-            {},
+            common,  # schedulers look here for what they may change
         )
+        self.replace_states(states_of)
+
+    def replace_states(self, states_of: StatesOf) -> None:
+        """Have the states of tables that were resized."""
+        self._without_layout: PlanError | None = None
         for number, parameter in enumerate(self._parameters()):
             try:
                 self.state[parameter] = states_of(number)
             except PlanError as error:  # tables can be trained, but not saved
                 self._without_layout = error
 
+    def optimizers(self) -> list[RowOptimizer]:
+        """The optimizer of each group with its present hyper-parameters."""
+        return [
+            kind(**{field.name: group[field.name] for field in fields(kind)})
+            for kind, group in zip(self._kinds, self.param_groups, strict=True)
+        ]
+
     def begin_step(self) -> list[tuple[RowOptimizer, int]]:
         """The optimizer of each group with its present hyper-parameters, and the number of its step."""
-        found = []
-        for kind, group in zip(self._kinds, self.param_groups, strict=True):
+        for group in self.param_groups:
             group["step"] += 1
-            found.append((kind(**{field.name: group[field.name] for field in fields(kind)}), group["step"]))
-        return found
+        return [(one, group["step"]) for one, group in zip(self.optimizers(), self.param_groups, strict=True)]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -102,7 +114,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             for state, target in own.items():
                 shape, rows = tuple(given[state].shape), of_rows[name]
                 if shape != target.shape and not (state in rows and shape[:1] == target.shape[:1] and len(shape) == 2):
-                    raise ConfigError(f"Table {name}, state {state}: shape {shape}, expected {tuple(target.shape)}.")
+                    fix = " Fix: resize_ the collection first." if shape[1:] == target.shape[1:] else ""
+                    raise ConfigError(
+                        f"Table {name}, state {state}: shape {shape}, expected {tuple(target.shape)}.{fix}"
+                    )
                 pairs.append((given[state], target))
         with torch.no_grad():
             for value, target in pairs:

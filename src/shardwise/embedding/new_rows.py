@@ -1,15 +1,27 @@
 """The first values of a sharded table: of a full one, or random numbers that do not depend on the layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shardwise import collectives
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.plan import Block
 
 CHUNK = 1 << 12  # rows of one seed; a rank makes full chunks, of which it may need a part
 RowsBetween = Callable[[int, int], Tensor]  # [rows, all columns] of a table
+
+
+def draw_seed() -> int:
+    """A seed of torch's generator."""
+    return int(torch.randint(1 << 62, (1,)))
+
+
+def seed_of_first(ranks: Sequence[int]) -> int:
+    """A seed of torch's generator on the first rank, on all of them."""
+    drawn = torch.tensor([draw_seed()], device="cpu").to(collectives.message_device(tuple(ranks)))
+    return int(collectives.broadcast(drawn, 1, min(ranks), tuple(ranks)))
 
 
 def fill(into: Tensor, block: Block, rows: RowsBetween) -> None:

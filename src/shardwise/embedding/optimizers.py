@@ -6,16 +6,18 @@ Duplicate ids are one update with the sum of their gradients, as in one process 
 and of the same rows as the table; `FusedOptimizer` (fused.py) has them as DTensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.embedding import kernels
+from shardwise.embedding.kernels import Kernels
 from shardwise.errors import ConfigError
 from shardwise.layout import checked_init
+
+SMALLEST = torch.finfo(torch.float32).tiny  # a divisor that is not 0
 
 
 class Stack(Protocol):
@@ -23,6 +25,7 @@ class Stack(Protocol):
 
     weight: Tensor
     states: dict[str, Tensor]
+    kernels: Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,10 @@ class RowOptimizer:
     Args:
         lr: the learning rate.
         weight_decay: this multiple of a row is added to its gradient, as in `torch.optim`; only of rows looked up.
-        max_gradient: elements of the gradient of a row are clamped to at most this, in either direction.
+        decoupled_weight_decay: rows are multiplied by 1 - lr weight_decay instead, as in `torch.optim.AdamW`.
+        max_gradient: elements of the gradient of a row are clamped to at most this, in either direction, before weight
+            decay.
+        max_gradient_norm: then the gradient of a row is scaled to at most this norm, of the columns that a rank holds.
         stochastic_rounding: tables of 16 bits are rounded up or down by chance, so that the mean is exact; the chance
             depends on the row, the column and the number of the step, so it is the same on all replicas.
 
@@ -48,7 +54,9 @@ class RowOptimizer:
 
     lr: float
     weight_decay: float = 0.0
+    decoupled_weight_decay: bool = False
     max_gradient: float | None = None
+    max_gradient_norm: float | None = None
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
@@ -69,20 +77,39 @@ class RowOptimizer:
 
         Args:
             gradient: of the sums of the bags.
-            rows, offsets, scale: as in `kernels.pool`.
+            rows, offsets, scale: as in `Kernels.pool`.
             step: 1 in the first step.
         """
+        if stack.kernels.update(self, stack, rows, offsets, gradient, scale):
+            return
         seed = step if self.stochastic_rounding else None
-        for distinct, sums in kernels.sums_by_row(rows, offsets, gradient, scale):
-            if self.weight_decay:
-                sums.add_(stack.weight.index_select(0, distinct), alpha=self.weight_decay)
-            if self.max_gradient is not None:
-                sums.clamp_(-self.max_gradient, self.max_gradient)
-            _add(stack.weight, distinct, self.change(stack.states, distinct, sums, step), seed)
+        for distinct, sums in stack.kernels.sums_by_row(rows, offsets, gradient, scale):
+            self._clip(sums)
+            now = stack.weight.index_select(0, distinct).to(sums.dtype) if self._reads_rows else None
+            if now is not None and not self.decoupled_weight_decay:
+                sums.add_(now, alpha=self.weight_decay)
+            change = self.change(stack.states, distinct, sums, step)
+            _add(stack.weight, distinct, change if now is None else self.adapt(change, now), seed)
 
     def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
         """What is added to distinct rows, [rows, columns]; it may overwrite `gradient`."""
         raise NotImplementedError
+
+    def adapt(self, change: Tensor, now: Tensor) -> Tensor:
+        """What is added to rows that are `now`, float32, of what `change` returned; it may overwrite that."""
+        return change.add_(now, alpha=-self.lr * self.weight_decay) if self.decoupled_weight_decay else change
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether a change depends on its row."""
+        return self.weight_decay > 0
+
+    def _clip(self, gradient: Tensor) -> None:
+        """Limit the gradients of rows, in place."""
+        if self.max_gradient is not None:
+            gradient.clamp_(-self.max_gradient, self.max_gradient)
+        if self.max_gradient_norm is not None:
+            gradient.mul_((self.max_gradient_norm / _norm(gradient).clamp_(min=SMALLEST)).clamp_(max=1))
 
 
 @checked_init
@@ -172,6 +199,42 @@ class RowWiseAdam(Adam):
 
     def _squares(self, gradient: Tensor) -> Tensor:
         return _mean_square(gradient)
+
+
+@checked_init
+@dataclass(frozen=True)
+class Lamb(Adam):
+    """Adam whose change of each row is scaled by its trust ratio: the norm of the row over that of the change for lr 1.
+
+    Weight decay is part of the change, and so of the ratio; with `decoupled_weight_decay=False`, of the gradient. If
+    either norm is 0, the ratio is 1. Norms are of the columns that a rank holds, as in fbgemm.
+
+    Source: You et al., Large Batch Optimization for Deep Learning, with rows as layers.
+    """
+
+    decoupled_weight_decay: bool = field(default=True, kw_only=True)
+
+    def adapt(self, change: Tensor, now: Tensor) -> Tensor:
+        change = super().adapt(change, now)
+        norm, of_change = _norm(now), _norm(change)
+        ratio = torch.where((norm > 0) & (of_change > 0), norm * self.lr / of_change, 1)
+        return change.mul_(ratio)
+
+    @property
+    def _reads_rows(self) -> bool:
+        return True
+
+
+@checked_init
+@dataclass(frozen=True)
+class RowWiseLamb(Lamb, RowWiseAdam):
+    """Lamb with the second moment of `RowWiseAdam`: fbgemm's partial row-wise LAMB."""
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """[rows, 1]."""
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return norm
 
 
 def _mean_square(gradient: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shardwise.embedding.batch import Batch
@@ -28,6 +29,7 @@ class SentBatch:
         given: the ids of the input.
         batch: its valid ids.
         error: why the input is no batch; or None.
+        by_rows: whether a row of each id was requested, because weights of ids need gradients.
     """
 
     features: JaggedFeatures | None
@@ -37,12 +39,13 @@ class SentBatch:
     error: ShardwiseError | None
     engine: Engine
     requesting: Requesting
+    by_rows: bool = False
 
     def check_unchanged(self) -> None:
         """Whether the input is still what was sent.
 
         Raises:
-            IdTypeError: it was changed in place.
+            IdTypeError: it was changed in place, or its weights need gradients since then.
         """
         assert self.features is not None
         now = versions_of(self.features)
@@ -51,6 +54,12 @@ class SentBatch:
             raise IdTypeError(
                 "A prefetched batch was changed after its ids were sent. Nothing was looked up.\n"
                 "  Fix: change batches in the loader, before prefetch gets them."
+            )
+        weights = self.features.weights_or_none() if self.given.weights is not None else None
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled() and not self.by_rows:
+            raise IdTypeError(
+                "The weights of ids of a prefetched batch need gradients since its ids were sent. Nothing was looked "
+                "up.\n  Fix: requires_grad_() in the loader, before prefetch gets the batch."
             )
 
 

@@ -1,6 +1,7 @@
-"""Sharded collections: `shard_embeddings`."""
+"""Sharded collections; `shard_embeddings` (sharding.py) makes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, reduce
 from typing import NoReturn
 
@@ -8,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import collectives
-from shardwise.collectives import DeviceMesh
-from shardwise.embedding import kernels as torch_kernels
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (
     BAGS,
@@ -17,55 +16,40 @@ from shardwise.embedding.collections import (
     EmbeddingBagCollection,
     EmbeddingCollection,
     Tables,
-    TableWeight,
+    check_no_gradient,
     pooled,
     rows_by_feature,
 )
-from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients
-from shardwise.embedding.exchange.owner import dense_gradient
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
+from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients, MessageDtypes
+from shardwise.embedding.exchange.hot_rows import HotRows, HotRowsReport
+from shardwise.embedding.exchange.owner import dense_gradient, joined
 from shardwise.embedding.exchange.pooling import PoolingChoice
 from shardwise.embedding.exchange.requests import Outgoing, request_bags
 from shardwise.embedding.exchange.rows import distinct_rows, request_rows
-from shardwise.embedding.exchange.stacks import Pooling, make_stacks
+from shardwise.embedding.exchange.stacks import Stack, make_stacks
+from shardwise.embedding.exchange.weighted import needs_gradients, pool_weighted, request_weighted
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.embedding.new_rows import fill, new_rows, rows_of_full
+from shardwise.embedding.kernels import Kernels, fastest_kernels
+from shardwise.embedding.new_rows import fill, new_rows, rows_of_full, seed_of_first
 from shardwise.embedding.optimizers import RowOptimizer
-from shardwise.embedding.plan import Table, make_plan
+from shardwise.embedding.plan import Plan, Table, make_plan
+from shardwise.embedding.resizing import refuse_old_rows, resized_plan, resized_stacks
 from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
-from shardwise.errors import IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
-from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
+from shardwise.embedding.view_of_stack import ViewOfStack
+from shardwise.errors import IdError, PlanError, RemoteRankError, ShardwiseError
+from shardwise.layout import Layout, Placements, checked
 from shardwise.tensor import DTensor
 
 Optimizers = Sequence[RowOptimizer]  # of each table
 
 
-class _ViewOfStack(TableWeight):
-    """A parameter that stays in the memory of its stack."""
-
-    def __init__(self, name: str, weight: DTensor, requires_grad: bool) -> None:
-        super().__init__(weight, requires_grad)
-        self.name = name
-        with torch._C.DisableTorchFunctionSubclass():
-            self.first_place = self.place()
-
-    def place(self) -> tuple[int, torch.dtype] | None:
-        """The address of this rank's elements, and their dtype; call it where DTensors are plain tensors."""
-        weight = self._parameters["weight"]
-        return None if weight is None else (torch._C.TensorBase.data_ptr(weight), weight.dtype)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, object], prefix: str, local_metadata: dict[str, object], *rest: object
-    ) -> None:
-        """Copy, also with `assign=True`."""
-        copies = local_metadata | {"assign_to_params_buffers": False}
-        super()._load_from_state_dict(state_dict, prefix, copies, *rest)
-
-
 class _Sharded(nn.Module):
     """What both sharded collections share: tables that are views of stacks, and the exchange."""
+
+    _configs: tuple[EmbeddingConfig, ...]
 
     def __init__(
         self,
@@ -74,7 +58,8 @@ class _Sharded(nn.Module):
         configs: Sequence[EmbeddingConfig],
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
-        kernels: Pooling,
+        kernels: Kernels | None,
+        dtypes: MessageDtypes,
         weighted: bool,
     ) -> None:
         super().__init__()
@@ -88,26 +73,94 @@ class _Sharded(nn.Module):
             ]
         )
         device = torch.device(layouts[0].mesh.device_type)
-        stacks = make_stacks(plan, collectives.rank(), device)
+        stacks = make_stacks(plan, collectives.rank(), device, kernels or fastest_kernels(device))
         self._kind, self._weighted = kind, weighted
-        self._engine = Engine(kind, plan, stacks, kernels, self._step if distinct else self._accumulate, weighted)
+        update = self._step if distinct else self._add_to_grad
+        self._collected: list[Gradients] | None = None
+        self._engine = self._new_engine(plan, stacks, configs, update, dtypes)
         tables = []
-        seed = _seed(plan.ranks) if any(source.is_meta for source in sources) else 0
+        seed = seed_of_first(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
             rows = new_rows(config, seed + number) if source.is_meta else rows_of_full(source)
             for block in plan.blocks_of(collectives.rank(), number):
                 fill(stacks[block.stack].weight[block.first : block.first + len(block.rows)], block, rows)
             weight = self._as_dtensor(number, [stack.weight for stack in stacks])
-            tables.append(_ViewOfStack(config.name, weight, requires_grad=not distinct))
-            if config.max_norm is not None:
-                self._engine.limit_norm(number, config.max_norm)
+            tables.append(ViewOfStack(config.name, weight, requires_grad=not distinct))
         self.add_module(kind, Tables({table.name: table for table in tables}))
         self._tables = tuple(tables)
+        self._engine.parameters = () if distinct else tuple(table.weight for table in tables)
         self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
-        self._features = features_of(configs)
-        self._rules = IdRules(self._features, skips_padding=kind == BAGS)
+        self._set_configs(configs)
         self.prefetched: ReadyBatch | None = None  # `prefetch` sets it, and
         self.to_start: list[SentBatch] = []  # what is sent after the results of the next lookup
+
+    def _set_configs(self, configs: Sequence[EmbeddingConfig]) -> None:
+        self._configs, self._features = tuple(configs), features_of(configs)
+        self._rules = IdRules(self._features, skips_padding=self._kind == BAGS)
+
+    def _new_engine(
+        self,
+        plan: Plan,
+        stacks: Sequence[Stack],
+        configs: Sequence[EmbeddingConfig],
+        update: Callable[[Gradients], None],
+        dtypes: MessageDtypes,
+    ) -> Engine:
+        engine = Engine(self._kind, plan, stacks, update, self._weighted, dtypes)
+        for table, config in enumerate(configs):
+            if config.max_norm is not None:
+                engine.limit_norm(table, config.max_norm)
+            if config.padding_idx is not None and self._kind == ROWS:  # bags leave padding out
+                engine.freeze(table, config.padding_idx)
+        return engine
+
+    @checked
+    def resize_(self, sizes: Mapping[str, int], plan: Mapping[str, Placements] | None = None) -> None:
+        """Give tables another number of rows, in place. All ranks have to call it.
+
+            collection.resize_({"users": 1200, "items": 50}, plan={"items": Shard(0, (20, 30))})
+
+        Rows that stay keep their values and optimizer states, and are sent to their new owners. New rows are those of a
+        new table, as the plain collection makes them if it has the generator of the first rank; their states are zeros.
+        Parameters and `fused_optimizer` are the same objects, and hyper-parameters and steps stay. An optimizer of
+        `torch.optim` goes on with the new rows, if it has no states of the old ones.
+
+        Args:
+            sizes: rows by table.
+            plan: new placements of some of these tables; needed for those in boxes, or whose `Shard(0)` has sizes.
+
+        Raises:
+            ConfigError: a table that is not there, no row, or a table with a gradient of its old rows.
+            PlanError: placements that do not fit, or in `accumulate()`. In all cases, nothing changes.
+        """
+        given, old, engine = plan or {}, self._plan, self._engine
+        facts = {"sizes": dict(sizes), "plan": {name: repr(placements) for name, placements in given.items()}}
+        collectives.agree("what resize_ gets", facts, old.ranks, "pass the same sizes and plan on all ranks.")
+        self._check_tables()
+        if self._collected is not None:
+            raise PlanError("resize_ in accumulate(): gradients wait there. Fix: resize_ after the block.")
+        configs, changed = resized(self._configs, sizes), [t for t, c in enumerate(self._configs) if c.name in sizes]
+        for number in changed:
+            check_no_gradient(configs[number].name, self._tables[number].weight)
+        optimizers = [] if self.fused_optimizer is None else self.fused_optimizer.optimizers()
+        new = resized_plan(old, configs, changed, given, optimizers)
+        stacks = resized_stacks(old, new, engine.stacks, changed, configs, optimizers, seed_of_first(old.ranks))
+        self._plan, self._engine = new, self._new_engine(new, stacks, configs, engine.update, engine.dtypes)
+        self._engine.parameters, engine.update = engine.parameters, refuse_old_rows
+        for number, table in enumerate(self._tables):
+            table.move(self._as_dtensor(number, [stack.weight for stack in stacks]))
+        if self.fused_optimizer is not None:
+            order = self._tables_by_group(len(optimizers))
+            self.fused_optimizer.replace_states(lambda number: self._states(order[number], optimizers))
+        self._set_configs(configs)
+        self._choose_requests()
+
+    def _choose_requests(self) -> None:
+        """Begin to choose what is requested of the present engine."""
+
+    def _tables_by_group(self, groups: int) -> list[int]:
+        """The tables in the order of the fused optimizer."""
+        return [t for group in range(groups) for t, table in enumerate(self._plan.tables) if table.group == group]
 
     def _fused_optimizer(self, kind: str, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
         for stack in self._engine.stacks:
@@ -116,7 +169,7 @@ class _Sharded(nn.Module):
         tables = [[t for t, table in enumerate(self._plan.tables) if table.group == group] for group in groups]
         names = [[f"{kind}.{self._plan.tables[t].name}.weight" for t in of_group] for of_group in tables]
         parameters = [[self.get_parameter(name) for name in of_group] for of_group in names]
-        order = [t for of_group in tables for t in of_group]
+        order = self._tables_by_group(len(optimizers))
         return FusedOptimizer(optimizers, parameters, names, lambda number: self._states(order[number], optimizers))
 
     def _states(self, number: int, optimizers: Sequence[RowOptimizer]) -> dict[str, DTensor]:
@@ -160,32 +213,17 @@ class _Sharded(nn.Module):
         try:
             self._check_tables()
             batch = self._features.batch(features, self._weighted, device)
-            self._check_weights(batch)
         except ShardwiseError as error:
             return self._features.no_batch(device), error
         return batch, None
 
-    def _check_weights(self, batch: Batch) -> None:
-        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-            raise IdTypeError("A sharded collection has no gradients for weights of ids. Fix: weights.detach().")
-
     def _check_tables(self) -> None:
-        """Whether the tables are still views of the stacks.
-
-        Raises:
-            PlanError: a table was replaced.
-        """
         with torch._C.DisableTorchFunctionSubclass():  # DTensors show no addresses
             for table in self._tables:
-                if table.place() != table.first_place:
-                    raise PlanError(
-                        f"Table {table.name} was moved, converted or replaced (to(), half(), to_empty(), .data =), "
-                        f"but a sharded collection looks up rows in memory of its own.\n"
-                        f"  Fix: change values by copy_() or load_state_dict(); convert before shard_embeddings."
-                    )
+                table.check_place()
 
-    def _lookup(self, features: JaggedFeatures) -> tuple[Batch, Batch, Tensor]:
-        """The batch, its valid ids, and the results, flat, after messages 1 and 2."""
+    def _lookup(self, features: JaggedFeatures) -> tuple[SentBatch, Tensor]:
+        """The batch, and the results, flat, after messages 1 and 2."""
         ready = self._take_prefetched(features)
         if ready is None:
             sent = self.prepare(features)
@@ -197,7 +235,7 @@ class _Sharded(nn.Module):
         for waiting in self.to_start:  # not earlier: on some backends, results would wait for it
             waiting.engine.start(waiting.requesting)
         self.to_start = []
-        return ready.sent.given, ready.sent.batch, flat
+        return ready.sent, flat
 
     def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
         """What message 1 of a batch requests; `batch` has its valid ids."""
@@ -215,12 +253,12 @@ class _Sharded(nn.Module):
         batch, verdict = self._rules.apply(given)
         versions = versions_of(features) if ahead and error is None else ()
         requesting = self._engine.prepare(self._outgoing(given, batch), NO_BATCH if error else verdict, ahead)
-        return SentBatch(features, versions, given, batch, error, self._engine, requesting)
+        return SentBatch(features, versions, given, batch, error, self._engine, requesting, needs_gradients(batch))
 
     def prepare_no_batch(self, verdict: Verdict, ahead: int) -> SentBatch:
         """Prepare message 1 of a rank whose `verdict` says why it has no batch."""
         batch = self._features.no_batch(self._engine.trigger.device)
-        outgoing = request_bags(self._engine.batch_index(batch.bags), batch.values, batch.bag, batch.lengths, None)
+        outgoing = request_bags(self._engine.batch_index(batch.bags), batch)
         requesting = self._engine.prepare(outgoing, verdict, ahead)
         return SentBatch(None, (), batch, batch, None, self._engine, requesting)
 
@@ -241,7 +279,7 @@ class _Sharded(nn.Module):
         """The prefetched batch if it is `features`, once.
 
         Raises:
-            IdTypeError: it was changed after its ids were sent, or its weights need gradients.
+            IdTypeError: it was changed after its ids were sent, or its weights need gradients since then.
         """
         ready = self.prefetched
         if ready is None or ready.sent.features is not features or ready.sent.engine is not self._engine:
@@ -249,7 +287,6 @@ class _Sharded(nn.Module):
         self.prefetched = None
         self._check_tables()
         if ready.error is None:
-            self._check_weights(ready.sent.given)
             ready.sent.check_unchanged()
         return ready
 
@@ -260,19 +297,47 @@ class _Sharded(nn.Module):
         local = local.to(getattr(torch, name_of_dtype))  # a rank without rows has some stack
         return DTensor.from_local(local, layout.mesh, layout.placements, run_check=False, shape=layout.shape)
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """All backwards in the block are one step: rows are updated when it ends, with the sums of their gradients.
+
+            with sharded.accumulate():
+                for part in parts:
+                    loss_of(sharded(part)).backward()
+
+        Until then ranks keep the gradients that they are sent. If the block raises, nothing is updated. Without an
+        optimizer, gradients are added in `.grad` in any case.
+        """
+        if self._collected is not None:  # part of another such block
+            yield
+            return
+        self._collected = []
+        try:
+            yield
+            collected = self._collected
+        finally:
+            self._collected = None
+        if collected:
+            self._step(joined(collected))
+
     def _step(self, gradients: Gradients) -> None:
         """Update the rows that were looked up."""
         assert self.fused_optimizer is not None
+        if self._collected is not None:
+            self._collected.append([(requests, grad.clone()) for requests, grad in gradients])  # of a buffer
+            return
         optimizers = self.fused_optimizer.begin_step()
         for stack, (requests, grad) in zip(self._engine.stacks, gradients, strict=True):
             optimizer, step = optimizers[stack.key.group]
             optimizer(stack, requests.rows, requests.offsets, grad, requests.weights, step)
 
-    def _accumulate(self, gradients: Gradients) -> None:
-        """Add to the gradients of the parameters."""
+    def _add_to_grad(self, gradients: Gradients) -> None:
+        """Add to the gradients of the parameters that are trained."""
         stacks = self._engine.stacks
         dense = [dense_gradient(*of_stack, stack.weight) for stack, of_stack in zip(stacks, gradients, strict=True)]
-        for table, parameter in enumerate(self.parameters()):
+        for table, parameter in enumerate(self._engine.parameters):
+            if not parameter.requires_grad:
+                continue
             grad = self._as_dtensor(table, dense)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
@@ -280,23 +345,35 @@ class _Sharded(nn.Module):
 class ShardedEmbeddingBagCollection(_Sharded):
     """An EmbeddingBagCollection whose tables are sharded; made by `shard_embeddings`."""
 
+    _configs: tuple[EmbeddingBagConfig, ...]
+
     def __init__(
         self,
         collection: EmbeddingBagCollection,
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
-        kernels: Pooling,
+        kernels: Kernels | None,
+        dtypes: MessageDtypes,
+        hot_rows: int,
     ) -> None:
-        configs = self._configs = collection.embedding_bag_configs()
-        super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, collection.is_weighted())
-        self._pooling = PoolingChoice()
+        configs = collection.embedding_bag_configs()
+        super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, dtypes, collection.is_weighted())
+        self._hot_bytes = hot_rows
+        self._choose_requests()
         self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
+
+    def _choose_requests(self) -> None:
+        dtypes, own = self._engine.dtypes, self._plan.ranks.index(collectives.rank())
+        sizes = dtypes.forward.itemsize, dtypes.backward.itemsize
+        self._hot_rows = HotRows(self._engine.routes, self._hot_bytes, sizes, own) if self._hot_bytes else None
+        self._pooling = PoolingChoice(dtypes.forward.itemsize, self._hot_rows)
 
     def _plain(self) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
 
     def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
-        return self._pooling.request(self._engine.batch_index(batch.bags), batch)
+        index = self._engine.batch_index(batch.bags)
+        return request_weighted(index, batch) if needs_gradients(batch) else self._pooling.request(index, batch)
 
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
         """Those of the tables, in their order."""
@@ -305,6 +382,16 @@ class ShardedEmbeddingBagCollection(_Sharded):
     def is_weighted(self) -> bool:
         """Whether rows are multiplied by the weights of the input."""
         return self._weighted
+
+    def hot_rows_report(self) -> HotRowsReport:
+        """What `hot_rows` of `shard_embeddings` saved on this rank.
+
+        Raises:
+            PlanError: there are none.
+        """
+        if self._hot_rows is None:
+            raise PlanError("The collection has no hot rows. Fix: shard_embeddings(…, hot_rows=1 << 20).")
+        return self._hot_rows.report
 
     def forward(self, features: JaggedFeatures) -> KeyedTensor:
         """The sums or means of this rank's bags. All ranks have to call it, each with its own batch.
@@ -316,7 +403,10 @@ class ShardedEmbeddingBagCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        _, batch, flat = self._lookup(features)
+        sent, flat = self._lookup(features)
+        batch = sent.batch
+        if sent.by_rows:
+            flat = pool_weighted(batch, flat, self._plan.dims, self._dtypes)
         if any(self._means):
             index = self._engine.batch_index(batch.bags)
             of_feature = torch.tensor(self._means, device=flat.device)[index.feature_of_bag]
@@ -334,13 +424,11 @@ class ShardedEmbeddingCollection(_Sharded):
         collection: EmbeddingCollection,
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
-        kernels: Pooling,
+        kernels: Kernels | None,
+        dtypes: MessageDtypes,
     ) -> None:
-        configs = self._configs = collection.embedding_configs()
-        super().__init__(ROWS, collection, configs, layouts, optimizers, kernels, weighted=False)
-        for table, config in enumerate(configs):
-            if config.padding_idx is not None:
-                self._engine.freeze(table, config.padding_idx)
+        configs = collection.embedding_configs()
+        super().__init__(ROWS, collection, configs, layouts, optimizers, kernels, dtypes, weighted=False)
 
     def _plain(self) -> EmbeddingCollection:
         return EmbeddingCollection(self._configs, device="meta")
@@ -366,7 +454,8 @@ class ShardedEmbeddingCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        given, _, flat = self._lookup(features)
+        sent, flat = self._lookup(features)
+        given = sent.given
         lengths = given.lengths.split(given.bags)
         sizes = [n * dim for n, dim in zip(given.sizes, self._plan.dims, strict=True)]
         parts = [
@@ -374,59 +463,3 @@ class ShardedEmbeddingCollection(_Sharded):
             for part, dim, dtype in zip(flat.split(sizes), self._plan.dims, self._dtypes, strict=True)
         ]
         return rows_by_feature(self._features, parts, lengths)
-
-
-@checked
-def shard_embeddings(
-    collection: EmbeddingBagCollection | EmbeddingCollection,
-    plan: Mapping[str, Placements],
-    mesh: Mesh | DeviceMesh,
-    optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
-    *,
-    kernels: Pooling = torch_kernels,
-) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
-    """The collection with its tables sharded over `mesh`. A training step has three collectives for all tables.
-
-        sharded = shard_embeddings(collection, {"users": Shard(0), "items": Shard(1)}, mesh, RowWiseAdagrad(lr=0.1))
-
-    Args:
-        collection: has the same values on all ranks; or is on the meta device, and is initialised with random numbers
-            that do not depend on the layout, from the generator of the first rank.
-        plan: the placements of each table by its name; tables that it does not name are replicated.
-        mesh: all ranks that call the collection, each with its own batch.
-        optimizer: updates the rows that a batch has looked up, in its backward; or one for each table, by name. The
-            result's `fused_optimizer` has its learning rate and states. None: the parameters get dense gradients, for
-            any optimizer of `torch.optim`.
-        kernels: of local lookups.
-
-    Raises:
-        PlanError: a plan, or optimizers, that do not fit the collection.
-    """
-    configs = (
-        collection.embedding_bag_configs()
-        if isinstance(collection, EmbeddingBagCollection)
-        else collection.embedding_configs()
-    )
-    names = [config.name for config in configs]
-    unknown = [name for name in plan if name not in names]
-    if unknown:
-        raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}.")
-    if isinstance(optimizer, Mapping) and set(optimizer) != set(names):
-        odd = min(set(optimizer) ^ set(names))
-        raise PlanError(
-            f"optimizer has {'no' if odd in names else 'an'} entry {odd!r}; the tables are {', '.join(names)}."
-        )
-    optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
-    where = collectives.as_mesh(mesh)
-    layouts = [
-        Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
-    ]
-    if isinstance(collection, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels)
-    return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels)
-
-
-def _seed(ranks: Sequence[int]) -> int:
-    """A seed of torch's generator on the first rank, on all of them."""
-    drawn = torch.randint(1 << 62, (1,)).to(collectives.message_device(tuple(ranks)))
-    return int(collectives.broadcast(drawn, 1, min(ranks), tuple(ranks)))

@@ -16,13 +16,17 @@ from shardwise.trace.capture_hooks import is_capturing
 
 MIN_BYTES = 1 << 20  # smaller blocks stay with the C library
 MAX_EXCESS = 2  # of a buffer over what is needed
-MAX_FREE = 2  # buffers: what a reduce-scatter needs
 
 
 class Buffers:
-    """Memory that no message uses now."""
+    """Memory that no message uses now.
 
-    def __init__(self) -> None:
+    Args:
+        most_free: how many buffers are kept; by default what a reduce-scatter needs.
+    """
+
+    def __init__(self, most_free: int = 2) -> None:
+        self._most_free = most_free
         self._free: list[Tensor] = []  # of bytes
 
     def lend(self, dtype: torch.dtype, device: torch.device) -> "Lent":
@@ -38,7 +42,7 @@ class Buffers:
         return found
 
     def add(self, buffer: Tensor) -> None:
-        self._free = sorted([*self._free, buffer], key=Tensor.numel)[-MAX_FREE:]
+        self._free = sorted([*self._free, buffer], key=Tensor.numel)[-self._most_free :]
 
     def clear(self) -> None:
         """Free the memory."""

@@ -1,21 +1,26 @@
 """Places and shares of a batch, beside one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shardwise import collectives
-from shardwise.demos.data import PyIdent, Quality, examples, popularity_baseline
+from shardwise.demos.data import Batch, PyIdent, Quality, examples, popularity_baseline
 from shardwise.demos.data import places as places_in_one_process
-from shardwise.demos.recommender.batches import Inputs, plain_inputs, shard_batch
 from shardwise.demos.recommender.config import TrainConfig
-from shardwise.demos.recommender.evaluation import evaluate, neighbours, places
-from shardwise.demos.recommender.training import Training, build
+from shardwise.demos.recommender.evaluation import evaluate, neighbours, own_rows, places
+from shardwise.demos.recommender.training import Training
 from shardwise.layout import Mesh, OnRanks, Placement, Shard
-from shardwise.parallel.shard_module import shard_module
-from shardwise.tensor import DTensor
 from shardwise.testing import world
+from tests.demos.recommender.plain import Full, full_tables, scores
 
 TINY = TrainConfig(dim=6, init_std=1.0)
+
+
+def initial(config: TrainConfig, data: PyIdent, num_ranks: int, plan: dict[str, Placement]) -> Full:
+    found = world(num_ranks).run(lambda: full_tables(Training(config, data, plan).model))
+    return found[0]
 
 
 @pytest.mark.parametrize("num_rows", [114, 7, 2, 1])  # more ranks than rows
@@ -24,55 +29,52 @@ TINY = TrainConfig(dim=6, init_std=1.0)
 )
 def test_places_equal_one_process(plan: dict[str, Placement], num_rows: int, tiny: PyIdent) -> None:
     batch = examples(tiny, "train").batch(torch.arange(num_rows))
-    model = build(TINY, tiny)
-    with torch.no_grad():
-        model.items.weight[3] = torch.nan  # counts as ahead of everything
-        model.items.weight[8] = model.items.weight[7]  # with equal popularity, so does what ties
-        model.log_popularity[8] = model.log_popularity[7]
-        x = plain_inputs(batch)
-        expected = places_in_one_process(model(x.context_ids, x.offsets, x.num_args), batch)
+    tables = initial(TINY, tiny, 1, {})
+    tables["items"][3] = torch.nan  # counts as ahead of everything
+    tables["items"][8] = tables["items"][7]  # with equal popularity, so does what ties
+    counts = tiny.train_counts.clone()
+    counts[8] = counts[7]
+    data = replace(tiny, train_counts=counts)
+    expected = places_in_one_process(scores(tables, data, batch), batch)
 
     def body() -> None:
-        mesh, mine = Mesh((3,)), build(TINY, tiny)
-        mine.load_state_dict(model.state_dict())
-        shard_module(mine, plan, mesh=mesh, src_rank=None)
-        assert places(mine, batch, mesh).tolist() == expected.tolist()
+        run = Training(TINY, data, plan)
+        run.model.load_state_dict({f"tables.embedding_bags.{name}.weight": x for name, x in tables.items()})
+        assert places(run.model, batch, run.mesh).tolist() == expected.tolist()
 
     world(3).run(body)
 
 
 @pytest.mark.parametrize("num_rows", [11, 3, 2, 1])
-def test_the_shares_of_a_batch_make_the_batch_and_cost_nothing(num_rows: int, tiny: PyIdent) -> None:
+def test_the_rows_of_all_ranks_make_the_batch_and_cost_nothing(num_rows: int, tiny: PyIdent) -> None:
     batch = examples(tiny, "train").batch(torch.arange(num_rows))
 
-    def body() -> Inputs:
+    def body() -> Batch:
         with collectives.count_comms() as comms:
-            shared = shard_batch(batch, Mesh((3,)))
+            own = own_rows(batch, Mesh((3,)))
         assert comms.total_calls == 0
-        joined = {}
-        for name, x in vars(shared).items():
-            assert isinstance(x, DTensor)
-            joined[name] = x.full_tensor()
-        ids, offsets = shared.context_ids.to_local(), shared.offsets.to_local()  # type: ignore[attr-defined]
-        if len(offsets):  # a rank has the ids of its own rows
-            first = int(offsets[0])
-            last = [*batch.offsets.tolist()][batch.offsets.tolist().index(int(offsets[-1])) + 1]
-            assert ids.tolist() == batch.context_ids[first:last].tolist()
-        return Inputs(**joined)
+        return own
 
-    for shared in world(3).run(body):
-        torch.testing.assert_close(vars(shared), vars(plain_inputs(batch)), rtol=0, atol=0)
+    parts = world(3).run(body)
+    for name in ("context_ids", "target", "num_args"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    assert torch.equal(torch.cat([part.offsets.diff() for part in parts]), batch.offsets.diff())
+    assert [len(part) for part in parts] == [
+        x.numel() for x in [*torch.arange(num_rows).chunk(3), torch.tensor([]), torch.tensor([])][:3]
+    ]
 
 
 def test_initial_values_depend_on_the_seed_only(tiny: PyIdent) -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    first = build(TINY, tiny).state_dict()
+    first = initial(TINY, tiny, 1, {})
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(6)
-    torch.testing.assert_close(build(TINY, tiny).state_dict(), first, rtol=0, atol=0)
-    other = build(TrainConfig(dim=6, init_std=1.0, seed=1), tiny)
-    assert not torch.equal(other.context.weight, first["context.weight"])
+    torch.testing.assert_close(initial(TINY, tiny, 3, {"**": Shard(1)}), first, rtol=0, atol=0)
+    other = initial(TrainConfig(dim=6, init_std=1.0, seed=1), tiny, 1, {})
+    assert not torch.equal(other["context"], first["context"])
+    assert not torch.equal(first["context"], first["items"])
+    assert not first["num_args"].any()
 
 
 def test_a_model_that_has_learnt_nothing_is_the_baseline(tiny: PyIdent) -> None:
@@ -87,6 +89,6 @@ def evaluate_alone(config: TrainConfig, data: PyIdent) -> Quality:
 def test_no_word_is_its_own_neighbour(tiny: PyIdent) -> None:
     run = Training(TINY, tiny, {})
     with torch.no_grad():
-        run.model.items.weight.copy_(run.model.context.weight).mul_(10)  # now every word expects itself most
+        run.model.table("items").copy_(run.model.table("context")).mul_(10)  # now every word expects itself most
     found = neighbours(run.model, tiny, ("re",), count=len(tiny.vocab))
     assert sorted(["re", *found["re"]]) == sorted(tiny.vocab)

@@ -2,7 +2,7 @@
 
 from shardwise.demos.data.compression import lzma_bits, order2_bits
 from shardwise.demos.data.criteo import CriteoBatch, CriteoDataset
-from shardwise.demos.data.errors import DataError, PassError
+from shardwise.demos.data.errors import DataError, MissingPackageError, PassError
 from shardwise.demos.data.hide_one import (
     Batch,
     Examples,
@@ -13,6 +13,7 @@ from shardwise.demos.data.hide_one import (
     quality,
 )
 from shardwise.demos.data.movielens import MovieLensDataset, RatingBatch
+from shardwise.demos.data.parquet import ParquetBatch, ParquetDataset
 from shardwise.demos.data.pydoc_topics import PydocTopics, load_pydoc_topics
 from shardwise.demos.data.pyident import Bags, PyIdent, load_pyident
 
@@ -23,7 +24,10 @@ __all__ = [
     "CriteoDataset",
     "DataError",
     "Examples",
+    "MissingPackageError",
     "MovieLensDataset",
+    "ParquetBatch",
+    "ParquetDataset",
     "PassError",
     "PyIdent",
     "PydocTopics",

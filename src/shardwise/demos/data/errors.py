@@ -9,3 +9,7 @@ class DataError(ShardwiseError, ValueError):
 
 class PassError(ShardwiseError, RuntimeError):
     """A pass over a data set that cannot begin, be saved or be resumed as it was requested."""
+
+
+class MissingPackageError(ShardwiseError, ImportError):
+    """A package that an extra of shardwise installs is not there."""

@@ -24,9 +24,9 @@ class Position(NamedTuple):
 
     epoch: int
     segment: int
-    """The index of a range of a file in the order of the epoch."""
+    """The index of a range of a file, or a row group, in the order of the epoch."""
     offset: int
-    """A byte of its text; of Parquet, the number of steps taken."""
+    """A byte of its text; of Parquet, a row."""
 
 
 class Positioned(Protocol):

@@ -1,4 +1,4 @@
-"""Orders that depend on a seed and the number of the pass only."""
+"""Random numbers and orders that depend on a seed and the number of a pass or step only."""
 
 import hashlib
 
@@ -14,6 +14,11 @@ def epoch_order(count: int, seed: int | None, epoch: int) -> Tensor:
     """
     if seed is None:
         return torch.arange(count)
+    return torch.randperm(count, generator=generator(seed, epoch))
+
+
+def generator(seed: int, number: int) -> torch.Generator:
+    """The random numbers of pass or step `number`."""
     # A generator on the CPU looks at only 32 bits of its seed: both numbers have to get into them.
-    mixed = hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4]
-    return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(mixed, "little")))
+    mixed = hashlib.sha256(f"{seed} {number}".encode()).digest()[:4]
+    return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))

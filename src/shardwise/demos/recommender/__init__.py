@@ -1,4 +1,4 @@
-"""The recommender that `shardwise train` trains: an ordinary model, sharded by a plan.
+"""The recommender that `shardwise train` trains: its tables a collection, sharded by a plan.
 
 Nothing is imported here, so that the command line can read a configuration without torch.
 """

@@ -11,8 +11,8 @@ from shardwise.demos.config import RunConfig
 class TrainConfig(RunConfig):
     """The defaults are the demo."""
 
-    SAME_RUN: ClassVar[tuple[str, ...]] = ("batch_size", "dim", "init_std", "learning_rate", "seed")
-    POSITIVE: ClassVar[tuple[str, ...]] = (*RunConfig.POSITIVE, "nproc", "epochs", "steps", "dim")
+    SAME_RUN: ClassVar[tuple[str, ...]] = ("batch_size", "dim", "init_std", "learning_rate", "negatives", "seed")
+    POSITIVE: ClassVar[tuple[str, ...]] = (*RunConfig.POSITIVE, "nproc", "epochs", "steps", "dim", "negatives")
 
     plan: str = "row"
     """row, column, table, replicate, auto-simple, or a TOML file; see `shardwise.demos.recommender.plans`."""
@@ -28,8 +28,10 @@ class TrainConfig(RunConfig):
     """Columns of the tables."""
     init_std: float = 0.1
     """Standard deviation of the initial context and item embeddings."""
-    learning_rate: float = 0.1
-    """Of Adagrad."""
+    negatives: int = 1024
+    """Identifiers that the targets of a step are compared with; as many as there are: all."""
+    learning_rate: float = 0.085
+    """Of row-wise Adagrad."""
     checkpoint: str = "runs/pyident"
     """Folder of the checkpoints; relative ones to where the command runs."""
 

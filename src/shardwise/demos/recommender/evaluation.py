@@ -1,14 +1,15 @@
 """The quality of a distributed model, without gathering its tables or its scores."""
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import collectives
 from shardwise.demos.data import Batch, PyIdent, Quality, examples, quality
-from shardwise.demos.recommender.batches import shard_batch
 from shardwise.demos.recommender.model import Recommender
-from shardwise.layout import PARTIAL, REPLICATE, Box, Mesh, Shard
+from shardwise.layout import PARTIAL, Box, Mesh, Shard, chunk
 from shardwise.tensor import DTensor
 
 BATCH_SIZE = 512
@@ -30,8 +31,7 @@ def places(model: Recommender, batch: Batch, mesh: Mesh) -> Tensor:
     Each rank compares its local scores, sharded by rows or by identifiers, with the target's score. Two
     all-reduces of one number per example are all that is sent.
     """
-    inputs = shard_batch(batch, mesh)
-    scores = sharded(model(inputs.context_ids, inputs.offsets, inputs.num_args))
+    scores = sharded(F.linear(hidden(model, batch, mesh), model.table("items"), model.log_popularity))
     (box,) = scores._layout.boxes(collectives.rank())
     own = scores.to_local()
     mine = _inside(box, torch.arange(len(batch)), batch.target)
@@ -46,6 +46,19 @@ def places(model: Recommender, batch: Batch, mesh: Mesh) -> Tensor:
     count = torch.zeros(len(batch), dtype=torch.int64)
     count[box.offsets[0] : box.offsets[0] + box.sizes[0]] = ahead.sum(1)
     return _sum(count, mesh)
+
+
+def own_rows(batch: Batch, mesh: Mesh) -> Batch:
+    """The rows of this rank, of a batch that is the same on every rank: as `torch.chunk` divides them, maybe none."""
+    ends = [0, *accumulate(chunk(len(batch), mesh.size()))]
+    position = mesh.ranks.index(collectives.rank())
+    return batch.rows(ends[position], ends[position + 1])
+
+
+def hidden(model: Recommender, batch: Batch, mesh: Mesh) -> DTensor:
+    """What the items are multiplied with: (rows, dim), sharded by rows."""
+    local = model.hidden(own_rows(batch, mesh))
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(len(batch), local.shape[1]))
 
 
 def sharded(scores: Tensor) -> DTensor:
@@ -73,9 +86,9 @@ def neighbours(model: Recommender, data: PyIdent, words: tuple[str, ...], count:
     """The best-scored identifiers for each of `words`, ignoring popularity; unknown words are left out."""
     known = [word for word in words if word in data.vocab]
     ids = torch.tensor([data.vocab.index(word) for word in known], dtype=torch.int64)
-    mesh = model.items.weight._layout.mesh  # type: ignore[attr-defined]
-    queries = DTensor.from_local(ids, mesh, [REPLICATE], run_check=False, shape=ids.shape)
-    scores = F.linear(F.embedding(queries, model.context.weight), model.items.weight).full_tensor()  # type: ignore[attr-defined]
+    scores = F.linear(F.embedding(ids, model.table("context")), model.table("items"))
+    assert isinstance(scores, DTensor)
+    scores = scores.full_tensor()
     scores[torch.arange(len(ids)), ids] = -torch.inf
     best = scores.topk(min(count, scores.shape[1] - 1)).indices.tolist()
     return {word: tuple(data.vocab[i] for i in row) for word, row in zip(known, best, strict=True)}

@@ -68,6 +68,16 @@ def placed(module: nn.Module, plan: Mapping[str, Placement], num_ranks: int) -> 
     ]
 
 
+def of_tables(plan: Mapping[str, Placement], tables: nn.Module, mesh: Mesh) -> dict[str, list[Placement]]:
+    """The placements of each table by its name, for `shard_embeddings`.
+
+    Raises:
+        PlanError: as in `placed`.
+    """
+    layouts = layouts_of(tables, plan, mesh)
+    return {name.removesuffix(".weight"): list(layout.placements) for name, layout in layouts.items()}
+
+
 def _num_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.demos.data import Batch, PyIdent, Quality, examples
 from shardwise.demos.ledger import Progress
 from shardwise.demos.loop import Job, Taken
-from shardwise.demos.recommender.batches import shard_batch
 from shardwise.demos.recommender.config import TrainConfig
-from shardwise.demos.recommender.evaluation import evaluate, neighbours, sharded
-from shardwise.demos.recommender.model import Recommender
-from shardwise.layout import Mesh, Placement
-from shardwise.parallel.shard_module import shard_module
+from shardwise.demos.recommender.evaluation import evaluate, neighbours, own_rows
+from shardwise.demos.recommender.model import Recommender, tables
+from shardwise.demos.recommender.plans import of_tables
+from shardwise.embedding import RowWiseAdagrad, shard_embeddings
+from shardwise.layout import PARTIAL, Mesh, Placement
+from shardwise.tensor import DTensor
 
 SHOWN_WORDS = ("path", "re", "encode", "socket", "thread")
 
@@ -31,17 +31,19 @@ class Outcome:
     neighbours: Mapping[str, tuple[str, ...]]
 
 
-def build(config: TrainConfig, data: PyIdent) -> Recommender:
-    """The model with its initial values, which depend on the seed only."""
+def outline(config: TrainConfig, data: PyIdent) -> nn.Module:
+    """The tables by name, without values, to plan with."""
+    return tables(len(data.vocab), config.dim, config.init_std).embedding_bags
+
+
+def build(config: TrainConfig, data: PyIdent, plan: Mapping[str, Placement], mesh: Mesh) -> Recommender:
+    """The model with its tables sharded; their initial values depend on the seed only."""
+    plain = tables(len(data.vocab), config.dim, config.init_std)
+    placements = of_tables(plan, plain.embedding_bags, mesh)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return Recommender(data.train_counts, config.dim, config.init_std)
-
-
-def outline(config: TrainConfig, data: PyIdent) -> Recommender:
-    """The model without values, to plan with."""
-    with torch.device("meta"):
-        return Recommender(data.train_counts, config.dim, config.init_std)
+        sharded = shard_embeddings(plain, placements, mesh, RowWiseAdagrad(config.learning_rate))
+    return Recommender(sharded, data.train_counts, config.negatives)
 
 
 class Training(Job[Batch]):
@@ -50,11 +52,11 @@ class Training(Job[Batch]):
     def __init__(self, config: TrainConfig, data: PyIdent, plan: Mapping[str, Placement]) -> None:
         self.config, self.data = config, data
         self.mesh = Mesh((collectives.world_size(),))
-        self.model = build(config, data)
-        shard_module(self.model, plan, mesh=self.mesh, src_rank=None)
-        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=config.learning_rate)
+        self.model = build(config, data, plan, self.mesh)
         self.examples = examples(data, "train")
-        super().__init__(config, data.fingerprint, self.model, self.optimizer)
+        optimizer = self.model.tables.fused_optimizer
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        super().__init__(config, data.fingerprint, self.model, optimizer)
 
     @property
     def steps_of_epoch(self) -> int:
@@ -83,10 +85,9 @@ class Training(Job[Batch]):
         return len(batch)
 
     def loss(self, batch: Batch) -> Tensor:
-        inputs = shard_batch(batch, self.mesh)
-        scores = sharded(self.model(inputs.context_ids, inputs.offsets, inputs.num_args))
-        # A sum divided by what every rank knows: a mean would make the ranks ask each other.
-        return F.cross_entropy(scores, inputs.target, reduction="sum") / len(batch)
+        negatives = self.model.negatives(self.config.seed, self.step)
+        own = self.model(own_rows(batch, self.mesh), negatives).sum() / len(batch)
+        return DTensor.from_local(own, self.mesh, [PARTIAL], run_check=False, shape=())
 
 
 def train(run: Training, report: Callable[[Progress], None]) -> Outcome:

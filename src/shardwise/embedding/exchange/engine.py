@@ -14,9 +14,10 @@ from shardwise.embedding.exchange.ids import ArrivedIds, Capacities, Headers, Id
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
-from shardwise.embedding.exchange.stacks import Pooling, Stack
+from shardwise.embedding.exchange.stacks import Stack
 from shardwise.embedding.plan import Plan, requests_of
-from shardwise.errors import MismatchError, PlanError
+from shardwise.errors import ConfigError, MismatchError, PlanError, RuleError
+from shardwise.redistribute.buffers import Buffers, Lent
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
@@ -24,7 +25,8 @@ from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 CheckVerdicts = Callable[[Sequence[Sequence[int]]], None]
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
-BYTES = 4  # of an element of messages 2 and 3
+SENT = (torch.float32, torch.bfloat16, torch.float16)
+MOST_FREE = 4  # buffers that are kept for the next messages
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
 
@@ -59,6 +61,19 @@ class Arrived:
 
 
 @dataclass(frozen=True)
+class MessageDtypes:
+    """In which sums are sent in message 2, and their gradients in message 3. Both are added up in float32."""
+
+    forward: torch.dtype = torch.float32
+    backward: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for direction, dtype in vars(self).items():
+            if dtype not in SENT:
+                raise ConfigError(f"{direction}_dtype is {dtype}, expected {', '.join(map(str, SENT))}.")
+
+
+@dataclass(frozen=True)
 class Requested:
     """After message 1: what this rank waits for, and what all ranks requested of its stacks."""
 
@@ -72,6 +87,9 @@ class Engine:
     Args:
         name: of the collection, for the communication trace.
         update: called in backward, with the runs and gradients of each stack.
+
+    Attributes:
+        parameters: those that `update` gives gradients; none, if it trains the stacks.
     """
 
     def __init__(
@@ -79,16 +97,18 @@ class Engine:
         name: str,
         plan: Plan,
         stacks: Sequence[Stack],
-        kernels: Pooling,
         update: Callable[[Gradients], None],
         weighted: bool,
+        dtypes: MessageDtypes = MessageDtypes(),
     ) -> None:
         self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
-        self.pool = kernels.pool  # a module, as `kernels` may be, has no copy
+        self.dtypes = dtypes
         self.weighted = weighted
+        self.parameters: tuple[Tensor, ...] = ()
         self.rank = collectives.rank()
         device = stacks[0].weight.device
-        self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device)
+        self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device, stacks[0].kernels)
+        self._buffers = Buffers(MOST_FREE)
         self.capacities = Capacities(len(plan.ranks))
         self.trigger = torch.zeros(0, device=device, requires_grad=True)
         self._indices: dict[tuple[int, ...], BatchIndex] = {}
@@ -200,34 +220,54 @@ class Engine:
 
     def results(self, requested: Requested) -> Tensor:
         """The sums of all runs in their places: flat, float32. Backward calls `update`."""
-        return _Results.apply(self.trigger, self, requested)
+        trains = not self.parameters or any(parameter.requires_grad for parameter in self.parameters)
+        return _Results.apply(self.trigger if trains else self.trigger.detach(), self, requested)
 
     def answer(self, requested: Requested) -> Tensor:
         """Message 2: the sums that this rank requested, in its output."""
         for stack, requests in zip(self.stacks, requested.of_stacks, strict=True):
             stack.renorm(requests.rows)
         replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
+        made = self._lend(torch.float32)
         sums = [
-            self.pool(stack.weight, reply.rows, reply.offsets, reply.weights)
+            stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights, made.empty)
             for stack, reply in zip(self.stacks, replies, strict=True)
         ]
         runs = self._runs(requested, answered_only=True)
         cols, results = [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        with self._sending("results", [n * BYTES for n in sizes]):
-            message = collectives.all_to_all(
-                by_rank(sums, runs, sums[0].new_empty(0)), sizes, results.received, self.plan.ranks
-            )
-        return results.combine(message)
+        message = by_rank(sums, runs, made.empty).to(self.dtypes.forward)
+        lent = self._lend(message.dtype)
+        with self._sending("results", sizes, message.element_size()):
+            received = self._exchange(message, sizes, results.received, lent)
+        output = results.combine(received.float())
+        made.give_back()
+        lent.give_back()
+        return output
 
-    def gradients(self, requested: Requested, grad: Tensor) -> Gradients:
+    def update_rows(self, requested: Requested, grad: Tensor) -> None:
+        """Message 3, and the update of the rows."""
+        lent = self._lend(grad.dtype)
+        self.update(self.gradients(requested, grad, lent))
+        lent.give_back()
+
+    def gradients(self, requested: Requested, grad: Tensor, lent: Lent) -> Gradients:
         """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
         runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        with self._sending("gradients", [n * BYTES for n in results.sent], backward=True):
-            message = collectives.all_to_all(results.spread(grad), results.sent, sizes, self.plan.ranks)
-        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message, runs, cols), strict=True)
+        message = results.spread(grad, lent.empty).to(self.dtypes.backward)
+        arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
+        with self._sending("gradients", results.sent, message.element_size(), backward=True):
+            message = self._exchange(message, results.sent, sizes, arriving)
+        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message.float(), runs, cols), strict=True)
         return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
+
+    def _lend(self, dtype: torch.dtype) -> Lent:
+        """Memory of messages."""
+        return self._buffers.lend(dtype, self.trigger.device)
+
+    def _exchange(self, message: Tensor, sent: Sequence[int], received: Sequence[int], lent: Lent) -> Tensor:
+        return collectives.start_all_to_all(message, sent, received, self.plan.ranks, lent.empty)()
 
     def _runs(self, requested: Requested, answered_only: bool = False) -> list[list[int]]:
         """How many runs each rank requested of each stack."""
@@ -237,15 +277,17 @@ class Engine:
         ]
 
     @contextmanager
-    def _sending(self, what: str, num_bytes: Sequence[int], backward: bool = False) -> Iterator[None]:
-        """Say to listeners of the communication trace, and in errors, what is sent to each rank."""
+    def _sending(
+        self, what: str, sizes: Sequence[int], element_size: int = 1, backward: bool = False
+    ) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent: elements to each rank."""
         cause = Cause("internal", f"{what} of an embedding collection", self.name, backward=backward)
         before = comm_trace.set_purpose(Purpose(cause))
         try:
             if not comm_trace.listening():
                 yield
                 return
-            to_others = sum(num_bytes) - num_bytes[self.plan.ranks.index(self.rank)]
+            to_others = (sum(sizes) - sizes[self.plan.ranks.index(self.rank)]) * element_size
             with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, to_others, None)):
                 yield
         finally:
@@ -264,17 +306,33 @@ def _without_frozen(stack: Stack, requests: StackRequests, grad: Tensor) -> tupl
 
 class _Context(Protocol):
     args: tuple[Engine, Requested]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 class _Results(TensorFunction):
     @staticmethod
     def forward(ctx: _Context, trigger: Tensor, engine: Engine, requested: Requested) -> Tensor:
         ctx.args = engine, requested
-        return engine.answer(requested)
+        ctx.save_for_backward(trigger)
+        with _without_autocast(trigger):
+            return engine.answer(requested)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
+        (trigger,) = ctx.saved_tensors  # an error after a backward that did not retain the graph
         engine, requested = ctx.args
-        engine.update(engine.gradients(requested, grads[0]))
+        if engine.parameters and torch.is_grad_enabled():
+            raise RuleError(
+                "Gradients of the tables of a sharded collection have no gradients. Fix: backward() without "
+                "create_graph=True."
+            )
+        with torch.no_grad(), _without_autocast(trigger):
+            engine.update_rows(requested, grads[0])
         return None, None, None
+
+
+def _without_autocast(like: Tensor) -> torch.autocast:
+    """Sums and updates stay in float32, also if backward is called in a region of autocast."""
+    return torch.autocast(like.device.type, enabled=False)

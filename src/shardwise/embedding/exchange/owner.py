@@ -1,6 +1,6 @@
 """Messages 1, 2 and 3 on the owner: runs of rows of its stacks, their sums, and the gradients of those."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from shardwise.embedding.exchange.ids import Headers
 from shardwise.embedding.exchange.requests import as_weights
+
+Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,19 @@ def _offsets(lengths: Sequence[Tensor]) -> Tensor:
     return F.pad(joined.cumsum(0, dtype=joined.dtype), (1, 0))
 
 
-def by_rank(per_stack: Sequence[Tensor], runs: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+def by_rank(per_stack: Sequence[Tensor], runs: Sequence[Sequence[int]], empty: Allocate) -> Tensor:
     """A message of the sums of all stacks: for each rank, those of each stack.
 
     Args:
         per_stack: [runs, columns], in the order of ranks.
         runs: of each stack, for each rank; 0 where a rank gets none.
+        empty: makes the message.
     """
     if len(per_stack) == 1:
         return per_stack[0].reshape(-1)
     split = [sums.split(list(counts)) for sums, counts in zip(per_stack, runs, strict=True)]
-    return torch.cat([like, *(parts[rank].reshape(-1) for rank in range(len(runs[0])) for parts in split)])
+    parts = [of_stack[rank].reshape(-1) for rank in range(len(runs[0])) for of_stack in split]
+    return torch.cat(parts, out=empty(sum(part.numel() for part in parts)))
 
 
 def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]) -> list[Tensor]:
@@ -95,6 +99,23 @@ def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]
     sizes = [counts[rank] * width for rank in range(len(runs[0])) for counts, width in zip(runs, cols, strict=True)]
     parts = message.split(sizes)
     return [torch.cat(parts[stack :: len(cols)]).view(-1, width) for stack, width in enumerate(cols)]
+
+
+def joined(parts: Sequence[Sequence[tuple[StackRequests, Tensor]]]) -> list[tuple[StackRequests, Tensor]]:
+    """For each stack, the runs of several backwards and the gradients of their sums, as if they were of one."""
+    found = []
+    for of_stack in zip(*parts, strict=True):
+        requests, grads = zip(*of_stack, strict=True)
+        weights = [one.weights for one in requests if one.weights is not None]
+        of_all = StackRequests(
+            torch.cat([one.rows for one in requests]),
+            _offsets([one.offsets.diff() for one in requests]),
+            torch.cat(weights) if weights else None,
+            tuple(n for one in requests for n in one.runs),
+            tuple(n for one in requests for n in one.ids),
+        )
+        found.append((of_all, torch.cat(grads)))
+    return found
 
 
 def dense_gradient(requests: StackRequests, grad: Tensor, weight: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.embedding.batch import Batch
 from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
+from shardwise.embedding.kernels import Kernels, RunIndex, Runs
 from shardwise.embedding.plan import Ints, Plan, Requests
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
@@ -26,6 +28,7 @@ class Routes:
 
     plan: Plan
     requests: Requests
+    kernels: Kernels
     base: Tensor  # of each feature
     num_rows: Tensor
     dims: Tensor  # in units
@@ -63,7 +66,7 @@ class Routes:
         return torch.add(rows, torch.repeat_interleave(self.shift, counts)).to(self.dtype)
 
 
-def make_routes(plan: Plan, requests: Requests, device: torch.device) -> Routes:
+def make_routes(plan: Plan, requests: Requests, device: torch.device, kernels: Kernels) -> Routes:
     """The requests of a rank as tensors on `device`."""
 
     def put(values: Ints) -> Tensor:
@@ -76,6 +79,7 @@ def make_routes(plan: Plan, requests: Requests, device: torch.device) -> Routes:
     return Routes(
         plan,
         requests,
+        kernels,
         put(requests.base),
         put(requests.rows),
         put(np.array(plan.dims) // plan.unit),
@@ -170,6 +174,7 @@ class BatchIndex:
     first_interval: Tensor  # of each bag
     interval_size: Tensor | None  # of each bag; None: look them up
     of_all_runs: ResultIndex
+    for_kernels: RunIndex | None  # None: intervals of several sizes, or ids of 64 bits
 
     def intervals(self, values: Tensor, rows: Tensor, bag: Tensor) -> Tensor:
         """The interval of each id. Dividing takes half as long as a search, or less."""
@@ -191,6 +196,7 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
     cells = torch.empty_like(routes.feature_of).index_copy_(0, routes.position, sizes[routes.feature_of])
     cell_bounds = F.pad(cells.cumsum(0), (1, 0))
     bag_base = sizes.cumsum(0) - sizes
+    cell_shift = cell_bounds[routes.position] - bag_base[routes.feature_of]
     feature = routes.feature
     runs = sizes[feature]
     if len(set(bags)) == 1:
@@ -208,7 +214,7 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
         feature_of_bag,
         routes.base[feature_of_bag],
         routes.num_rows[feature_of_bag],
-        cell_bounds[routes.position] - bag_base[routes.feature_of],
+        cell_shift,
         int(cells.sum()),
         cell_bounds,
         None if routes.in_order else ranges(cell_bounds[routes.at], runs),
@@ -220,6 +226,26 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
         torch.searchsorted(routes.feature_of, feature_of_bag),
         None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
         result_index(routes.plan.unit, int((sizes * dims).sum()), targets, replies, *elements(routes, runs)),
+        _for_kernels(routes, bags, cell_bounds, cell_shift),
+    )
+
+
+def _for_kernels(routes: Routes, bags: Sequence[int], cell_bounds: Tensor, cell_shift: Tensor) -> RunIndex | None:
+    requests, device = routes.requests, cell_bounds.device
+    if requests.sizes is None or routes.dtype != torch.int32 or device.type != "cpu":
+        return None
+    if int(requests.rows.max()) > 1 << 31:  # ids of more bits, although rows of each owner have at most 31
+        return None
+    num_features = len(requests.base)
+    return RunIndex(
+        np.cumsum(bags, dtype=np.int64),
+        requests.sizes,
+        np.searchsorted(requests.feature_of, np.arange(num_features)),
+        requests.position,
+        cell_shift.numpy(),
+        cell_bounds.numpy(),
+        routes.at.numpy(),
+        requests.sent.shift + requests.base[requests.sent.feature],
     )
 
 
@@ -238,16 +264,21 @@ def ranges(starts: Tensor, counts: Tensor) -> Tensor:
     return shift + torch.arange(total, device=starts.device)
 
 
-def request_bags(index: BatchIndex, values: Tensor, bag: Tensor, lengths: Tensor, weights: Tensor | None) -> Outgoing:
-    """Request the sums of bags.
+def request_bags(index: BatchIndex, batch: Batch, most_runs: float = MOST_RUNS) -> Outgoing:
+    """Request the sums of the bags of a batch; of all, unless fewer than this fraction have an id at an owner."""
+    routes, found, segments = index.routes, None, index.runs
+    if index.for_kernels is not None and batch.weights is None:
+        found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
+    rows, lengths, counts, weights = found or _runs(index, batch)
+    results, occupied = index.of_all_runs, lengths > 0
+    if int(occupied.sum()) < most_runs * lengths.numel():
+        lengths, segments = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
+        results = results.only(occupied[index.run_of_unit])
+    return Outgoing(lengths, rows, weights, segments, routes.bounds(counts), results)
 
-    Args:
-        values: valid ids, int64, by feature and bag.
-        bag: of each id, numbered over all features.
-        lengths: of all bags.
-        weights: of each id.
-    """
-    routes, results = index.routes, index.of_all_runs
+
+def _runs(index: BatchIndex, batch: Batch) -> Runs:
+    routes, values, bag, lengths, weights = index.routes, batch.values, batch.bag, batch.lengths, batch.weights
     rows = values + index.base_of_bag.index_select(0, bag)
     if routes.requests.several:
         interval = index.intervals(values, rows, bag)
@@ -260,13 +291,7 @@ def request_bags(index: BatchIndex, values: Tensor, bag: Tensor, lengths: Tensor
         picked = ranges(ends[routes.at], counts)
         rows, weights = rows.index_select(0, picked), None if weights is None else weights.index_select(0, picked)
         lengths = lengths[index.cell_of_run]
-    runs, occupied = index.runs, lengths > 0
-    if int(occupied.sum()) < MOST_RUNS * lengths.numel():
-        lengths, runs = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
-        results = results.only(occupied[index.run_of_unit])
-    return Outgoing(
-        lengths.to(routes.dtype), routes.shifted(rows, counts), weights, runs, routes.bounds(counts), results
-    )
+    return Runs(routes.shifted(rows, counts), lengths.to(routes.dtype), counts, weights)
 
 
 def stable_order(keys: Tensor, num_keys: int) -> Tensor:

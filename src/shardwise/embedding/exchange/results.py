@@ -4,7 +4,7 @@ Outputs and messages are seen as rows of `unit` elements, the most that divide t
 column-wise, row-wise and mixed blocks of any width are one gather, or one gather and sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,9 +65,14 @@ class ResultIndex:
         """The output, flat, of message 2."""
         return _sums(message.view(-1, self.unit), self.sources, self.offsets).view(-1)
 
-    def spread(self, grad: Tensor) -> Tensor:
-        """Message 3, of the gradient of the output."""
-        return _sums(grad.reshape(-1, self.unit), self.targets, self.target_offsets).view(-1)
+    def spread(self, grad: Tensor, empty: Callable[[int], Tensor]) -> Tensor:
+        """Message 3, of the gradient of the output, in memory that `empty` makes."""
+        units = grad.reshape(-1, self.unit)
+        if self.target_offsets is not None:
+            return _sums(units, self.targets, self.target_offsets).view(-1)
+        message = empty(self.targets.numel() * self.unit)
+        torch.index_select(units, 0, self.targets, out=message.view(-1, self.unit))
+        return message
 
 
 def _sums(units: Tensor, index: Tensor, offsets: Tensor | None) -> Tensor:

@@ -1,18 +1,12 @@
 """The memory of a rank: one tensor for all its blocks of the same width, with the optimizer states of its rows."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Plan, StackKey
-
-
-class Pooling(Protocol):
-    """What is needed of the kernels."""
-
-    def pool(self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass
@@ -26,6 +20,7 @@ class Stack:
 
     key: StackKey
     weight: Tensor
+    kernels: Kernels
     states: dict[str, Tensor] = field(default_factory=dict)
     frozen: Tensor | None = None
     max_norm: Tensor | None = None
@@ -42,10 +37,10 @@ class Stack:
         self.weight[rows[long]] = found[long] * scale[:, None]
 
 
-def make_stacks(plan: Plan, rank: int, device: torch.device) -> list[Stack]:
+def make_stacks(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -> list[Stack]:
     """The stacks of `rank`, not initialised."""
     rows = plan.stack_rows[plan.ranks.index(rank)].tolist()
     return [
-        Stack(key, torch.empty(n, key.cols, dtype=getattr(torch, key.dtype), device=device))
+        Stack(key, torch.empty(n, key.cols, dtype=getattr(torch, key.dtype), device=device), kernels)
         for key, n in zip(plan.keys, rows, strict=True)
     ]

@@ -213,7 +213,16 @@ class KeyedJaggedTensor(Bags):
 
     @staticmethod
     def from_torchrec(features: JaggedFeatures) -> "KeyedJaggedTensor":
-        """The bags of a TorchRec KeyedJaggedTensor, without a copy."""
+        """The bags of a TorchRec KeyedJaggedTensor, without a copy.
+
+        Raises:
+            JaggedError: it has inverse indices, by which TorchRec repeats the results of bags.
+        """
+        if getattr(features, "inverse_indices_or_none", lambda: None)() is not None:
+            raise JaggedError(
+                "from_torchrec: this KeyedJaggedTensor has inverse_indices, which would be lost. "
+                "Fix: leave them out, and index the results: pooled[key][inverse]."
+            )
         return KeyedJaggedTensor(
             list(features.keys()),
             features.values(),

@@ -200,6 +200,19 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
     return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
 
 
+def replace_value(x: DTensor, value: DTensor) -> None:
+    """Let `x`, a leaf without a gradient, have the memory and the layout of `value`, whose shape may be another one.
+
+    Whoever holds `x`, such as an optimizer, then has the new value.
+    """
+    with DisableTorchFunctionSubclass():
+        vars(torch._C.TensorBase)["data"].__set__(x, plain(value).detach())
+        if x._layout != value._layout:
+            x._layout = value._layout
+            x._spec = x._tiling = x._bucket_plan = None  # of the old shape
+        track(x)
+
+
 def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """`x.set_(y)` of two DTensors: x gets the storage of y. Modules do so when a parametrization is registered."""
     if len(args) != 1 or kwargs or type(args[0]) is not DTensor:

@@ -1,0 +1,155 @@
+"""One table, or another tensor, as one file for serving: streamed to the rank that writes it, a few MiB at a time."""
+
+from collections.abc import Iterator
+from functools import partial
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.checkpoint.collective_errors import all_ranks, digest, on_all_ranks, require_same
+from shardwise.checkpoint.files import byte_blocks, file_layout
+from shardwise.checkpoint.folder_store import FileDraft
+from shardwise.checkpoint.state import LocalBoxes, holders, storable_boxes
+from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
+from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from shardwise.errors import CheckpointError
+from shardwise.layout import Box, checked
+
+Collection = EmbeddingBagCollection | EmbeddingCollection | ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+
+MOST_BYTES = 1 << 24  # of the file that are sent at a time
+
+
+@checked
+def export_table(collection: Collection | Tensor, table: str, path: str | PathLike[str]) -> Path:
+    """Write a full table to one safetensors file; all ranks of the world call it.
+
+        export_table(sharded, "items", "serving/items.safetensors")
+
+    The file has one tensor, in the dtype of the table. Its name is that of the parameter, so that the `load_state_dict`
+    of a plain collection of this table takes what `safetensors.torch.load_file` returns. Metadata: `table`, `rows`,
+    `columns` and `dtype`.
+
+    Shards are sent to rank 0, some rows at a time: no rank needs memory for more than 48 MiB (or 3 rows) beside what it
+    has. The file appears at once, when all of it is on disk, and replaces one that was there.
+
+    Args:
+        collection: a plain or sharded one; or any tensor with rows, which the file has under the name `table`. Of
+            replicas, and of plain tensors, it has the values of the first rank.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: no such table, a tensor that cannot be stored, or a file that cannot be written; then a file
+            that was there is not damaged. The same text on every rank.
+        MismatchError: ranks passed different tables, layouts or paths.
+    """
+    what, target = f"Exporting {table} to {path}", Path(path)
+    key, tensor = _prepared(what, collection, table, target)
+    drafts: list[FileDraft] = []  # on the first rank
+
+    def begin() -> None:
+        if collectives.rank() == 0:
+            drafts.append(FileDraft(target))
+            drafts[0].append([_header(key, tensor, table)])
+
+    def write(window: Tensor) -> None:
+        for draft in drafts:
+            draft.append(byte_blocks(window))
+
+    def commit() -> None:
+        for draft in drafts:
+            draft.commit()
+
+    try:
+        on_all_ranks(what, begin)
+        for rows in _windows(tensor):
+            on_all_ranks(what, partial(write, _window(tensor, rows)))
+        on_all_ranks(what, commit)
+    finally:
+        for draft in drafts:
+            draft.discard()
+    return target
+
+
+def _prepared(what: str, collection: Collection | Tensor, table: str, target: Path) -> tuple[str, LocalBoxes]:
+    """The name of the tensor in the file, and the boxes of this rank."""
+    found: list[tuple[str, LocalBoxes]] = []
+    facts = {"table": table, "path": str(target)}
+
+    def prepare() -> str:
+        key, tensor = _tensor(collection, table)
+        boxes = storable_boxes(key, tensor)
+        if not boxes.layout.shape:
+            raise CheckpointError(f"tensor {key!r} has no rows to send one after the other")
+        found.append((key, boxes))
+        facts["tensor"] = f"{key} {boxes.dtype} {boxes.layout!r}"
+        return digest(facts)
+
+    require_same("Exporting a table", facts, on_all_ranks(what, prepare))
+    return found[0]
+
+
+def _tensor(collection: Collection | Tensor, table: str) -> tuple[str, Tensor]:
+    """The tensor, and its name in the file."""
+    if isinstance(collection, Tensor):
+        return table, collection
+    names = {name.split(".")[-2]: name for name, _ in collection.named_parameters()}
+    if table not in names:
+        raise CheckpointError(f"there is no table {table!r}; the tables are {', '.join(names)}")
+    return names[table], collection.get_parameter(names[table])
+
+
+def _header(key: str, tensor: LocalBoxes, table: str) -> bytes:
+    shape = tensor.layout.shape
+    about = {"table": table, "rows": str(shape[0]), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    if len(shape) == 2:
+        about["columns"] = str(shape[1])
+    return file_layout([(key, tensor.dtype, shape)], about).header
+
+
+def _windows(tensor: LocalBoxes) -> Iterator[Box]:
+    """The full tensor, some rows at a time."""
+    rows, *inner = tensor.layout.shape
+    step = max(1, MOST_BYTES // max(1, Box((0,) * len(inner), tuple(inner)).numel * tensor.dtype.itemsize))
+    for first in range(0, rows, step):
+        yield Box((first, *(0 for _ in inner)), (min(step, rows - first), *inner))
+
+
+def _window(tensor: LocalBoxes, rows: Box) -> Tensor:
+    """These rows on rank 0; elsewhere, nothing. All ranks have to call it."""
+    rank, ranks, layout = collectives.rank(), all_ranks(), tensor.layout
+    parts = [view[at.relative_to(box)] for box, view in tensor.views for at in _sent(tensor, rank, box, rows)]
+    device = collectives.message_device(ranks)
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(part) for part in parts)]).to(device)
+    boxes = [
+        [at for box in layout.boxes(source) for at in _sent(tensor, source, box, rows)]
+        for source in (ranks if rank == 0 else ())
+    ]
+    counts = [sum(box.numel for box in of_rank) * tensor.dtype.itemsize for of_rank in boxes] or [0] * len(ranks)
+    received = collectives.all_to_all(sent, [len(sent), *[0] * (len(ranks) - 1)], counts, ranks).cpu()
+    if rank != 0:
+        return received[:0]
+    window, done = torch.empty(rows.sizes, dtype=tensor.dtype), 0
+    for box in (box for of_rank in boxes for box in of_rank):
+        size = box.numel * tensor.dtype.itemsize
+        part = received[done : done + size].clone().view(tensor.dtype)  # aligned
+        window[box.relative_to(rows)] = part.view(box.sizes)
+        done += size
+    return window
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _sent(tensor: LocalBoxes, rank: int, box: Box, rows: Box) -> list[Box]:
+    """What `rank` sends of one of its boxes: nothing if another rank that holds it does."""
+    if not box.numel or holders(tensor.layout, rank)[0] != rank:
+        return []
+    common = box.intersect(rows)
+    return [] if common is None or not common.numel else [common]

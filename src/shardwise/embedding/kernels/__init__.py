@@ -1,0 +1,31 @@
+"""Local kernels of collections, behind one interface, `Kernels`.
+
+`Kernels` is plain torch and runs on every device. Subclasses replace parts of it on CPUs where an extra is installed:
+`numba` compiles loops, `fbgemm` has table-batched operators. Results are the same up to rounding, which tests check.
+"""
+
+import importlib.util
+
+import torch
+
+from shardwise.embedding.kernels.plain import Kernels, RunIndex, Runs
+
+__all__ = ["Kernels", "RunIndex", "Runs", "fastest_kernels"]
+
+
+def fastest_kernels(device: torch.device) -> Kernels:
+    """Those that were measured fastest (docs/benchmarks.md) among what is installed.
+
+    Compiled loops use one thread. With more, those of torch are taken, which use all.
+    """
+    if device.type != "cpu" or torch.get_num_threads() > 1:
+        return Kernels()
+    if importlib.util.find_spec("numba") is not None:
+        from shardwise.embedding.kernels.compiled import CompiledKernels
+
+        return CompiledKernels()
+    if importlib.util.find_spec("fbgemm_gpu") is not None:
+        from shardwise.embedding.kernels.fbgemm import FbgemmKernels
+
+        return FbgemmKernels()
+    return Kernels()

@@ -1,0 +1,197 @@
+"""The loops of `CompiledKernels`. All arrays are C-contiguous; rows are valid."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.base import BaseContext as Context
+from numba.core.typing.templates import Signature
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+AHEAD = 12  # rows between the one that is used and the one that is prefetched
+LINE_BYTES = 64  # of a cache line
+MOST_LINES = 8  # of a row that are prefetched: the hardware finds the others
+BITS = 11  # sorted by at once: the counts of all values stay in the innermost cache
+
+Array = NDArray[Any]
+Loop = Callable[..., Any]
+Values = Sequence[ir.Value]
+compiled: Callable[[Loop], Loop] = njit(
+    nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}
+)
+
+
+def _prefetch(_context: Context, table: types.Array, _row: types.Integer) -> tuple[Signature, Loop]:
+    """Begin to read `table[row]`, a row of a 2-D array."""
+
+    def generate(context: Context, builder: ir.IRBuilder, signature: Signature, arguments: Values) -> ir.Value:
+        kind = signature.args[0]
+        array = context.make_array(kind)(context, builder, arguments[0])
+        zero = context.get_constant(types.intp, 0)
+        place = cgutils.get_item_pointer(context, builder, kind, array, [arguments[1], zero], wraparound=False)
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        place = builder.bitcast(place, byte)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0"
+        )
+        read, keep, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        with cgutils.for_range(builder, _lines(context, builder, array, kind)) as line:
+            offset = builder.mul(line.index, context.get_constant(types.intp, LINE_BYTES))
+            builder.call(function, [builder.gep(place, [offset]), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(table, types.intp), generate
+
+
+prefetch: Loop = intrinsic(_prefetch)
+
+
+def _lines(context: Context, builder: ir.IRBuilder, array: ir.Value, kind: types.Array) -> ir.Value:
+    """How many lines of a row are prefetched."""
+    columns = cgutils.unpack_tuple(builder, array.shape, 2)[1]
+    row_bytes = builder.mul(columns, context.get_constant(types.intp, kind.dtype.bitwidth // 8))
+    line, most = (context.get_constant(types.intp, value) for value in (LINE_BYTES, MOST_LINES))
+    lines = builder.sdiv(builder.add(row_bytes, context.get_constant(types.intp, LINE_BYTES - 1)), line)
+    return builder.select(builder.icmp_signed("<", lines, most), lines, most)
+
+
+@compiled
+def sort_by_row(rows: Array, offsets: Array) -> tuple[Array, Array, Array]:
+    """Distinct rows, where the bags of each start, and the bags: a stable radix sort of (row, bag)."""
+    n, largest = len(rows), 0
+    keys, bags = np.empty(n, np.int32), np.empty(n, np.int32)
+    for bag in range(len(offsets) - 1):
+        for i in range(offsets[bag], offsets[bag + 1]):
+            keys[i], bags[i] = rows[i], bag
+            largest = max(largest, rows[i])
+    keys_to, bags_to = np.empty(n, np.int32), np.empty(n, np.int32)
+    ends = np.empty(1 << BITS, np.int32)
+    shift = 0
+    while largest >> shift > 0:
+        ends[:] = 0
+        for i in range(n):
+            ends[(keys[i] >> shift) & ((1 << BITS) - 1)] += 1
+        total = 0
+        for value in range(1 << BITS):
+            total, ends[value] = total + ends[value], total
+        for i in range(n):
+            value = (keys[i] >> shift) & ((1 << BITS) - 1)
+            keys_to[ends[value]], bags_to[ends[value]] = keys[i], bags[i]
+            ends[value] += 1
+        keys, keys_to = keys_to, keys
+        bags, bags_to = bags_to, bags
+        shift += BITS
+    count = 0
+    distinct, starts = np.empty(n, np.int64), keys_to
+    for i in range(n):
+        if i == 0 or keys[i] != keys[i - 1]:
+            distinct[count], starts[count] = keys[i], i
+            count += 1
+    ends_of_rows = np.empty(count + 1, np.int32)
+    ends_of_rows[:count] = starts[:count]
+    ends_of_rows[count] = n
+    return distinct[:count], ends_of_rows, bags
+
+
+@compiled
+def runs(
+    values: Array,
+    lengths: Array,
+    bag_ends: Array,
+    interval_size: Array,
+    first_interval: Array,
+    position: Array,
+    cell_shift: Array,
+    cell_bounds: Array,
+    at: Array,
+    shift: Array,
+) -> tuple[Array, Array, Array]:
+    """See `Kernels.runs`."""
+    num_positions = len(position)
+    positions, cells = np.empty(len(values), np.int32), np.zeros(cell_bounds[num_positions], np.int32)
+    i, bag = 0, 0
+    for feature in range(len(bag_ends)):
+        first, size = first_interval[feature], interval_size[feature]
+        while bag < bag_ends[feature]:
+            for _ in range(lengths[bag]):
+                interval = first + np.uint32(values[i]) // np.uint32(size)
+                positions[i] = position[interval]
+                cells[cell_shift[interval] + bag] += 1
+                i += 1
+            bag += 1
+    ends = np.zeros(num_positions + 1, np.int64)
+    for p in range(num_positions):
+        ends[p + 1] = ends[p]
+        for cell in range(cell_bounds[p], cell_bounds[p + 1]):
+            ends[p + 1] += cells[cell]
+    cursor = ends[:num_positions].copy()
+    grouped = np.empty(len(values), np.int32)
+    for i in range(len(values)):
+        grouped[cursor[positions[i]]] = values[i]
+        cursor[positions[i]] += 1
+    counts = np.empty(len(at), np.int64)
+    num_ids, num_runs = 0, 0
+    for request in range(len(at)):
+        p = at[request]
+        counts[request] = ends[p + 1] - ends[p]
+        num_ids += counts[request]
+        num_runs += cell_bounds[p + 1] - cell_bounds[p]
+    rows, run_lengths = np.empty(num_ids, np.int32), np.empty(num_runs, np.int32)
+    num_ids, num_runs = 0, 0
+    for request in range(len(at)):
+        p, add = at[request], np.int32(shift[request])
+        for i in range(ends[p], ends[p + 1]):
+            rows[num_ids] = grouped[i] + add
+            num_ids += 1
+        for cell in range(cell_bounds[p], cell_bounds[p + 1]):
+            run_lengths[num_runs] = cells[cell]
+            num_runs += 1
+    return rows, run_lengths, counts
+
+
+# ---- optimizers: the formulas of optimizers.py for distinct rows and the sums of their gradients -----------------
+
+
+@compiled
+def sgd(rows: Array, gradient: Array, weight: Array, lr: float) -> None:
+    """w -= lr g."""
+    last, step = len(rows) - 1, np.float32(-lr)
+    for i in range(len(rows)):
+        prefetch(weight, rows[min(i + AHEAD, last)])
+        for k in range(weight.shape[1]):
+            weight[rows[i], k] += step * gradient[i, k]
+
+
+@compiled
+def adagrad(rows: Array, gradient: Array, weight: Array, total: Array, lr: float, eps: float) -> None:
+    """s += g², w -= lr g / (√s + eps)."""
+    last, step, small = len(rows) - 1, np.float32(-lr), np.float32(eps)
+    for i in range(len(rows)):
+        prefetch(weight, rows[min(i + AHEAD, last)])
+        prefetch(total, rows[min(i + AHEAD, last)])
+        row = rows[i]
+        for k in range(weight.shape[1]):
+            square = total[row, k] + gradient[i, k] * gradient[i, k]
+            total[row, k] = square
+            weight[row, k] += step * (gradient[i, k] / (np.sqrt(square) + small))
+
+
+@compiled
+def row_wise_adagrad(rows: Array, gradient: Array, weight: Array, total: Array, lr: float, eps: float) -> None:
+    """s += mean(g²), w -= lr g / (√s + eps)."""
+    last, step, small = len(rows) - 1, np.float32(-lr), np.float32(eps)
+    columns = np.float32(weight.shape[1])
+    for i in range(len(rows)):
+        prefetch(weight, rows[min(i + AHEAD, last)])
+        prefetch(total, rows[min(i + AHEAD, last)])
+        row, squares = rows[i], np.float32(0)
+        for k in range(weight.shape[1]):
+            squares += gradient[i, k] * gradient[i, k]
+        total[row, 0] += squares / columns
+        factor = step / (np.sqrt(total[row, 0]) + small)
+        for k in range(weight.shape[1]):
+            weight[row, k] += factor * gradient[i, k]

@@ -1,0 +1,225 @@
+"""Sums of rows, and of gradients by row, in plain torch.
+
+    weight [100, 4], rows (7, 9, 7), offsets (0, 2, 3): two bags, (7, 9) and (7)
+    pool(weight, rows, offsets)            [2, 4]: weight[7] + weight[9], weight[7]
+    sums_by_row(rows, offsets, gradient)   rows (7, 9), [2, 4]: gradient[0] + gradient[1], gradient[0]
+
+A gradient is summed by sorting the rows, and `torch.embedding_bag` of the gradients, whose indices are the bags of each
+row: several times as fast as `index_add_`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+CHUNK_BYTES = 1 << 20  # of sums made at once: they stay in the cache until they are used, and cost no page faults
+MOST_PACKED = 30_000  # numpy sorts up to as many 64-bit integers faster than torch 32-bit ones with their order
+LARGEST_INT32 = (1 << 31) - 1
+
+
+class Rows(Protocol):
+    """The rows of a rank that a kernel changes, with their optimizer states."""
+
+    weight: Tensor
+    states: dict[str, Tensor]
+
+
+class Formula(Protocol):
+    """What is needed of an optimizer of rows."""
+
+    def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor: ...
+
+
+class ByRow(NamedTuple):
+    """The ids of bags in the order of their rows.
+
+    Attributes:
+        rows: distinct, rising; int64.
+        starts: where the bags of each row start in `bags`, and their number; of the dtype of `bags`.
+        bags: of each id; int32 or int64.
+        scale: of each id, or None.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    bags: Tensor
+    scale: Tensor | None
+
+
+class RunIndex(NamedTuple):
+    """How the ids of a batch become runs; integers of a CPU, int64. See exchange/requests.py.
+
+    Attributes:
+        bag_ends: the last bag of each feature, and 1; bags are numbered over all features.
+        interval_size: rows of each interval of a feature.
+        first_interval: of each feature.
+        position: of each interval.
+        cell_shift: of each interval: from a bag to its cell.
+        cell_bounds: the first cell of each position, and the number of cells.
+        at: the position of each request.
+        shift: of each request: from a row of the feature to one of the owner's stack.
+    """
+
+    bag_ends: Ints
+    interval_size: Ints
+    first_interval: Ints
+    position: Ints
+    cell_shift: Ints
+    cell_bounds: Ints
+    at: Ints
+    shift: Ints
+
+
+class Runs(NamedTuple):
+    """Runs of ids, by request.
+
+    Attributes:
+        rows: of the owners' stacks, int32 or int64.
+        lengths: of the runs, of the same dtype.
+        counts: the ids of each request, int64.
+        weights: of each id, or None.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+    counts: Tensor
+    weights: Tensor | None
+
+
+class Kernels:
+    """Local kernels; subclasses replace what they do faster."""
+
+    name = "torch"
+
+    def pool(
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        scale: Tensor | None = None,
+        empty: Callable[[int], Tensor] | None = None,
+    ) -> Tensor:
+        """The sum of the rows of each bag, in float32.
+
+        Args:
+            weight: [rows, columns].
+            rows: int32 or int64, [ids].
+            offsets: where each bag starts, and the number of ids; [bags + 1], of the dtype of `rows`.
+            scale: of each id, or None.
+            empty: makes the memory of the result, float32 of so many elements; None: it is new.
+        """
+        bags, columns = len(offsets) - 1, weight.shape[1]
+        if not rows.numel():
+            return weight.new_zeros(bags, columns, dtype=torch.float32)
+        scale = None if scale is None else scale.to(weight.dtype)
+        chunk = _chunk(columns)
+        if empty is None or weight.device.type != "cpu" or bags <= chunk:
+            return _bags(weight, rows, offsets, scale).float()
+        sums = empty(bags * columns).view(bags, columns)
+        for begin in range(0, bags, chunk):
+            ends = offsets[begin : begin + chunk + 1]
+            low, high = int(ends[0]), int(ends[-1])
+            of_ids = None if scale is None else scale[low:high]
+            sums[begin : begin + chunk] = _bags(weight, rows[low:high], ends - low, of_ids) if high > low else 0
+        return sums
+
+    def sums_by_row(
+        self, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Distinct rows, in order, and the sum of the gradients of each, a chunk at a time.
+
+        The gradients of a row are added in the order of bags, so the sums have the same bits on all replicas.
+
+        Args:
+            gradient: of the sums of bags, [bags, columns], float32.
+            rows, offsets, scale: as in `pool`.
+
+        Yields:
+            int64 [rows], float32 [rows, columns], which the caller may overwrite.
+        """
+        if not rows.numel():
+            return
+        distinct, starts, bags, scale = self.by_row(rows, offsets, scale)
+        chunk = _chunk(gradient.shape[1])
+        for begin in range(0, len(distinct), chunk):
+            ends = starts[begin : begin + chunk + 1]
+            low, high = int(ends[0]), int(ends[-1])
+            of_ids = None if scale is None else scale[low:high]
+            yield distinct[begin : begin + chunk], _bags(gradient, bags[low:high], ends - low, of_ids)
+
+    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
+        """The ids of bags in the order of their rows; at least one."""
+        ordered, bags, scale = _sorted(rows, offsets, scale)
+        first = torch.ones(len(ordered) + 1, dtype=torch.bool, device=rows.device)
+        torch.ne(ordered[1:], ordered[:-1], out=first[1:-1])
+        starts = first.nonzero().squeeze(1)
+        return ByRow(ordered.index_select(0, starts[:-1]).long(), starts.to(bags.dtype), bags, scale)
+
+    def update(
+        self,
+        optimizer: Formula,
+        stack: Rows,
+        rows: Tensor,
+        offsets: Tensor,
+        gradient: Tensor,
+        scale: Tensor | None,
+    ) -> bool:
+        """Update the rows of bags at once, as `optimizer` would; False: these kernels cannot, and nothing changed.
+
+        Args:
+            gradient: of the sums of the bags.
+            rows, offsets, scale: as in `pool`.
+        """
+        return False
+
+    def runs(self, index: RunIndex, values: Tensor, lengths: Tensor) -> Runs | None:
+        """The ids of a batch by request and, for each, by bag; None: these kernels leave that to `request_bags`.
+
+        Args:
+            values: valid ids, int64, by feature and bag.
+            lengths: of all bags, int64.
+        """
+        return None
+
+
+def _chunk(columns: int) -> int:
+    """Rows of float32 that are made at once."""
+    return max(1, CHUNK_BYTES // (columns * 4))
+
+
+def plain_kind(optimizer: Formula) -> str:
+    """The class of an optimizer of this library whose options but `lr` and `eps` have their defaults; "": another."""
+    kind = type(optimizer)
+    if kind.__module__ != "shardwise.embedding.optimizers" or not is_dataclass(optimizer):
+        return ""
+    others = [option for option in fields(optimizer) if option.name not in {"lr", "eps"}]
+    return kind.__name__ if all(getattr(optimizer, option.name) == option.default for option in others) else ""
+
+
+def _sorted(rows: Tensor, offsets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The rows in order, and the bag and scale of each."""
+    bags = torch.repeat_interleave(offsets.diff().long())
+    packs = rows.device.type == "cpu" and len(rows) <= MOST_PACKED
+    if packs and scale is None and (rows.dtype == torch.int32 or int(rows.max()) <= LARGEST_INT32):
+        keys = (rows.long() << 32).bitwise_or_(bags).numpy()
+        halves = torch.from_numpy(np.sort(keys)).view(torch.int32).view(-1, 2)
+        low = int(sys.byteorder == "big")
+        return halves[:, 1 - low].contiguous(), halves[:, low].contiguous(), None
+    ordered, order = rows.sort(stable=True)
+    dtype = torch.int32 if len(offsets) <= LARGEST_INT32 and len(rows) <= LARGEST_INT32 else torch.int64
+    return ordered, bags.index_select(0, order).to(dtype), None if scale is None else scale.index_select(0, order)
+
+
+def _bags(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+    found: tuple[Tensor, ...] = torch.embedding_bag(
+        weight, rows, offsets, per_sample_weights=scale, include_last_offset=True
+    )
+    return found[0]

@@ -1,0 +1,214 @@
+"""Tables as files for serving: what is in them is the full table, whatever its sharding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise import collectives
+from shardwise.checkpoint import export, export_table
+from shardwise.embedding import (
+    SGD,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    shard_embeddings,
+)
+from shardwise.errors import CheckpointError, MismatchError
+from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.tensor import DTensor, distribute_tensor
+from shardwise.testing import world
+from tests.checkpoint.faults import failing_at
+
+ROWS, COLUMNS = 11, 6
+NAME = "embedding_bags.items.weight"
+
+
+def bags(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> EmbeddingBagCollection:
+    made = EmbeddingBagCollection([
+        EmbeddingBagConfig(5, COLUMNS, "users", data_type=dtype, feature_names=["user"]),
+        EmbeddingBagConfig(rows, COLUMNS, "items", data_type=dtype, feature_names=["item"]),
+    ])  # fmt: skip
+    for number, parameter in enumerate(made.parameters()):
+        parameter.data = torch.arange(float(parameter.numel())).view(parameter.shape).add(number).sin().to(dtype)
+    return made
+
+
+def exported(path: Path, mesh: Mesh, placements: Any, dtype: torch.dtype = torch.float32) -> Path:
+    return export_table(shard_embeddings(bags(dtype), {"items": placements}, mesh, SGD(lr=0.1)), "items", path)
+
+
+SHARDINGS: dict[str, tuple[Mesh, Any]] = {
+    "one rank": (Mesh((1,)), Shard(0)),
+    "row": (Mesh((4,)), Shard(0)),
+    "row, uneven": (Mesh((3,)), Shard(0, (0, 9, 2))),
+    "column": (Mesh((4,)), Shard(1)),
+    "table": (Mesh((3,)), OnRanks(2)),
+    "replicated": (Mesh((2,)), Replicate()),
+    "grid": (Mesh((2, 2)), [Shard(1), Shard(0)]),
+    "replicas of rows": (Mesh((2, 2)), [Replicate(), Shard(0)]),
+    "rows of a host": (Mesh((2, 2)), [OnRanks(1), Shard(0)]),
+    "boxes": (Mesh((2,)), Boxes([[((0, 0), (4, 3)), ((4, 3), (7, 3))], [((0, 3), (4, 3)), ((4, 0), (7, 3))]])),
+}
+
+
+@pytest.mark.parametrize("most", [8 << 20, 50])  # bytes; then, two rows or four at a time
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_file_has_the_full_table(
+    sharding: str, dtype: torch.dtype, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "MOST_BYTES", most)
+    (mesh, placements), path = SHARDINGS[sharding], tmp_path / "items.safetensors"
+    path.write_text("an older file")
+    assert world(mesh.size()).run(exported, path, mesh, placements, dtype) == [path] * mesh.size()
+    assert [found.name for found in tmp_path.iterdir()] == ["items.safetensors"]
+    state = load_file(path)
+    expected = bags(dtype)
+    assert list(state) == [NAME]
+    assert state[NAME].dtype == dtype
+    assert torch.equal(state[NAME], expected.get_parameter(NAME))
+    with safe_open(path, "pt") as file:
+        about = {"table": "items", "rows": "11", "columns": "6", "dtype": str(dtype).removeprefix("torch.")}
+        assert file.metadata() == about | {"format": "pt"}
+    config = expected.embedding_bag_configs()[1]
+    serving = EmbeddingBagCollection([config])
+    serving.load_state_dict(state, assign=True)
+    assert torch.equal(serving.get_parameter(NAME), expected.get_parameter(NAME))
+
+
+def plain_ones(folder: Path) -> None:
+    """Of plain collections, and of tensors that are no tables."""
+    plain = EmbeddingCollection([EmbeddingConfig(3, 2, "t", feature_names=["f"])])
+    with torch.no_grad():
+        plain.embeddings["t"].weight.copy_(torch.arange(6).view(3, 2) + collectives.rank())
+    export_table(plain, "t", folder / "t")
+    cube = torch.arange(5 * 3 * 2, dtype=torch.int16).view(5, 3, 2)
+    export_table(distribute_tensor(cube, Mesh((3,)), [Shard(1)]), "cube", folder / "cube")
+    export_table(distribute_tensor(cube, Mesh((2,), ranks=(2, 1)), [Shard(0)]), "c", folder / "on some ranks")
+    export_table(torch.ones(0, 4), "none", str(folder / "none"))
+
+
+def test_plain_collections_and_single_tensors(tmp_path: Path) -> None:
+    world(3).run(plain_ones, tmp_path)
+    assert load_file(tmp_path / "t")["embeddings.t.weight"].tolist() == [[0, 1], [2, 3], [4, 5]]  # those of rank 0
+    cube = torch.arange(5 * 3 * 2, dtype=torch.int16).view(5, 3, 2)
+    assert torch.equal(load_file(tmp_path / "cube")["cube"], cube)
+    assert torch.equal(load_file(tmp_path / "on some ranks")["c"], cube)
+    assert load_file(tmp_path / "none")["none"].shape == (0, 4)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest memory that a tensor of this rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.nbytes = max(self.nbytes, *sizes, 0)
+        return out
+
+
+def largest_tensor(path: Path, placements: Placement) -> Any:
+    """Of all that a rank makes while it exports, but for its own shard."""
+    config = EmbeddingBagConfig(20_000, COLUMNS, "items", feature_names=["item"])
+    sharded = shard_embeddings(
+        EmbeddingBagCollection([config], device="meta"), {"items": placements}, Mesh((4,)), SGD(lr=0.1)
+    )
+    with Largest() as largest:
+        export_table(sharded, "items", path)
+    return largest.nbytes
+
+
+def test_no_rank_holds_the_full_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "MOST_BYTES", 1 << 14)
+    for placements, shard in (Shard(0), 5000 * COLUMNS), (Shard(1), 20_000 * 2):
+        found = world(4).run(largest_tensor, tmp_path / "file", placements)
+        assert max(found) == shard * 4  # the memory of which it sends views
+
+
+def texts(collection: Any, table: str, path: Path) -> str:
+    with pytest.raises((CheckpointError, MismatchError)) as error:
+        export_table(collection, table, path)
+    return str(error.value)
+
+
+def refused(folder: Path, what: str) -> str:
+    mesh, rank = Mesh((2,)), collectives.rank()
+    sharded = shard_embeddings(bags(), {"items": Shard(0)}, mesh)
+    match what:
+        case "another name":
+            return texts(sharded, "item", folder / "x")
+        case "meta":
+            return texts(EmbeddingBagCollection(bags().embedding_bag_configs(), device="meta"), "items", folder / "x")
+        case "no folder":
+            return texts(sharded, "items", folder / "none" / "x")
+        case "a folder":
+            return texts(sharded, "items", folder)
+        case "partial":
+            return texts(DTensor.from_local(torch.ones(3, 2), mesh, [Partial()]), "x", folder / "x")
+        case "a number":
+            return texts(torch.ones(()), "x", folder / "x")
+        case _:
+            return texts(sharded, ("items", "users")[rank], folder / "x")
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("another name", "there is no table 'item'; the tables are users, items"),
+        ("meta", "'embedding_bags.items.weight': it is on the meta device and has no values"),
+        ("no folder", "rank 0: No such file or directory"),
+        ("a folder", "rank 0: Is a directory"),
+        ("partial", "it is a sum that is not reduced yet"),
+        ("a number", "tensor 'x' has no rows"),
+        ("other arguments", "Exporting a table: ranks disagree on"),
+    ],
+)
+def test_what_cannot_be_exported_is_the_same_error_on_all_ranks(what: str, text: str, tmp_path: Path) -> None:
+    found = world(2).run(refused, tmp_path, what)
+    assert len(set(found)) == 1
+    assert text in found[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_export_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "MOST_BYTES", 50)
+    path, mesh = tmp_path / "items", Mesh((2,))
+    path.write_text("an older file")
+    failures = 0
+    for operation in range(1, 20):
+        with failing_at(operation, tmp_path) as failed:
+            try:
+                world(2).run(exported, path, mesh, Shard(0))
+            except CheckpointError as error:
+                assert "No space left on device" in str(error)  # noqa: PT017 - it may also succeed
+            if not failed():
+                break
+        failures += 1
+        if path.read_text(errors="replace") != "an older file":  # the last operation opens the folder to sync it
+            assert torch.equal(load_file(path)[NAME], bags().get_parameter(NAME))
+            path.write_text("an older file")
+        assert [found.name for found in tmp_path.iterdir()] == ["items"]
+    assert failures >= 2
+    assert torch.equal(load_file(path)[NAME], bags().get_parameter(NAME))
+
+
+@pytest.mark.processes
+def test_on_processes(tmp_path: Path) -> None:
+    world(2, real=True).run(exported, tmp_path / "items", Mesh((2,)), Shard(1))
+    assert torch.equal(load_file(tmp_path / "items")[NAME], bags().get_parameter(NAME))
+    size = int.from_bytes((tmp_path / "items").read_bytes()[:8], "little")
+    header = json.loads((tmp_path / "items").read_bytes()[8 : 8 + size])
+    assert list(header) == ["__metadata__", NAME]

@@ -1,0 +1,224 @@
+"""Cases of sharded collections, each compared with one process: results, gradients, tables and states of every step."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import collectives
+from shardwise.embedding import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedTensor,
+    RowOptimizer,
+    shard_embeddings,
+)
+from shardwise.embedding.kernels import Kernels
+from shardwise.errors import IdError
+from shardwise.layout import Box, Boxes, Layout, Mesh, Placements, Shard, as_placements
+from shardwise.testing import world
+from tests.embedding.kernel_cases import KERNELS
+from tests.embedding.one_process import OneProcess, RankBatch, jagged, output_names
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collection, how it is sharded and trained, and its batches.
+
+    Attributes:
+        batches: of each step, for each rank.
+        optimizers: of each table; None: dense gradients, and SGD with a learning rate of 1/64.
+        signed: whether gradients may be negative.
+        kernels: of the ranks.
+        hot_rows: of `shard_embeddings`.
+    """
+
+    configs: Sequence[EmbeddingConfig]
+    pooled: bool
+    weighted: bool
+    mesh: Mesh
+    plan: Mapping[str, Placements]
+    optimizers: Mapping[str, RowOptimizer] | None
+    batches: Sequence[Sequence[RankBatch]]
+    signed: bool = True
+    kernels: Kernels = KERNELS[0]
+    hot_rows: int = 0
+
+    def layout_of(self, config: EmbeddingConfig) -> Layout:
+        placements = as_placements(self.mesh, self.plan.get(config.name))
+        return Layout(self.mesh, placements, (config.num_embeddings, config.embedding_dim))
+
+    def blocks(self) -> dict[str, list[Box]]:
+        """The distinct boxes of each table."""
+        return {
+            config.name: list(dict.fromkeys(b for r in self.mesh.ranks for b in layout.boxes(r) if b.numel))
+            for config, layout in ((config, self.layout_of(config)) for config in self.configs)
+        }
+
+    def gradient_of(self, step: int, rank: int, name: str, like: Tensor) -> Tensor:
+        """Multiples of 1/64, which 16 bits hold exactly, as well as their sums."""
+        seed = sum(ord(letter) * 31**at for at, letter in enumerate(name))
+        generator = torch.Generator().manual_seed(seed + 1009 * step + rank)
+        low = -8 if self.signed else 1
+        return torch.randint(low, 9, like.shape, generator=generator).to(like.dtype) / 64
+
+    def values(self) -> dict[str, Tensor]:
+        """Of the tables: quarters."""
+        generator = torch.Generator().manual_seed(0)
+        return {
+            c.name: torch.randint(-8, 9, (c.num_embeddings, c.embedding_dim), generator=generator).to(c.data_type) / 4
+            for c in self.configs
+        }
+
+    def collection(self) -> EmbeddingBagCollection | EmbeddingCollection:
+        """In one process, with these values."""
+        made: Any = (
+            EmbeddingBagCollection(self.configs, self.weighted)  # type: ignore[arg-type]
+            if self.pooled
+            else EmbeddingCollection(self.configs)
+        )
+        kind = "embedding_bags" if self.pooled else "embeddings"
+        made.load_state_dict({f"{kind}.{name}.weight": value for name, value in self.values().items()})
+        return made  # type: ignore[no-any-return]
+
+
+@dataclass
+class Expected:
+    """Of one step: the results of each rank, or the error of all, and tables, gradients and states after it."""
+
+    error: str
+    results: list[dict[str, Tensor]]
+    tables: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]
+
+
+def first_bad_id(case: Case, batches: Sequence[RankBatch]) -> str:
+    """What the error of the first id says that is an error; empty: there is none."""
+    for rank, batch in zip(sorted(case.mesh.ranks), batches, strict=True):
+        for config, feature, _ in output_names(case.configs):
+            for sample, bag in enumerate(batch[feature].split()):
+                for position, number in enumerate(bag):
+                    if config.bad_ids == "error" and not 0 <= number < config.num_embeddings:
+                        where = f"at position {position} of sample {sample} of rank {rank}"
+                        return f"Table {config.name}, feature {feature}: id {number}, {where}, is not in the table"
+    return ""
+
+
+def one_process(case: Case) -> list[Expected]:
+    """What every step is expected to give."""
+    plain = OneProcess(case.configs, case.pooled, case.weighted, case.values(), case.optimizers, case.blocks())
+    found = []
+    for step, batches in enumerate(case.batches):
+        error = first_bad_id(case, batches)
+        results: list[dict[str, Tensor]] = []
+        if not error:
+            results = plain.step(batches, lambda rank, name, like, step=step: case.gradient_of(step, rank, name, like))  # type: ignore[misc]
+        tables = plain.tables
+        gradients = {}
+        if case.optimizers is None and not error:
+            gradients = {name: table.weight.grad.clone() for name, table in tables.items()}  # type: ignore[union-attr]
+            for name, table in tables.items():
+                table.weight.data = (table.weight.data - gradients[name] / 64).to(table.config.data_type).double()
+        found.append(
+            Expected(
+                error,
+                results,
+                {name: table.weight.detach().clone() for name, table in tables.items()},
+                gradients,
+                {name: {k: v.clone() for k, v in table.expected_states().items()} for name, table in tables.items()},
+            )
+        )
+    return found
+
+
+def close(case: Case, got: Tensor, want: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
+    """Compare with float64; sums of 16 bits are rounded once for each partial sum."""
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
+    assert_close(got.double(), want, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{what}: {text}")
+
+
+def steps_of_a_rank(case: Case, expected: Sequence[Expected]) -> None:
+    """The same steps on a rank of a sharded collection."""
+    optimizers = None if case.optimizers is None else dict(case.optimizers)
+    module = shard_embeddings(
+        case.collection(), case.plan, case.mesh, optimizers, kernels=case.kernels, hot_rows=case.hot_rows
+    )
+    me = sorted(case.mesh.ranks).index(collectives.rank())
+    for step, (batches, want) in enumerate(zip(case.batches, expected, strict=True)):
+        batch = jagged(batches[me], case.weighted)
+        if want.error:
+            with pytest.raises(IdError, match=re.escape(want.error)):
+                module(batch)
+        else:
+            one_step(case, module, batch, step, me, want)
+        compare_tables(case, module, want, f"step {step}, rank {me}")
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def one_step(case: Case, module: Any, batch: Any, step: int, me: int, want: Expected) -> None:
+    out = module(batch)
+    where = f"step {step}, rank {me}"
+    names = [name for _, _, name in output_names(case.configs)]
+    assert list(out.keys()) == names
+    if isinstance(out, KeyedTensor):
+        results = {name: out[name] for name in names}
+    else:
+        results = {name: out[name].values() for name in names}
+        for _, feature, name in output_names(case.configs):
+            assert out[name].lengths().tolist() == case.batches[step][me][feature].lengths.tolist()
+    loss = torch.zeros(())
+    for config, _, name in output_names(case.configs):
+        close(case, results[name], want.results[me][name], f"{where}, result {name}", config.data_type)
+        loss = loss + (results[name] * case.gradient_of(step, me, name, results[name])).sum()
+    loss.backward()
+    for name, gradient in want.gradients.items():
+        parameter = parameter_of(case, module, name)
+        close(case, parameter.grad.full_tensor(), gradient, f"{where}, gradient {name}", parameter.dtype)
+    if case.optimizers is None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= parameter.grad / 64
+
+
+def parameter_of(case: Case, module: Any, name: str) -> Any:
+    return module.get_parameter(f"{'embedding_bags' if case.pooled else 'embeddings'}.{name}.weight")
+
+
+def compare_tables(case: Case, module: Any, want: Expected, where: str) -> None:
+    """Also the states, if they have a layout."""
+    for config in case.configs:
+        got = parameter_of(case, module, config.name).full_tensor()
+        close(case, got, want.tables[config.name], f"{where}, table {config.name}", config.data_type)
+    if module.fused_optimizer is None or not saves_states(case):
+        return
+    saved = module.fused_optimizer.state_dict()
+    names = [name.split(".")[1] for group in saved["param_groups"] for name in group["param_names"]]
+    for number, name in enumerate(names):
+        states = saved["state"].get(number, {})
+        assert states.keys() == want.states[name].keys()
+        for key, value in states.items():
+            close(case, value.full_tensor(), want.states[name][key], f"{where}, table {name}, state {key}")
+
+
+def saves_states(case: Case) -> bool:
+    """Row-wise states of columns on several mesh axes, or in boxes, have no layout."""
+    return not any(
+        any(isinstance(p, Boxes) for p in placements)
+        or sum(isinstance(p, Shard) and p.dim == 1 for p in placements) > 1
+        for placements in (case.layout_of(config).placements for config in case.configs)
+    )
+
+
+def check(case: Case) -> None:
+    """Every step of every rank equals one process."""
+    expected = one_process(case)
+    world(case.mesh.size()).run(steps_of_a_rank, case, expected)

@@ -1,0 +1,223 @@
+"""All kernels that are installed, beside loops over ids and beside each other."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import Mesh, OnRanks, Placement, Shard
+from shardwise.embedding import SGD, Adagrad, RowWiseAdagrad
+from shardwise.embedding.batch import make_batch
+from shardwise.embedding.exchange.requests import Outgoing, make_batch_index, make_routes, request_bags
+from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
+from shardwise.embedding.kernels.compiled import CompiledKernels
+from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.embedding.plan import Table, make_plan, requests_of
+from shardwise.layout import Layout
+from tests.embedding.kernel_cases import DTYPES, KERNELS, Lookup, Stack, lookups
+from tests.strategies import laws
+
+each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
+
+
+@each_kernel
+@laws
+@given(found=lookups())
+def test_sums_by_row_are_those_of_a_dense_gradient(kernels: Kernels, found: Lookup) -> None:
+    summed, seen = torch.zeros(7, found.gradient.shape[1]), []
+    for rows, sums in kernels.sums_by_row(found.rows, found.offsets, found.gradient, found.scale):
+        summed[rows] = sums
+        seen += rows.tolist()
+    assert seen == sorted(set(found.rows.tolist()))
+    assert torch.equal(summed.double(), found.dense(7))
+
+
+@each_kernel
+@laws
+@given(found=lookups())
+def test_bags_are_pooled_as_by_torch(kernels: Kernels, found: Lookup) -> None:
+    weight = torch.arange(7.0 * found.gradient.shape[1]).view(7, -1)
+    want = torch.zeros_like(found.gradient)
+    lengths = found.offsets.diff().long()
+    each = weight[found.rows.long()] * (1 if found.scale is None else found.scale[:, None])
+    want.index_add_(0, torch.repeat_interleave(lengths), each)
+    assert torch.equal(kernels.pool(weight, found.rows, found.offsets, found.scale), want)
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [plain.MOST_PACKED - 1, plain.MOST_PACKED + 1])
+def test_many_rows_are_summed_in_chunks(kernels: Kernels, count: int, dtype: torch.dtype) -> None:
+    columns = 64
+    chunk = plain.CHUNK_BYTES // 4 // columns
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(5 * chunk // 2, (count,), generator=generator, dtype=dtype)
+    offsets, gradient = (
+        torch.arange(count + 1, dtype=dtype),
+        torch.randint(-4, 5, (count, columns), generator=generator),
+    )
+    want = torch.zeros(5 * chunk // 2, columns).index_add_(0, rows.long(), gradient.float())
+    chunks = list(kernels.sums_by_row(rows, offsets, gradient.float()))
+    assert len(chunks) == 3
+    assert torch.equal(torch.cat([r for r, _ in chunks]), rows.long().unique())
+    assert torch.equal(torch.cat([s for _, s in chunks]), want[rows.long().unique()])
+
+
+@each_kernel
+@pytest.mark.parametrize("largest", [0, 1, 2047, 2048, (1 << 22) - 1, 1 << 22, (1 << 31) - 1])
+def test_rows_of_any_number_of_bits_are_sorted_with_their_bags_in_order(kernels: Kernels, largest: int) -> None:
+    generator = torch.Generator().manual_seed(largest)
+    rows = torch.randint(min(largest, 40) + 1, (200,), generator=generator) * max(1, largest // 41)
+    rows[100] = largest
+    offsets = torch.arange(0, 201, 2)
+    found = kernels.by_row(rows.int(), offsets.int(), None)
+    assert torch.equal(found.rows, rows.unique())
+    for row, (start, end) in zip(found.rows, pairwise(found.starts.tolist()), strict=True):
+        assert torch.equal(found.bags[start:end].long(), (rows == row).nonzero()[:, 0] // 2)
+
+
+@each_kernel
+def test_rows_beyond_int32_are_summed(kernels: Kernels) -> None:
+    rows = torch.tensor([1 << 40, 3, 1 << 40])
+    ((distinct, sums),) = kernels.sums_by_row(rows, torch.tensor([0, 1, 3]), torch.tensor([[1.0], [2.0]]))
+    assert (distinct.tolist(), sums.tolist()) == ([3, 1 << 40], [[2.0], [3.0]])
+
+
+@each_kernel
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_bags_are_pooled_in_given_memory(kernels: Kernels, weighted: bool, dtype: torch.dtype) -> None:
+    """The second chunk has no ids."""
+    columns, generator = 64, torch.Generator().manual_seed(0)
+    chunk = plain.CHUNK_BYTES // 4 // columns
+    lengths = torch.randint(0, 3, (3 * chunk - 5,), generator=generator)
+    lengths[chunk : 2 * chunk] = 0
+    rows = torch.randint(50, (int(lengths.sum()),), generator=generator)
+    scale = torch.randint(-2, 3, rows.shape, generator=generator).float() if weighted else None
+    weight = torch.randint(-4, 5, (50, columns), generator=generator).to(dtype)
+    offsets, memory = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), torch.full((len(lengths) * columns,), 7.0)
+    found = kernels.pool(weight, rows, offsets, scale, lambda _: memory)
+    assert found.data_ptr() == memory.data_ptr()
+    assert torch.equal(found, kernels.pool(weight, rows, offsets, scale))
+
+
+@each_kernel
+def test_pooling_of_no_ids_is_zero(kernels: Kernels) -> None:
+    assert torch.equal(kernels.pool(torch.ones(2, 3), torch.tensor([]).int(), torch.zeros(5).int()), torch.zeros(4, 3))
+
+
+# ---- updates --------------------------------------------------------------------------------------------------
+
+UPDATES: list[RowOptimizer] = [SGD(0.5), Adagrad(0.5), Adagrad(0.5, eps=0.1), RowWiseAdagrad(0.5, eps=0.1)]
+
+
+@pytest.mark.parametrize("kernels", KERNELS[1:], ids=lambda kernels: kernels.name)
+@laws
+@given(batches=st.lists(lookups(), min_size=1, max_size=3), optimizer=st.sampled_from(UPDATES))
+def test_updates_are_those_of_the_formula(kernels: Kernels, batches: list[Lookup], optimizer: RowOptimizer) -> None:
+    columns = min(batch.gradient.shape[1] for batch in batches)
+    weight = torch.arange(7.0 * columns).view(7, -1).sin()
+    stacks = [Stack(weight.clone(), optimizer.new_states(weight), each) for each in (KERNELS[0], kernels)]
+    for batch in batches:
+        gradient = batch.gradient[:, :columns].contiguous()
+        assert kernels.update(optimizer, Stack(weight.clone(), optimizer.new_states(weight)), *lookup(batch, gradient))
+        for stack in stacks:
+            optimizer(stack, batch.rows, batch.offsets, gradient, batch.scale, 1)
+    assert_close(stacks[1].weight, stacks[0].weight, rtol=1e-6, atol=1e-6)
+    for name, state in stacks[0].states.items():
+        assert_close(stacks[1].states[name], state, rtol=1e-6, atol=1e-6)
+
+
+def lookup(batch: Lookup, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return batch.rows, batch.offsets, gradient, batch.scale
+
+
+@pytest.mark.parametrize("kernels", KERNELS[1:], ids=lambda kernels: kernels.name)
+def test_what_kernels_do_not_know_is_left_to_the_formula(kernels: Kernels) -> None:
+    weight, rows, offsets = torch.ones(4, 3), torch.tensor([1, 3, 1]), torch.tensor([0, 2, 3])
+    for optimizer, dtype in ((SGD(0.5, max_gradient=0.1), torch.float32), (SGD(0.5), torch.bfloat16)):
+        stack = Stack(weight.to(dtype), kernels=kernels)
+        assert not kernels.update(optimizer, stack, rows, offsets, torch.ones(2, 3), None)
+        assert torch.equal(stack.weight, weight.to(dtype))
+    stack = Stack(weight.clone(), kernels=kernels)
+    replace(SGD(0.5), max_gradient=0.125)(stack, rows, offsets, torch.ones(2, 3), None, 1)
+    assert stack.weight[:, 0].tolist() == [1.0, 0.9375, 1.0, 0.9375]
+
+
+@each_kernel
+def test_another_optimizer_of_the_same_name_keeps_its_formula(kernels: Kernels) -> None:
+    @dataclass(frozen=True)
+    class SGD(RowOptimizer):
+        def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
+            return torch.full_like(gradient, 7.0)
+
+    stack = Stack(torch.zeros(3, 2), kernels=kernels)
+    SGD(lr=0.5)(stack, torch.tensor([1]), torch.tensor([0, 1]), torch.ones(1, 2), None, 1)
+    assert stack.weight[:, 0].tolist() == [0.0, 7.0, 0.0]
+
+
+def test_compiled_loops_are_for_one_thread_of_a_cpu() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert isinstance(fastest_kernels(torch.device("cpu")), CompiledKernels)
+        torch.set_num_threads(2)
+        assert type(fastest_kernels(torch.device("cpu"))) is Kernels
+    finally:
+        torch.set_num_threads(before)
+    assert type(fastest_kernels(torch.device("cuda"))) is Kernels
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------
+
+GRID = Mesh((2, 2), names=("a", "b"))
+LAYOUTS: list[tuple[Mesh, list[Placement]]] = [
+    (Mesh((4,)), [Shard(0)]),
+    (Mesh((4,)), [Shard(1)]),
+    (Mesh((4,)), [OnRanks(2)]),
+    (Mesh((4,)), [Shard(0, (1, 0, 3, 5))]),
+    (GRID, [Shard(1), Shard(0)]),
+    (GRID, [OnRanks(1), Shard(0)]),
+]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[Table], list[list[list[int]]]]:
+    """Some tables on a mesh, and ids of bags of each feature."""
+    mesh = draw(st.sampled_from([Mesh((4,)), GRID]))
+    found, ids = [], []
+    for number in range(draw(st.integers(1, 3))):
+        of_mesh = [placements for where, placements in LAYOUTS if where == mesh]
+        layout = Layout(mesh, draw(st.sampled_from(of_mesh)), (9, 4))
+        names = tuple(f"{number}.{i}" for i in range(draw(st.integers(1, 2))))
+        found.append(Table(str(number), layout, "float32", names))
+        ids += [draw(st.lists(st.lists(st.integers(0, 8), max_size=4), max_size=4)) for _ in names]
+    return found, ids
+
+
+@laws
+@given(tables(), st.integers(0, 3))
+def test_compiled_runs_are_those_of_torch(drawn: tuple[list[Table], list[list[list[int]]]], rank: int) -> None:
+    of_tables, ids = drawn
+    plan = make_plan(of_tables)
+    values = torch.tensor([i for bags in ids for bag in bags for i in bag], dtype=torch.int64)
+    lengths = torch.tensor([len(bag) for bags in ids for bag in bags], dtype=torch.int64)
+    made: list[Outgoing] = []
+    for kernels in (Kernels(), CompiledKernels()):
+        batch = make_batch(values, lengths, None, [len(bags) for bags in ids])
+        routes = make_routes(plan, requests_of(plan, rank), torch.device("cpu"), kernels)
+        made.append(request_bags(make_batch_index(routes, batch.bags), batch))
+    expected, found = made
+    assert torch.equal(found.rows, expected.rows)
+    assert found.rows.dtype == expected.rows.dtype
+    assert expected.lengths is not None
+    assert found.lengths is not None
+    assert torch.equal(found.lengths, expected.lengths)
+    assert (found.runs, found.ids) == (expected.runs, expected.ids)
+    assert torch.equal(found.results.sources, expected.results.sources)
+    assert found.results.sent == expected.results.sent
