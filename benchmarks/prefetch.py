@@ -4,7 +4,7 @@ Ranks are processes on gloo with one thread each. All loops live in the same pro
 the same batches and take turns; a time is the median of that of the slowest rank.
 
     python benchmarks/prefetch.py [--ranks 2] [--batch 512,2048] [--width 0,64,256] [--quick]
-    python tools/two_hosts.py --nproc-per-node 1 --mbit 1000 benchmarks/prefetch.py   # over a slower link
+    python tools/two_hosts.py --nproc-per-node 1 --mbit 200 benchmarks/prefetch.py    # over a slower link
 """
 
 import argparse
@@ -134,9 +134,9 @@ def measure(options: Options, batches: list[int], widths: list[int]) -> None:
     if rank() == 0:
         depths = [f"depth {depth}" for depth in DEPTHS]
         print(machine())
+        tables = f"{options.tables} tables of {options.rows:,} × {options.dim}, row-wise, {options.ids} ids a bag"
         print_table(
-            f"{options.ranks} ranks, {options.tables} tables of {options.rows:,} × {options.dim}, row-wise, "
-            f"{options.ids} ids a bag: ms a step",
+            f"{options.ranks} ranks, {tables}: ms a step",
             ["batch of a rank", "dense part", "no prefetch", *depths, *(f"no prefetch / {d}" for d in depths)],
             rows,
         )
@@ -156,7 +156,7 @@ if __name__ == "__main__":
     parser.add_argument("--dim", type=int, default=64, help="columns of every table")
     parser.add_argument("--ids", type=int, default=8, help="of every bag")
     parser.add_argument("--steps", type=int, default=40, help="in a turn of each loop")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="shows that it runs")
     chosen = parser.parse_args()
     if chosen.quick:
