@@ -19,7 +19,7 @@ def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], res
     print(data)
     print(f"Plan {config.plan} for {count_text(num_ranks, 'rank')}: {NAMED.get(config.plan, 'read from this file')}.")
     view.print_table(pictures.Table(tuple(placed), tuple(range(num_ranks))).rows(), left=3)
-    print("A rank also has a number for each row it holds, the state of row-wise Adagrad.")
+    print("The state of Adagrad takes as much again.")
     view.show_beginning(config.checkpoint, resumed_step)
 
 

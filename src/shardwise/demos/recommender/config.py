@@ -30,8 +30,8 @@ class TrainConfig(RunConfig):
     """Standard deviation of the initial context and item embeddings."""
     negatives: int = 1024
     """Identifiers that the targets of a step are compared with; as many as there are: all."""
-    learning_rate: float = 0.085
-    """Of row-wise Adagrad."""
+    learning_rate: float = 0.1
+    """Of Adagrad."""
     checkpoint: str = "runs/pyident"
     """Folder of the checkpoints; relative ones to where the command runs."""
 

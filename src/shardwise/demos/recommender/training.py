@@ -15,7 +15,7 @@ from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.evaluation import evaluate, neighbours, own_rows
 from shardwise.demos.recommender.model import Recommender, tables
 from shardwise.demos.recommender.plans import of_tables
-from shardwise.embedding import RowWiseAdagrad, shard_embeddings
+from shardwise.embedding import Adagrad, shard_embeddings
 from shardwise.layout import PARTIAL, Mesh, Placement
 from shardwise.tensor import DTensor
 
@@ -42,7 +42,7 @@ def build(config: TrainConfig, data: PyIdent, plan: Mapping[str, Placement], mes
     placements = of_tables(plan, plain.embedding_bags, mesh)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        sharded = shard_embeddings(plain, placements, mesh, RowWiseAdagrad(config.learning_rate))
+        sharded = shard_embeddings(plain, placements, mesh, Adagrad(config.learning_rate))
     return Recommender(sharded, data.train_counts, config.negatives)
 
 
