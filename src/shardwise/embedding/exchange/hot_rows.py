@@ -19,7 +19,7 @@ from shardwise.embedding.plan import Ints
 from shardwise.errors import ConfigError, PlanError
 from shardwise.lookups.ids import DistinctIds
 
-SAMPLE_EVERY = 32  # batches: counting a batch and requesting it in two ways takes as long as half a step
+SAMPLE_EVERY = 32  # batches: one that is sampled is counted, and requested in two ways
 COUNTED = 2  # times as many rows are counted as can be hot
 SLOTS = 16  # of the hash table, for each hot row
 HASH = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as int64
