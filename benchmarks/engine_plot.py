@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5a9e")  # of numbers of ranks
@@ -21,49 +22,53 @@ class Point:
 
 
 def draw(points: Sequence[Point], file: str) -> None:
-    """Write a picture: a column for each sharding, a line for each system and number of ranks."""
+    """Write a picture: a column for each sharding, a colour for each number of ranks, a style for each system."""
     try:
         from matplotlib import pyplot as plt
         from matplotlib import rcParams
+        from matplotlib.lines import Line2D
     except ImportError:
         raise SystemExit("--plot needs matplotlib. Fix: pip install matplotlib") from None
     rcParams.update({"svg.hashsalt": "engine", "svg.fonttype": "path", "font.size": 9})
-    shardings = list(dict.fromkeys(point.sharding for point in points))
+    shardings, systems = (list(dict.fromkeys(x)) for x in zip(*((p.sharding, p.system) for p in points), strict=True))
+    colour_of = dict(zip(sorted({point.ranks for point in points}), COLOURS, strict=False))
+    style_of = dict(zip(systems, STYLES, strict=False))
     figure, axes = plt.subplots(
-        2, len(shardings), figsize=(1 + 3.4 * len(shardings), 6), sharex=True, sharey="row", squeeze=False
+        2, len(shardings), figsize=(1.5 + 3.2 * len(shardings), 6.2), sharex=True, sharey="row", squeeze=False
     )
     for column, sharding in enumerate(shardings):
-        here = [point for point in points if point.sharding == sharding]
-        lines(axes[0][column], here, points, lambda point: point.ms * 1e3 / point.tables)
-        lines(axes[1][column], here, points, lambda point: point.sent_bytes / 1e3 / point.tables)
+        for (ranks, colour), (system, style) in product(colour_of.items(), style_of.items()):
+            found = [p for p in points if (p.sharding, p.ranks, p.system) == (sharding, ranks, system)]
+            look = {"color": colour, "linestyle": style, "marker": "o", "markersize": 3.5, "linewidth": 1.3}
+            tables = [point.tables for point in found]
+            axes[0][column].plot(tables, [point.ms * 1e3 / point.tables for point in found], **look)
+            if any(point.sent_bytes for point in found):  # one rank sends nothing
+                axes[1][column].plot(tables, [point.sent_bytes / 1e3 / point.tables for point in found], **look)
         axes[0][column].set_title(sharding)
         axes[1][column].set_xlabel("tables")
-    axes[0][0].set_ylabel("µs a step, for each table")
-    axes[1][0].set_ylabel("kB sent by a rank in a step, for each table")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
-    figure.legend(handles, labels, loc="lower center", ncol=len({point.ranks for point in points}), frameon=False)
-    figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
+    for one in axes.flat:
+        as_logarithms(one, sorted({point.tables for point in points}))
+    axes[0][0].set_ylabel("µs a step and table")
+    axes[1][0].set_ylabel("kB sent by a rank, a step and table")
+    handles = [Line2D([], [], color=c, label=f"{n} rank{'s' * (n > 1)}") for n, c in colour_of.items()]
+    handles += [Line2D([], [], color="black", linestyle=style, label=name) for name, style in style_of.items()]
+    figure.tight_layout(rect=(0, 0.06 * -(-len(handles) // 4), 1, 1))
+    figure.legend(handles=handles, loc="lower center", ncol=min(4, len(handles)), frameon=False)
+    figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None, dpi=100)
     print(f"\nPlot: {file}")
 
 
-def lines(axes: Any, here: Sequence[Point], every: Sequence[Point], value: Any) -> None:
-    """One line for each system and number of ranks."""
-    systems = list(dict.fromkeys(point.system for point in every))
-    ranks = sorted({point.ranks for point in every})
-    for (s, system), (r, size) in ((s, r) for s in enumerate(systems) for r in enumerate(ranks)):
-        of_line = [point for point in here if (point.system, point.ranks) == (system, size) and value(point) > 0]
-        axes.plot(
-            [point.tables for point in of_line],
-            [value(point) for point in of_line],
-            color=COLOURS[r % len(COLOURS)],
-            linestyle=STYLES[s % len(STYLES)],
-            marker="o",
-            markersize=3.5,
-            label=f"{system}, {size} rank{'s' if size > 1 else ''}",
-        )
+def as_logarithms(axes: Any, tables: Sequence[int]) -> None:
+    """Logarithmic axes with plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_xticks(tables, [f"{count:,}" for count in tables])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(visible=True, which="major", linewidth=0.4, color="#cccccc")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
