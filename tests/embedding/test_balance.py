@@ -49,7 +49,7 @@ def test_the_largest_load_is_the_least_of_all_divisions(counts: list[int], ranks
 def test_counts_that_are_none(counts: torch.Tensor) -> None:
     with pytest.raises(ArgumentError, match="1-D, int64 and not negative"):
         balanced_rows(counts, 2)
-    with pytest.raises(ArgumentError, match="at least 1"):
+    with pytest.raises(ArgumentError, match="must be 1 to 65,536"):
         balanced_rows(torch.tensor([1]), 0)
 
 

@@ -12,6 +12,8 @@ from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.errors import ArgumentError, RemoteRankError, ShardwiseError
 from shardwise.layout import Shard, checked
 
+MOST_RANKS = 1 << 16
+
 
 @checked
 def count_rows(config: EmbeddingConfig, batches: Iterable[JaggedFeatures]) -> Tensor:
@@ -33,7 +35,8 @@ def count_rows(config: EmbeddingConfig, batches: Iterable[JaggedFeatures]) -> Te
     counts, error = torch.zeros(config.num_embeddings + 1, dtype=torch.int64), None
     try:
         for given in batches:
-            batch, verdict = rules.apply(features.batch(given, False, given.values().device))
+            device = given.values().device if isinstance(given, JaggedFeatures) else torch.device("cpu")
+            batch, verdict = rules.apply(features.batch(given, False, device))
             rules.raise_for([verdict])
             counts += torch.bincount(batch.values, minlength=counts.numel()).cpu()
     except ShardwiseError as raised:
@@ -67,8 +70,8 @@ def balanced_rows(counts: Tensor, ranks: int, *, max_rows: int | None = None) ->
             f"balanced_rows: counts are 1-D, int64 and not negative, got {counts.ndim}-D {counts.dtype}"
             f"{' with negative ones' if counts.dtype == torch.int64 else ''}. Fix: counts as count_rows gives them."
         )
-    if ranks < 1:
-        raise ArgumentError(f"balanced_rows: ranks must be at least 1, got {ranks}.")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ArgumentError(f"balanced_rows: ranks must be 1 to {MOST_RANKS:,}, got {ranks:,}.")
     rows = counts.numel()
     most = rows if max_rows is None else max_rows
     if ranks * most < rows:
@@ -87,9 +90,11 @@ def balanced_rows(counts: Tensor, ranks: int, *, max_rows: int | None = None) ->
 def _sizes(ends: Tensor, ranks: int, most: int, load: int) -> list[int]:
     """As many rows on each rank in turn as make at most `load`."""
     sizes, first, rows = list[int](), 0, ends.numel() - 1
-    for _ in range(ranks):
+    while len(sizes) < ranks and first < rows:
         stop = int(torch.searchsorted(ends, int(ends[first]) + load, right=True)) - 1
         stop = min(stop, first + most, rows)
+        if stop == first:  # no rank may hold this row
+            break
         sizes.append(stop - first)
         first = stop
-    return sizes
+    return sizes + [0] * (ranks - len(sizes))
