@@ -26,10 +26,13 @@ def count_rows(config: EmbeddingConfig, batches: Iterable[JaggedFeatures]) -> Te
         int64, [rows], on the CPU; the same on all ranks.
 
     Raises:
+        ArgumentError: a tensor as `batches`.
         IdError: an id that the table does not have, if its `bad_ids` is "error".
         IdTypeError: a batch without the table's features.
         RemoteRankError: another rank raised one of these.
     """
+    if isinstance(batches, Tensor):
+        raise ArgumentError("count_rows: batches is a tensor. Fix: a list, or a loader, of KeyedJaggedTensors.")
     features = features_of([config])
     rules = IdRules(features, skips_padding=isinstance(config, EmbeddingBagConfig))
     counts, error = torch.zeros(config.num_embeddings + 1, dtype=torch.int64), None
