@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import collectives
 from shardwise.checkpoint import export, export_table
+from shardwise.collectives import count_comms
 from shardwise.embedding import (
     SGD,
     EmbeddingBagCollection,
@@ -136,6 +137,26 @@ def test_no_rank_holds_the_full_table(tmp_path: Path, monkeypatch: pytest.Monkey
     for placements, shard in (Shard(0), 5000 * COLUMNS), (Shard(1), 20_000 * 2):
         found = world(4).run(largest_tensor, tmp_path / "file", placements)
         assert max(found) == shard * 4  # the memory of which it sends views
+
+
+def bytes_sent(path: Path, placements: Any) -> int:
+    config = EmbeddingBagConfig(20_000, COLUMNS, "items", feature_names=["item"])
+    mesh = Mesh((2, 2))
+    sharded = shard_embeddings(EmbeddingBagCollection([config], device="meta"), {"items": placements}, mesh)
+    with count_comms() as comms:
+        export_table(sharded, "items", path)
+    return comms.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("placements", "share"),
+    [([Shard(0), Shard(0)], 0.75), ([Replicate(), Shard(0)], 0.5), ([Replicate()] * 2, 0)],
+    ids=str,
+)
+def test_each_row_is_sent_once_by_ranks_other_than_the_first(placements: Any, share: float, tmp_path: Path) -> None:
+    sent = sum(world(4).run(bytes_sent, tmp_path / "items", placements))
+    least = share * 20_000 * COLUMNS * 4
+    assert least <= sent <= least + 20_000  # what ranks say of their work
 
 
 def texts(collection: Any, table: str, path: Path) -> str:

@@ -406,8 +406,13 @@ class Largest(TorchDispatchMode):
 
 
 def growth(plan: Plans, size: int) -> tuple[int, int]:
+    return growth_on(Mesh((size,)), plan)
+
+
+def growth_on(mesh: Mesh, plan: Plans) -> tuple[int, int]:
+    """The largest memory of a tensor, and the bytes that are sent, when a table of 40,000 rows gets 44,000."""
     config = EmbeddingBagConfig(40_000, 8, "t0", feature_names=["f0"], init_fn=torch.nn.init.ones_)
-    sharded = shard_embeddings(EmbeddingBagCollection([config], device="meta"), plan, Mesh((size,)), Adagrad(0.1))
+    sharded = shard_embeddings(EmbeddingBagCollection([config], device="meta"), plan, mesh, Adagrad(0.1))
     with count_comms() as comms, Largest() as largest:
         sharded.resize_({"t0": 44_000})
     return largest.nbytes, comms.total_bytes
@@ -422,6 +427,25 @@ def test_no_rank_holds_more_than_a_shard_and_sends_what_it_loses(sharding: Place
     for rank, (_, sent) in enumerate(found):
         leaves = 1000 * rank if sharding == Shard(0) else 0  # rows, for the ranks before
         assert 2 * leaves * row <= sent <= 2 * leaves * row + 500  # with the state
+
+
+def grid_growth(placements: Any) -> int:
+    return growth_on(Mesh((2, 2)), {"t0": placements})[1]
+
+
+@pytest.mark.parametrize(
+    ("placements", "leaves"),
+    [
+        ([Replicate(), Replicate()], (0, 0, 0, 0)),  # rows that a rank has are not sent to it
+        ([Replicate(), Shard(0)], (0, 2000, 0, 2000)),
+        ([Shard(0), Replicate()], (0, 0, 2000, 2000)),
+    ],
+    ids=str,
+)
+def test_each_replica_is_sent_rows_once(placements: Any, leaves: tuple[int, ...]) -> None:
+    found = world(4).run(grid_growth, placements)
+    rows = sum(found) // (2 * 8 * 4)  # with the state
+    assert sum(leaves) <= rows <= sum(leaves) + 32
 
 
 def unchanged_memory() -> None:
