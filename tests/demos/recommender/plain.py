@@ -1,5 +1,7 @@
 """The recommender in one process, without collections: its tables, its scores and its training."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,17 +36,23 @@ def scores(tables: Full, data: PyIdent, batch: Batch) -> Tensor:
     return hidden @ tables["items"].T + (counts / counts.sum()).log()
 
 
+def visible(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The row and the id of each identifier of a context."""
+    return torch.arange(len(batch)).repeat_interleave(batch.offsets.diff()), batch.context_ids
+
+
 def loss(tables: Full, data: PyIdent, batch: Batch, negatives: Tensor, chance: Tensor) -> Tensor:
-    """The mean over the rows of a sampled softmax: what was not drawn counts nothing, the rest by 1 / chance."""
+    """The mean of a sampled softmax: what was not drawn, or is visible, counts nothing, the rest by 1 / chance."""
     every = scores(tables, data, batch)
-    total = torch.zeros(len(batch))
-    for row, target in enumerate(batch.target.tolist()):
-        others = negatives[negatives != target]
-        rest = (every[row, others].exp() / chance[others]).sum()
-        total[row] = (every[row, target].exp() + rest).log() - every[row, target]
-    return total.mean()
+    weights = torch.zeros_like(every)
+    weights[:, negatives] = 1 / chance[negatives].float()
+    weights[visible(batch)] = 0
+    weights[torch.arange(len(batch)), batch.target] = 1
+    target = every.gather(1, batch.target[:, None]).squeeze(1)
+    return ((every.exp() * weights).sum(1).log() - target).mean()
 
 
+@cache
 def train(config: TrainConfig, data: PyIdent, num_steps: int) -> tuple[list[float], Full]:
     """The losses of Adagrad, and the tables after it."""
 
@@ -63,7 +71,9 @@ def train(config: TrainConfig, data: PyIdent, num_steps: int) -> tuple[list[floa
             if len(losses) == num_steps:
                 return losses, {name: table.detach() for name, table in tables.items()}
             if config.negatives >= len(data.vocab):
-                mean = F.cross_entropy(scores(tables, data, batch), batch.target)
+                every = scores(tables, data, batch)
+                every[visible(batch)] = -torch.inf
+                mean = F.cross_entropy(every, batch.target)
             else:
                 mean = loss(tables, data, batch, drawn[len(losses)], chance)
             optimizer.zero_grad()

@@ -35,7 +35,8 @@ class Recommender(nn.Module):
 
     where p is the popularity of an identifier in training: the model starts as the baseline it has to beat. In training
     the score of a target is compared with those of `negatives` identifiers of each step, instead of all: a sampled
-    softmax (Bengio and Senécal, 2008), whose expected sum of exponentials is that of all identifiers.
+    softmax (Bengio and Senécal, 2008), whose expected sum of exponentials is that of all identifiers. Those of the
+    context are left out, because none of them is hidden.
 
     Args:
         tables: those of `tables`, in one process or sharded.
@@ -82,7 +83,7 @@ class Recommender(nn.Module):
         hidden = _hidden(found)
         target = (hidden * found["target"]).sum(1, keepdim=True) + self.log_popularity[batch.target, None]
         others = F.linear(hidden, found["negatives"], (self.log_popularity - self.log_chance)[negatives])
-        others = others.masked_fill(batch.target[:, None] == negatives, -torch.inf)
+        others[_known(batch, negatives)] = -torch.inf
         scores = torch.cat([target, others], 1)
         return F.cross_entropy(scores, torch.zeros_like(batch.target), reduction="none")
 
@@ -94,6 +95,16 @@ class Recommender(nn.Module):
         )
         found: dict[str, Tensor] = self.tables(features).to_dict()
         return found
+
+
+def _known(batch: Batch, negatives: Tensor) -> tuple[Tensor, Tensor]:
+    """The row and the place among `negatives` of each identifier of the context, or target, that is among them."""
+    rows = torch.arange(len(batch))
+    row = torch.cat([rows.repeat_interleave(batch.offsets.diff()), rows])
+    ids = torch.cat([batch.context_ids, batch.target])
+    place = torch.searchsorted(negatives, ids).clamp(max=len(negatives) - 1)
+    found = negatives[place] == ids
+    return row[found], place[found]
 
 
 def _hidden(found: dict[str, Tensor]) -> Tensor:
