@@ -36,17 +36,12 @@ def scores(tables: Full, data: PyIdent, batch: Batch) -> Tensor:
     return hidden @ tables["items"].T + (counts / counts.sum()).log()
 
 
-def visible(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The row and the id of each identifier of a context."""
-    return torch.arange(len(batch)).repeat_interleave(batch.offsets.diff()), batch.context_ids
-
-
 def loss(tables: Full, data: PyIdent, batch: Batch, negatives: Tensor, chance: Tensor) -> Tensor:
     """The mean of a sampled softmax: what was not drawn, or is visible, counts nothing, the rest by 1 / chance."""
     every = scores(tables, data, batch)
     weights = torch.zeros_like(every)
     weights[:, negatives] = 1 / chance[negatives].float()
-    weights[visible(batch)] = 0
+    weights[batch.context_rows, batch.context_ids] = 0
     weights[torch.arange(len(batch)), batch.target] = 1
     target = every.gather(1, batch.target[:, None]).squeeze(1)
     return ((every.exp() * weights).sum(1).log() - target).mean()
@@ -72,7 +67,7 @@ def train(config: TrainConfig, data: PyIdent, num_steps: int) -> tuple[list[floa
                 return losses, {name: table.detach() for name, table in tables.items()}
             if config.negatives >= len(data.vocab):
                 every = scores(tables, data, batch)
-                every[visible(batch)] = -torch.inf
+                every[batch.context_rows, batch.context_ids] = -torch.inf
                 mean = F.cross_entropy(every, batch.target)
             else:
                 mean = loss(tables, data, batch, drawn[len(losses)], chance)

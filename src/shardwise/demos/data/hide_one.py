@@ -45,6 +45,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.target)
 
+    @property
+    def context_rows(self) -> Tensor:
+        """(ids of all rows,) the row of each of `context_ids`."""
+        return torch.arange(len(self)).repeat_interleave(self.offsets.diff())
+
     def rows(self, start: int, stop: int) -> "Batch":
         """Rows `start` to `stop`, clipped as a slice is: one rank's share, maybe empty. Shares the memory.
 
@@ -168,10 +173,9 @@ def places(scores: Tensor, batch: Batch) -> Tensor:
     An identifier with the same score as the target counts as ahead of it, so a constant score, or one that is
     nan, is the worst.
     """
-    row = torch.arange(len(batch)).repeat_interleave(batch.offsets.diff())
     target = scores.gather(1, batch.target.unsqueeze(1))
     ahead = ~(scores < target)  # not `>=`: a nan is then the worst and never the best
-    ahead[row, batch.context_ids] = False
+    ahead[batch.context_rows, batch.context_ids] = False
     return ahead.sum(1)  # the target itself is the 1
 
 

@@ -40,7 +40,7 @@ def places(model: Recommender, batch: Batch, mesh: Mesh) -> Tensor:
     target = _sum(target, mesh)
     # As there: not `>=`, so that a nan is the worst; and what is equal to the target counts as ahead of it.
     ahead = ~(own < target[box.offsets[0] : box.offsets[0] + box.sizes[0], None])
-    row = torch.arange(len(batch)).repeat_interleave(batch.offsets.diff())
+    row = batch.context_rows
     seen = _inside(box, row, batch.context_ids)
     ahead[_local(box, row[seen], batch.context_ids[seen])] = False
     count = torch.zeros(len(batch), dtype=torch.int64)

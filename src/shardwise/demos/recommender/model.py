@@ -78,7 +78,7 @@ class Recommender(nn.Module):
         return _hidden(self._lookup(batch, nothing, nothing))
 
     def forward(self, batch: Batch, negatives: Tensor) -> Tensor:
-        """The sampled cross entropy of each row, (rows,)."""
+        """The sampled cross entropy of each row, (rows,); `negatives` are distinct and ascending."""
         found = self._lookup(batch, batch.target, negatives)
         hidden = _hidden(found)
         target = (hidden * found["target"]).sum(1, keepdim=True) + self.log_popularity[batch.target, None]
@@ -99,8 +99,7 @@ class Recommender(nn.Module):
 
 def _known(batch: Batch, negatives: Tensor) -> tuple[Tensor, Tensor]:
     """The row and the place among `negatives` of each identifier of the context, or target, that is among them."""
-    rows = torch.arange(len(batch))
-    row = torch.cat([rows.repeat_interleave(batch.offsets.diff()), rows])
+    row = torch.cat([batch.context_rows, torch.arange(len(batch))])
     ids = torch.cat([batch.context_ids, batch.target])
     place = torch.searchsorted(negatives, ids).clamp(max=len(negatives) - 1)
     found = negatives[place] == ids
