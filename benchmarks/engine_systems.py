@@ -151,10 +151,12 @@ class Lookups:
 class Collection:
     """shardwise: `shard_embeddings`, with row-wise Adagrad in backward."""
 
-    def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch]) -> None:
-        self.cell, self.rank = cell, rank
+    def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch], device: str = "cpu") -> None:
+        self.cell, self.rank, self.gradient = cell, rank, cell.gradient.to(device)
         keys = [f"f{table}" for table in range(len(cell.rows))]
-        self.batches = [KeyedJaggedTensor(keys, batch.values, lengths=batch.lengths) for batch in batches]
+        self.batches = [
+            KeyedJaggedTensor(keys, batch.values.to(device), lengths=batch.lengths.to(device)) for batch in batches
+        ]
         plan: dict[str, Any] = {}
         for table in range(len(cell.rows)):
             sizes = [
@@ -166,7 +168,7 @@ class Collection:
         tables = [
             EmbeddingBagConfig(rows, cell.dim, f"t{t}", feature_names=[keys[t]]) for t, rows in enumerate(cell.rows)
         ]
-        mesh = init_device_mesh("cpu", (cell.ranks,))
+        mesh = init_device_mesh(device, (cell.ranks,))
         self.module: Any = shard_embeddings(
             EmbeddingBagCollection(tables, device="meta"), plan, mesh, RowWiseAdagrad(LEARNING_RATE, EPS)
         )
@@ -174,7 +176,7 @@ class Collection:
             local.copy_(first_values(block))
 
     def step(self, step: int) -> None:
-        self.module(self.batches[step]).values().backward(self.cell.gradient)
+        self.module(self.batches[step]).values().backward(self.gradient)
 
     def sums(self, step: int) -> Tensor:
         with torch.no_grad():

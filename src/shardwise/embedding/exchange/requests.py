@@ -63,7 +63,7 @@ class Routes:
 
     def shifted(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows of the owners' stacks, of rows over all features, `counts` for each request."""
-        return torch.add(rows, torch.repeat_interleave(self.shift, counts)).to(self.dtype)
+        return torch.add(rows, torch.repeat_interleave(self.shift, counts, output_size=len(rows))).to(self.dtype)
 
 
 def make_routes(plan: Plan, requests: Requests, device: torch.device, kernels: Kernels) -> Routes:

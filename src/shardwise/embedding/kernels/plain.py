@@ -15,12 +15,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 1 << 20  # of sums made at once: they stay in the cache until they are used, and cost no page faults
+MOST_AT_ONCE = 64  # gradients of a row that a thread block of a GPU adds up one after the other
+LEVELS = 4  # of pieces; those of the last are longer, if a row has more than MOST_AT_ONCE**LEVELS gradients
 MOST_PACKED = 30_000  # numpy sorts up to as many 64-bit integers faster than torch 32-bit ones with their order
 LARGEST_INT32 = (1 << 31) - 1
 
@@ -134,7 +137,7 @@ class Kernels:
     def sums_by_row(
         self, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Distinct rows, in order, and the sum of the gradients of each, a chunk at a time.
+        """Distinct rows, in order, and the sum of the gradients of each; on CPUs a chunk at a time.
 
         The gradients of a row are added in the order of bags, so the sums have the same bits on all replicas.
 
@@ -148,6 +151,9 @@ class Kernels:
         if not rows.numel():
             return
         distinct, starts, bags, scale = self.by_row(rows, offsets, scale)
+        if gradient.device.type != "cpu":
+            yield distinct, _long_bags(gradient, bags, starts, scale)
+            return
         chunk = _chunk(gradient.shape[1])
         for begin in range(0, len(distinct), chunk):
             ends = starts[begin : begin + chunk + 1]
@@ -206,7 +212,7 @@ def plain_kind(optimizer: Formula) -> str:
 
 def _sorted(rows: Tensor, offsets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The rows in order, and the bag and scale of each."""
-    bags = torch.repeat_interleave(offsets.diff().long())
+    bags = torch.repeat_interleave(offsets.diff().long(), output_size=len(rows))
     packs = rows.device.type == "cpu" and len(rows) <= MOST_PACKED
     if packs and scale is None and (rows.dtype == torch.int32 or int(rows.max()) <= LARGEST_INT32):
         keys = (rows.long() << 32).bitwise_or_(bags).numpy()
@@ -223,3 +229,23 @@ def _bags(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None) -
         weight, rows, offsets, per_sample_weights=scale, include_last_offset=True
     )
     return found[0]
+
+
+def _long_bags(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+    """`_bags` of which some are long: sums of pieces of bags, and sums of these, as often as needed.
+
+    The order of additions depends on the lengths alone, so the sums have the same bits on all replicas.
+    """
+    lengths, sizes = offsets.diff(), [MOST_AT_ONCE**level for level in range(1, LEVELS + 1)]
+    pieces = [(lengths + (size - 1)).div(size, rounding_mode="floor") for size in sizes]
+    totals: list[int] = torch.stack([of_level.sum() for of_level in pieces]).tolist()
+    for of_level, total in zip(pieces, totals, strict=True):
+        if total == len(lengths):
+            break
+        ends = F.pad(of_level.cumsum(0), (1, 0))
+        bag = torch.repeat_interleave(of_level, output_size=total)
+        inside = torch.arange(total, device=rows.device) - ends[bag]
+        starts = offsets[bag] + (inside * MOST_AT_ONCE).to(offsets.dtype)
+        weight = _bags(weight, rows, torch.cat([starts, offsets[-1:]]), scale)
+        rows, offsets, scale = torch.arange(total, device=rows.device), ends, None
+    return _bags(weight, rows, offsets, scale)
