@@ -9,8 +9,8 @@ from shardwise.embedding.kernels.plain import LEVELS, MOST_AT_ONCE, _long_bags
 LENGTHS = {
     "one": [1],
     "short": [1, 5, 2],
-    "to a piece": [MOST_AT_ONCE - 1, MOST_AT_ONCE, MOST_AT_ONCE + 1],
-    "of pieces of pieces": [3, MOST_AT_ONCE**2 - 1, 1, MOST_AT_ONCE**2, MOST_AT_ONCE**2 + 1],
+    "to a part": [MOST_AT_ONCE - 1, MOST_AT_ONCE, MOST_AT_ONCE + 1],
+    "of parts of parts": [3, MOST_AT_ONCE**2 - 1, 1, MOST_AT_ONCE**2, MOST_AT_ONCE**2 + 1],
     "several levels": [MOST_AT_ONCE**3 + 1, 1],
 }
 

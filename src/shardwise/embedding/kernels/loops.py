@@ -16,6 +16,7 @@ AHEAD = 12  # rows between the one that is used and the one that is prefetched
 LINE_BYTES = 64  # of a cache line
 MOST_LINES = 8  # of a row that are prefetched: the hardware finds the others
 BITS = 11  # sorted by at once: the counts of all values stay in the innermost cache
+MASK = (1 << BITS) - 1
 
 Array = NDArray[Any]
 Loop = Callable[..., Any]
@@ -61,40 +62,43 @@ def _lines(context: Context, builder: ir.IRBuilder, array: ir.Value, kind: types
 
 @compiled
 def sort_by_row(rows: Array, offsets: Array) -> tuple[Array, Array, Array]:
-    """Distinct rows, where the bags of each start, and the bags: a stable radix sort of (row, bag)."""
-    n, largest = len(rows), 0
-    keys, bags = np.empty(n, np.int32), np.empty(n, np.int32)
+    """Distinct rows, where the bags of each start, and the bags: a stable radix sort by row.
+
+    Row and bag are one integer, so that each pass writes to as few pages as there are values.
+    """
+    n, passes, largest = len(rows), 0, np.int32(0)
+    for i in range(n):
+        largest = max(largest, rows[i])
+    while largest >> (passes * BITS) > 0:
+        passes += 1
+    keys, to, ends = np.empty(n, np.int64), np.empty(n, np.int64), np.zeros((passes, 1 << BITS), np.int32)
     for bag in range(len(offsets) - 1):
         for i in range(offsets[bag], offsets[bag + 1]):
-            keys[i], bags[i] = rows[i], bag
-            largest = max(largest, rows[i])
-    keys_to, bags_to = np.empty(n, np.int32), np.empty(n, np.int32)
-    ends = np.empty(1 << BITS, np.int32)
-    shift = 0
-    while largest >> shift > 0:
-        ends[:] = 0
-        for i in range(n):
-            ends[(keys[i] >> shift) & ((1 << BITS) - 1)] += 1
-        total = 0
+            row = rows[i]
+            keys[i] = (np.int64(row) << 32) | bag
+            for p in range(passes):
+                ends[p, (row >> (p * BITS)) & MASK] += 1
+    for p in range(passes):
+        place, shift, total = ends[p], 32 + p * BITS, 0
         for value in range(1 << BITS):
-            total, ends[value] = total + ends[value], total
+            total, place[value] = total + place[value], total
         for i in range(n):
-            value = (keys[i] >> shift) & ((1 << BITS) - 1)
-            keys_to[ends[value]], bags_to[ends[value]] = keys[i], bags[i]
-            ends[value] += 1
-        keys, keys_to = keys_to, keys
-        bags, bags_to = bags_to, bags
-        shift += BITS
-    count = 0
-    distinct, starts = np.empty(n, np.int64), keys_to
+            key = keys[i]
+            value = (key >> shift) & MASK
+            to[place[value]] = key
+            place[value] += 1
+        keys, to = to, keys
+    count, last = 0, np.int64(-1)
+    distinct, starts, bags = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
     for i in range(n):
-        if i == 0 or keys[i] != keys[i - 1]:
-            distinct[count], starts[count] = keys[i], i
+        key = keys[i]
+        bags[i] = key & 0xFFFFFFFF
+        if key >> 32 != last:
+            last = key >> 32
+            distinct[count], starts[count] = last, i
             count += 1
-    ends_of_rows = np.empty(count + 1, np.int32)
-    ends_of_rows[:count] = starts[:count]
-    ends_of_rows[count] = n
-    return distinct[:count], ends_of_rows, bags
+    starts[count] = n
+    return distinct[:count], starts[: count + 1], bags
 
 
 @compiled

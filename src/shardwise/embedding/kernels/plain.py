@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 1 << 20  # of sums made at once: they stay in the cache until they are used, and cost no page faults
 MOST_AT_ONCE = 64  # gradients of a row that a thread block of a GPU adds up one after the other
-LEVELS = 4  # of pieces; those of the last are longer, if a row has more than MOST_AT_ONCE**LEVELS gradients
+LEVELS = 4  # of parts; those of the last are longer, if a row has more than MOST_AT_ONCE**LEVELS gradients
 MOST_PACKED = 30_000  # numpy sorts up to as many 64-bit integers faster than torch 32-bit ones with their order
 LARGEST_INT32 = (1 << 31) - 1
 
@@ -232,14 +232,14 @@ def _bags(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None) -
 
 
 def _long_bags(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
-    """`_bags` of which some are long: sums of pieces of bags, and sums of these, as often as needed.
+    """`_bags` of which some are long: sums of parts of bags, and sums of these, as often as needed.
 
     The order of additions depends on the lengths alone, so the sums have the same bits on all replicas.
     """
     lengths, sizes = offsets.diff(), [MOST_AT_ONCE**level for level in range(1, LEVELS + 1)]
-    pieces = [(lengths + (size - 1)).div(size, rounding_mode="floor") for size in sizes]
-    totals: list[int] = torch.stack([of_level.sum() for of_level in pieces]).tolist()
-    for of_level, total in zip(pieces, totals, strict=True):
+    parts = [(lengths + (size - 1)).div(size, rounding_mode="floor") for size in sizes]
+    totals: list[int] = torch.stack([of_level.sum() for of_level in parts]).tolist()
+    for of_level, total in zip(parts, totals, strict=True):
         if total == len(lengths):
             break
         ends = F.pad(of_level.cumsum(0), (1, 0))
