@@ -536,13 +536,24 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.checkpoint.read_manifest": lambda: (checkpoint.read_manifest, {"path": "saved/step-00000001"}),
     "shardwise.checkpoint.restore": lambda: (
         checkpoint.restore,
-        {"folder": "module", "module": nn.Linear(3, 4), "optimizer": None, "extra": None, "subset": True},
+        {
+            "folder": "module",
+            "module": nn.Linear(3, 4),
+            "optimizer": None,
+            "schedulers": None,
+            "extra": None,
+            "subset": True,
+            "strict": True,
+        },
     ),
     "shardwise.checkpoint.save": lambda: (
         checkpoint.save,
         {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True},
     ),
-    "shardwise.checkpoint.state_of": lambda: (checkpoint.state_of, {"module": nn.Linear(3, 4), "optimizer": None}),
+    "shardwise.checkpoint.state_of": lambda: (
+        checkpoint.state_of,
+        {"module": nn.Linear(3, 4), "optimizer": None, "schedulers": None},
+    ),
     "shardwise.debug.CommDebugMode": lambda: (debug.CommDebugMode, {}),
     "shardwise.debug.Explanation": lambda: (debug.Explanation, {}),
     "shardwise.debug.explain": lambda: (debug.explain, {"*fn": lambda: None}),
@@ -627,7 +638,19 @@ PLAIN: dict[str, Callable[[Any], object]] = {
 NOT_CALLED = {
     *("CommCounts", "DTensor", "DeviceMesh", "Placement", "Placements", "ShardwiseError", "InputFn", "OutputFn"),
     *("ParallelStyle", "ParallelPlan", "ShardedTensor", "Sharder", "ShardingPlanner", "ShardingSpec", "Chunk"),
-    *("Manifest", "StoredTensor", "Budget", "Cause", "CommEvent", "Shadow", "Meta", "Row", "Placed", "Table"),
+    *(
+        "Manifest",
+        "Restored",
+        "StoredTensor",
+        "Budget",
+        "Cause",
+        "CommEvent",
+        "Shadow",
+        "Meta",
+        "Row",
+        "Placed",
+        "Table",
+    ),
     *(
         "PoolingType",
         "Routing",

@@ -250,7 +250,7 @@ def test_the_module_alone_can_be_restored(tmp_path: Path) -> None:
 def test_a_checkpoint_without_optimizer_does_not_restore_one(tmp_path: Path) -> None:
     model = Model(torch.clone)
     save(tmp_path, state_of(model), step=1)
-    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: 'optimizer\.param_groups'"):
+    with pytest.raises(CheckpointError, match="there is no optimizer in the checkpoint"):
         restore(tmp_path, model, Adam(model.parameters()))
 
 
@@ -258,12 +258,14 @@ def test_other_groups_are_refused_and_another_order_is_not(tmp_path: Path) -> No
     saved_by_adam(tmp_path)
     model = Model(torch.clone)
     restore(tmp_path, model, Adam(reversed([*model.parameters()])))
-    with pytest.raises(CheckpointError, match="the optimizer groups its parameters as"):
+    with pytest.raises(
+        CheckpointError, match="group 0: has a group of table, the checkpoint has them in groups of table, bias"
+    ):
         restore(tmp_path, model, Adam([{"params": [p]} for p in model.parameters()]))
 
 
 def test_an_optimizer_of_another_module_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="parameter 0 of group 0 of the optimizer is none of the module's"):
+    with pytest.raises(CheckpointError, match="parameter 0 of group 0 of optimizer '0' is none of the module's"):
         state_of(Model(torch.clone), Adam(Model(torch.clone).parameters()))
 
 

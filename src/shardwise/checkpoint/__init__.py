@@ -14,9 +14,9 @@ from shardwise.checkpoint.folder_store import latest, read_manifest
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.saving import save
-from shardwise.checkpoint.training import restore, state_of
+from shardwise.checkpoint.training import Restored, restore, state_of
 
 __all__ = [
-    "Chunk", "Manifest", "StoredTensor", "export_table", "latest", "load", "read_manifest", "restore", "save",
-    "state_of",
+    "Chunk", "Manifest", "Restored", "StoredTensor", "export_table", "latest", "load", "read_manifest", "restore",
+    "save", "state_of",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Loading: every rank reads its own boxes from wherever they were stored."""
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any
@@ -41,19 +41,36 @@ def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset
         CheckpointError: there is none, it is damaged, or it does not fit `state` in names, shapes or dtypes;
             the same text on every rank.
     """
-    return load_into(folder, lambda manifest: state, subset)
+    return load_into(folder, lambda manifest: Wanted(state), subset)
 
 
-def load_into(
-    folder: str | PathLike[str], make_state: Callable[[Manifest], Mapping[str, Any]], subset: bool
-) -> Manifest:
+@dataclass(frozen=True)
+class Wanted:
+    """What to load from a checkpoint.
+
+    Args:
+        state: as for `load`.
+        differences: why more than that does not fit, a line each; none of it is loaded.
+        known: names in the checkpoint that `differences` are about, or that are not loaded on purpose.
+        fixes: what to do about another shape, by name.
+        fix: of `differences`.
+    """
+
+    state: Mapping[str, Any]
+    differences: Sequence[str] = ()
+    known: Collection[str] = ()
+    fixes: Mapping[str, str] = field(default_factory=dict)
+    fix: str = ""
+
+
+def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted], subset: bool) -> Manifest:
     """`load` for a state that depends on what the checkpoint holds."""
     what = f"Loading {folder}"
     store: CheckpointStore = FolderStore(folder)
     version = on_all_ranks(what, lambda: on_first_rank(store.find))[0]
     with ExitStack() as stack:
         reading = _Reading(store, version, stack)
-        sums = on_all_ranks(what, lambda: reading.verify(make_state, subset))
+        sums = on_all_ranks(what, lambda: reading.verify(choose, subset))
         if len(set(sums)) > 1:
             raise CheckpointError(
                 "Loading a checkpoint failed: ranks see different manifests. Fix: use a folder that all ranks share"
@@ -83,20 +100,22 @@ class _Reading:
         self.leaves: dict[str, Leaf] = {}
         self.copies: list[tuple[ChunkFile, list[_Copy]]] = []
 
-    def verify(self, make_state: Callable[[Manifest], Mapping[str, Any]], subset: bool) -> str:
+    def verify(self, choose: Callable[[Manifest], Wanted], subset: bool) -> str:
         """Check everything that this rank needs; the checksum of the manifest."""
         manifest = self.manifest = stored_manifest(self.store, self.version)
-        self.leaves = flatten(make_state(manifest))
-        problems = _misfits(manifest, self.leaves, subset)
+        wanted = choose(manifest)
+        self.leaves = flatten(wanted.state)
+        problems = [*_misfits(manifest, self.leaves, wanted, subset), *(f"  {line}" for line in wanted.differences)]
         if problems:
-            raise CheckpointError("the checkpoint does not fit the state:\n" + listed(problems))
-        wanted: dict[str, list[_Copy]] = {}
+            fix = f"\n  Fix: {wanted.fix}" if wanted.differences and wanted.fix else ""
+            raise CheckpointError("the checkpoint does not fit the state:\n" + listed(problems) + fix)
+        by_file: dict[str, list[_Copy]] = {}
         for name, leaf in self.leaves.items():
             if name in manifest.tensors:
                 for copy in _copies(storable_boxes(name, leaf.value), manifest.tensors[name]):
-                    wanted.setdefault(copy.chunk.file, []).append(copy)
+                    by_file.setdefault(copy.chunk.file, []).append(copy)
         layouts = manifest.file_layouts()
-        for file, copies in wanted.items():
+        for file, copies in by_file.items():
             opened = self.stack.enter_context(closing(self.store.open(self.version, file)))
             chunks = ChunkFile(opened, layouts[file])
             for chunk, itemsize in {copy.chunk: copy.view.element_size() for copy in copies}.items():
@@ -128,8 +147,8 @@ def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
 # ---- whether a checkpoint fits ----------------------------------------------------------------------------
 
 
-def _misfits(manifest: Manifest, leaves: Mapping[str, Leaf], subset: bool) -> list[str]:
-    stored = manifest.tensors.keys() | manifest.values.keys()
+def _misfits(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> list[str]:
+    stored = (manifest.tensors.keys() | manifest.values.keys()) - (set(wanted.known) - leaves.keys())
     missing = [
         f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}"
         for name in leaves
@@ -143,7 +162,7 @@ def _misfits(manifest: Manifest, leaves: Mapping[str, Leaf], subset: bool) -> li
     if unexpected and not missing:
         unexpected.append("  Fix: subset=True passes over what the state does not name")
     different = [
-        f"  {name!r}: {problem}"
+        f"  {name!r}: {problem}{wanted.fixes.get(name, '')}"
         for name, leaf in leaves.items()
         if name in stored and (problem := _misfit(leaf, manifest.tensors.get(name)))
     ]

@@ -26,6 +26,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     `state_dict()` has states as DTensors, of the rows of their tables. A state with a number for each row is
     [rows, shards of columns]; loaded into another number of these shards, it becomes their mean.
+
+    Attributes:
+        kinds: the class of the optimizer of each group.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         names: Sequence[Sequence[str]],
         states_of: StatesOf,
     ) -> None:
-        self._kinds = [type(optimizer) for optimizer in optimizers]
+        self.kinds = [type(optimizer) for optimizer in optimizers]
         values = [asdict(optimizer) for optimizer in optimizers]
         common = {name: value for name, value in values[0].items() if all(name in others for others in values)}
         super().__init__(
@@ -60,7 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The optimizer of each group with its present hyper-parameters."""
         return [
             kind(**{field.name: group[field.name] for field in fields(kind)})
-            for kind, group in zip(self._kinds, self.param_groups, strict=True)
+            for kind, group in zip(self.kinds, self.param_groups, strict=True)
         ]
 
     def begin_step(self) -> list[tuple[RowOptimizer, int]]:
@@ -83,9 +86,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             PlanError: states without a layout.
         """
+        self.check_layouts()
+        return super().state_dict()
+
+    def check_layouts(self) -> None:
+        """Raise PlanError if there are states without a layout, which cannot be saved."""
         if self._without_layout is not None:
             raise self._without_layout
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """States of this sharding, of another one, or of full tensors; and the hyper-parameters.
@@ -100,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"The state has groups of {got} tables, expected {expected}.")
         of_rows = {
             name: kind.of_rows
-            for kind, group in zip(self._kinds, self.param_groups, strict=True)
+            for kind, group in zip(self.kinds, self.param_groups, strict=True)
             for name in group["param_names"]
         }
         numbers = [number for group in groups for number in group["params"]]
@@ -113,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             for state, target in own.items():
                 shape, rows = tuple(given[state].shape), of_rows[name]
-                if shape != target.shape and not (state in rows and shape[:1] == target.shape[:1] and len(shape) == 2):
+                if shape != target.shape and not (state in rows and is_of_other_columns(shape, tuple(target.shape))):
                     fix = " Fix: resize_ the collection first." if shape[1:] == target.shape[1:] else ""
                     raise ConfigError(
                         f"Table {name}, state {state}: shape {shape}, expected {tuple(target.shape)}.{fix}"
@@ -129,6 +136,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def is_of_other_columns(shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether a state of rows may be loaded into one of shape `own`: of the same rows and any shards of columns."""
+    return len(shape) == 2 and shape[:1] == own[:1]
 
 
 def layout_of_rows(layout: Layout, name: str) -> Layout:

@@ -1,0 +1,430 @@
+"""Optimizers are restored exactly, or refused with the difference; nothing is changed then."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from shardwise import collectives
+from shardwise.checkpoint import read_manifest, restore, save, state_of
+from shardwise.embedding import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    shard_embeddings,
+)
+from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
+from shardwise.errors import CheckpointError
+from shardwise.layout import Mesh, Placement, Shard
+from shardwise.tensor import DTensor
+from shardwise.testing import world
+from tests.checkpoint.states import bits, error_on_every_rank
+
+ROWS: dict[str, Placement] = {"t0": Shard(0), "t1": Shard(0, (5, 2))}
+
+
+class Model(nn.Module):
+    """Two tables, 9 and 7 rows, and a layer on every rank."""
+
+    def __init__(
+        self, optimizer: RowOptimizer | None = None, plan: dict[str, Placement] = ROWS, rows: Sequence[int] = (9, 7)
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        configs = [EmbeddingBagConfig(n, 6, f"t{i}", feature_names=[f"f{i}"]) for i, n in enumerate(rows)]
+        mesh = Mesh((collectives.world_size(),))
+        tables = shard_embeddings(EmbeddingBagCollection(configs), plan, mesh, optimizer)
+        assert isinstance(tables, ShardedEmbeddingBagCollection)
+        self.tables, self.layer = tables, nn.Linear(12, 1)
+
+    def take_step(self, step: int) -> None:
+        self.zero_grad()
+        ids = torch.tensor([step % 9, 3, 8, step % 7, 6, 6])
+        out = self.tables(KeyedJaggedTensor(["f0", "f1"], ids, lengths=torch.tensor([2, 1, 0, 3])))
+        self.layer(out.values()).square().sum().backward()
+
+
+Made = tuple[Model, Optimizer]
+
+
+def made_by(make: Callable[..., Optimizer], **arguments: Any) -> Callable[[], Made]:
+    def made() -> Made:
+        model = Model()
+        return model, make(model.parameters(), **arguments)
+
+    return made
+
+
+def with_fused() -> Made:
+    """Tables alone: the layer stays as it is."""
+    model = Model(RowWiseAdagrad(lr=0.1))
+    assert model.tables.fused_optimizer is not None
+    return model, model.tables.fused_optimizer
+
+
+KINDS: dict[str, Callable[[], Made]] = {
+    "SGD": made_by(SGD, lr=0.01),
+    "SGD, momentum": made_by(SGD, lr=0.01, momentum=0.9),
+    "Adagrad": made_by(Adagrad, lr=0.01, lr_decay=0.1),
+    "Adam": made_by(Adam, lr=0.01),
+    "AdamW": made_by(AdamW, lr=0.01),
+    "Adam, amsgrad": made_by(Adam, lr=0.01, amsgrad=True),
+    "RMSprop": made_by(RMSprop, lr=0.01),
+    "RMSprop, centered, momentum": made_by(RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "fused": with_fused,
+}
+
+
+def train(made: Made, steps: range) -> None:
+    model, optimizer = made
+    for step in steps:
+        model.take_step(step)
+        optimizer.step()
+
+
+def values(made: Made) -> dict[str, Any]:
+    """What this rank holds, to the bit."""
+    return {name: bits(x) if isinstance(x, Tensor) else x for name, x in state_of(*made).items()}
+
+
+def kept(make: Callable[[], Made]) -> tuple[str, list[set[str]]]:
+    """The class of an optimizer and the names of its states, of which it has some after a step."""
+    made = make()
+    train(made, range(1))
+    return type(made[1]).__name__, [set(states) for states in made[1].state.values()]
+
+
+@pytest.mark.parametrize(("before", "after"), product(KINDS, KINDS))
+def test_of_two_optimizers_one_continues_the_other_exactly_or_is_refused(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    def continued() -> None:
+        first, second = KINDS[before](), KINDS[after]()
+        train(first, range(5))
+        save(tmp_path, state_of(*first), step=5)
+        restored = restore(tmp_path, *second)
+        assert restored.step == 5
+        assert restored.dropped == ()
+        for made in (first, second):
+            train(made, range(5, 15))
+        assert values(first) == values(second)
+
+    def refused() -> None:
+        first, second = KINDS[before](), KINDS[after]()
+        train(first, range(5))
+        save(tmp_path, state_of(*first), step=5, overwrite=True)
+        train(second, range(2))
+        was = values(second)
+        try:
+            restore(tmp_path, *second)
+        finally:
+            assert values(second) == was
+
+    def dropped() -> None:
+        second = KINDS[after]()
+        assert restore(tmp_path, *second, strict=False).dropped
+        train(second, range(5, 8))
+
+    (one, *_), (other, *_) = (world(2).run(kept, KINDS[name]) for name in (before, after))
+    if one == other:
+        world(2).run(continued)
+        return
+    text = error_on_every_rank(2, CheckpointError, refused)
+    if one[0] != other[0]:
+        there, here = (f"fused {RowWiseAdagrad.__name__}" if c == "FusedOptimizer" else c for c in (one[0], other[0]))
+        if "fused" not in (before, after):  # of other groups of parameters
+            assert f"class {there} in the checkpoint, {here} here" in text
+    else:
+        for name in set().union(*one[1]) ^ set().union(*other[1]):
+            assert name in text
+    assert "strict=False loads what fits" in text
+    world(2).run(dropped)
+
+
+def plain() -> tuple[nn.Linear, Adam]:
+    layer = nn.Linear(3, 2)
+    optimizer = Adam(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+    return layer, optimizer
+
+
+def differences(folder: Path, module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """The lines of the error, which are those that `strict=False` returns."""
+    with pytest.raises(CheckpointError) as caught:
+        restore(folder, module, *args, **kwargs)
+    first, *lines, fix = str(caught.value).splitlines()
+    assert first == f"Loading {folder} failed: the checkpoint does not fit the state:"
+    assert fix.startswith("  Fix: make optimizers and schedulers as those that were saved")
+    found = [line.strip() for line in lines]
+    assert list(restore(folder, module, *args, **kwargs, strict=False).dropped) == found
+    return found
+
+
+def test_a_state_of_another_shape_is_refused_with_its_parameter(tmp_path: Path) -> None:
+    layer, optimizer = plain()
+    state = state_of(layer, optimizer)
+    save(tmp_path, state | {"optimizer.weight.exp_avg": torch.zeros(7, 1)}, step=1)
+    fresh = nn.Linear(3, 2)
+    another = Adam(fresh.parameters())
+    assert differences(tmp_path, fresh, another) == [
+        "optimizer '0' (Adam): state 'exp_avg' of weight: shape (7, 1) in the checkpoint, expected (2, 3)"
+    ]
+    assert [*another.state] == [fresh.bias]
+    assert torch.equal(fresh.weight, layer.weight)
+
+
+def test_the_differences_are_listed(tmp_path: Path) -> None:
+    layer, _ = plain()
+    adagrad = Adagrad(layer.parameters())
+    save(tmp_path, state_of(layer, adagrad), step=1)
+    assert differences(tmp_path, layer, Adam(layer.parameters())) == [
+        "optimizer '0' (Adam): class Adagrad in the checkpoint, Adam here",
+        (
+            "optimizer '0' (Adam): hyper-parameters initial_accumulator_value, lr_decay only in the checkpoint; "
+            "hyper-parameters amsgrad, betas, decoupled_weight_decay missing in the checkpoint"
+        ),
+        (
+            "optimizer '0' (Adam): states of weight, bias: sum only in the checkpoint; "
+            "exp_avg, exp_avg_sq missing in the checkpoint (lr 0.01 in the checkpoint, 0.001 here; "
+            "eps 1e-10 in the checkpoint, 1e-08 here)"
+        ),
+    ]
+
+
+def test_an_option_that_adds_states_is_refused_before_the_first_step_too(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2)
+    save(tmp_path, state_of(layer, SGD(layer.parameters(), lr=0.1)), step=0)
+    assert differences(tmp_path, layer, SGD(layer.parameters(), lr=0.1, momentum=0.9)) == [
+        (
+            "optimizer '0' (SGD): states of weight, bias: momentum_buffer missing in the checkpoint "
+            "(momentum 0 in the checkpoint, 0.9 here)"
+        )
+    ]
+
+
+def test_hyper_parameters_that_add_no_states_are_restored(tmp_path: Path) -> None:
+    layer, optimizer = plain()
+    save(tmp_path, state_of(layer, optimizer), step=1)
+    other = Adam(layer.parameters(), lr=3.0, betas=(0.1, 0.2), weight_decay=0.5, maximize=True)
+    restore(tmp_path, layer, other)
+    assert other.param_groups[0] | {"params": 0} == optimizer.param_groups[0] | {"params": 0}
+
+
+def test_states_that_are_only_in_the_checkpoint_are_dropped_and_the_others_kept(tmp_path: Path) -> None:
+    layer, _ = plain()
+    amsgrad = Adam(layer.parameters(), lr=0.1, amsgrad=True)
+    layer(torch.ones(4, 3)).square().sum().backward()
+    amsgrad.step()
+    save(tmp_path, state_of(layer, amsgrad), step=1)
+    optimizer = Adam(layer.parameters(), lr=0.5)
+    (line,) = differences(tmp_path, layer, optimizer)
+    assert "states of weight, bias: max_exp_avg_sq only in the checkpoint" in line
+    assert "amsgrad True in the checkpoint, False here" in line
+    assert torch.equal(optimizer.state[layer.weight]["exp_avg"], amsgrad.state[layer.weight]["exp_avg"])
+    assert optimizer.state[layer.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def two(rates: Sequence[float] = (0.1, 0.2)) -> tuple[nn.Sequential, dict[str, Optimizer]]:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    return module, {
+        "first": SGD(module[0].parameters(), lr=rates[0], momentum=0.9),
+        "second": Adam(module[1].parameters(), lr=rates[1]),
+    }
+
+
+def test_several_optimizers_have_names(tmp_path: Path) -> None:
+    module, optimizers = two()
+    module(torch.ones(4, 3)).sum().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    path = save(tmp_path, state_of(module, optimizers), step=1)
+    groups = read_manifest(path).values["optimizer.param_groups"]
+    assert [(group["optimizer"], group["class"], group["params"]) for group in groups] == [
+        ("first", "SGD", ["0.weight", "0.bias"]),
+        ("second", "Adam", ["1.weight", "1.bias"]),
+    ]
+    other, others = two((3, 4))
+    restore(tmp_path, other, dict(reversed(others.items())))
+    assert [one.param_groups[0]["lr"] for one in others.values()] == [0.1, 0.2]
+    states = (one["second"].state.values() for one in (others, optimizers))
+    for restored, saved in zip(*states, strict=True):
+        assert torch.equal(restored["exp_avg"], saved["exp_avg"])
+    assert differences(tmp_path, other, {"first": others["first"]}) == [
+        "optimizer 'second' (Adam) of 1.weight, 1.bias: only in the checkpoint"
+    ]
+    third, fresh = two()
+    assert restore(tmp_path, third, {"first": fresh["first"]}, subset=True).dropped == ()
+    assert not fresh["second"].state
+
+
+def test_groups_are_found_by_their_parameters(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2)
+    groups: list[dict[str, Any]] = [{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}]
+    save(tmp_path, state_of(layer, SGD(groups, lr=1.0)), step=1)
+    optimizer = SGD([{"params": [p]} for p in (layer.bias, layer.weight)], lr=1.0)
+    restore(tmp_path, layer, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
+    assert differences(tmp_path, layer, SGD(layer.parameters(), lr=1.0)) == [
+        "optimizer '0' (SGD): has a group of weight, bias, the checkpoint has them in groups of weight and of bias"
+    ]
+
+
+def test_names_of_parameters_in_a_group_stay_in_their_order(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2)
+    save(tmp_path, state_of(layer, SGD(layer.named_parameters(), lr=1.0)), step=1)
+    optimizer = SGD([("bias", layer.bias), ("weight", layer.weight)], lr=2.0)
+    restore(tmp_path, layer, optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["bias", "weight"]
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_a_checkpoint_that_does_not_say_classes_is_compared_by_the_rest(tmp_path: Path) -> None:
+    layer, optimizer = plain()
+    state = state_of(layer, optimizer)
+    for group in state["optimizer.param_groups"]:
+        del group["class"], group["optimizer"]
+    save(tmp_path, state, step=1)
+    other = Adam(layer.parameters(), lr=0.7)
+    restore(tmp_path, layer, other)
+    assert other.param_groups[0]["lr"] == 0.1
+    text = "\n".join(differences(tmp_path, layer, RMSprop(layer.parameters())))
+    assert "hyper-parameters amsgrad, betas, decoupled_weight_decay only in the checkpoint" in text
+    assert "square_avg missing in the checkpoint" in text
+
+
+class Counting(Optimizer):
+    """An optimizer that is not torch's."""
+
+    def __init__(self, params: Any, factor: float = 1.0) -> None:
+        super().__init__(params, {"lr": 0.1, "factor": factor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["updates"] = self.state[p].get("updates", 0) + 1
+
+
+def test_an_optimizer_of_another_library_is_restored_or_refused_by_its_class(tmp_path: Path) -> None:
+    layer, adam = plain()
+    counting = Counting(layer.parameters())
+    counting.step()
+    save(tmp_path, state_of(layer, counting), step=1)
+    another = Counting(layer.parameters(), factor=2.0)
+    restore(tmp_path, layer, another)
+    assert another.state[layer.weight] == {"updates": 1}
+    assert another.param_groups[0]["factor"] == 1.0
+    save(tmp_path, state_of(layer, adam), step=2)
+    with pytest.raises(CheckpointError, match="class Adam in the checkpoint, Counting here"):
+        restore(tmp_path, layer, another)
+    assert another.state[layer.weight] == {"updates": 1}
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+def columns(size: int) -> dict[str, Placement]:
+    uneven = {1: (6,), 2: (4, 2), 3: (1, 0, 5)}[size]
+    return {"t0": Shard(1), "t1": Shard(1, uneven)}
+
+
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), RowWiseAdam(lr=0.1)], ids=["adagrad", "adam"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (3, 0), (0, 2)])
+def test_states_of_rows_become_the_mean_of_another_number_of_shards_of_columns(
+    tmp_path: Path, optimizer: RowOptimizer, before: int, after: int
+) -> None:
+    """0: sharded by rows."""
+    state = optimizer.of_rows[0]
+
+    def first() -> list[Tensor]:
+        model = Model(optimizer, columns(before) if before else {"t0": Shard(0)})
+        for step in range(3):
+            model.take_step(step)
+        fused = model.tables.fused_optimizer
+        assert fused is not None
+        save(tmp_path, state_of(model, {"tables": fused}), step=3)
+        return [of[state].full_tensor() for of in fused.state.values()]
+
+    def second() -> tuple[list[Tensor], list[Tensor]]:
+        model = Model(optimizer, columns(after) if after else {"t0": Shard(0)})
+        fused = model.tables.fused_optimizer
+        assert fused is not None
+        tensors = [of[state] for of in fused.state.values()]
+        restore(tmp_path, model, {"tables": fused})
+        assert all(one is of[state] for one, of in zip(tensors, fused.state.values(), strict=True))
+        found = [tensor.full_tensor() for tensor in tensors]
+        for step in range(3, 5):
+            model.take_step(step)
+        return found, [tensor.full_tensor() for tensor in tensors]
+
+    saved = world(before or 2).run(first)[0]
+    for found, later in world(after or 2).run(second):
+        for one, other, trained in zip(saved, found, later, strict=True):
+            same = one.shape == other.shape
+            assert torch.equal(other, one if same else one.mean(1, keepdim=True).expand(other.shape))
+            assert not torch.equal(trained, other)
+
+
+def test_a_table_of_another_number_of_rows_names_resize(tmp_path: Path) -> None:
+    def first() -> None:
+        model = Model(RowWiseAdagrad(lr=0.1), rows=(11, 7))
+        assert model.tables.fused_optimizer is not None
+        save(tmp_path, state_of(model, model.tables.fused_optimizer), step=1)
+
+    def second() -> None:
+        model, fused = with_fused()
+        restore(tmp_path, model, fused)
+
+    def third() -> None:
+        model, fused = with_fused()
+        model.tables.resize_({"t0": 11})
+        restore(tmp_path, model, fused)
+
+    world(2).run(first)
+    text = error_on_every_rank(2, CheckpointError, second)
+    assert (
+        "'model.tables.embedding_bags.t0.weight': shape (11, 6) in the checkpoint, (9, 6) in the state. "
+        "Fix: collection.resize_({'t0': 11}) before restore" in text
+    )
+    assert "of tables.embedding_bags.t0.weight: shape (11, 1) in the checkpoint, expected (9, 1)" in text
+    world(2).run(third)
+
+
+def test_another_optimizer_of_tables_is_refused_by_its_class_and_states(tmp_path: Path) -> None:
+    def first() -> None:
+        model = Model(RowWiseAdam(lr=0.1))
+        assert model.tables.fused_optimizer is not None
+        save(tmp_path, state_of(model, model.tables.fused_optimizer), step=1)
+
+    def second() -> None:
+        restore(tmp_path, *with_fused())
+
+    def third() -> list[str]:
+        model, fused = with_fused()
+        model.take_step(0)
+        state = {p: of["sum"].full_tensor().clone() for p, of in fused.state.items()}
+        dropped = restore(tmp_path, model, fused, strict=False).dropped
+        for parameter, value in state.items():
+            now = fused.state[parameter]["sum"]
+            assert isinstance(now, DTensor)
+            assert torch.equal(now.full_tensor(), value)
+        model.take_step(1)
+        return [*dropped]
+
+    world(2).run(first)
+    text = error_on_every_rank(2, CheckpointError, second)
+    assert "class fused RowWiseAdam in the checkpoint, fused RowWiseAdagrad here" in text
+    assert "exp_avg, exp_avg_sq only in the checkpoint; sum missing in the checkpoint" in text
+    for dropped in world(2).run(third):
+        assert len(dropped) == 3
