@@ -1,7 +1,7 @@
 """Optimizers in a checkpoint: what is saved of them, and whether what was saved fits those that are here.
 
 The states of a parameter are found by its name, and groups by the names of their parameters. What states an optimizer
-of `torch.optim` keeps is asked of one like it, which takes a step on meta tensors; one of another library is compared
+of `torch.optim` keeps is known from one like it, which takes a step on meta tensors; one of another library is compared
 by its class and its hyper-parameters.
 """
 
@@ -139,21 +139,22 @@ class FittingState:
     reordered: list[Optimizer] = field(default_factory=list)
     means: dict[str, DTensor] = field(default_factory=dict)
 
-    def apply(self, optimizers: Iterable[Optimizer]) -> None:
-        """Give the optimizers what was loaded into `state`."""
+    def apply(self, optimizers: Iterable[Optimizer], loaded: Mapping[str, Any]) -> None:
+        """Give the optimizers what was loaded of `state`."""
+        states = {name: loaded[name] for name in self.state}
         for group, saved in self.groups:
             _restore_group(group, saved)
         for name, target in self.means.items():
             own = plain(target)
-            own.copy_(plain(self.state[name]).mean(1, keepdim=True).expand_as(own))
-            self.state[name] = target
+            own.copy_(plain(states[name]).mean(1, keepdim=True).expand_as(own))
+            states[name] = target
         for optimizer in optimizers:
             before = dict(optimizer.state)
             optimizer.state.clear()
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter in self.entries:
                     names = self.entries[parameter]
-                    optimizer.state[parameter] = {key: self.state[name] for key, name in names.items()}
+                    optimizer.state[parameter] = {key: states[name] for key, name in names.items()}
                 elif parameter in self.kept and parameter in before:
                     optimizer.state[parameter] = before[parameter]
 
@@ -174,7 +175,8 @@ def fitting_state(
         return fit
     groups = _saved_groups(manifest)
     left = list(groups)
-    owners = {name for group in groups for name in group["params"]} | {*names.values()}
+    here = {names[id(p)] for one in optimizers.values() for group in one.param_groups for p in group["params"]}
+    owners = {name for group in groups for name in group["params"]} | here
     stored: dict[str, dict[str, str]] = {}
     for name in (*manifest.tensors, *manifest.values):
         owner, _, key = name.removeprefix(PREFIX).rpartition(".")
@@ -192,7 +194,6 @@ def fitting_state(
             _Group(manifest, name, optimizer, number, mine, saved).compare(stored, left, fit)
         if order != sorted(order):
             fit.reordered.append(optimizer)
-    here = set(names.values())
     for group in left:
         if not subset and here.isdisjoint(group["params"]):
             what = f"optimizer {group.get('optimizer', '?')!r} ({group.get('class', '?')})"
@@ -248,7 +249,7 @@ class _Group:
             if only_there or missing:
                 structures.setdefault((only_there, missing), []).append(name)
             lines += [f"state {key!r} of {name}: {problem}" for key, problem in shapes.items()]
-            if missing or shapes:
+            if missing or shapes or (expected is None and not same_class):
                 fit.kept.add(parameter)
             elif found:
                 self._add(parameter, {key: of for key, of in found.items() if key not in only_there}, fit)
@@ -256,7 +257,7 @@ class _Group:
                 fit.kept.add(parameter)
         for (only_there, missing), of in structures.items():
             lines.append(f"states of {_some(of)}: {_only('', only_there, missing)}{self._values_that_differ()}")
-        if self.saved is not None and same_class:
+        if self.saved is not None and same_class and not structures:
             values = self.saved if not lines else {k: v for k, v in self.saved.items() if k in self.group}
             fit.groups.append((self.group, values))
         fit.differences += [f"{self._where()}: {line}" for line in lines]
@@ -321,7 +322,8 @@ class _Group:
             stored = self.manifest.tensors.get(found[key])
             shape = None if stored is None else stored.shape
             if shape != need[key] and not self._is_mean(parameter, key, shape):
-                problem = f"{_shape(shape)} in the checkpoint, expected {_shape(need[key])}"
+                expected_shape = "no tensor" if need[key] is None else need[key]
+                problem = f"{_shape(shape)} in the checkpoint, expected {expected_shape}"
                 shapes[key] = problem + self._resize(parameter, shape)
         return tuple(sorted(set(have) - need.keys())), tuple(sorted(need.keys() - set(have))), shapes
 

@@ -63,7 +63,7 @@ def fitting_schedulers(
     return fitting, differences
 
 
-def _differences(saved: Any, own: Any, where: str) -> Iterator[str]:
+def _differences(saved: object, own: object, where: str) -> Iterator[str]:
     """What a state lacks or has too much; values may differ."""
     if isinstance(saved, dict) and isinstance(own, dict) and not {_PAIRS, _FLOAT} & (saved.keys() | own.keys()):
         for key in sorted(saved.keys() ^ own.keys()):
@@ -77,7 +77,7 @@ def _differences(saved: Any, own: Any, where: str) -> Iterator[str]:
             yield from _differences(one, other, f"{where}{number}.")
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     """`value` without what JSON lacks: numbers that are not finite, and keys that are no strings."""
     if isinstance(value, Tensor) and not value.ndim:
         value = value.item()
@@ -90,7 +90,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _from_json(value: Any, own: Any) -> Any:
+def _from_json(value: Any, own: object) -> object:
     """What was saved as `value`, of the type of `own`."""
     if isinstance(value, dict):
         if _FLOAT in value:

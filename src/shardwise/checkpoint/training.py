@@ -84,53 +84,75 @@ def restore(
         extra: what else was saved beside `state_of(...)`; filled in place.
         subset: whether the checkpoint may hold more, for example the optimizer when only the module is wanted.
         strict: whether optimizers and schedulers that do not fit are refused. Otherwise what fits is loaded: of a
-            parameter all states that its optimizer needs, or none, and then it keeps those that it has. Of an
-            optimizer of another class, hyper-parameters are not loaded. `dropped` of the result says the rest.
+            parameter all states that its optimizer needs, or none, and then it keeps those that it has; of a group the
+            hyper-parameters, if its class and the names of its states are the same. `dropped` of the result says the
+            rest.
 
     Raises:
         CheckpointError: as `load`; or optimizers or schedulers of other classes, groups, names of hyper-parameters, or
             names and shapes of states. Nothing was changed.
     """
     given = {} if extra is None else extra
-    state: dict[str, Any] = {}
     optimizers, named = by_name(optimizer), by_name(schedulers)
-    fit, fitting = FittingState(), dict[str, dict[str, Any]]()
-    dropped: list[str] = []
+    found: list[_Fitting] = []
 
     def choose(manifest: Manifest) -> Wanted:
-        nonlocal fit, fitting
-        state.update(_model_state(module))
-        both = sorted(state.keys() & given.keys())
-        if both:
-            raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
-        state.update(given)
-        known, differences = set[str](), list[str]()
-        if optimizers:
-            fit = fitting_state(manifest, module, optimizers, subset)
-            state.update(fit.state)
-            known |= fit.known
-            differences += fit.differences
-        if named:
-            fitting, lines = fitting_schedulers(manifest, named, fit.reordered, subset)
-            known.add(SCHEDULERS)
-            differences += lines
-        if not strict:
-            dropped.extend(differences)
-        return Wanted(
-            state,
-            differences if strict else (),
-            known,
-            _resizes(module, manifest),
-            "make optimizers and schedulers as those that were saved; "
-            "strict=False loads what fits, and says in `dropped` what does not",
-        )
+        found.append(_fitting(manifest, module, optimizers, named, given, subset))
+        return found[0].wanted(strict)
 
     manifest = load_into(folder, choose, subset)
+    state, optimizer_states = found[0].state, found[0].optimizers
     given.update({key: state[key] for key in given})
-    fit.apply(optimizers.values())
-    for name, of_scheduler in fitting.items():
+    optimizer_states.apply(optimizers.values(), state)
+    for name, of_scheduler in found[0].schedulers.items():
         named[name].load_state_dict(of_scheduler)
-    return Restored(**{f.name: getattr(manifest, f.name) for f in fields(Manifest)}, dropped=tuple(dropped))
+    entries = {entry.name: getattr(manifest, entry.name) for entry in fields(Manifest)}
+    return Restored(**entries, dropped=() if strict else tuple(found[0].differences))
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """What of a checkpoint fits a module, its optimizers and schedulers, and what does not."""
+
+    state: dict[str, Any]
+    optimizers: FittingState
+    schedulers: dict[str, dict[str, Any]]
+    differences: list[str]
+    known: set[str]
+    resizes: dict[str, str]
+
+    def wanted(self, strict: bool) -> Wanted:
+        fix = (
+            "make optimizers and schedulers as those that were saved; strict=False loads what fits, and says in "
+            "`dropped` what does not"
+        )
+        return Wanted(self.state, self.differences if strict else (), self.known, self.resizes, fix)
+
+
+def _fitting(
+    manifest: Manifest,
+    module: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    schedulers: Mapping[str, LRScheduler],
+    extra: Mapping[str, Any],
+    subset: bool,
+) -> _Fitting:
+    state = _model_state(module)
+    both = sorted(state.keys() & extra.keys())
+    if both:
+        raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
+    of_optimizers, of_schedulers = FittingState(), dict[str, dict[str, Any]]()
+    differences, known = list[str](), set[str]()
+    if optimizers:
+        of_optimizers = fitting_state(manifest, module, optimizers, subset)
+        differences += of_optimizers.differences
+        known |= of_optimizers.known
+    if schedulers:
+        of_schedulers, lines = fitting_schedulers(manifest, schedulers, of_optimizers.reordered, subset)
+        differences += lines
+        known.add(SCHEDULERS)
+    state = {**state, **extra, **of_optimizers.state}
+    return _Fitting(state, of_optimizers, of_schedulers, differences, known, _resizes(module, manifest))
 
 
 def _model_state(module: nn.Module) -> dict[str, Any]:
