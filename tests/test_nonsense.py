@@ -548,7 +548,8 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     ),
     "shardwise.checkpoint.save": lambda: (
         checkpoint.save,
-        {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True},
+        {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True}
+        | {"require_finite": True},
     ),
     "shardwise.checkpoint.state_of": lambda: (
         checkpoint.state_of,

@@ -92,6 +92,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that is incomplete, damaged or does not fit."""
 
 
+class NotFiniteError(CheckpointError):
+    """A state with infinite values or NaN, which was to be saved only without them."""
+
+
 class ConfigError(ShardwiseError, ValueError):
     """A configuration with unknown keys or values of the wrong type."""
 

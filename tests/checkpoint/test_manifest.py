@@ -35,6 +35,7 @@ SOUND = Manifest(
     values={"epoch": 3, "nested": [None, {"a": [1.5]}]},
     metadata={"é": "\x00 <script>"},
     versions={"shardwise": "0.1.0", "torch": "2.13.0"},
+    not_finite=("w",),
 )
 
 
@@ -50,6 +51,12 @@ def resealed(said: Any) -> bytes:
 def test_what_is_written_is_read_back() -> None:
     assert parse(as_bytes(SOUND)) == SOUND
     assert parse(resealed(content())) == SOUND
+
+
+def test_a_manifest_of_the_first_version_is_read() -> None:
+    said = content() | {"version": 1}
+    del said["not_finite"]
+    assert parse(resealed(said)) == replace(SOUND, not_finite=())
 
 
 def change(*path: Any, to: Any) -> Callable[[Any], None]:
@@ -73,9 +80,12 @@ CHUNK = (*W, "chunks", 0)
 PIECE = {"file": "rank-0000.safetensors", "key": "x", "offsets": [0, 0], "sizes": [1, 1], "crc32": 0}
 
 HOSTILE = {
-    "a future version": (change("version", to=2), "is 'shardwise checkpoint' version 2, expected"),
+    "not finite, but not there": (change("not_finite", to=["v"]), "not_finite: expected names of tensors, got 'v'"),
+    "a number that is not finite": (change("not_finite", to=[[1]]), "not_finite: expected names of tensors, got [1]"),
+    "the first version with a field of the second": (change("version", to=1), "has an unknown field 'not_finite'"),
+    "a future version": (change("version", to=3), "is 'shardwise checkpoint' version 3, expected"),
     "a version that is a string": (change("version", to="1"), "version '1', expected"),
-    "another format": (change("format", to="other"), "is 'other' version 1, expected"),
+    "another format": (change("format", to="other"), "is 'other' version 2, expected"),
     "a field missing": (change("step", to=KeyError), "lacks field 'step'"),
     "a field unknown": (change("extra", to=1), "has an unknown field 'extra'"),
     "a negative step": (change("step", to=-1), "step: expected an integer from 0 to"),
@@ -211,7 +221,7 @@ def test_what_could_not_be_read_back_is_not_written() -> None:
     full = (Chunk("rank-0000.safetensors", "x", Box((), ()), 0),)
     scalar = StoredTensor(torch.bool, (), full)
     with pytest.raises(CheckpointError, match="2 chunks have the key 'x'"):
-        as_bytes(replace(SOUND, tensors={"a": scalar, "b": scalar}))
+        as_bytes(replace(SOUND, tensors={"a": scalar, "b": scalar}, not_finite=()))
 
 
 @laws

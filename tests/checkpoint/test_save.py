@@ -15,7 +15,8 @@ import torch
 
 from shardwise import collectives
 from shardwise.checkpoint import latest, load, read_manifest, save
-from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.checkpoint.files import DTYPES
+from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise.tensor import tag
 from shardwise.testing import world
@@ -239,6 +240,66 @@ def test_a_failed_save_can_be_repeated_by_the_same_run(tmp_path: Path) -> None:
     (tmp_path / "run").unlink()
     world(2).run(save_sevens, tmp_path / "run", 1)
     assert loaded_seed(tmp_path / "run") == 1
+
+
+# ---- values that are not finite -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point or d.is_complex], ids=str)
+def test_a_manifest_says_which_tensors_are_not_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+    """NaN and, where the dtype has it, infinity; on one rank of two, in any place."""
+    bad = [torch.tensor(value).to(dtype) for value in (float("nan"), float("inf"), -float("inf"))]
+
+    def body() -> None:
+        state = {}
+        for number, value in enumerate(bad):
+            for place in (0, 3, 5):
+                full = torch.full((6,), 0.5).to(dtype)
+                full[place] = value
+                state[f"{number}.{place}"] = distributed(full.view(3, 2), LAYOUT)
+        sound = {"sound": distributed(torch.full((3, 2), 0.5).to(dtype), LAYOUT), "empty": torch.empty(0, dtype=dtype)}
+        save(tmp_path, state | sound, step=1)
+
+    world(2).run(body)
+    finite = {f"{number}" for number, value in enumerate(bad) if value.to(torch.complex64).isfinite()}
+    expected = {f"{n}.{place}" for n in range(3) for place in (0, 3, 5) if f"{n}" not in finite}
+    assert set(read_manifest(tmp_path / "step-00000001").not_finite) == expected
+    assert "0.0" in expected
+
+
+def test_nothing_is_saved_that_has_to_be_finite_and_is_not(tmp_path: Path) -> None:
+    full = torch.tensor([[1.0, 2.0], [3.0, 4.0], [float("nan"), 6.0]])
+    most = torch.tensor([torch.finfo(torch.float32).max, 2**31, -1.0])
+
+    def sound() -> None:
+        save(tmp_path, {"most": most, "integers": torch.arange(3), "flags": most > 0}, step=1, require_finite=True)
+
+    def bad() -> None:
+        save(tmp_path, {"sound": most, "w": distributed(full, LAYOUT)}, step=2, require_finite=True)
+
+    world(2).run(sound)
+    before = content(tmp_path)
+    text = error_on_every_rank(2, NotFiniteError, bad)
+    assert text == f"Saving step 2 to {tmp_path} failed: there are infinite values or NaN in\n  w"
+    assert content(tmp_path) == before
+
+
+def test_keep_never_removes_the_last_finite_checkpoint(tmp_path: Path) -> None:
+    """A buffer that always has infinite values does not make a checkpoint worse than others."""
+
+    def save_value(step: int, value: float, keep: int = 2) -> list[int]:
+        mask = torch.tensor([0.0, -float("inf")])
+        world(1).run(lambda: save(tmp_path, {"mask": mask, "x": torch.tensor(value)}, step=step, keep=keep))
+        return steps(tmp_path)
+
+    nan = float("nan")
+    assert save_value(1, 1.0) == [1]
+    assert save_value(2, 2.0) == [1, 2]
+    assert save_value(3, nan) == [2, 3]
+    assert save_value(4, nan) == [2, 3, 4]
+    assert save_value(5, nan, keep=1) == [2, 5]
+    assert save_value(6, 6.0) == [5, 6]
+    assert save_value(7, 7.0, keep=1) == [7]
 
 
 # ---- what cannot be saved ---------------------------------------------------------------------------------

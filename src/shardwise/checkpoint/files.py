@@ -80,23 +80,47 @@ def file_layout(
 # ---- writing ----------------------------------------------------------------------------------------------
 
 
+class Checksum:
+    """Of the bytes of a tensor in row-major order, and whether its values are finite; block by block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.crc32 = 0
+        self.finite = True
+        self._dtype = dtype
+
+    def add(self, block: memoryview) -> None:
+        self.crc32 = crc32(block, self.crc32)
+        self.finite = self.finite and _is_finite(block, self._dtype)
+
+
+def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
+    if not block.nbytes or not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    values = torch.frombuffer(block, dtype=dtype)
+    if dtype.is_complex:
+        values = torch.view_as_real(values)
+    if dtype.itemsize == 1:  # torch has no minimum of these
+        values = values.float()
+    return all(torch.isfinite(extreme).item() for extreme in values.aminmax())  # NaN if there is one
+
+
 def content(
-    layout: FileLayout, tensors: Mapping[str, Tensor], checksums: dict[str, int]
+    layout: FileLayout, tensors: Mapping[str, Tensor], checksums: dict[str, Checksum]
 ) -> Iterator[memoryview | bytes]:
-    """The bytes of a file, block by block; the crc32 of each tensor is put into `checksums` on the way."""
+    """The bytes of a file, block by block; the checksum of each tensor is put into `checksums` on the way."""
     yield layout.header
     for key in layout.starts:
-        checksums[key] = 0
+        checksums[key] = Checksum(tensors[key].dtype)
         for block in byte_blocks(tensors[key]):
-            checksums[key] = crc32(block, checksums[key])
+            checksums[key].add(block)
             yield block
 
 
-def checksum(x: Tensor) -> int:
-    """The crc32 of the bytes of `x` in row-major order."""
-    total = 0
+def checksum(x: Tensor) -> Checksum:
+    """The checksum of `x`."""
+    total = Checksum(x.dtype)
     for block in byte_blocks(x):
-        total = crc32(block, total)
+        total.add(block)
     return total
 
 

@@ -18,7 +18,8 @@ from shardwise.checkpoint.files import DTYPES, METADATA_KEY, FileLayout, file_la
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Box, check_cover
 
-FORMAT, VERSION = "shardwise checkpoint", 1
+FORMAT, VERSION = "shardwise checkpoint", 2
+OLDER = {1: ("not_finite",)}  # the versions that are read as well, with the fields that they lack
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 28  # bytes; a million chunks take about 200 each
 LARGEST = 2**63 - 1
@@ -63,6 +64,7 @@ class Manifest:
         values: the JSON values of the state, by global name.
         metadata: what the caller of `save` wanted to keep with it.
         versions: of the packages that wrote it.
+        not_finite: the tensors that have infinite values or NaN.
         sha256: of the manifest itself; known once it is written or read.
     """
 
@@ -72,6 +74,7 @@ class Manifest:
     values: Mapping[str, Any]
     metadata: Mapping[str, Any]
     versions: Mapping[str, str]
+    not_finite: tuple[str, ...] = ()
     sha256: str = field(default="", compare=False)
 
     def file_layouts(self) -> dict[str, FileLayout]:
@@ -108,6 +111,7 @@ def as_bytes(manifest: Manifest) -> bytes:
         "versions": manifest.versions,
         "metadata": manifest.metadata,
         "values": manifest.values,
+        "not_finite": manifest.not_finite,
         "tensors": tensors,
     }
     # Without the brace that the first line opens.
@@ -138,9 +142,9 @@ def parse(data: bytes) -> Manifest:
         raise CheckpointError("is damaged: its content does not match its checksum")
     content = _parse_json(data)
     version = content.get("version")
-    if content.get("format") != FORMAT or version != VERSION:
+    if content.get("format") != FORMAT or (version != VERSION and version not in [*OLDER]):
         raise CheckpointError(
-            f"is {content.get('format')!r} version {version!r}, expected {FORMAT!r} version {VERSION}. "
+            f"is {content.get('format')!r} version {version!r}, expected {FORMAT!r} version {VERSION} or older. "
             f"Fix: read it with what wrote it: {_short(content.get('versions'))}"
         )
     return _manifest(content)
@@ -178,8 +182,10 @@ def _finite(text: str) -> float:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
-    kinds = dict.fromkeys(("sha256", "format"), str) | dict.fromkeys(("version", "step", "world_size"), int)
-    _fields("", content, kinds | dict.fromkeys(("versions", "metadata", "values", "tensors"), dict))
+    kinds: dict[str, type] = dict.fromkeys(("versions", "metadata", "values", "tensors"), dict)
+    kinds |= {"sha256": str, "format": str, "version": int, "step": int, "world_size": int, "not_finite": list}
+    lacks = OLDER.get(content["version"], ())
+    _fields("", content, {name: kind for name, kind in kinds.items() if name not in lacks})
     tensors = {name: _tensor(_text(name, "a name"), said) for name, said in content["tensors"].items()}
     both = sorted(tensors.keys() & content["values"].keys())
     if both:
@@ -191,8 +197,12 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         content["values"],
         content["metadata"],
         content["versions"],
+        tuple(content.get("not_finite", ())),
         content["sha256"],
     )
+    for name in manifest.not_finite:
+        if not isinstance(name, str) or name not in tensors:
+            raise CheckpointError(f"not_finite: expected names of tensors, got {_short(name)}")
     seen: Counter[tuple[str, str]] = Counter()
     for name, chunk in ((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks):
         if _rank_of(chunk.file) >= manifest.world_size:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
-from shardwise.checkpoint.files import METADATA_KEY, checksum, content, file_layout
+from shardwise.checkpoint.files import METADATA_KEY, Checksum, checksum, content, file_layout
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, keep_only
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, NotFiniteError
 from shardwise.layout import Box, checked
 
 
@@ -31,6 +31,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     keep: int | None = None,
     overwrite: bool = False,
+    require_finite: bool = False,
 ) -> Path:
     """Save `state` as `folder/step-<step>`; all ranks of the world call it.
 
@@ -44,20 +45,24 @@ def save(
         step: names the checkpoint.
         metadata: JSON to keep with it, such as the configuration.
         keep: how many checkpoints may stay in `folder` after this one is complete, itself included; None
-            keeps all.
+            keeps all. If this one has more tensors with infinite values or NaN than an earlier one, the last one
+            with the fewest of them stays as well.
         overwrite: replace a checkpoint of the same step.
+        require_finite: save nothing if a tensor has infinite values or NaN.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
         CheckpointError: nothing was saved; the same text on every rank says where and why.
+        NotFiniteError: so for `require_finite`.
         MismatchError: ranks passed different names, layouts, values or arguments.
     """
     what = f"Saving step {step} to {folder}"
     store: CheckpointStore = FolderStore(folder)
     contents = _Contents(state, metadata)
     arguments = {"step": repr(step), "keep": repr(keep), "overwrite": repr(overwrite)}
+    arguments |= {"require_finite": repr(require_finite)}
 
     def prepare() -> str:
         _check_arguments(step, keep)
@@ -68,13 +73,7 @@ def save(
     require_same("Saving a checkpoint", arguments | contents.facts, digests)
     draft = on_all_ranks(what, lambda: on_first_rank(lambda: store.begin(step, overwrite)))[0]
     try:
-        crcs = on_all_ranks(what, lambda: contents.write(store, draft))
-
-        def commit() -> str:
-            manifest = contents.manifest(step, crcs)
-            return on_first_rank(lambda: store.commit(draft, as_bytes(manifest)))
-
-        version = on_all_ranks(what, commit)[0]
+        version = _write_and_commit(what, contents, store, draft, step, require_finite)
     except BaseException:
         if collectives.rank() == 0:
             store.remove(draft)
@@ -82,6 +81,22 @@ def save(
     if keep is not None and collectives.rank() == 0:
         keep_only(store, step, keep)
     return Path(folder, version)
+
+
+def _write_and_commit(
+    what: str, contents: "_Contents", store: CheckpointStore, draft: str, step: int, require_finite: bool
+) -> str:
+    """The version that the draft became."""
+    sums = on_all_ranks(what, lambda: contents.write(store, draft))
+    if require_finite and (names := contents.not_finite(sums)):
+        shown = listed([f"  {name}" for name in names])
+        raise NotFiniteError(f"{what} failed: there are infinite values or NaN in\n{shown}")
+
+    def commit() -> str:
+        manifest = contents.manifest(step, sums)
+        return on_first_rank(lambda: store.commit(draft, as_bytes(manifest)))
+
+    return on_all_ranks(what, commit)[0]
 
 
 def _check_arguments(step: int, keep: int | None) -> None:
@@ -130,8 +145,8 @@ class _Contents:
         """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
         return name if box.sizes == self.tensors[name].layout.shape else f"{name}{box}"
 
-    def write(self, store: CheckpointStore, draft: str) -> list[int]:
-        """Write the boxes that fall to this rank; the crc32 of all that it holds."""
+    def write(self, store: CheckpointStore, draft: str) -> list[tuple[int, bool]]:
+        """Write the boxes that fall to this rank; the crc32 of all that it holds, and whether they are finite."""
         store.join(draft)
         rank = collectives.rank()
         views = [view for tensor in self.tensors.values() for _, view in tensor.views]
@@ -141,18 +156,29 @@ class _Contents:
             key = self._key(name, box)
             if writes and written.setdefault(key, view) is not view:
                 raise CheckpointError(f"two tensors of the state are called {key!r}. Fix: rename one")
-        crcs: dict[str, int] = {}
+        sums: dict[str, Checksum] = {}
         if written:
             layout = file_layout((key, x.dtype, tuple(x.shape)) for key, x in written.items())
-            store.write(draft, file_name(rank), layout.size, content(layout, written, crcs))
-        return [crcs[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
+            store.write(draft, file_name(rank), layout.size, content(layout, written, sums))
+        mine = [sums[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
+        return [(one.crc32, one.finite) for one in mine]
 
-    def manifest(self, step: int, crcs: list[list[int]]) -> Manifest:
+    def not_finite(self, sums: list[list[tuple[int, bool]]]) -> tuple[str, ...]:
+        """The tensors that have infinite values or NaN on some rank, by what `write` said on each."""
+        found = {
+            name
+            for rank, values in enumerate(sums)
+            for (name, _, _), (_, finite) in zip(self._boxes(rank), values, strict=True)
+            if not finite
+        }
+        return tuple(name for name in self.tensors if name in found)
+
+    def manifest(self, step: int, sums: list[list[tuple[int, bool]]]) -> Manifest:
         """What was written, checked: every element once, and equal on all ranks that hold it."""
         ranks: dict[tuple[str, Box], dict[int, list[int]]] = {}  # that hold a box, by its crc32
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.tensors}
-        for rank, values in enumerate(crcs):
-            for (name, box, writes), crc in zip(self._boxes(rank), values, strict=True):
+        for rank, values in enumerate(sums):
+            for (name, box, writes), (crc, _) in zip(self._boxes(rank), values, strict=True):
                 ranks.setdefault((name, box), {}).setdefault(crc, []).append(rank)
                 if writes:
                     chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, crc))
@@ -172,7 +198,8 @@ class _Contents:
             in_order = sorted(chunks[name], key=lambda chunk: chunk.box)
             tensors[name] = StoredTensor(tensor.dtype, tensor.layout.shape, tuple(in_order))
             check_chunks(name, tensors[name])
-        return Manifest(step, len(crcs), tensors, self.values, self.metadata, _versions())
+        not_finite = self.not_finite(sums)
+        return Manifest(step, len(sums), tensors, self.values, self.metadata, _versions(), not_finite)
 
 
 def _versions() -> dict[str, str]:

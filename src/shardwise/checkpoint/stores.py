@@ -7,7 +7,7 @@ reported on all ranks.
 
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Protocol
 
 from shardwise.checkpoint.files import StoredFile, check_size
@@ -63,12 +63,23 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
             raise CheckpointError(f"{file.name}: {error}") from error
 
 
+def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
+    """The manifest of a version all files of which are there, without reading its data.
+
+    Raises:
+        CheckpointError: it is not complete.
+    """
+    manifest = stored_manifest(store, version)
+    for name, layout in manifest.file_layouts().items():
+        with closing(store.open(version, name)) as file:
+            check_size(file, layout)
+    return manifest
+
+
 def why_incomplete(store: CheckpointStore, version: str) -> str | None:
     """What keeps `version` from being complete, without reading its data; None if nothing does."""
     try:
-        for name, layout in stored_manifest(store, version).file_layouts().items():
-            with closing(store.open(version, name)) as file:
-                check_size(file, layout)
+        complete_manifest(store, version)
     except CheckpointError as error:
         return str(error)
     return None
@@ -77,12 +88,20 @@ def why_incomplete(store: CheckpointStore, version: str) -> str | None:
 def keep_only(store: CheckpointStore, saved: int, count: int) -> None:
     """Remove all but `count` complete versions: of those before step `saved` the last ones stay longest.
 
-    The one of `saved` always stays. Those of later steps are left from a run that was taken back, so they go
-    first. What cannot be removed is warned about: the new checkpoint is complete all the same.
+    The one of `saved` always stays, and of those up to it the last one with the fewest tensors that are not finite:
+    a run that diverged keeps what it can go back to. Those of later steps are left from a run that was taken back, so
+    they go first. What cannot be removed is warned about: the new checkpoint is complete all the same.
     """
     try:
-        complete = {step: name for step, name in store.versions().items() if why_incomplete(store, name) is None}
+        complete, not_finite = {}, {}
+        for step, name in store.versions().items():
+            with suppress(CheckpointError):
+                not_finite[step] = len(complete_manifest(store, name).not_finite)
+                complete[step] = name
+        before = [step for step in complete if step <= saved]
+        good = min(before, key=lambda step: (not_finite[step], -step), default=saved)
         for step in sorted(complete, key=lambda step: (step != saved, step > saved, -step))[count:]:
-            store.remove(complete[step])
+            if step != good:
+                store.remove(complete[step])
     except OSError as error:
         warnings.warn(f"{error.filename}: an old checkpoint cannot be removed: {error.strerror}", stacklevel=2)

@@ -4,4 +4,4 @@ from shardwise.errors import ShardwiseError
 
 
 class DivergedError(ShardwiseError, ArithmeticError):
-    """The loss is infinite or not a number."""
+    """The loss, a parameter or an optimizer state is infinite or not a number."""

@@ -1,6 +1,5 @@
 """What a run records: loss, time and communication."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from time import perf_counter
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.demos.errors import DivergedError
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,11 @@ class Ledger:
         self._start += perf_counter() - before
 
     def progress(self, step: int, last_step: int | None, epoch: int) -> Progress:
-        """The progress since the last report. All ranks call it.
-
-        Raises:
-            DivergedError: the loss is not finite.
-        """
+        """The progress since the last report. All ranks call it."""
         # Added before it is read: losses that are Partial then need one all-reduce.
         total = reduce(add, (loss * count for loss, count in self._losses))
         loss = total.item() / sum(count for _, count in self._losses)
         self._losses.clear()
-        if not math.isfinite(loss):
-            raise DivergedError(f"the loss before step {step} is {loss}. Fix: try a smaller learning_rate.")
         return Progress(step, last_step, epoch, loss, self.num_examples / self.seconds)
 
     def communication(self) -> Communication:

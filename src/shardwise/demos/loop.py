@@ -1,6 +1,7 @@
 """Training: the same few lines of torch as in one process, on parameters that live on many ranks."""
 
 import dataclasses
+import math
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -15,12 +16,15 @@ from shardwise import collectives
 from shardwise.checkpoint import latest, read_manifest, restore, save, state_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.demos.config import RunConfig, differences
+from shardwise.demos.errors import DivergedError
 from shardwise.demos.ledger import Communication, Ledger, Progress
 from shardwise.demos.stopping import postponed_signals
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, NotFiniteError
+from shardwise.tensor import plain
 
 B = TypeVar("B")
 
+SHOWN = 3  # of the parameters that are not finite, how many an error names
 STOP_EVERY = 5  # steps between two checks of whether a rank was signalled; each is one small collective
 
 
@@ -83,7 +87,11 @@ class Job(ABC, Generic[B]):
         return manifest
 
     def save(self) -> Path:
-        """A checkpoint of this step."""
+        """A checkpoint of this step.
+
+        Raises:
+            NotFiniteError: a tensor has infinite values or NaN.
+        """
         return save(
             self._config.checkpoint,
             state_of(self._model, self._optimizers),
@@ -95,6 +103,7 @@ class Job(ABC, Generic[B]):
             },
             keep=self._config.keep,
             overwrite=True,
+            require_finite=True,
         )
 
     def train(self, report: Callable[[Progress], None]) -> "Taken":
@@ -108,7 +117,7 @@ class Job(ABC, Generic[B]):
 
         Raises:
             CheckpointError: a checkpoint cannot be written.
-            DivergedError: the loss is not finite.
+            DivergedError: the loss, or what would be saved, is not finite; the last checkpoint is.
         """
         config, ledger, path = self._config, Ledger(), None
         with postponed_signals() as was_signalled:
@@ -119,10 +128,12 @@ class Job(ABC, Generic[B]):
                 stops = self.step % STOP_EVERY == 0 and was_signalled()
                 done = stops or is_last or self.step == self.last_step
                 if done or self.step % config.log_every == 0:
-                    report(ledger.progress(self.step, self.last_step, self.epoch))
+                    progress = ledger.progress(self.step, self.last_step, self.epoch)
+                    self._check(progress.loss)
+                    report(progress)
                 if done or self.step % config.save_every == 0:
                     with ledger.stopped():
-                        path = self.save()
+                        path = self._save_finite(loss.item())
                 if done:
                     break
         seconds = ledger.seconds
@@ -134,6 +145,37 @@ class Job(ABC, Generic[B]):
             checkpoint=path or latest(config.checkpoint) or Path(config.checkpoint),
             peak_bytes=_peak_bytes(),
         )
+
+    def _check(self, loss: float) -> None:
+        """Raise DivergedError unless the loss of this step is finite."""
+        if not math.isfinite(loss):
+            raise self._diverged(loss, not_finite(self._model))
+
+    def _save_finite(self, loss: float) -> Path:
+        self._check(loss)
+        try:
+            return self.save()
+        except NotFiniteError as error:
+            names = not_finite(self._model)
+            raise self._diverged(loss, names or ["an optimizer state"]) from error
+
+    def _diverged(self, loss: float, names: list[str]) -> DivergedError:
+        """The error of a run whose step had this loss, and left these parameters without finite values."""
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        where = f", infinite values or NaN are in {', '.join(names[:SHOWN])}{more}" if names else ""
+        last = latest(self._config.checkpoint)
+        saved = f"the last good checkpoint is {last}" if last else "no checkpoint was saved"
+        return DivergedError(
+            f"training diverged: the loss before step {self.step} is {loss}{where}; {saved}. "
+            f"Fix: try a smaller learning_rate."
+        )
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """The parameters that have infinite values or NaN on some rank. All ranks call it."""
+    own = [name for name, parameter in model.named_parameters() if not plain(parameter).detach().isfinite().all()]
+    found = set().union(*collectives.gather_json(own, tuple(range(collectives.world_size()))))
+    return [name for name, _ in model.named_parameters() if name in found]
 
 
 def _with_last(batches: Iterator[B]) -> Iterator[tuple[B, bool]]:

@@ -1,5 +1,6 @@
 """A run on any mesh is the run of one plain process: same losses, same figures, same text, same continuation."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -290,3 +291,37 @@ def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(tiny: Tiny, topics:
             train(Training(config, topics), lambda progress: None)
 
     world(2).run(body)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_a_run_that_diverges_keeps_its_good_checkpoints(
+    mesh: str, tiny: Tiny, topics: PydocTopics, tmp_path: Path
+) -> None:
+    """Also where it is looked at only when it is saved, and where the parameters diverge in the step that is saved."""
+    config = tiny(checkpoint=str(tmp_path), mesh=mesh, save_every=2, keep=1, stop_after=4, log_every=1000)
+
+    def body(step: int) -> str:
+        """The error of a run whose first parameter is NaN after a step."""
+        run = Training(replace(config, stop_after=None), topics)
+        run.restore()
+        update = run.update
+
+        def update_to_nan() -> None:
+            update()
+            if run.step + 1 == step:
+                with torch.no_grad():
+                    next(iter(run.model.parameters())).fill_(float("nan"))
+
+        run.update = update_to_nan  # type: ignore[method-assign]
+        with pytest.raises(DivergedError) as caught:
+            train(run, lambda progress: None)
+        return str(caught.value)
+
+    world(2).run(lambda: train(Training(config, topics), lambda progress: None))
+    name = next(iter(build(config).state_dict()))
+    (text,) = set(world(2).run(body, 6))
+    assert re.match(rf"training diverged: the loss before step 6 is \d.*, infinite values or NaN are in {name};", text)
+    assert f"; the last good checkpoint is {tmp_path}/step-00000004. Fix" in text
+    (text,) = set(world(2).run(body, 5))
+    assert f"the loss before step 6 is nan, infinite values or NaN are in {name}" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000004"]
