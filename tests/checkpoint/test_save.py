@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardwise import collectives
-from shardwise.checkpoint import latest, load, read_manifest, save
+from shardwise.checkpoint import files, latest, load, read_manifest, save
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
 from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
@@ -246,8 +246,11 @@ def test_a_failed_save_can_be_repeated_by_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point or d.is_complex], ids=str)
-def test_a_manifest_says_which_tensors_are_not_finite(tmp_path: Path, dtype: torch.dtype) -> None:
-    """NaN and, where the dtype has it, infinity; on one rank of two, in any place."""
+def test_a_manifest_says_which_tensors_are_not_finite(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN and, where the dtype has it, infinity; on one rank of two, in any place, in any block that is written."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 4)
     bad = [torch.tensor(value).to(dtype) for value in (float("nan"), float("inf"), -float("inf"))]
 
     def body() -> None:

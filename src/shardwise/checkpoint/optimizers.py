@@ -238,7 +238,7 @@ class _Group:
         lines = [*self._groups_differ(others), *self._hyper_parameters_differ()]
         own = _states_of_new(self.optimizer, self.group, self.group)
         there = None
-        if self.saved is not None and same_class and not lines:
+        if self.saved is not None and same_class and not lines and self._values_that_differ():
             there = _states_of_new(self.optimizer, self.group, _with_types(self.group, self.saved))
         structures: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
         for parameter, name in zip(self.group["params"], self.parameters, strict=True):

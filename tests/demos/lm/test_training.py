@@ -300,18 +300,21 @@ def test_a_run_that_diverges_keeps_its_good_checkpoints(
     """Also where it is looked at only when it is saved, and where the parameters diverge in the step that is saved."""
     config = tiny(checkpoint=str(tmp_path), mesh=mesh, save_every=2, keep=1, stop_after=4, log_every=1000)
 
-    def body(step: int) -> str:
-        """The error of a run whose first parameter is NaN after a step."""
+    def body(step: int, parameter: bool = True) -> str:
+        """The error of a run whose first parameter, or else loss, is NaN after a step."""
         run = Training(replace(config, stop_after=None), topics)
         run.restore()
         update = run.update
 
         def update_to_nan() -> None:
             update()
-            if run.step + 1 == step:
+            if parameter and run.step + 1 == step:
                 with torch.no_grad():
                     next(iter(run.model.parameters())).fill_(float("nan"))
 
+        take_step = run.take_step
+        if not parameter:
+            run.take_step = lambda batch: take_step(batch) * float("nan")  # type: ignore[method-assign]
         run.update = update_to_nan  # type: ignore[method-assign]
         with pytest.raises(DivergedError) as caught:
             train(run, lambda progress: None)
@@ -324,4 +327,6 @@ def test_a_run_that_diverges_keeps_its_good_checkpoints(
     assert f"; the last good checkpoint is {tmp_path}/step-00000004. Fix" in text
     (text,) = set(world(2).run(body, 5))
     assert f"the loss before step 6 is nan, infinite values or NaN are in {name}" in text
+    (text,) = set(world(2).run(body, 6, parameter=False))
+    assert "the loss before step 6 is nan; the last good checkpoint is" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000004"]
