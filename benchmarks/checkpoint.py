@@ -1,0 +1,174 @@
+"""Saving and loading checkpoints: shardwise beside `torch.distributed.checkpoint`, and beside the bare work.
+
+All write the same bytes to the same disk, in turns, and return when they are on it: `FileSystemWriter` calls fsync too.
+torch's checkpoints have no checksums; ours have them, and loading verifies them. The floor is what checksummed saving
+cannot leave out: each rank writes its shards, computes crc32 of them and calls fsync once; it reads them and computes
+crc32.
+
+    python benchmarks/checkpoint.py [--ranks 2,4] [--megabytes 2048] [--tensors 10000] [--rounds 5]
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from measure import machine, print_table, ratio
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh as torch_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.multiprocessing.spawn import spawn
+
+from shardwise.checkpoint import load, save
+from shardwise.collectives import init_device_mesh, init_processes
+from shardwise.layout import Shard
+from shardwise.tensor import DTensor
+
+COLUMNS, BLOCK = 64, 1 << 22
+NAMES = ("shardwise", "torch DCP", "floor")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Float32 tensors of equal shape, sharded by rows."""
+
+    name: str
+    tensors: int
+    rows: int
+
+    def local(self, rank: int, ranks: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(self.rows // ranks, COLUMNS, generator=generator) for _ in range(self.tensors)]
+
+
+class Shardwise:
+    """`shardwise.checkpoint`."""
+
+    def __init__(self, local: list[Tensor], folder: Path) -> None:
+        self.folder = folder / "shardwise"
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.state = {f"t{i}": DTensor.from_local(x, mesh, [Shard(0)]) for i, x in enumerate(local)}
+
+    def save(self) -> None:
+        save(self.folder, self.state, step=1, overwrite=True)
+
+    def load(self) -> None:
+        load(self.folder, self.state)
+
+
+class Dcp:
+    """`torch.distributed.checkpoint`."""
+
+    def __init__(self, local: list[Tensor], folder: Path) -> None:
+        self.folder = folder / "dcp"
+        mesh = torch_mesh("cpu", (dist.get_world_size(),))
+        self.state = {f"t{i}": TorchDTensor.from_local(x, mesh, [TorchShard(0)]) for i, x in enumerate(local)}
+
+    def save(self) -> None:
+        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True))
+
+    def load(self) -> None:
+        dcp.load(self.state, storage_reader=dcp.FileSystemReader(self.folder))
+
+
+class Floor:
+    """A file a rank, without a header."""
+
+    def __init__(self, local: list[Tensor], folder: Path) -> None:
+        self.path = folder / f"floor-{dist.get_rank()}"
+        self.local = local
+
+    def save(self) -> None:
+        with self.path.open("wb", buffering=0) as file:
+            for x in self.local:
+                for block in blocks(x):
+                    crc32(block)
+                    file.write(block)
+            os.fsync(file.fileno())
+
+    def load(self) -> None:
+        with self.path.open("rb", buffering=0) as file:
+            for x in self.local:
+                for block in blocks(x):
+                    file.readinto(block)
+                    crc32(block)
+
+
+def blocks(x: Tensor) -> Iterator[memoryview]:
+    view = memoryview(x.numpy()).cast("B")
+    return (view[i : i + BLOCK] for i in range(0, len(view), BLOCK))
+
+
+def rank_main(rank: int, ranks: int, cells: list[Cell], rounds: int, parent: str) -> None:
+    torch.set_num_threads(1)
+    init_processes(rank, ranks, str(Path(parent) / "store"), timeout_seconds=600)
+    for cell in cells:
+        folder = Path(parent) / cell.name.replace(" ", "-")
+        if rank == 0:
+            folder.mkdir()
+        dist.barrier()
+        local = cell.local(rank, ranks)
+        systems = [Shardwise(local, folder), Dcp(local, folder), Floor(local, folder)]
+        saved = in_turns([system.save for system in systems], rounds)
+        loaded = in_turns([system.load for system in systems], rounds)
+        if rank == 0:
+            rows = [
+                [what, *(f"{1000 * s:.0f}" for s in times), ratio(times[1], times[0]), ratio(times[2], times[0])]
+                for what, times in (("save", saved), ("load", loaded))
+            ]
+            print_table(
+                f"{cell.name}, {ranks} ranks: ms, median of {rounds}",
+                ["", *NAMES, "torch DCP / shardwise", "floor / shardwise"],
+                rows,
+            )
+            shutil.rmtree(folder)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_turns(calls: list[Callable[[], None]], rounds: int) -> list[float]:
+    """Seconds of the slowest rank, after one call that is not timed."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for turn in range(rounds + 1):
+        for number, call in enumerate(calls):
+            dist.barrier()
+            start = perf_counter()
+            call()
+            if turn:
+                seconds[number].append(perf_counter() - start)
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [median(times) for times in slowest.tolist()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--megabytes", type=int, default=2048, help="of the tables and their states")
+    parser.add_argument("--tensors", type=int, default=10_000, help="the number of small ones")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where to save; the default is the system's folder of temporary files")
+    chosen = parser.parse_args()
+    print(machine())
+    rows = chosen.megabytes * 2**20 // (8 * COLUMNS * 4)
+    cells = [
+        Cell(f"8 tensors of {chosen.megabytes // 8} MB", 8, rows - rows % 64),
+        Cell(f"{chosen.tensors} tensors of 16 kB", chosen.tensors, 64),
+    ]
+    for ranks in map(int, chosen.ranks.split(",")):
+        with tempfile.TemporaryDirectory(dir=chosen.folder) as parent:
+            spawn(rank_main, args=(ranks, cells, chosen.rounds, parent), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()
