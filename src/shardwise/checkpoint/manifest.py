@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -163,11 +164,11 @@ def _parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    counts = Counter(key for key, _ in pairs)
-    if len(counts) < len(pairs):
-        key = next(key for key, count in counts.items() if count > 1)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {key!r} is there twice")
-    return dict(pairs)
+    return found
 
 
 def _refuse(constant: str) -> float:
@@ -256,6 +257,7 @@ def _chunk(where: str, said: object) -> Chunk:
     return Chunk(said["file"], _text(said["key"], "a key"), box, crc)
 
 
+@lru_cache(maxsize=1024)
 def _rank_of(file: str) -> int:
     match = _FILE.fullmatch(file)
     if match is None or file != file_name(int(match[1])):
