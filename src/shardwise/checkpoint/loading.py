@@ -18,6 +18,7 @@ from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, stored_manifest
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box, checked
+from shardwise.layout.boxes import BoxIndex
 
 
 @checked
@@ -136,11 +137,9 @@ class _Reading:
 
 
 def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
+    index = BoxIndex([[chunk.box] for chunk in stored.chunks])
     return [
-        _Copy(chunk, box, view)
-        for box, view in target.views
-        for chunk in stored.chunks
-        if chunk.box.intersect(box) is not None
+        _Copy(stored.chunks[number], box, view) for box, view in target.views for number, _ in index.touching(box)
     ]
 
 
