@@ -138,9 +138,7 @@ class _Reading:
 
 def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
     index = BoxIndex([[chunk.box] for chunk in stored.chunks])
-    return [
-        _Copy(stored.chunks[number], box, view) for box, view in target.views for number, _ in index.touching(box)
-    ]
+    return [_Copy(stored.chunks[number], box, view) for box, view in target.views for number, _ in index.touching(box)]
 
 
 # ---- whether a checkpoint fits ----------------------------------------------------------------------------
