@@ -533,6 +533,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         checkpoint.load,
         {"folder": "saved", "state": {"x": table()}, "subset": False},
     ),
+    "shardwise.checkpoint.lock": lambda: (checkpoint.lock, {"folder": "saved"}),
     "shardwise.checkpoint.read_manifest": lambda: (checkpoint.read_manifest, {"path": "saved/step-00000001"}),
     "shardwise.checkpoint.restore": lambda: (
         checkpoint.restore,

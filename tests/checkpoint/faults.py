@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.stores import CheckpointStore
+
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 
 
@@ -77,3 +79,21 @@ def killed_at(operation: int, folder: Path, body: Callable[[], object]) -> bool:
         return True
     assert os.WEXITSTATUS(status) == 0
     return False
+
+
+class WatchedStore:
+    """A store that calls `before(method, arguments)` before each call; what that raises is what the call raises."""
+
+    def __init__(self, store: CheckpointStore, before: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._store, self._before = store, before
+
+    def __getattr__(self, method: str) -> Any:
+        found = getattr(self._store, method)
+        if not callable(found):
+            return found
+
+        def call(*args: Any) -> Any:
+            self._before(method, args)
+            return found(*args)
+
+        return call

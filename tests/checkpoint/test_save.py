@@ -144,8 +144,16 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("limit", [0, 8, 100, 4000, 40_000, 399_999])
-def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(tmp_path: Path, limit: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "rank", "file"),
+    [
+        *((limit, 0, ".lock") for limit in (0, 8, 100)),
+        *((limit, 1, "rank-0001.safetensors") for limit in (1000, 4000, 40_000, 399_999)),
+    ],
+)
+def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(
+    tmp_path: Path, limit: int, rank: int, file: str
+) -> None:
     world(2).run(save_sevens, tmp_path, 1)
     before = content(tmp_path)
     layout = Layout(Mesh((2,)), [Shard(0, sizes=(0, 100_000))], (100_000,))
@@ -153,8 +161,8 @@ def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(tmp_path: 
         text = error_on_every_rank(
             2, CheckpointError, lambda: save(tmp_path, {"x": distributed(torch.ones(100_000), layout)}, step=2)
         )
-    assert text.startswith(f"Saving step 2 to {tmp_path} failed:\n  rank 1: File too large: ")
-    assert text.endswith("rank-0001.safetensors")
+    assert text.startswith(f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: File too large: ")
+    assert text.endswith(file)
     assert content(tmp_path) == before
 
 

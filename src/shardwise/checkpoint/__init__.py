@@ -10,13 +10,14 @@ box of which tensor is where, with checksums.
 """
 
 from shardwise.checkpoint.export import export_table
-from shardwise.checkpoint.folder_store import latest, read_manifest
 from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.locations import latest, read_manifest
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.training import Restored, restore, state_of
+from shardwise.checkpoint.writer_lock import lock
 
 __all__ = [
-    "Chunk", "Manifest", "Restored", "StoredTensor", "export_table", "latest", "load", "read_manifest", "restore",
-    "save", "state_of",
+    "Chunk", "Manifest", "Restored", "StoredTensor", "export_table", "latest", "load", "lock", "read_manifest",
+    "restore", "save", "state_of",
 ]  # fmt: skip

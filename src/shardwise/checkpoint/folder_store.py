@@ -4,6 +4,7 @@
       step-00000100/                 a complete checkpoint, never changed once it is there
       step-00000200/
       latest                         the name of the one that was saved last
+      .lock                          which process saves here, while it does
       .tmp-step-00000300-1f3a90bc/   one being written or removed; a leftover if nobody does
       .old-step-00000200-5e11d0aa/   the previous one of that step while it is being replaced
 
@@ -16,41 +17,19 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import MANIFEST, Manifest
-from shardwise.checkpoint.stores import stored_manifest, why_incomplete
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.stores import LockFile, why_incomplete
 from shardwise.errors import CheckpointError
-from shardwise.layout import checked
 
 LATEST = "latest"
+LOCK = ".lock"
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
-_TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest)-[0-9a-f]{8}", re.ASCII)
-
-
-@checked
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that was saved last to `folder`, or None.
-
-    That is the one `folder/latest` names; if that is not there or not complete, the complete one of the highest
-    step. Folders being written, and those that lack files or have a damaged manifest, are passed over; the data
-    is verified when it is loaded.
-    """
-    version = FolderStore(folder).latest()
-    return None if version is None else Path(folder, version)
-
-
-@checked
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint folder `path`, fully validated.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another version, or says something that cannot be.
-    """
-    return stored_manifest(FolderStore(path), ".")
+_TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest|lock)-[0-9a-f]{8}", re.ASCII)
 
 
 def _step_name(step: int) -> str:
@@ -72,27 +51,15 @@ class FolderStore:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+        self.name = str(self.folder)
 
-    def find(self) -> str:
-        """The version to load: "." if the folder is a checkpoint itself, else its latest."""
-        if os.path.lexists(self.folder / MANIFEST) or _step_of(self.folder.name) is not None:
-            why = why_incomplete(self, ".")
-            if why is not None:
-                raise CheckpointError(why)
-            return "."
-        found = self.latest()
-        if found is not None:
-            return found
-        reasons = [f"\n  {why_incomplete(self, version)}" for version in self.versions().values()]
-        raise CheckpointError(f"there is no complete checkpoint in {self.folder}" + "".join(reasons))
+    def is_checkpoint(self) -> bool:
+        return os.path.lexists(self.folder / MANIFEST) or _step_of(self.folder.name) is not None
 
-    def latest(self) -> str | None:
-        """The complete version that was saved last, else that of the highest step; None if there is none."""
-        found, named = self.versions(), None
+    def named_latest(self) -> str | None:
         with suppress(OSError, ValueError):
-            named = _step_of((self.folder / LATEST).read_text(encoding="utf-8").strip())
-        order = sorted(found, key=lambda step: (step == named, step), reverse=True)
-        return next((found[step] for step in order if why_incomplete(self, found[step]) is None), None)
+            return (self.folder / LATEST).read_text(encoding="utf-8").strip()
+        return None
 
     def versions(self) -> dict[int, str]:
         """The folder of each step; while one is being replaced, the previous one counts."""
@@ -104,14 +71,14 @@ class FolderStore:
                 found[step] = path.name
         return found
 
+    def location(self, version: str) -> Path:
+        return self.folder / version
+
     def open(self, version: str, file: str) -> "_LocalFile":
         return _LocalFile(self.folder / version / file)
 
     def begin(self, step: int, overwrite: bool) -> str:
-        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in missing:
-            _sync_folder(path.parent)
+        self._make()
         self._tidy()
         final = self.folder / _step_name(step)
         if os.path.lexists(final) and not overwrite:
@@ -119,6 +86,12 @@ class FolderStore:
         draft = _temp_name("tmp", final.name)
         (self.folder / draft).mkdir()
         return draft
+
+    def _make(self) -> None:
+        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            _sync_folder(path.parent)
 
     def _tidy(self) -> None:
         for path in list(self.folder.iterdir()):
@@ -142,7 +115,7 @@ class FolderStore:
                 raise CheckpointError(
                     f"no space left writing {path}: the file needs {size:,} bytes, {free:,} are free"
                 ) from error
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
 
     def commit(self, draft: str, manifest: bytes) -> str:
         match = _TEMP.fullmatch(draft)
@@ -176,6 +149,42 @@ class FolderStore:
             path = path.rename(self.folder / _temp_name("tmp", version))
         _remove(path)
 
+    def take_lock(self, content: bytes) -> bool:
+        self._make()
+        path = self.folder / LOCK
+        try:
+            file = path.open("xb")
+        except FileExistsError:
+            return False
+        try:
+            with _naming(path), file:
+                file.write(content)
+        except BaseException:
+            _remove(path)
+            raise
+        return True
+
+    def read_lock(self) -> LockFile | None:
+        try:
+            with (self.folder / LOCK).open("rb") as file:  # opening it lets NFS ask for its attributes
+                return LockFile(file.read(), str(os.fstat(file.fileno()).st_mtime_ns))
+        except FileNotFoundError:
+            return None
+
+    def renew_lock(self, content: bytes) -> None:
+        os.utime(self.folder / LOCK)
+
+    def drop_lock(self, content: bytes) -> None:
+        aside = self.folder / _temp_name("tmp", "lock")  # so that two jobs cannot both remove it
+        try:
+            (self.folder / LOCK).rename(aside)
+        except FileNotFoundError:
+            return
+        if aside.read_bytes() != content:  # another job has made one since
+            with suppress(OSError):
+                os.link(aside, self.folder / LOCK)
+        _remove(aside)
+
 
 def _remove(path: Path) -> None:
     """Remove a file or folder as far as possible; the next save tries what is left again."""
@@ -187,7 +196,7 @@ def _remove(path: Path) -> None:
 
 
 def _write_synced(path: Path, content: Iterable[memoryview | bytes]) -> None:
-    with path.open("xb") as file:
+    with _naming(path), path.open("xb") as file:
         for block in content:
             file.write(block)
         file.flush()
@@ -198,9 +207,19 @@ def _sync_folder(folder: Path) -> None:
     """Wait until the names in `folder` are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError: writing to a descriptor and fsync do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class FileDraft:
@@ -212,14 +231,16 @@ class FileDraft:
 
     def append(self, blocks: Iterable[memoryview | bytes]) -> None:
         """Write to its end."""
-        for block in blocks:
-            self._file.write(block)
+        with _naming(self._draft):
+            for block in blocks:
+                self._file.write(block)
 
     def commit(self) -> None:
         """Let it take the place of what may be at `path`."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with _naming(self._draft):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         self._draft.replace(self.path)
         _sync_folder(self.path.parent)
 

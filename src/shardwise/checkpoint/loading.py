@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardwise.checkpoint.collective_errors import listed, on_all_ranks, on_first_rank
 from shardwise.checkpoint.files import ChunkFile
-from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
-from shardwise.checkpoint.stores import CheckpointStore, stored_manifest
+from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box, checked
 from shardwise.layout.boxes import BoxIndex
@@ -67,8 +67,8 @@ class Wanted:
 def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted], subset: bool) -> Manifest:
     """`load` for a state that depends on what the checkpoint holds."""
     what = f"Loading {folder}"
-    store: CheckpointStore = FolderStore(folder)
-    version = on_all_ranks(what, lambda: on_first_rank(store.find))[0]
+    store = store_at(folder)
+    version = on_all_ranks(what, lambda: on_first_rank(lambda: find(store)))[0]
     with ExitStack() as stack:
         reading = _Reading(store, version, stack)
         sums = on_all_ranks(what, lambda: reading.verify(choose, subset))

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata as packages
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 from zlib import crc32
 
 import torch
@@ -14,14 +15,37 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, checksum, content, file_layout
-from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, storable_boxes
-from shardwise.checkpoint.stores import CheckpointStore, keep_only
+from shardwise.checkpoint.stores import CheckpointStore, check_files, keep_only
+from shardwise.checkpoint.writer_lock import WriterLock
 from shardwise.errors import CheckpointError, NotFiniteError
 from shardwise.layout import Box, checked
 
 
+@overload
+def save(
+    folder: PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    metadata: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    overwrite: bool = False,
+    require_finite: bool = False,
+) -> Path: ...
+@overload
+def save(
+    folder: str | PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    metadata: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    overwrite: bool = False,
+    require_finite: bool = False,
+) -> Path | str: ...
 @checked
 def save(
     folder: str | PathLike[str],
@@ -32,14 +56,14 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
     require_finite: bool = False,
-) -> Path:
+) -> Path | str:
     """Save `state` as `folder/step-<step>`; all ranks of the world call it.
 
     Each element is written once: boxes that several ranks hold are shared out among them. The checkpoint
     appears all at once, when every file is on disk, or not at all; earlier ones are never touched.
 
     Args:
-        folder: on a file system that all ranks see; made if need be. One job at a time saves to it.
+        folder: on a file system that all ranks see; made if need be. One job at a time saves to it (`lock`).
         state: nested mappings with string keys; the leaves are DTensors of any layout without Partial,
             plain tensors and JSON values. What several ranks hold must be equal there, to the bit.
         step: names the checkpoint.
@@ -54,49 +78,88 @@ def save(
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: nothing was saved; the same text on every rank says where and why.
+        CheckpointError: nothing was saved, because another job saves there or for another reason; the same text on
+            every rank says where and why.
         NotFiniteError: so for `require_finite`.
         MismatchError: ranks passed different names, layouts, values or arguments.
     """
-    what = f"Saving step {step} to {folder}"
-    store: CheckpointStore = FolderStore(folder)
-    contents = _Contents(state, metadata)
-    arguments = {"step": repr(step), "keep": repr(keep), "overwrite": repr(overwrite)}
-    arguments |= {"require_finite": repr(require_finite)}
-
-    def prepare() -> str:
-        _check_arguments(step, keep)
-        contents.prepare()
-        return digest(arguments | contents.facts)
-
-    digests = on_all_ranks(what, prepare)
-    require_same("Saving a checkpoint", arguments | contents.facts, digests)
-    draft = on_all_ranks(what, lambda: on_first_rank(lambda: store.begin(step, overwrite)))[0]
-    try:
-        version = _write_and_commit(what, contents, store, draft, step, require_finite)
-    except BaseException:
-        if collectives.rank() == 0:
-            store.remove(draft)
-        raise
-    if keep is not None and collectives.rank() == 0:
-        keep_only(store, step, keep)
-    return Path(folder, version)
+    saving = _Saving(folder, _Contents(state, metadata), step, keep, overwrite, require_finite)
+    saving.prepare()
+    with saving.begun() as draft:
+        sums = on_all_ranks(saving.what, lambda: saving.contents.write(saving.store, draft))
+        saving.check_finite(sums)
+        version = on_all_ranks(saving.what, lambda: saving.commit(draft, sums))[0]
+        saving.remove_old()
+    return saving.store.location(version)
 
 
-def _write_and_commit(
-    what: str, contents: "_Contents", store: CheckpointStore, draft: str, step: int, require_finite: bool
-) -> str:
-    """The version that the draft became."""
-    sums = on_all_ranks(what, lambda: contents.write(store, draft))
-    if require_finite and (names := contents.not_finite(sums)):
-        shown = listed([f"  {name}" for name in names])
-        raise NotFiniteError(f"{what} failed: there are infinite values or NaN in\n{shown}")
+class _Saving:
+    """The parts of saving, on one rank."""
 
-    def commit() -> str:
-        manifest = contents.manifest(step, sums)
-        return on_first_rank(lambda: store.commit(draft, as_bytes(manifest)))
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        contents: "_Contents",
+        step: int,
+        keep: int | None,
+        overwrite: bool,
+        require_finite: bool,
+    ) -> None:
+        self.what = f"Saving step {step} to {folder}"
+        self.store = store_at(folder)
+        self.contents, self.step, self.keep, self.overwrite = contents, step, keep, overwrite
+        self.require_finite = require_finite
+        self._lock = WriterLock(self.store)
 
-    return on_all_ranks(what, commit)[0]
+    def prepare(self) -> None:
+        """Compare what all ranks want to save; nothing is changed yet."""
+        arguments = {"step": repr(self.step), "keep": repr(self.keep), "overwrite": repr(self.overwrite)}
+        arguments |= {"require_finite": repr(self.require_finite)}
+
+        def prepare() -> str:
+            _check_arguments(self.step, self.keep)
+            self.contents.prepare()
+            return digest(arguments | self.contents.facts)
+
+        digests = on_all_ranks(self.what, prepare)
+        require_same("Saving a checkpoint", arguments | self.contents.facts, digests)
+
+    @contextmanager
+    def begun(self) -> Iterator[str]:
+        """A draft, which is removed if the block raises; inside, this job has the lock."""
+        try:
+            draft = self._lock.take(self.what, lambda: self.store.begin(self.step, self.overwrite))
+            try:
+                yield draft
+            except BaseException:
+                if collectives.rank() == 0:
+                    self.store.remove(draft)
+                raise
+        finally:
+            self._lock.release()
+
+    def check_finite(self, sums: list[list[tuple[int, bool]]]) -> None:
+        """Raise NotFiniteError, if asked to, for what `write` said on each rank."""
+        if self.require_finite and (names := self.contents.not_finite(sums)):
+            shown = listed([f"  {name}" for name in names])
+            raise NotFiniteError(f"{self.what} failed: there are infinite values or NaN in\n{shown}")
+
+    def commit(self, draft: str, sums: list[list[tuple[int, bool]]]) -> str:
+        """Make the draft a version, unless what ranks have written is not there any more; on rank 0, its name."""
+        manifest = self.contents.manifest(self.step, sums)
+
+        def commit() -> str:
+            check_files(self.store, draft, manifest)
+            data = as_bytes(manifest)
+            self._lock.check()
+            return self.store.commit(draft, data)
+
+        return on_first_rank(commit)
+
+    def remove_old(self) -> None:
+        """Remove the checkpoints that need not stay."""
+        if self.keep is not None and collectives.rank() == 0:
+            keep_only(self.store, self.step, self.keep)
 
 
 def _check_arguments(step: int, keep: int | None) -> None:

@@ -1,28 +1,53 @@
-"""What saving and loading need of the place where checkpoints are stored; `folder_store.FolderStore` is one.
+"""What saving and loading need of the place where checkpoints are stored: `FolderStore`, `ObjectStore`.
 
 A store holds one version per step: a manifest and the files that it names. A version being written is a draft.
-One rank begins, commits and removes; all ranks write and read. An OSError or CheckpointError of a method is
-reported on all ranks.
+One rank begins, commits and removes, and has the lock; all ranks write and read. An OSError or CheckpointError of a
+method is reported on all ranks.
 """
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from shardwise.checkpoint.files import StoredFile, check_size
 from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, parse, too_long
 from shardwise.errors import CheckpointError
 
+_ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """The lock of a store. `stamp` changes whenever it is renewed."""
+
+    content: bytes
+    stamp: str
+
 
 class CheckpointStore(Protocol):
-    """The versions of a checkpoint, by name."""
+    """The versions of a checkpoint, by name.
 
-    def find(self) -> str:
-        """The version to load; CheckpointError if none is complete."""
+    Attributes:
+        name: for errors, and to know whether two stores are the same.
+    """
+
+    name: str
+
+    def is_checkpoint(self) -> bool:
+        """Whether this is a checkpoint itself, the version "."."""
+
+    def named_latest(self) -> str | None:
+        """The version that was saved last, as far as the store remembers; it may have gone."""
 
     def versions(self) -> Mapping[int, str]:
         """The version of each step, complete or not."""
+
+    def location(self, version: str) -> Path | str:
+        """Where a version is, as `load` takes it."""
 
     def open(self, version: str, file: str) -> StoredFile:
         """A file to read; CheckpointError if it is missing."""
@@ -45,22 +70,75 @@ class CheckpointStore(Protocol):
     def remove(self, version: str) -> None:
         """Remove a version or draft. A version disappears at once; what is left of it is removed by a later `begin`."""
 
+    def take_lock(self, content: bytes) -> bool:
+        """Make the lock, with this content, unless there is one: then False."""
+
+    def read_lock(self) -> LockFile | None:
+        """The lock; None if there is none."""
+
+    def renew_lock(self, content: bytes) -> None:
+        """Change the stamp of the lock, whose content this is."""
+
+    def drop_lock(self, content: bytes) -> None:
+        """Remove the lock if this is its content."""
+
+
+def find(store: CheckpointStore) -> str:
+    """The version to load: "." if the store is a checkpoint itself, else its latest.
+
+    Raises:
+        CheckpointError: none is complete.
+    """
+    if store.is_checkpoint():
+        why = why_incomplete(store, ".")
+        if why is not None:
+            raise CheckpointError(why)
+        return "."
+    found = find_latest(store)
+    if found is not None:
+        return found
+    reasons = [f"\n  {why_incomplete(store, version)}" for version in store.versions().values()]
+    raise CheckpointError(f"there is no complete checkpoint in {store.name}" + "".join(reasons))
+
+
+def find_latest(store: CheckpointStore) -> str | None:
+    """The complete version that was saved last, else that of the highest step; None if there is none."""
+    found, named = store.versions(), store.named_latest()
+    order = sorted(found, key=lambda step: (found[step] == named, step), reverse=True)
+    return next((found[step] for step in order if why_incomplete(store, found[step]) is None), None)
+
 
 def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
     """The manifest of a version, fully validated.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another format version, or says something that cannot be.
+        CheckpointError: it is missing, damaged, of another format version, of another step than its folder is named
+            after, or says something that cannot be.
     """
+    location = store.location(version)
     with closing(store.open(version, MANIFEST)) as file:
         if file.size > MANIFEST_LIMIT:
             raise too_long(f"{file.name}:", file.size)
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
         try:
-            return parse(bytes(data))
+            manifest = parse(bytes(data))
         except CheckpointError as error:
             raise CheckpointError(f"{file.name}: {error}") from error
+    named = _ANY_STEP.fullmatch(Path(location).absolute().name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"{location}: is named after step {int(named[1])} and holds step {manifest.step}. "
+            f"Fix: give it the name that it was saved under"
+        )
+    return manifest
+
+
+def check_files(store: CheckpointStore, version: str, manifest: Manifest) -> None:
+    """Raise CheckpointError unless all files of a version or draft are there in full; their data is not read."""
+    for name, layout in manifest.file_layouts().items():
+        with closing(store.open(version, name)) as file:
+            check_size(file, layout)
 
 
 def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
@@ -70,9 +148,7 @@ def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
         CheckpointError: it is not complete.
     """
     manifest = stored_manifest(store, version)
-    for name, layout in manifest.file_layouts().items():
-        with closing(store.open(version, name)) as file:
-            check_size(file, layout)
+    check_files(store, version, manifest)
     return manifest
 
 

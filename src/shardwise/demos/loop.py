@@ -37,6 +37,7 @@ class Job(ABC, Generic[B]):
 
     def __init__(self, config: RunConfig, data: str, model: nn.Module, *optimizers: Optimizer) -> None:
         self._config, self._data, self._model, self._optimizers = config, data, model, optimizers
+        self._folder = Path(config.checkpoint)
         self.step = 0
 
     @property
@@ -82,7 +83,7 @@ class Job(ABC, Generic[B]):
 
     def restore(self) -> Manifest:
         """Go back to the latest checkpoint, which may be of another world or layout."""
-        manifest = restore(self._config.checkpoint, self._model, self._optimizers)
+        manifest = restore(self._folder, self._model, self._optimizers)
         self.step = manifest.step
         return manifest
 
@@ -93,7 +94,7 @@ class Job(ABC, Generic[B]):
             NotFiniteError: a tensor has infinite values or NaN.
         """
         return save(
-            self._config.checkpoint,
+            self._folder,
             state_of(self._model, self._optimizers),
             step=self.step,
             metadata={
@@ -142,7 +143,7 @@ class Job(ABC, Generic[B]):
             steps_done=ledger.num_steps,
             seconds=seconds,
             communication=ledger.communication(),
-            checkpoint=path or latest(config.checkpoint) or Path(config.checkpoint),
+            checkpoint=path or latest(self._folder) or self._folder,
             peak_bytes=_peak_bytes(),
         )
 

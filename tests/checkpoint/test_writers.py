@@ -1,0 +1,301 @@
+"""One job at a time writes to a folder; what it has not written in full is no checkpoint."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import collectives
+from shardwise.checkpoint import latest, load, lock, read_manifest, save, saving, writer_lock
+from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.stores import CheckpointStore
+from shardwise.checkpoint.writer_lock import Writer, this_process
+from shardwise.errors import CheckpointError
+from shardwise.layout import Layout, Mesh, Shard
+from shardwise.testing import world
+from tests.checkpoint.faults import WatchedStore
+from tests.checkpoint.states import content, distributed, error_on_every_rank
+
+
+def save_one(folder: Path, step: int = 1, **options: Any) -> Path:
+    layout = Layout(Mesh((2,)), [Shard(0)], (3,))
+    path: Path = save(folder, {"x": distributed(torch.full((3,), float(step)), layout)}, step=step, **options)
+    return path
+
+
+def refused(folder: Path, step: int = 1) -> str:
+    return error_on_every_rank(2, CheckpointError, lambda: save_one(folder, step))
+
+
+def loaded(folder: Path) -> float:
+    state = {"x": torch.zeros(3)}
+    load(folder, state)
+    (value,) = set(state["x"].tolist())
+    return float(value)
+
+
+@contextmanager
+def another_job(folder: Path) -> Iterator[int]:
+    """A process that holds the lock of `folder` until it is killed; it is not waited for before."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with lock(folder):
+                os.write(write, b"!")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        assert os.read(read, 1) == b"!"
+        yield child
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def leave_lock(folder: Path, writer: Writer) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / ".lock").write_text(json.dumps(asdict(writer)))
+
+
+# ---- the lock ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_second_job_is_told_who_writes_until_that_process_is_killed(tmp_path: Path) -> None:
+    with another_job(tmp_path) as pid:
+        before = content(tmp_path)
+        text = refused(tmp_path)
+        assert text.startswith(
+            f"Saving step 1 to {tmp_path} failed:\n  rank 0: {tmp_path} is being written to: its lock is held by "
+            f"process {pid} on {socket.gethostname()}, which took it at 20"
+        )
+        assert text.endswith(" UTC. Fix: end that job, or save to another folder")
+        assert content(tmp_path) == before
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its parent has not asked how
+        world(2).run(save_one, tmp_path)
+    assert loaded(tmp_path) == 1
+    assert not (tmp_path / ".lock").exists()
+
+
+@pytest.mark.processes
+def test_another_process_under_the_same_id_holds_no_lock(tmp_path: Path) -> None:
+    with another_job(tmp_path / "elsewhere") as pid:
+        leave_lock(tmp_path, replace(this_process(), pid=pid))
+        world(2).run(save_one, tmp_path)
+    assert loaded(tmp_path) == 1
+
+
+@pytest.mark.processes
+def test_a_child_process_does_not_hold_the_locks_of_its_parent(tmp_path: Path) -> None:
+    def child_of_the_holder() -> None:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(CheckpointError, match=f"is held by process {os.getppid()} on"):
+                    save(tmp_path, {"x": 1}, step=1)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+
+    with lock(tmp_path):
+        child_of_the_holder()
+
+
+def test_a_job_saves_inside_its_own_lock_and_gives_it_back_at_the_end(tmp_path: Path) -> None:
+    def body() -> None:
+        with lock(tmp_path):
+            save_one(tmp_path, 1)
+            with lock(tmp_path):
+                save_one(tmp_path, 2)
+            assert collectives.rank() or (tmp_path / ".lock").exists()
+
+    world(2).run(body)
+    assert sorted(content(tmp_path)) == sorted(
+        ["latest"]
+        + [
+            name
+            for step in ("step-00000001", "step-00000002")
+            for name in (step, *(f"{step}/{file}" for file in ("manifest.json", *FILES)))
+        ]
+    )
+
+
+FILES = ("rank-0000.safetensors", "rank-0001.safetensors")
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks that are renewed, and count as given up, within a moment."""
+    for name, seconds in {"BEAT_SECONDS": 0.02, "SILENT_SECONDS": 0.4, "POLL_SECONDS": 0.01}.items():
+        monkeypatch.setattr(writer_lock, name, seconds)
+
+
+ELSEWHERE = replace(this_process(), host="far", pid=12, boot="another")
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_process_elsewhere_holds_the_lock_while_it_renews_it(tmp_path: Path) -> None:
+    leave_lock(tmp_path, ELSEWHERE)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.02):
+            FolderStore(tmp_path).renew_lock(b"")
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    text = refused(tmp_path)
+    ended.set()
+    thread.join()
+    assert f"its lock is held by process 12 on far, which took it at {ELSEWHERE.since}. Fix: end that job" in text
+    world(2).run(save_one, tmp_path)
+    assert loaded(tmp_path) == 1
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("what", [b"", b"{}", b"[1]", b'{"pid": 1}', b"\xff"])
+def test_a_lock_that_says_nothing_and_is_not_renewed_is_taken(tmp_path: Path, what: bytes) -> None:
+    (tmp_path / ".lock").write_bytes(what)
+    world(2).run(save_one, tmp_path)
+    assert loaded(tmp_path) == 1
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_lock_is_renewed_while_it_is_held(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    with lock(tmp_path):
+        first = store.read_lock()
+        while store.read_lock() == first:
+            pass
+        now = store.read_lock()
+        assert first is not None
+        assert now is not None
+        assert now.content == first.content
+    assert store.read_lock() is None
+
+
+def test_a_lock_that_has_changed_is_not_removed(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    assert store.take_lock(b"new")
+    assert not store.take_lock(b"newer")
+    store.drop_lock(b"old")
+    found = store.read_lock()
+    assert found is not None
+    assert found.content == b"new"
+    store.drop_lock(b"new")
+    store.drop_lock(b"new")
+    assert content(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("writer", "said"), [(ELSEWHERE, f"held by {ELSEWHERE}"), (None, "gone")], ids=["taken", "removed"]
+)
+def test_a_job_that_has_lost_its_lock_does_not_commit(tmp_path: Path, writer: Writer | None, said: str) -> None:
+    world(2).run(save_one, tmp_path, 1)
+
+    def body() -> None:
+        with lock(tmp_path):
+            if writer is None:
+                (tmp_path / ".lock").unlink(missing_ok=True)
+            else:
+                leave_lock(tmp_path, writer)
+            save_one(tmp_path, 2)
+
+    text = error_on_every_rank(2, CheckpointError, body)
+    assert f"the lock of this job is {said}: a job that does not renew it for 60 s counts as ended." in text
+    assert loaded(tmp_path) == 1
+    assert (tmp_path / ".lock").exists() == (writer is not None)
+
+
+# ---- what was written is what is committed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 9)], ids=["gone", "shorter"])
+def test_a_file_that_vanishes_before_the_commit_is_no_success(
+    tmp_path: Path, file: str, damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world(2).run(save_one, tmp_path, 1)
+    before = content(tmp_path)
+    written = []
+
+    def watched(folder: Path) -> CheckpointStore:
+        def before_call(method: str, args: tuple[Any, ...]) -> None:
+            if method == "write":
+                written.append(args[1])
+            elif len(written) == 2:  # the first call after all ranks have written
+                damage(*tmp_path.glob(f".tmp-*/{file}"))
+                written.clear()
+
+        return WatchedStore(FolderStore(folder), before_call)
+
+    monkeypatch.setattr(saving, "store_at", watched)
+    text = refused(tmp_path, 2)
+    assert f"/{file}: " in text
+    assert ("No such file" in text) or ("has 9 bytes, the manifest says " in text)
+    assert content(tmp_path) == before
+
+
+def test_a_failing_fsync_names_the_file_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, named = os.fsync, set()
+    for moment in count(1):
+        calls = count(1)
+
+        def failing(descriptor: int) -> None:
+            if next(calls) == moment:  # noqa: B023
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            fsync(descriptor)
+
+        folder = tmp_path / f"{moment}"
+        monkeypatch.setattr(os, "fsync", failing)
+        try:
+            text = refused(folder)
+        except AssertionError:
+            break
+        finally:
+            monkeypatch.setattr(os, "fsync", fsync)
+        path = text.rpartition("Input/output error: ")[2]
+        assert path.startswith(str(tmp_path)), text
+        named.add(path.replace(str(folder), "").rpartition("/")[2][:4])
+        assert not folder.exists() or latest(folder) is None
+        world(2).run(save_one, folder)
+        assert loaded(folder) == 1
+    assert {*FILES, "manifest.json", ".tmp-latest"} == {
+        name for name in (*FILES, "manifest.json", ".tmp-latest") if name[:4] in named
+    }
+    assert moment >= 7
+
+
+# ---- folders that were renamed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["step-7", "step-00000007"])
+def test_a_folder_renamed_after_another_step_is_refused(tmp_path: Path, name: str) -> None:
+    first, second = (world(2).run(save_one, tmp_path, step)[0] for step in (1, 2))
+    renamed = second.rename(tmp_path / name)
+    said = f"{renamed}: is named after step 7 and holds step 2. Fix: give it the name that it was saved under"
+    assert said in error_on_every_rank(2, CheckpointError, lambda: load(renamed, {"x": torch.zeros(3)}))
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(renamed)
+    assert str(caught.value) == said
+    assert latest(tmp_path) == first
+    elsewhere = renamed.rename(tmp_path / "mine")
+    assert loaded(elsewhere) == 2
