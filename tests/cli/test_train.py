@@ -46,19 +46,19 @@ def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
     assert "popularity  0.250  0.184" in said
     sent = next(line for line in said if line.startswith("Communication"))
     assert re.match(r"Communication of a step: 3\.\d all_to_all; each rank sends \d", sent)
-    assert "Checkpoint: runs/pyident/step-00000004" in said
+    assert "Checkpoint: runs/pyident/1/step-00000004" in said
     assert said[-1] == "Next: shardwise train --resume --nproc 3 --set log_every=2 --set dim=16"
     assert "\x1b" not in first.stdout
 
     second = shell("--resume", "--nproc", "3", "--steps", "6", "--set", "dim=16", "--plan", "table", cwd=tmp_path)
     assert (second.returncode, second.stderr) == (0, "")
-    assert "Going on from step 4 in runs/pyident." in second.stdout
+    assert "Going on from step 4 in runs/pyident/1." in second.stdout
     loss = float(next(line for line in second.stdout.splitlines() if line.startswith("step 6/6")).split()[5])
 
     alone = Training(TrainConfig(dim=16), load_pyident(), {})
     losses = [alone.take_step(batch).item() for batch, _ in zip(alone.batches(), range(6), strict=False)]
     assert loss == pytest.approx(sum(losses[4:]) / 2, abs=1e-3)
-    manifest = read_manifest(tmp_path / "runs" / "pyident" / "step-00000006")
+    manifest = read_manifest(tmp_path / "runs" / "pyident" / "1" / "step-00000006")
     assert manifest.metadata["config"]["plan"] == "table"
 
 
@@ -88,7 +88,7 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
 
 def saved_step(folder: Path) -> int:
     """The step of the checkpoint in a folder, which restores."""
-    found = latest(folder / "runs" / "pyident")
+    found = latest(folder / "runs" / "pyident" / "1")
     assert found is not None
     resumed = Training(TrainConfig(dim=8, checkpoint=str(found.parent)), load_pyident(), {})
     resumed.restore()
@@ -127,7 +127,7 @@ def test_the_first_signal_saves_the_step_and_says_how_to_go_on(
         _, said = process.communicate(timeout=PATIENCE_SECONDS)
         assert all_have_left(process.pid)
     assert process.returncode == code, said
-    assert "Last checkpoint: runs/pyident/step-0000" in said
+    assert "Last checkpoint: runs/pyident/1/step-0000" in said
     assert "go on with --resume" in said
     assert "Traceback" not in said
     assert saved_step(tmp_path) % STOP_EVERY == 0  # and not a multiple of save_every
@@ -143,7 +143,7 @@ def test_the_second_signal_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
         press_until_it_ends(process)
         assert all_have_left(process.pid)
     assert process.returncode in {143, -signal.SIGTERM}  # the same number in a shell
-    assert latest(tmp_path / "runs" / "pyident") is None
+    assert latest(tmp_path / "runs" / "pyident" / "1") is None
 
 
 def test_under_torchrun_it_runs_unchanged_and_sigterm_saves(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_under_torchrun_it_runs_unchanged_and_sigterm_saves(tmp_path: Path) -> N
     lines += more.splitlines()
     for start in ("Plan auto-simple for 2 ranks: tables up to 64 KiB are replicated", "step 2/"):
         assert sum(line.startswith(start) for line in lines) == 1
-    assert "Last checkpoint: runs/pyident/step-0000" in said
+    assert "Last checkpoint: runs/pyident/1/step-0000" in said
     assert saved_step(tmp_path) % STOP_EVERY == 0
 
 
@@ -170,7 +170,7 @@ def test_a_reader_that_leaves_ends_the_run_without_a_word(tmp_path: Path) -> Non
         assert (process.returncode, process.stderr.read()) == (141, "")
         process.stdout = None  # `communicate` would read it
         assert all_have_left(process.pid)
-    assert latest(tmp_path / "run") is not None
+    assert latest(tmp_path / "run" / "1") is not None
 
 
 def all_have_left(group: int) -> bool:
@@ -247,3 +247,58 @@ def test_a_run_of_another_kind_is_not_resumed(tmp_path: Path, capsys: pytest.Cap
     Training(TrainConfig(dim=4, checkpoint=str(tmp_path / "run")), load_pyident(), {}).save()
     assert cli.main(["train", "--resume", "--checkpoint", "run", "--set", "dim=5"]) == 2
     assert "is of another run: dim was 4, now 5. Fix: set the same values" in capsys.readouterr().err
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_leaves_the_others_alone_and_one_that_goes_on_finds_the_latest(tmp_path: Path) -> None:
+    few = ["--set", "dim=4", "--nproc", "1", "--set", "keep=1"]
+    runs = tmp_path / "runs" / "pyident"
+    for argv, folder, step in [
+        (["--steps", "2"], "1", 2),
+        (["--steps", "1"], "2", 1),
+        (["--steps", "3", "--resume"], "2", 3),
+        (["--steps", "1", "--run", "mine"], "mine", 1),
+        (["--steps", "3", "--resume", "--run", "1"], "1", 3),
+        (["--steps", "2", "--run", "mine", "--overwrite"], "mine", 2),
+    ]:
+        before = {name: latest(runs / name) for name in ("1", "2", "mine") if name != folder}
+        done = shell(*argv, *few, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert latest(runs / folder) == runs / folder / f"step-{step:08d}"
+        assert {name: latest(runs / name) for name in before} == before
+        assert (runs / "latest").read_text() == f"{folder}\n"
+    assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "latest", "mine"]
+
+
+def test_a_run_that_another_job_trains_is_refused(tmp_path: Path) -> None:
+    with session([*COMMAND, *LONG_RUN, "--set", "save_every=1"], tmp_path, PLAIN) as process:
+        until_it_trains(process)
+        second = shell("--resume", *LONG_RUN, cwd=tmp_path)
+        assert second.returncode == 4
+        assert "runs/pyident/1 is being written to: its lock is held by process" in second.stderr
+        assert any(f"process {pid} on" in second.stderr for pid in ranks_of(process))
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--run", "a"], 4, "run/a/step-00000000 is of an earlier run. Fix: go on with it (--resume), replace it"),
+        (["--run", "a", "--resume", "--overwrite"], 2, "--resume goes on with a run, --overwrite replaces one."),
+        (["--run", "b", "--resume"], 4, "no complete checkpoint in run/b to resume from. Fix: leave out --resume"),
+        (["--run", "a/b"], 2, "run is 'a/b', expected a name such as baseline or 3"),
+        (["--run", "step-00000001"], 2, "run is 'step-00000001', expected a name"),
+        (["--run", ".."], 2, "run is '..', expected a name"),
+        (["--run", ""], 2, "run is '', expected a name"),
+        (["--set", "checkpoint=s3://x"], 2, "checkpoint is 's3://x', expected a folder and no URL"),
+    ],
+)
+def test_a_run_that_cannot_begin_is_refused_before_any_rank_starts(
+    argv: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Training(TrainConfig(dim=4, checkpoint="run", run="a"), load_pyident(), {}).save()
+    assert cli.main(["train", "--checkpoint", "run", "--set", "dim=4", *argv]) == code
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in Path("run").iterdir()) == ["a"]

@@ -26,7 +26,7 @@ def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
     steps = [line.split("  loss")[0] for line in said if line.startswith("step")]
     assert steps == ["step 4/7  epoch 1", "step 7/7  epoch 1"]
     assert any(line.startswith("Of 300 lines of the test data: AUC 0.") for line in said)
-    assert "Checkpoint: runs/dlrm/step-00000007" in said
+    assert "Checkpoint: runs/dlrm/1/step-00000007" in said
     assert said[-1] == f"Next: shardwise train dlrm --resume {' '.join(SMALL)} {' '.join(data)}"
 
     second = shell(*data, *SMALL, "--resume", "--nproc", "3", "--plan", "table", "--epochs", "2", cwd=tmp_path)
@@ -34,7 +34,7 @@ def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
     assert "Going on from step 7 in runs/dlrm." in second.stdout
     steps = [line.split("  loss")[0] for line in second.stdout.splitlines() if line.startswith("step")]
     assert steps == ["step 8  epoch 1", "step 12  epoch 2", "step 16  epoch 2", "step 20  epoch 2"]
-    manifest = read_manifest(tmp_path / "runs" / "dlrm" / "step-00000020")
+    manifest = read_manifest(tmp_path / "runs" / "dlrm" / "1" / "step-00000020")
     assert manifest.metadata["config"]["plan"] == "table"
 
 

@@ -34,7 +34,7 @@ def test_a_run_tells_of_its_text_its_mesh_and_what_came_of_it(tmp_path: Path) ->
     assert [line.split()[:2] for line in said if line.startswith("this")] == [["this", "model"]]
     assert said[said.index("Generated text (temperature 0.8):") + 2].startswith('  The "')
     assert any(line.startswith("Communication of a step: ") for line in said)
-    assert "Checkpoint: runs/lm/step-00000004" in said
+    assert "Checkpoint: runs/lm/1/step-00000004" in said
     assert said[-1].startswith("Next: shardwise train lm --resume --set dim=16")
     assert said[-1].endswith(" --mesh tp=2 --sequence-parallel --steps 8 --set stop_after=none")
     assert "\x1b" not in first.stdout
@@ -42,7 +42,14 @@ def test_a_run_tells_of_its_text_its_mesh_and_what_came_of_it(tmp_path: Path) ->
 
 def test_a_run_goes_on_with_the_losses_of_one_that_never_stopped(tmp_path: Path) -> None:
     config = LanguageModelConfig(
-        steps=8, dim=16, layers=1, context=512, batch_size=3, warmup_steps=2, checkpoint=str(tmp_path / "runs" / "lm")
+        steps=8,
+        dim=16,
+        layers=1,
+        context=512,
+        batch_size=3,
+        warmup_steps=2,
+        checkpoint=str(tmp_path / "runs" / "lm"),
+        run="1",
     )
     alone = Training(config, load_pydoc_topics())
     losses = []
@@ -53,11 +60,11 @@ def test_a_run_goes_on_with_the_losses_of_one_that_never_stopped(tmp_path: Path)
 
     run = shell("lm", *SMALL, "--resume", "--mesh", "dp=2", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
-    assert "Going on from step 4 in runs/lm." in run.stdout
+    assert "Going on from step 4 in runs/lm/1." in run.stdout
     assert "Next:" not in run.stdout
     bits = float(next(line for line in run.stdout.splitlines() if line.startswith("step 8/8")).split()[4])
     assert bits == pytest.approx(sum(losses[6:]) / 2 / math.log(2), abs=1e-3)
-    assert read_manifest(tmp_path / "runs" / "lm" / "step-00000008").metadata["config"]["mesh"] == "dp=2"
+    assert read_manifest(tmp_path / "runs" / "lm" / "1" / "step-00000008").metadata["config"]["mesh"] == "dp=2"
 
 
 # ---- what is wrong is said before any rank starts -------------------------------------------------------------

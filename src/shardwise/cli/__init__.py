@@ -48,7 +48,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     try:
         args = parser.parse_args(argv)
         with _sigterm_raises():
-            code: int = args.run(args)
+            code: int = args.command(args)
             return code
     except SystemExit as leaving:  # from argparse, or SIGTERM
         return leaving.code if isinstance(leaving.code, int) else Exit.USAGE

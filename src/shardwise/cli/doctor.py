@@ -30,7 +30,7 @@ def add_parser(subparsers: SubParsers) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path(COSTS), metavar="FILE", help=f"of --calibrate (default: {COSTS})"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def add_parser(subparsers: SubParsers) -> None:
     parser.add_argument("--header", metavar="TEXT", help="a line above the picture")
     parser.add_argument("--html", metavar="FILE", help="write a page instead, which loads nothing")
     parser.add_argument("--svg", metavar="FILE", help="write a drawing instead")
-    parser.set_defaults(run=run)
+    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:

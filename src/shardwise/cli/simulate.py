@@ -52,7 +52,7 @@ def add_parser(subparsers: SubParsers) -> None:
         const=True,
         help="shard parameters and the states of the optimizer over the axes of the batch, too",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:

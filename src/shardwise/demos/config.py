@@ -3,7 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import ClassVar
+
+NO_RUN = ("step-", ".")
+"""How no run is named: as checkpoints and hidden files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,9 @@ class RunConfig:
     seed: int = 0
     """Of the initial values and of the order of the examples."""
     checkpoint: str
-    """Folder of the checkpoints; relative ones to where the command runs."""
+    """Folder of the runs, which have folders of their own there; relative to where the command runs."""
+    run: str | None = None
+    """Name of the run and its folder. None: a new run takes the next number, --resume the run that saved last."""
     save_every: int = 200
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 2
@@ -42,6 +48,15 @@ class RunConfig:
             raise ValueError(f"learning_rate is {self.learning_rate}, expected a number above 0")
         if not self.checkpoint:
             raise ValueError("checkpoint is empty, expected a folder")
+        if "://" in self.checkpoint:
+            raise ValueError(f"checkpoint is {self.checkpoint!r}, expected a folder and no URL")
+        if self.run is not None and (self.run in ("", "latest") or "/" in self.run or self.run.startswith(NO_RUN)):
+            raise ValueError(f"run is {self.run!r}, expected a name such as baseline or 3")
+
+    @property
+    def folder(self) -> Path:
+        """That of the checkpoints."""
+        return Path(self.checkpoint, self.run or "")
 
 
 def differences(config: RunConfig, saved: object) -> list[str]:

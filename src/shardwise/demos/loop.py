@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise import collectives
-from shardwise.checkpoint import latest, read_manifest, restore, save, state_of
+from shardwise.checkpoint import latest, lock, read_manifest, restore, save, state_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.demos.config import RunConfig, differences
 from shardwise.demos.errors import DivergedError
 from shardwise.demos.ledger import Communication, Ledger, Progress
+from shardwise.demos.runs import remember_run
 from shardwise.demos.stopping import postponed_signals
 from shardwise.errors import CheckpointError, ConfigError, NotFiniteError
 from shardwise.tensor import plain
@@ -37,7 +38,6 @@ class Job(ABC, Generic[B]):
 
     def __init__(self, config: RunConfig, data: str, model: nn.Module, *optimizers: Optimizer) -> None:
         self._config, self._data, self._model, self._optimizers = config, data, model, optimizers
-        self._folder = Path(config.checkpoint)
         self.step = 0
 
     @property
@@ -83,7 +83,7 @@ class Job(ABC, Generic[B]):
 
     def restore(self) -> Manifest:
         """Go back to the latest checkpoint, which may be of another world or layout."""
-        manifest = restore(self._folder, self._model, self._optimizers)
+        manifest = restore(self._config.folder, self._model, self._optimizers)
         self.step = manifest.step
         return manifest
 
@@ -94,7 +94,7 @@ class Job(ABC, Generic[B]):
             NotFiniteError: a tensor has infinite values or NaN.
         """
         return save(
-            self._folder,
+            self._config.folder,
             state_of(self._model, self._optimizers),
             step=self.step,
             metadata={
@@ -117,11 +117,11 @@ class Job(ABC, Generic[B]):
             report: called on every rank each `log_every` steps and after the last one.
 
         Raises:
-            CheckpointError: a checkpoint cannot be written.
+            CheckpointError: a checkpoint cannot be written, or another job trains the same run.
             DivergedError: the loss, or what would be saved, is not finite; the last checkpoint is.
         """
         config, ledger, path = self._config, Ledger(), None
-        with postponed_signals() as was_signalled:
+        with lock(config.folder), postponed_signals() as was_signalled:
             for batch, is_last in _with_last(self.batches()):
                 with collectives.count_comms() as comms:
                     loss = self.take_step(batch)
@@ -134,7 +134,9 @@ class Job(ABC, Generic[B]):
                     report(progress)
                 if done or self.step % config.save_every == 0:
                     with ledger.stopped():
-                        path = self._save_finite(loss.item())
+                        is_first, path = path is None, self._save_finite(loss.item())
+                        if is_first:
+                            remember_run(config)
                 if done:
                     break
         seconds = ledger.seconds
@@ -143,7 +145,7 @@ class Job(ABC, Generic[B]):
             steps_done=ledger.num_steps,
             seconds=seconds,
             communication=ledger.communication(),
-            checkpoint=path or latest(self._folder) or self._folder,
+            checkpoint=path or latest(config.folder) or config.folder,
             peak_bytes=_peak_bytes(),
         )
 
@@ -164,7 +166,7 @@ class Job(ABC, Generic[B]):
         """The error of a run whose step had this loss, and left these parameters without finite values."""
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         where = f", infinite values or NaN are in {', '.join(names[:SHOWN])}{more}" if names else ""
-        last = latest(self._config.checkpoint)
+        last = latest(self._config.folder)
         saved = f"the last good checkpoint is {last}" if last else "no checkpoint was saved"
         return DivergedError(
             f"training diverged: the loss before step {self.step} is {loss}{where}; {saved}. "
@@ -217,11 +219,11 @@ def resumable_step(config: RunConfig, data: str) -> int:
         CheckpointError: there is none, or it is of another data set.
         ConfigError: the configuration is that of another run.
     """
-    path = latest(config.checkpoint)
+    path = latest(config.folder)
     if path is None:
         raise CheckpointError(
-            f"there is no complete checkpoint in {config.checkpoint} to resume from. "
-            f"Fix: leave out --resume, or name the folder with --checkpoint."
+            f"there is no complete checkpoint in {config.folder} to resume from. "
+            f"Fix: leave out --resume, or name the run with --run, its folder with --checkpoint."
         )
     manifest = read_manifest(path)
     trained_on = manifest.metadata.get("data")

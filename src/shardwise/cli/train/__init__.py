@@ -29,10 +29,18 @@ def add_parser(subparsers: SubParsers) -> None:
     parser.add_argument("--nproc", metavar="N", help="ranks to start (default: 2)")
     parser.add_argument("--steps", metavar="N", help="stop after this many steps; of lm, the length of the run")
     parser.add_argument(
-        "--checkpoint", metavar="DIR", help="where to save (default: runs/pyident, runs/lm or runs/dlrm)"
+        "--checkpoint",
+        metavar="DIR",
+        help="folder of the runs, each in a folder of its own (default: runs/pyident, runs/lm or runs/dlrm)",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue from the latest checkpoint, on any number of ranks"
+        "--run", metavar="NAME", help="name of the run (default: the next number; with --resume, the latest run)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue a run from its latest checkpoint, on any number of ranks"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="let a new run replace the checkpoints of one of the same name"
     )
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the values that --print-config shows")
     parser.add_argument(
@@ -45,7 +53,7 @@ def add_parser(subparsers: SubParsers) -> None:
     )
     parser.add_argument("--print-config", action="store_true", help="print the configuration as TOML and stop")
     _add_options_of_jobs(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(command=run)
 
 
 def _add_options_of_jobs(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardwise.demos.config import RunConfig
     from shardwise.demos.ledger import Progress
 
@@ -18,7 +20,7 @@ P = TypeVar("P", bound="Progress")
 Args = TypeVarTuple("Args")
 
 SAVE_SECONDS = 3600.0  # from the signal that stops a run to its end, unless a second one comes
-SHARED = ("nproc", "steps", "checkpoint")  # options of all jobs that set the value of the same name
+SHARED = ("nproc", "steps", "checkpoint", "run")  # options of all jobs that set the value of the same name
 
 
 def configuration(cls: type[C], args: argparse.Namespace, options: Sequence[str]) -> C:
@@ -53,7 +55,33 @@ def speaks() -> bool:
     return ranks_of_torchrun() is None or os.environ["RANK"] == "0"
 
 
-def launched(folder: str, fn: Callable[[*Args], T], *args: *Args, nproc: int) -> T:
+def begun(config: C, args: argparse.Namespace, data: str) -> tuple[C, int | None]:
+    """The configuration with the name of its run, and the step that this goes on from.
+
+    Args:
+        data: what names the data set.
+
+    Raises:
+        CheckpointError: the run to go on with has no checkpoint, or a new one has some.
+        ConfigError: both --resume and --overwrite; or the configuration is of another run.
+    """
+    from shardwise.demos.loop import resumable_step
+    from shardwise.demos.runs import begin_run, resumed_run
+    from shardwise.errors import ConfigError
+    from shardwise.launch import launch
+
+    if args.resume:
+        if args.overwrite:
+            raise ConfigError("--resume goes on with a run, --overwrite replaces one. Fix: leave out one of them.")
+        config = resumed_run(config)
+        return config, resumable_step(config, data)
+    num_ranks = ranks_of_torchrun()
+    if num_ranks is None:
+        return begin_run(config, args.overwrite), None
+    return launch(begin_run, config, args.overwrite, nproc=num_ranks), None  # in this process, one of the ranks
+
+
+def launched(folder: "Path", fn: Callable[[*Args], T], *args: *Args, nproc: int) -> T:
     """`launch`; if it is interrupted, say which checkpoint in `folder` there is.
 
     Raises:

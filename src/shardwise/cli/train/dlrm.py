@@ -24,16 +24,15 @@ def run(args: argparse.Namespace) -> int:
 
     from shardwise.cli.train import dlrm_view as view
     from shardwise.demos.dlrm.training import data_set
-    from shardwise.demos.loop import resumable_step
 
     num_ranks = common.ranks_of_torchrun() or config.nproc
     data = data_set(config.data, config, 0, num_ranks, training=True)
     if config.test_data is not None:
         data_set(config.test_data, config, 0, num_ranks, training=False)
-    resumed_step = resumable_step(config, data.fingerprint) if args.resume else None
+    config, resumed_step = common.begun(config, args, data.fingerprint)
     if common.speaks():
         view.show_start(config, len(data.files), num_ranks, resumed_step)
-    outcome = common.launched(config.checkpoint, on_rank, config, args.resume, nproc=num_ranks)
+    outcome = common.launched(config.folder, on_rank, config, args.resume, nproc=num_ranks)
     if common.speaks():
         view.show_outcome(outcome)
         print(f"\nNext: {_next_command(args, config)}")
@@ -57,4 +56,4 @@ def _next_command(args: argparse.Namespace, config: "DlrmConfig") -> str:
     words = ["dlrm", "--resume"]
     if config.steps is None:
         words += ["--epochs", str(config.epochs + 1)]
-    return common.next_command(args, words, ("nproc", "data", "test_data", "plan", "checkpoint"))
+    return common.next_command(args, words, ("nproc", "data", "test_data", "plan", "checkpoint", "run"))

@@ -22,7 +22,7 @@ def show_start(config: DlrmConfig, num_files: int, num_ranks: int, resumed_step:
         f"{len(KEYS)} tables of {config.num_embeddings:,} x {config.dim}, {bytes_text(num_bytes)}, "
         f"on {count_text(num_ranks, 'rank')}: {PLANS[config.plan]}."
     )
-    view.show_beginning(config.checkpoint, resumed_step)
+    view.show_beginning(config.folder, resumed_step)
 
 
 def line(done: ClickProgress) -> str:

@@ -25,15 +25,14 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train import lm_view as view
     from shardwise.demos.data import load_pydoc_topics
     from shardwise.demos.lm.training import check
-    from shardwise.demos.loop import resumable_step
 
     num_ranks = common.ranks_of_torchrun() or config.num_ranks
     mesh, data = config.mesh_of(num_ranks), load_pydoc_topics()
     check(config, data)
-    resumed_step = resumable_step(config, data.fingerprint) if args.resume else None
+    config, resumed_step = common.begun(config, args, data.fingerprint)
     if common.speaks():
         view.show_start(config, data, mesh, resumed_step)
-    outcome = common.launched(config.checkpoint, on_rank, config, args.resume, nproc=num_ranks)
+    outcome = common.launched(config.folder, on_rank, config, args.resume, nproc=num_ranks)
     if common.speaks():
         view.show_outcome(outcome, data, config)
         if config.last_step < config.steps:

@@ -27,7 +27,7 @@ def show_start(config: LanguageModelConfig, data: PydocTopics, mesh: Mesh, resum
     along = ", its activations along the sequence" if config.sequence_parallel else ""
     over_data = ", its parameters over the axes of the batch" if config.fully_shard else ""
     print(f"{mesh}: {'; '.join(axes_text)}{along}{over_data}.")
-    view.show_beginning(config.checkpoint, resumed_step)
+    view.show_beginning(config.folder, resumed_step)
 
 
 def show_model(model: nn.Module) -> None:

@@ -25,7 +25,6 @@ def run(args: argparse.Namespace) -> int:
 
     from shardwise.cli.train import recommender_view as view
     from shardwise.demos.data import load_pyident, popularity_baseline
-    from shardwise.demos.loop import resumable_step
     from shardwise.demos.recommender import plans
     from shardwise.demos.recommender.training import outline
 
@@ -34,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     model = outline(config, data)
     plan = plans.plan_for(config.plan, model, num_ranks)
     placed = plans.placed(model, plan, num_ranks)
-    resumed_step = resumable_step(config, data.fingerprint) if args.resume else None
+    config, resumed_step = common.begun(config, args, data.fingerprint)
     if common.speaks():
         view.show_start(config, data, placed, resumed_step)
-    outcome = common.launched(config.checkpoint, on_rank, config, plan, args.resume, nproc=num_ranks)
+    outcome = common.launched(config.folder, on_rank, config, plan, args.resume, nproc=num_ranks)
     if common.speaks():
         view.show_outcome(outcome, popularity_baseline(data))
         print(f"\nNext: {_next_command(args, config)}")
@@ -64,4 +63,4 @@ def _next_command(args: argparse.Namespace, config: "TrainConfig") -> str:
     words = ["--resume", "--nproc", str(config.nproc + (config.plan in NAMED))]
     if config.steps is None:
         words += ["--epochs", str(config.epochs + 1)]
-    return common.next_command(args, words, ("plan", "checkpoint"))
+    return common.next_command(args, words, ("plan", "checkpoint", "run"))

@@ -20,7 +20,7 @@ def show_start(config: TrainConfig, data: PyIdent, placed: Sequence[Placed], res
     print(f"Plan {config.plan} for {count_text(num_ranks, 'rank')}: {NAMED.get(config.plan, 'read from this file')}.")
     view.print_table(pictures.Table(tuple(placed), tuple(range(num_ranks))).rows(), left=3)
     print("The state of Adagrad takes as much again.")
-    view.show_beginning(config.checkpoint, resumed_step)
+    view.show_beginning(config.folder, resumed_step)
 
 
 def line(progress: Progress) -> str:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from rich import box
@@ -43,12 +44,12 @@ def print_table(rows: Sequence[Sequence[str]], left: int) -> None:
     console.print(table)
 
 
-def show_beginning(folder: str, resumed_step: int | None) -> None:
+def show_beginning(folder: Path, resumed_step: int | None) -> None:
     """What becomes of checkpoints that are there."""
     if resumed_step is not None:
         print(f"Going on from step {resumed_step:,} in {folder}.")
     elif (earlier := latest(folder)) is not None:
-        print(f"{earlier} is of an earlier run, whose checkpoints this one replaces; --resume would go on with it.")
+        print(f"{earlier} is of an earlier run, whose checkpoints this one replaces.")
     sys.stdout.flush()
 
 
@@ -69,7 +70,7 @@ def live(line: Callable[[P], str]) -> Iterator[Callable[[P], None]]:
         yield lambda progress: screen.update(drawn(progress), refresh=True)
 
 
-def show_interruption(folder: str) -> None:
+def show_interruption(folder: Path) -> None:
     """Where to go on; the line that was live may have hidden the cursor."""
     console = _console()
     if not _is_plain(console):

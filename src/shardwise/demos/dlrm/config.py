@@ -48,7 +48,7 @@ class DlrmConfig(RunConfig):
     log_every: int = 4
     """Steps between two looks at the loss, over which AUC and normalised entropy are measured."""
     checkpoint: str = "runs/dlrm"
-    """Folder of the checkpoints; relative ones to where the command runs."""
+    """Folder of the runs, which have folders of their own there; relative to where the command runs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -55,7 +55,7 @@ class LanguageModelConfig(RunConfig):
     log_every: int = 100
     """Steps between two reports of the loss."""
     checkpoint: str = "runs/lm"
-    """Folder of the checkpoints; relative ones to where the command runs."""
+    """Folder of the runs, which have folders of their own there; relative to where the command runs."""
     sample_bytes: int = 300
     """Length of the text generated at the end."""
     temperature: float = 0.8

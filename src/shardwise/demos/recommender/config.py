@@ -33,7 +33,7 @@ class TrainConfig(RunConfig):
     learning_rate: float = 0.1
     """Of Adagrad."""
     checkpoint: str = "runs/pyident"
-    """Folder of the checkpoints; relative ones to where the command runs."""
+    """Folder of the runs, which have folders of their own there; relative to where the command runs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
