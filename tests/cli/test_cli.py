@@ -23,7 +23,7 @@ def add_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespa
     """Let `shardwise try` call `run`."""
 
     def add_parser(subparsers: Any) -> None:
-        subparsers.add_parser("try").set_defaults(run=run)
+        subparsers.add_parser("try").set_defaults(command=run)
 
     monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, SimpleNamespace(add_parser=add_parser)))
 

@@ -31,7 +31,7 @@ def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
 
     second = shell(*data, *SMALL, "--resume", "--nproc", "3", "--plan", "table", "--epochs", "2", cwd=tmp_path)
     assert (second.returncode, second.stderr) == (0, "")
-    assert "Going on from step 7 in runs/dlrm." in second.stdout
+    assert "Going on from step 7 in runs/dlrm/1." in second.stdout
     steps = [line.split("  loss")[0] for line in second.stdout.splitlines() if line.startswith("step")]
     assert steps == ["step 8  epoch 1", "step 12  epoch 2", "step 16  epoch 2", "step 20  epoch 2"]
     manifest = read_manifest(tmp_path / "runs" / "dlrm" / "1" / "step-00000020")

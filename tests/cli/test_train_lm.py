@@ -58,7 +58,7 @@ def test_a_run_goes_on_with_the_losses_of_one_that_never_stopped(tmp_path: Path)
         if alone.step == 4:
             alone.save()
 
-    run = shell("lm", *SMALL, "--resume", "--mesh", "dp=2", cwd=tmp_path)
+    run = shell("lm", *SMALL, "--resume", "--run", "1", "--mesh", "dp=2", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert "Going on from step 4 in runs/lm/1." in run.stdout
     assert "Next:" not in run.stdout

@@ -139,7 +139,7 @@ class _Saving:
             self._lock.release()
 
     def check_finite(self, sums: list[list[tuple[int, bool]]]) -> None:
-        """Raise NotFiniteError, if asked to, for what `write` said on each rank."""
+        """Raise NotFiniteError, for what `write` said on each rank."""
         if self.require_finite and (names := self.contents.not_finite(sums)):
             shown = listed([f"  {name}" for name in names])
             raise NotFiniteError(f"{self.what} failed: there are infinite values or NaN in\n{shown}")
