@@ -32,7 +32,7 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
     try:
         said = {"done": work()}
     except Exception as error:  # noqa: BLE001 - whatever it is, the peers must learn of it and not wait
-        cause, said = error, {"failed": _text(error)}
+        cause, said = error, {"failed": text_of(error)}
     answers = collectives.gather_json({"what": what} | said, all_ranks())
     failed = {rank: str(answer["failed"]) for rank, answer in enumerate(answers) if "failed" in answer}
     if failed:
@@ -82,7 +82,8 @@ def _by_rank(said: Mapping[int, str], world_size: int, indent: str = "  ") -> st
     return ":\n" + "\n".join(lines)
 
 
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
+    """What an error says, without a traceback."""
     if isinstance(error, ShardwiseError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

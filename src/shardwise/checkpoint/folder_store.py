@@ -117,6 +117,9 @@ class FolderStore:
                 ) from error
             raise
 
+    def erase(self, draft: str, file: str) -> None:
+        (self.folder / draft / file).unlink()
+
     def commit(self, draft: str, manifest: bytes) -> str:
         match = _TEMP.fullmatch(draft)
         assert match is not None

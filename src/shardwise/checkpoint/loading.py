@@ -14,6 +14,7 @@ from shardwise.checkpoint.collective_errors import listed, on_all_ranks, on_firs
 from shardwise.checkpoint.files import ChunkFile
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
+from shardwise.checkpoint.pending import finish_pending
 from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
 from shardwise.errors import CheckpointError
@@ -66,6 +67,7 @@ class Wanted:
 
 def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted], subset: bool) -> Manifest:
     """`load` for a state that depends on what the checkpoint holds."""
+    finish_pending()
     what = f"Loading {folder}"
     store = store_at(folder)
     version = on_all_ranks(what, lambda: on_first_rank(lambda: find(store)))[0]

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata as packages
 from os import PathLike
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 from zlib import crc32
 
 import torch
@@ -17,11 +18,18 @@ from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks,
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
+from shardwise.checkpoint.pending import finish_pending
+from shardwise.checkpoint.retention import Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, storable_boxes
-from shardwise.checkpoint.stores import CheckpointStore, check_files, keep_only
+from shardwise.checkpoint.stores import CheckpointStore, check_files
 from shardwise.checkpoint.writer_lock import WriterLock
 from shardwise.errors import CheckpointError, NotFiniteError
 from shardwise.layout import Box, checked
+
+Sums: TypeAlias = list[tuple[int, bool]]
+"""The crc32 of each box that a rank holds, and whether its values are finite."""
+AllSums: TypeAlias = list[Sums]
+"""Of all ranks."""
 
 
 @overload
@@ -31,7 +39,7 @@ def save(
     *,
     step: int,
     metadata: Mapping[str, Any] | None = None,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     overwrite: bool = False,
     require_finite: bool = False,
 ) -> Path: ...
@@ -42,7 +50,7 @@ def save(
     *,
     step: int,
     metadata: Mapping[str, Any] | None = None,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     overwrite: bool = False,
     require_finite: bool = False,
 ) -> Path | str: ...
@@ -53,7 +61,7 @@ def save(
     *,
     step: int,
     metadata: Mapping[str, Any] | None = None,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     overwrite: bool = False,
     require_finite: bool = False,
 ) -> Path | str:
@@ -68,9 +76,9 @@ def save(
             plain tensors and JSON values. What several ranks hold must be equal there, to the bit.
         step: names the checkpoint.
         metadata: JSON to keep with it, such as the configuration.
-        keep: how many checkpoints may stay in `folder` after this one is complete, itself included; None
-            keeps all. If this one has more tensors with infinite values or NaN than an earlier one, the last one
-            with the fewest of them stays as well.
+        keep: how many checkpoints may stay in `folder` after this one is complete, itself included, or other rules
+            (`Keep`); None keeps all. If this one has more tensors with infinite values or NaN than an earlier one, the
+            last one with the fewest of them stays as well.
         overwrite: replace a checkpoint of the same step.
         require_finite: save nothing if a tensor has infinite values or NaN.
 
@@ -83,25 +91,30 @@ def save(
         NotFiniteError: so for `require_finite`.
         MismatchError: ranks passed different names, layouts, values or arguments.
     """
-    saving = _Saving(folder, _Contents(state, metadata), step, keep, overwrite, require_finite)
+    finish_pending()
+    saving = Saving(folder, Contents(state, metadata), step, keep, overwrite, require_finite)
     saving.prepare()
-    with saving.begun() as draft:
-        sums = on_all_ranks(saving.what, lambda: saving.contents.write(saving.store, draft))
-        saving.check_finite(sums)
-        version = on_all_ranks(saving.what, lambda: saving.commit(draft, sums))[0]
-        saving.remove_old()
+    with saving.locked():
+        draft = saving.begin()
+        try:
+            sums = on_all_ranks(saving.what, lambda: saving.contents.write(saving.store, draft))
+            saving.check_finite(sums)
+            version = on_all_ranks(saving.what, lambda: on_first_rank(lambda: saving.commit(draft, sums)))[0]
+        except BaseException:
+            saving.abandon(draft)
+            raise
     return saving.store.location(version)
 
 
-class _Saving:
+class Saving:
     """The parts of saving, on one rank."""
 
     def __init__(
         self,
         folder: str | PathLike[str],
-        contents: "_Contents",
+        contents: "Contents",
         step: int,
-        keep: int | None,
+        keep: int | Keep | None,
         overwrite: bool,
         require_finite: bool,
     ) -> None:
@@ -109,6 +122,7 @@ class _Saving:
         self.store = store_at(folder)
         self.contents, self.step, self.keep, self.overwrite = contents, step, keep, overwrite
         self.require_finite = require_finite
+        self.is_first = contents.rank == 0
         self._lock = WriterLock(self.store)
 
     def prepare(self) -> None:
@@ -124,52 +138,53 @@ class _Saving:
         digests = on_all_ranks(self.what, prepare)
         require_same("Saving a checkpoint", arguments | self.contents.facts, digests)
 
-    @contextmanager
-    def begun(self) -> Iterator[str]:
-        """A draft, which is removed if the block raises; inside, this job has the lock."""
-        try:
-            draft = self._lock.take(self.what, lambda: self.store.begin(self.step, self.overwrite))
-            try:
-                yield draft
-            except BaseException:
-                if collectives.rank() == 0:
-                    self.store.remove(draft)
-                raise
-        finally:
-            self._lock.release()
+    def begin(self) -> str:
+        """The name of a new draft; this job has the lock until `release`."""
+        return self._lock.take(self.what, lambda: self.store.begin(self.step, self.overwrite))
 
-    def check_finite(self, sums: list[list[tuple[int, bool]]]) -> None:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Release the lock at the end, if `begin` took it."""
+        try:
+            yield
+        finally:
+            self.release()
+
+    def check_finite(self, sums: AllSums) -> None:
         """Raise NotFiniteError, for what `write` said on each rank."""
         if self.require_finite and (names := self.contents.not_finite(sums)):
             shown = listed([f"  {name}" for name in names])
             raise NotFiniteError(f"{self.what} failed: there are infinite values or NaN in\n{shown}")
 
-    def commit(self, draft: str, sums: list[list[tuple[int, bool]]]) -> str:
-        """Make the draft a version, unless what ranks have written is not there any more; on rank 0, its name."""
+    def commit(self, draft: str, sums: AllSums) -> str:
+        """Make the draft a version, unless what ranks have written is not there any more; its name. On rank 0."""
         manifest = self.contents.manifest(self.step, sums)
+        check_files(self.store, draft, manifest)
+        data = as_bytes(manifest)
+        self._lock.check()
+        version = self.store.commit(draft, data)
+        if self.keep is not None:
+            keep_only(self.store, self.step, self.keep if isinstance(self.keep, Keep) else Keep(last=self.keep))
+        return version
 
-        def commit() -> str:
-            check_files(self.store, draft, manifest)
-            data = as_bytes(manifest)
-            self._lock.check()
-            return self.store.commit(draft, data)
+    def abandon(self, draft: str) -> None:
+        """Remove the draft."""
+        if self.is_first:
+            self.store.remove(draft)
 
-        return on_first_rank(commit)
-
-    def remove_old(self) -> None:
-        """Remove the checkpoints that need not stay."""
-        if self.keep is not None and collectives.rank() == 0:
-            keep_only(self.store, self.step, self.keep)
+    def release(self) -> None:
+        """Give back the lock, if this rank has it."""
+        self._lock.release()
 
 
-def _check_arguments(step: int, keep: int | None) -> None:
+def _check_arguments(step: int, keep: int | Keep | None) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
         raise CheckpointError(f"step must be an integer from 0, got {step!r}")
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise CheckpointError(f"keep must be a positive integer or None, got {keep!r}")
+    if not isinstance(keep, int | Keep | None) or isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
+        raise CheckpointError(f"keep must be a positive integer, a Keep or None, got {keep!r}")
 
 
-class _Contents:
+class Contents:
     """What goes into a checkpoint, as one rank sees it."""
 
     def __init__(self, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
@@ -179,6 +194,7 @@ class _Contents:
         self.values: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.facts: dict[str, str] = {}  # what must be the same on all ranks, in words
+        self.rank = collectives.rank()
 
     def prepare(self) -> None:
         """Look through the state; refuse what cannot be saved."""
@@ -196,6 +212,29 @@ class _Contents:
                 value = self.values[name] = as_json(leaf.value, name)
                 self.facts[f"state {name}"] = json.dumps(value, sort_keys=True)
 
+    def take_copy(self, memory: dict[str, Tensor]) -> None:
+        """Go on with a copy of what this rank holds, so that the state may change.
+
+        Args:
+            memory: that of the previous copy, which is used again where shape and dtype are the same: the system takes
+                longer to provide new memory than copying takes.
+        """
+        sources, targets, self.state = [], {}, {}
+        for name, tensor in self.tensors.items():
+            for number, (_, view) in enumerate(tensor.views):
+                kept = memory.get(key := f"{name}/{number}")
+                if kept is None or (kept.shape, kept.dtype) != (view.shape, view.dtype):
+                    kept = torch.empty(view.shape, dtype=view.dtype, device="cpu")
+                sources.append(view)
+                targets[key] = kept
+            copies = [targets[f"{name}/{number}"] for number in range(len(tensor.views))]
+            boxes = [box for box, _ in tensor.views]
+            self.tensors[name] = replace(tensor, views=tuple(zip(boxes, copies, strict=True)))
+        memory.clear()
+        memory |= targets
+        with torch.no_grad():
+            torch._foreach_copy_([*targets.values()], sources)
+
     def _boxes(self, rank: int) -> Iterator[tuple[str, Box, bool]]:
         """Each box that `rank` holds: its tensor, and whether `rank` writes it, as one of its holders does."""
         for name, tensor in self.tensors.items():
@@ -208,12 +247,11 @@ class _Contents:
         """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
         return name if box.sizes == self.tensors[name].layout.shape else f"{name}{box}"
 
-    def write(self, store: CheckpointStore, draft: str) -> list[tuple[int, bool]]:
+    def write(self, store: CheckpointStore, draft: str) -> Sums:
         """Write the boxes that fall to this rank; the crc32 of all that it holds, and whether they are finite."""
         store.join(draft)
-        rank = collectives.rank()
         views = [view for tensor in self.tensors.values() for _, view in tensor.views]
-        held = list(zip(self._boxes(rank), views, strict=True))
+        held = list(zip(self._boxes(self.rank), views, strict=True))
         written: dict[str, Tensor] = {}
         for (name, box, writes), view in held:
             key = self._key(name, box)
@@ -222,11 +260,11 @@ class _Contents:
         sums: dict[str, Checksum] = {}
         if written:
             layout = file_layout((key, x.dtype, tuple(x.shape)) for key, x in written.items())
-            store.write(draft, file_name(rank), layout.size, content(layout, written, sums))
+            store.write(draft, file_name(self.rank), layout.size, content(layout, written, sums))
         mine = [sums[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
         return [(one.crc32, one.finite) for one in mine]
 
-    def not_finite(self, sums: list[list[tuple[int, bool]]]) -> tuple[str, ...]:
+    def not_finite(self, sums: AllSums) -> tuple[str, ...]:
         """The tensors that have infinite values or NaN on some rank, by what `write` said on each."""
         found = {
             name
@@ -236,7 +274,7 @@ class _Contents:
         }
         return tuple(name for name in self.tensors if name in found)
 
-    def manifest(self, step: int, sums: list[list[tuple[int, bool]]]) -> Manifest:
+    def manifest(self, step: int, sums: AllSums) -> Manifest:
         """What was written, checked: every element once, and equal on all ranks that hold it."""
         ranks: dict[tuple[str, Box], dict[int, list[int]]] = {}  # that hold a box, by its crc32
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.tensors}

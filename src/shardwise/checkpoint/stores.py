@@ -6,9 +6,8 @@ method is reported on all ranks.
 """
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -60,6 +59,9 @@ class CheckpointStore(Protocol):
 
     def write(self, draft: str, file: str, size: int, content: Iterable[memoryview | bytes]) -> None:
         """Write a new file of `size` bytes; on return it is on disk."""
+
+    def erase(self, draft: str, file: str) -> None:
+        """Remove a file of a draft."""
 
     def commit(self, draft: str, manifest: bytes) -> str:
         """Make a draft with all its files the version of its step and the last one saved, at once.
@@ -159,25 +161,3 @@ def why_incomplete(store: CheckpointStore, version: str) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def keep_only(store: CheckpointStore, saved: int, count: int) -> None:
-    """Remove all but `count` complete versions: of those before step `saved` the last ones stay longest.
-
-    The one of `saved` always stays, and of those up to it the last one with the fewest tensors that are not finite:
-    a run that diverged keeps what it can go back to. Those of later steps are left from a run that was taken back, so
-    they go first. What cannot be removed is warned about: the new checkpoint is complete all the same.
-    """
-    try:
-        complete, not_finite = {}, {}
-        for step, name in store.versions().items():
-            with suppress(CheckpointError):
-                not_finite[step] = len(complete_manifest(store, name).not_finite)
-                complete[step] = name
-        before = [step for step in complete if step <= saved]
-        good = min(before, key=lambda step: (not_finite[step], -step), default=saved)
-        for step in sorted(complete, key=lambda step: (step != saved, step > saved, -step))[count:]:
-            if step != good:
-                store.remove(complete[step])
-    except OSError as error:
-        warnings.warn(f"{error.filename}: an old checkpoint cannot be removed: {error.strerror}", stacklevel=2)

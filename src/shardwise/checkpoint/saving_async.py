@@ -1,0 +1,240 @@
+"""Saving while training goes on: a copy of the state is written by a thread of each rank.
+
+    pending = save_async("runs/1", state_of(module, optimizer), step=1200)
+    ...                                    # training goes on and changes the state
+    path = pending.wait()
+
+No thread but the main one may communicate. So the threads tell rank 0 by files what they have written: beside its data,
+each puts a report into the draft. The thread of rank 0 commits when all reports are there.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from os import PathLike
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
+from shardwise.checkpoint.pending import finish_pending, set_pending
+from shardwise.checkpoint.retention import Keep
+from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums
+from shardwise.errors import CheckpointError, NotFiniteError
+from shardwise.layout import Owner, checked
+
+POLL_SECONDS = 0.05  # between two looks for reports
+EXIT_SECONDS = 60.0  # for the reports of other ranks after the program of this one has ended
+
+_memory: WeakKeyDictionary[Owner, dict[str, Tensor]] = WeakKeyDictionary()
+
+
+@checked
+def save_async(
+    folder: str | PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    metadata: Mapping[str, Any] | None = None,
+    keep: int | Keep | None = None,
+    overwrite: bool = False,
+    require_finite: bool = False,
+) -> "PendingSave":
+    """`save` in the background: returns when `state` is copied and may change; all ranks of the world call it.
+
+        pending = save_async("runs/1", state_of(module, optimizer), step=1200)
+
+    One save goes on at a time: the next `save`, `save_async`, `load` or `restore` waits for it first, and raises
+    why it failed. At exit the program waits for it, up to 60 s for other ranks; if it failed and nobody was told, the
+    program prints why and exits with code 1. The lock of the folder is held until it is complete.
+
+    Each rank keeps the memory of its copy for the next one, so it needs room for what it holds twice.
+
+    Args:
+        folder, state, step, metadata, keep, overwrite, require_finite: as of `save`.
+
+    Raises:
+        CheckpointError: nothing was begun, or the previous save failed; the same text on every rank.
+        MismatchError: ranks passed different names, layouts, values or arguments.
+    """
+    finish_pending()
+    saving = Saving(folder, Contents(state, metadata), step, keep, overwrite, require_finite)
+    saving.prepare()
+    try:
+        draft = saving.begin()
+        memory = _memory.setdefault(collectives.owner(), {})
+        try:
+            on_all_ranks(saving.what, lambda: saving.contents.take_copy(memory))
+        except BaseException:
+            saving.abandon(draft)
+            raise
+    except BaseException:
+        saving.release()
+        raise
+    pending = PendingSave(saving, draft, collectives.world_size())
+    set_pending(pending)
+    return pending
+
+
+class PendingSave:
+    """A checkpoint that is being written, made by `save_async`."""
+
+    def __init__(self, saving: Saving, draft: str, world_size: int) -> None:
+        self.what = saving.what
+        self._saving, self._draft, self._world_size = saving, draft, world_size
+        self._error: Exception | None = None
+        self._version = ""
+        self._reported = threading.Event()  # this rank has written its part and the report of it, or failed
+        self._given_up = threading.Event()  # some rank has failed
+        self._is_known = False
+        self._thread = threading.Thread(target=self._run, name=saving.what)
+        _unfinished.add(self)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether this rank has nothing left to write; `wait` says whether all have succeeded."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path | str:
+        """The checkpoint, when it is complete; all ranks call it.
+
+        Raises:
+            CheckpointError: nothing was saved; the same text on every rank says where and why.
+            NotFiniteError: so for `require_finite`.
+        """
+        try:
+            on_all_ranks(self.what, self._own_part)
+            kind, text = on_all_ranks(self.what, self._outcome)[0]
+        except BaseException:
+            self._given_up.set()
+            raise
+        finally:
+            self._thread.join()
+            self._is_known = True
+            _unfinished.discard(self)
+        if kind == "not finite":
+            raise NotFiniteError(text)
+        return self._saving.store.location(text)
+
+    def _own_part(self) -> None:
+        self._reported.wait()
+        if self._error is not None and not isinstance(self._error, NotFiniteError):
+            raise self._error
+
+    def _outcome(self) -> tuple[str, str]:
+        """On rank 0, what became of the save: all ranks have reported, so this does not take long."""
+        if not self._saving.is_first:
+            return "", ""
+        self._thread.join()
+        if isinstance(self._error, NotFiniteError):
+            return "not finite", str(self._error)
+        if self._error is not None:
+            raise self._error
+        return "saved", self._version
+
+    # ---- in the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        saving = self._saving
+        sums: Sums = []
+        try:
+            sums = saving.contents.write(saving.store, self._draft)
+            if not saving.is_first:
+                _write_report(saving, self._draft, {"sums": sums})
+        except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it
+            self._error = error
+            with suppress(Exception):  # then rank 0 is told by `wait`
+                _write_report(saving, self._draft, {"failed": text_of(error)})
+        finally:
+            self._reported.set()
+            if saving.is_first:
+                self._finish(sums)
+                saving.release()
+
+    def _finish(self, sums: Sums) -> None:
+        """On rank 0: commit, or remove the draft, when all ranks have written."""
+        try:
+            others = self._reports()
+            if self._error is None:
+                self._saving.check_finite([sums, *others])
+                self._version = self._saving.commit(self._draft, [sums, *others])
+        except Exception as error:  # noqa: BLE001 - `wait` raises it
+            self._error = self._error or error
+        if self._error is not None:
+            self._saving.abandon(self._draft)
+
+    def _reports(self) -> AllSums:
+        """What the other ranks have written, in their order. Removes the reports."""
+        found: dict[int, dict[str, Any]] = {}
+        store, ended = self._saving.store, None
+        while missing := [rank for rank in range(1, self._world_size) if rank not in found]:
+            for rank in missing:
+                report = _read_report(self._saving, self._draft, rank)
+                if report is not None:
+                    found[rank] = report
+            if ended is None and not threading.main_thread().is_alive():
+                ended = monotonic()
+            if self._given_up.is_set() or (ended is not None and monotonic() - ended > EXIT_SECONDS):
+                raise CheckpointError(f"nothing was heard of ranks {', '.join(map(str, missing))}")
+            self._given_up.wait(POLL_SECONDS)
+        failed = {rank: str(report["failed"]) for rank, report in found.items() if "failed" in report}
+        if failed:
+            raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
+        for rank in found:
+            store.erase(self._draft, _report_name(rank))
+        return [[(crc, finite) for crc, finite in found[rank]["sums"]] for rank in sorted(found)]
+
+    # ---- at exit ------------------------------------------------------------------------------------------
+
+    def unknown_error(self) -> Exception | None:
+        """Why it failed, when its thread has ended, if nobody was told."""
+        self._thread.join()
+        return None if self._is_known else self._error
+
+
+_unfinished: set[PendingSave] = set()
+
+
+@atexit.register
+def _finish_at_exit() -> None:
+    failed = [(save, error) for save in _unfinished if (error := save.unknown_error()) is not None]
+    for save, error in failed:
+        sys.stderr.write(f"{save.what} failed: {text_of(error)}\n")
+    if failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exit handler has no other way to say that the program has failed
+
+
+# ---- reports ----------------------------------------------------------------------------------------------
+
+
+def _report_name(rank: int) -> str:
+    return f"report-{rank:04d}.json"
+
+
+def _write_report(saving: Saving, draft: str, report: Mapping[str, object]) -> None:
+    data = json.dumps(report).encode() + b"\n"
+    saving.store.write(draft, _report_name(saving.contents.rank), len(data), [data])
+
+
+def _read_report(saving: Saving, draft: str, rank: int) -> dict[str, Any] | None:
+    """The report of a rank; None if it is not there in full."""
+    try:
+        with closing(saving.store.open(draft, _report_name(rank))) as file:
+            data = bytearray(file.size)
+            file.read_into(memoryview(data), 0)
+    except CheckpointError:
+        return None
+    if not data.endswith(b"\n"):
+        return None
+    report: dict[str, Any] = json.loads(data)
+    return report
