@@ -1,0 +1,439 @@
+"""A checkpoint that is written while training goes on is that of `save`, or nothing and an error on all ranks."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.checkpoint import Keep, latest, load, lock, read_manifest, save, save_async, saving, saving_async
+from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.errors import CheckpointError, MismatchError, NotFiniteError
+from shardwise.layout import Layout, Mesh, Replicate, Shard
+from shardwise.tensor import plain
+from shardwise.testing import world
+from tests.checkpoint.faults import WatchedStore, failing_at, killed_at
+from tests.checkpoint.states import blank, content, distributed, error_on_every_rank, layouts
+
+SHAPE = (5, 3)
+
+
+def rows(size: int) -> Layout:
+    return Layout(Mesh((size,)), [Shard(0)], SHAPE)
+
+
+def state_of_step(step: int, layout: Layout) -> dict[str, Any]:
+    full = torch.full(SHAPE, float(step))
+    return {
+        "x": distributed(full, layout),
+        "half": full.bfloat16().t(),
+        "z": torch.tensor(1j * step).conj(),
+        "empty": torch.empty(0, 2),
+        "epoch": [step],
+    }
+
+
+def overwrite(state: dict[str, Any]) -> None:
+    """What training does after the copy."""
+    for x in state.values():
+        if isinstance(x, Tensor):
+            plain(x.detach()).fill_(-1)
+        else:
+            x[0] = -1
+
+
+def loaded(folder: Path) -> float:
+    state = {"x": torch.zeros(SHAPE)}
+    load(folder, state, subset=True)
+    (value,) = set(state["x"].flatten().tolist())
+    return float(value)
+
+
+class Gate:
+    """Lets no rank write before it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+
+        def before(method: str, args: tuple[Any, ...]) -> None:
+            if method == "join":  # the first call of a thread
+                assert self._open.wait(60)
+
+        monkeypatch.setattr(saving, "store_at", lambda folder: WatchedStore(FolderStore(folder), before))
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    found = Gate(monkeypatch)
+    yield found
+    found.open()  # or threads of a test that fails never end
+
+
+# ---- it is the checkpoint of `save` -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_is_the_checkpoint_of_the_moment_of_the_call(tmp_path: Path, size: int, gate: Gate) -> None:
+    """Whatever the ranks hold: parts, copies, nothing; and whatever they do with it before it is written."""
+
+    def body() -> list[str]:
+        for number, layout in enumerate(layouts(size, SHAPE)):
+            folder = tmp_path / f"{number}"
+            save(folder / "expected", state_of_step(7, layout), step=7, metadata={"loss": 1})
+            state, metadata = state_of_step(7, layout), {"loss": 1}
+            pending = save_async(folder / "found", state, step=7, metadata=metadata)
+            overwrite(state)
+            metadata["loss"] = -1
+            assert latest(folder / "found") is None
+            assert pending.wait() == folder / "found" / "step-00000007"
+            assert pending.done()
+            assert pending.wait() == folder / "found" / "step-00000007"
+        return [str(layout) for layout in layouts(size, SHAPE)]
+
+    threading.Timer(0.2, gate.open).start()
+    names = world(size).run(body)[0]
+    for number, name in enumerate(names):
+        assert content(tmp_path / f"{number}" / "found") == content(tmp_path / f"{number}" / "expected"), name
+
+
+def test_the_next_save_waits_and_uses_the_memory_of_the_copy_again(tmp_path: Path) -> None:
+    def body() -> bool:
+        layout, kept = rows(2), []
+        for step in range(4):
+            state = state_of_step(step, layout)
+            save_async(tmp_path, state, step=step, keep=2)
+            overwrite(state)
+            memory = saving_async._memory[collectives.owner()]
+            kept.append({name: x.data_ptr() for name, x in memory.items()})
+        save_async(tmp_path, {"other": torch.ones(3)}, step=4)
+        assert [*saving_async._memory[collectives.owner()]] == ["other/0"]
+        state = {"other": torch.zeros(3)}
+        load(tmp_path, state)  # waits for step 4
+        assert state["other"].tolist() == [1, 1, 1]
+        return kept[0] == kept[3]
+
+    assert world(2).run(body) == [True, True]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-0000000{step}" for step in (2, 3, 4)]
+    assert loaded(tmp_path / "step-00000003") == 3
+
+
+def test_the_lock_is_held_until_it_is_complete(tmp_path: Path, gate: Gate) -> None:
+    def body() -> None:
+        pending = save_async(tmp_path, state_of_step(1, rows(2)), step=1)
+        assert (tmp_path / ".lock").exists()
+        threading.Timer(0.1, gate.open).start()
+        pending.wait()
+        assert collectives.rank() or not (tmp_path / ".lock").exists()  # rank 0 takes it again before rank 1 looks
+        with lock(tmp_path):
+            save_async(tmp_path, state_of_step(2, rows(2)), step=2).wait()
+            assert (tmp_path / ".lock").exists()
+
+    world(2).run(body)
+
+
+def real_training(folder: str) -> list[float]:
+    """Collectives of training go on while checkpoints are written."""
+    size = collectives.world_size()
+    mesh = Mesh((size,))
+    x = distributed(torch.arange(15.0).view(SHAPE), Layout(mesh, [Shard(0)], SHAPE))
+    expected = []
+    for step in range(5):
+        save_async(folder, {"x": x}, step=step)
+        for _ in range(20):
+            plain(x).add_(1)
+            total = x.sum().redistribute(mesh, [Replicate()])
+        expected.append(float(plain(total)))
+    load(folder, {"x": (last := blank(rows(size)))})
+    sums = []
+    for step in range(5):
+        load(Path(folder) / f"step-0000000{step}", {"x": last})
+        sums.append(float(plain(last.sum().redistribute(mesh, [Replicate()]))))
+    assert sums == [105.0, *expected[:4]]
+    return sums
+
+
+@pytest.mark.processes
+def test_real_processes(tmp_path: Path) -> None:
+    first, second = world(2, real=True).run(real_training, str(tmp_path))
+    assert first == second
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *(f"step-0000000{step}" for step in range(5))]
+
+
+# ---- it fails ---------------------------------------------------------------------------------------------
+
+
+def next_calls(folder: Path) -> dict[str, Callable[[], object]]:
+    state = {"x": torch.zeros(SHAPE)}
+    return {
+        "save": lambda: save(folder, state, step=9),
+        "save_async": lambda: save_async(folder, state, step=9),
+        "load": lambda: load(folder, state, subset=True),
+    }
+
+
+@pytest.mark.parametrize("call", ["wait", "save", "save_async", "load"])
+@pytest.mark.parametrize("file", ["rank-0000.safetensors", "rank-0001.safetensors", "report-0002.json"])
+def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
+    tmp_path: Path, file: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world(3).run(lambda: save(tmp_path, state_of_step(1, rows(3)), step=1))
+    before = content(tmp_path)
+    on = [True]
+
+    def fail(method: str, args: tuple[Any, ...]) -> None:
+        if on[0] and method == "write" and args[1] == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+
+    monkeypatch.setattr(saving, "store_at", lambda folder: WatchedStore(FolderStore(folder), fail))
+
+    def body() -> None:
+        pending = save_async(tmp_path, state_of_step(2, rows(3)), step=2)
+        (pending.wait if call == "wait" else next_calls(tmp_path)[call])()
+
+    text = error_on_every_rank(3, CheckpointError, body)
+    rank = int(file.partition("-")[2].partition(".")[0])
+    assert text == f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: No space left on device: {file}"
+    assert content(tmp_path) == before
+    on[0] = False
+    world(3).run(lambda: save_async(tmp_path, state_of_step(3, rows(3)), step=3).wait())
+    assert loaded(tmp_path) == 3
+
+
+def test_an_operation_that_fails_is_the_same_error_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
+    failures = 0
+    for moment in count(1):
+        folder = tmp_path / str(moment)
+        world(2).run(lambda: save(folder, state_of_step(1, rows(2)), step=1))  # noqa: B023
+        found = content(folder)
+
+        def attempt() -> str:
+            try:
+                save_async(folder, state_of_step(2, rows(2)), step=1, overwrite=True).wait()  # noqa: B023
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        with failing_at(moment, folder) as failed:
+            (text,) = set(world(2).run(attempt))
+            came_to_it = failed()
+        if not came_to_it:
+            assert not text
+            break
+        if text:
+            failures += 1
+            assert text.startswith(f"Saving step 1 to {folder} failed")
+            assert "no space left" in text.lower()
+            kept = {path: data for path, data in content(folder).items() if not path.startswith(".")}
+            assert kept == found
+        assert loaded(folder) == (1 if text else 2)
+        world(2).run(lambda: save(folder, state_of_step(3, rows(2)), step=3))  # noqa: B023
+        assert not [path for path in content(folder) if path.startswith(".")]
+    assert failures > 8
+
+
+@pytest.mark.processes
+def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    outcomes = []
+    for moment in count(1):
+        folder = tmp_path / str(moment)
+        world(2).run(lambda: save(folder, state_of_step(1, rows(2)), step=1))  # noqa: B023
+
+        def body() -> None:
+            def save_it() -> None:
+                save_async(folder, state_of_step(2, rows(2)), step=2).wait()  # noqa: B023
+
+            world(2).run(save_it)
+
+        killed = killed_at(moment, folder, body)
+        outcomes.append(loaded(folder))
+        if not killed:
+            break
+        world(2).run(lambda: save_async(folder, state_of_step(3, rows(2)), step=3).wait())  # noqa: B023
+        assert loaded(folder) == 3
+        assert not [path for path in content(folder) if path.startswith(".")]
+    assert len(outcomes) > 8
+    assert outcomes == sorted(outcomes)
+    assert {*outcomes} == {1, 2}
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    full = torch.full(SHAPE, 2.0)
+    full[4, 2] = torch.nan
+
+    def bad() -> None:
+        save_async(tmp_path, {"w": distributed(full, rows(2))}, step=1, require_finite=True)
+        save(tmp_path, {"w": full}, step=2)
+
+    text = error_on_every_rank(2, NotFiniteError, bad)
+    assert text == f"Saving step 1 to {tmp_path} failed: there are infinite values or NaN in\n  w"
+    assert not content(tmp_path)
+
+
+def test_ranks_that_hold_other_copies_are_found(tmp_path: Path) -> None:
+    def body() -> None:
+        save_async(tmp_path, {"w": torch.full(SHAPE, float(collectives.rank()))}, step=1).wait()
+
+    text = error_on_every_rank(2, CheckpointError, body)
+    assert "ranks that should hold the same do not:\n  'w' " in text
+    assert not content(tmp_path)
+
+
+def test_what_ranks_disagree_about_is_raised_at_once(tmp_path: Path) -> None:
+    def body() -> None:
+        save_async(tmp_path, {"x": torch.zeros(2)}, step=collectives.rank())
+
+    assert "'step'" in error_on_every_rank(2, MismatchError, body)
+    assert not content(tmp_path)
+
+
+def test_a_copy_that_cannot_be_made_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def no_memory(*args: Any, **kwargs: Any) -> Tensor:
+        if collectives.rank() and kwargs.get("device") == "cpu":
+            raise RuntimeError("not enough memory")
+        return empty(*args, **kwargs)
+
+    def body() -> None:
+        x = torch.zeros(SHAPE)
+        monkeypatch.setattr(torch, "empty", no_memory)
+        save_async(tmp_path, {"x": x}, step=1)
+
+    text = error_on_every_rank(2, CheckpointError, body)
+    assert text == f"Saving step 1 to {tmp_path} failed:\n  rank 1: RuntimeError: not enough memory"
+    assert not content(tmp_path)
+
+
+# ---- at exit ----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import sys
+    import torch
+    from shardwise.checkpoint import save_async
+
+    x = torch.full((1000, 1000), 2.0)
+    save_async(sys.argv[1], {"x": x}, step=1)
+    x.zero_()
+    if sys.argv[2] == "fails":
+        import os
+        def write(*args):
+            raise OSError(28, "No space left on device", "somewhere")
+        from shardwise.checkpoint import folder_store
+        folder_store.FolderStore.write = folder_store.FolderStore.commit = write
+    print("end")
+"""
+
+
+@pytest.mark.processes
+def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "succeeds")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    state = {"x": torch.zeros(1000, 1000)}
+    load(tmp_path, state)
+    assert bool((state["x"] == 2).all())
+
+
+@pytest.mark.processes
+def test_a_program_whose_last_checkpoint_failed_has_failed(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "fails")
+    assert (done.returncode, done.stdout) == (1, "end\n")
+    assert done.stderr == f"Saving step 1 to {tmp_path} failed: No space left on device: somewhere\n"
+    assert latest(tmp_path) is None
+
+
+def run_program(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", dedent(PROGRAM), str(folder), how]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+# ---- which checkpoints stay -------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_rules_of_what_stays(tmp_path: Path) -> None:
+    losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: None, 50: 1.0, 55: True, 60: 3.0}
+    stay = []
+    for step, loss in losses.items():
+        keep = Keep(last=2, every=30, best=1, metric="loss")
+        save(tmp_path, {"x": torch.ones(1)}, step=step, metadata={} if loss is None else {"loss": loss}, keep=keep)
+        stay.append(steps(tmp_path))
+    assert stay == [
+        *([10], [10, 20], [20, 30], [20, 30, 40]),  # 20 is the best, 30 a multiple
+        [30, 40, 50],  # as good as 20, and later
+        [30, 50, 55],
+        [30, 50, 55, 60],
+    ]
+
+
+def test_the_largest_is_the_best(tmp_path: Path) -> None:
+    keep = Keep(best=2, metric="auc", largest=True)
+    for step, auc in enumerate([0.5, 0.9, 0.7, 0.6, 0.65]):
+        save(tmp_path, {"x": torch.ones(1)}, step=step, metadata={"auc": auc}, keep=keep)
+    assert steps(tmp_path) == [1, 2, 4]
+
+
+@given(
+    st.dictionaries(st.integers(0, 40), st.none() | st.integers(0, 3), min_size=1),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 7),
+    st.none() | st.integers(1, 3),
+)
+def test_what_stays_is_what_the_rules_say(
+    metrics: dict[int, int | None], last: int, every: int | None, best: int | None
+) -> None:
+    manifests = {s: Manifest(s, 1, {}, {}, {} if m is None else {"m": m}, {}) for s, m in metrics.items()}
+    saved = max(metrics)
+    stay = Keep(last, every, best, None if best is None else "m").staying(manifests, saved)
+    assert {*sorted(metrics)[-last:]} <= stay <= {*metrics}
+    assert {step for step in metrics if every and step % every == 0} <= stay
+    ranked = sorted((m, -step) for step, m in metrics.items() if m is not None)
+    chosen = {-negative for _, negative in ranked[: best or 0]}
+    assert chosen <= stay
+    assert stay == {*sorted(metrics)[-last:]} | {s for s in metrics if every and s % every == 0} | chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"last": 0}, "Keep: last must be a positive integer, got 0"),
+        ({"every": 1.5}, "Keep: every must be a positive integer, got 1.5"),
+        ({"best": True, "metric": "x"}, "Keep: best must be a positive integer, got True"),
+        ({"best": 1}, "Keep: best is 1 and metric None. Fix: give both"),
+        ({"metric": "loss"}, "Keep: best is None and metric 'loss'. Fix: give both"),
+    ],
+)
+def test_rules_that_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Keep(**arguments)
+    assert said in str(caught.value)
+
+
+def test_the_best_stays_of_what_is_saved_in_the_background(tmp_path: Path) -> None:
+    def body() -> None:
+        for step, loss in enumerate([3, 1, 2, 4]):
+            keep = Keep(best=1, metric="loss")
+            save_async(tmp_path, state_of_step(step, rows(2)), step=step, metadata={"loss": loss}, keep=keep)
+        load(tmp_path, {"x": torch.zeros(SHAPE)}, subset=True)
+
+    world(2).run(body)
+    assert steps(tmp_path) == [1, 3]
+    assert read_manifest(tmp_path / "step-00000001").metadata == {"loss": 1}
