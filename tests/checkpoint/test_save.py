@@ -349,7 +349,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, state: Any, tex
         ({"step": -1}, "step must be an integer from 0, got -1"),
         ({"step": 1.0}, "step must be an integer, got 1.0"),
         ({"step": True}, "step must be an integer, got True"),
-        ({"step": 1, "keep": 0}, "keep must be a positive integer or None, got 0"),
+        ({"step": 1, "keep": 0}, "keep must be a positive integer, a Keep or None, got 0"),
         ({"step": 1, "metadata": {"rate": float("nan")}}, "metadata['rate']: cannot be saved: nan"),
         ({"step": 1, "metadata": {1: 2}}, "metadata must be a dict from a string to values or None, got {1: 2}"),
         ({"step": 1, "metadata": [1]}, "metadata must be a dict from a string to values or None, got [1]"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
+from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
@@ -99,7 +99,7 @@ def save(
         try:
             sums = on_all_ranks(saving.what, lambda: saving.contents.write(saving.store, draft))
             saving.check_finite(sums)
-            version = on_all_ranks(saving.what, lambda: on_first_rank(lambda: saving.commit(draft, sums)))[0]
+            version = on_all_ranks(saving.what, lambda: saving.commit(draft, sums))[0]
         except BaseException:
             saving.abandon(draft)
             raise
@@ -157,8 +157,10 @@ class Saving:
             raise NotFiniteError(f"{self.what} failed: there are infinite values or NaN in\n{shown}")
 
     def commit(self, draft: str, sums: AllSums) -> str:
-        """Make the draft a version, unless what ranks have written is not there any more; its name. On rank 0."""
+        """Make the draft a version, unless what ranks have written is not there any more; on rank 0, its name."""
         manifest = self.contents.manifest(self.step, sums)
+        if not self.is_first:
+            return ""
         check_files(self.store, draft, manifest)
         data = as_bytes(manifest)
         self._lock.check()

@@ -4,8 +4,8 @@
     ...                                    # training goes on and changes the state
     path = pending.wait()
 
-No thread but the main one may communicate. So the threads tell rank 0 by files what they have written: beside its data,
-each puts a report into the draft. The thread of rank 0 commits when all reports are there.
+No thread but the main one may communicate. So rank 0 learns from files what the others have written: beside its
+data, each puts a report into the draft. The thread of rank 0 commits when all reports are there.
 """
 
 import atexit
@@ -53,8 +53,8 @@ def save_async(
         pending = save_async("runs/1", state_of(module, optimizer), step=1200)
 
     One save goes on at a time: the next `save`, `save_async`, `load` or `restore` waits for it first, and raises
-    why it failed. At exit the program waits for it, up to 60 s for other ranks; if it failed and nobody was told, the
-    program prints why and exits with code 1. The lock of the folder is held until it is complete.
+    why it failed. At exit the program waits for it, up to 60 s for other ranks; if it failed and no call has raised that,
+    the program prints why and exits with code 1. The lock of the folder is held until it is complete.
 
     Each rank keeps the memory of its copy for the next one, so it needs room for what it holds twice.
 
@@ -151,7 +151,7 @@ class PendingSave:
                 _write_report(saving, self._draft, {"sums": sums})
         except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it
             self._error = error
-            with suppress(Exception):  # then rank 0 is told by `wait`
+            with suppress(Exception):  # then rank 0 learns it in `wait`
                 _write_report(saving, self._draft, {"failed": text_of(error)})
         finally:
             self._reported.set()
@@ -183,7 +183,7 @@ class PendingSave:
             if ended is None and not threading.main_thread().is_alive():
                 ended = monotonic()
             if self._given_up.is_set() or (ended is not None and monotonic() - ended > EXIT_SECONDS):
-                raise CheckpointError(f"nothing was heard of ranks {', '.join(map(str, missing))}")
+                raise CheckpointError(f"there is no report of ranks {', '.join(map(str, missing))}")
             self._given_up.wait(POLL_SECONDS)
         failed = {rank: str(report["failed"]) for rank, report in found.items() if "failed" in report}
         if failed:
@@ -195,7 +195,7 @@ class PendingSave:
     # ---- at exit ------------------------------------------------------------------------------------------
 
     def unknown_error(self) -> Exception | None:
-        """Why it failed, when its thread has ended, if nobody was told."""
+        """Why it failed, when its thread has ended, if no call has raised it."""
         self._thread.join()
         return None if self._is_known else self._error
 
