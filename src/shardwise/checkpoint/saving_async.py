@@ -53,8 +53,8 @@ def save_async(
         pending = save_async("runs/1", state_of(module, optimizer), step=1200)
 
     One save goes on at a time: the next `save`, `save_async`, `load` or `restore` waits for it first, and raises
-    why it failed. At exit the program waits for it, up to 60 s for other ranks; if it failed and no call has raised that,
-    the program prints why and exits with code 1. The lock of the folder is held until it is complete.
+    why it failed. At exit the program waits for it, up to 60 s for other ranks; if it failed and no call has raised
+    that, the program prints why and exits with code 1. The lock of the folder is held until it is complete.
 
     Each rank keeps the memory of its copy for the next one, so it needs room for what it holds twice.
 
