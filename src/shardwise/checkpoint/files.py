@@ -6,7 +6,7 @@ not a signal, and a full disk is reported as one.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -48,10 +48,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The bytes of one file: a header, and where the data of each key begins."""
+    """The bytes of one file: a header, and of each key its dtype and where its data begins."""
 
     header: bytes
     starts: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
     size: int
 
 
@@ -74,7 +75,8 @@ def file_layout(
         raise CheckpointError(f"one file cannot name {len(ordered)} tensors: its header has {len(text)} bytes")
     header = len(text).to_bytes(8, "little") + text
     starts = {key: len(header) + start for (key, _, _), start in zip(ordered, ends, strict=False)}
-    return FileLayout(header, starts, len(header) + ends[-1])
+    dtypes = {key: dtype for key, dtype, _ in ordered}
+    return FileLayout(header, starts, dtypes, len(header) + ends[-1])
 
 
 # ---- writing ----------------------------------------------------------------------------------------------
@@ -105,13 +107,17 @@ def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
 
 
 def content(
-    layout: FileLayout, tensors: Mapping[str, Tensor], checksums: dict[str, Checksum]
+    layout: FileLayout, blocks: Callable[[str], Iterable[memoryview]], checksums: dict[str, Checksum]
 ) -> Iterator[memoryview | bytes]:
-    """The bytes of a file, block by block; the checksum of each tensor is put into `checksums` on the way."""
+    """The bytes of a file, block by block; the checksum of each tensor is put into `checksums` on the way.
+
+    Args:
+        blocks: the bytes of the tensor of a key, in row-major order.
+    """
     yield layout.header
-    for key in layout.starts:
-        checksums[key] = Checksum(tensors[key].dtype)
-        for block in byte_blocks(tensors[key]):
+    for key, dtype in layout.dtypes.items():
+        checksums[key] = Checksum(dtype)
+        for block in blocks(key):
             checksums[key].add(block)
             yield block
 
@@ -127,6 +133,10 @@ def checksum(x: Tensor) -> Checksum:
 def byte_blocks(x: Tensor) -> Iterator[memoryview]:
     """The bytes of `x` in row-major order, a few rows at a time: `x` itself may be strided or on a device."""
     x = x.detach() if x.ndim else x.detach().reshape(1)
+    if x.ndim > 1 and len(x) and x[0].numel() * x.element_size() > BLOCK_BYTES:  # one row is too much to copy
+        for row in x:
+            yield from byte_blocks(row)
+        return
     for start, stop in _row_blocks(tuple(x.shape), x.element_size(), 0, len(x)):
         rows = x[start:stop].resolve_conj().resolve_neg().cpu().contiguous()
         yield rows.reshape(-1).view(torch.uint8).numpy().data
@@ -175,29 +185,61 @@ class ChunkFile:
 
     def verify(self, key: str, num_bytes: int, expected: int) -> None:
         """Raise CheckpointError unless the bytes of `key` have the crc32 `expected`."""
-        buffer, start, total = bytearray(min(num_bytes, BLOCK_BYTES)), self.starts[key], 0
-        for done in range(0, num_bytes, BLOCK_BYTES):
-            block = memoryview(buffer)[: num_bytes - done]
-            self.file.read_into(block, start + done)
-            total = crc32(block, total)
-        if total != expected:
-            raise CheckpointError(
-                f"{self.file.name}: the data of {key!r} is damaged: its crc32 is {total:08x}, "
-                f"the manifest says {expected:08x}"
-            )
+        verify_bytes(self.file, self.starts[key], num_bytes, expected, key)
 
     def copy(self, key: str, chunk: Box, target: Tensor, box: Box) -> None:
         """Copy the common part of `chunk`, stored under `key`, and `box`, held by `target`, into `target`."""
-        if not chunk.sizes:
-            chunk, box, target = Box((0,), (1,)), Box((0,), (1,)), target.view(1)
-        common = chunk.intersect(box)
-        assert common is not None, f"{chunk} of {key} and {box} share nothing"
-        inner = common.relative_to(chunk)
-        destination = target[common.relative_to(box)]
-        row_bytes = target.element_size() * prod(chunk.sizes[1:])
-        for first, last in _row_blocks(chunk.sizes, target.element_size(), inner[0].start, inner[0].stop):
-            raw = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
-            self.file.read_into(raw.numpy().data, self.starts[key] + first * row_bytes)
-            rows = raw.view(target.dtype).view(last - first, *chunk.sizes[1:])
-            at = first - inner[0].start
-            destination[at : at + last - first].copy_(rows[(slice(None), *inner[1:])])
+        copy_box(self.file, self.starts[key], chunk, target, box)
+
+
+def verify_bytes(
+    file: StoredFile,
+    start: int,
+    num_bytes: int,
+    expected: int,
+    what: str,
+    on_block: Callable[[int], object] = lambda num_bytes: None,
+) -> None:
+    """Raise CheckpointError unless these bytes of `file`, the data of `what`, have the crc32 `expected`.
+
+    Args:
+        on_block: gets the number of bytes of each block, when it is read.
+    """
+    buffer, total = bytearray(min(num_bytes, BLOCK_BYTES)), 0
+    for done in range(0, num_bytes, BLOCK_BYTES):
+        block = memoryview(buffer)[: num_bytes - done]
+        file.read_into(block, start + done)
+        total = crc32(block, total)
+        on_block(len(block))
+    if total != expected:
+        raise CheckpointError(
+            f"{file.name}: the data of {what!r} is damaged: its crc32 is {total:08x}, expected {expected:08x}"
+        )
+
+
+def copy_box(file: StoredFile, start: int, chunk: Box, target: Tensor, box: Box) -> None:
+    """Copy the common part of `chunk`, stored at byte `start`, and `box`, held by `target`, into `target`."""
+    if not chunk.sizes:
+        chunk, box, target = Box((0,), (1,)), Box((0,), (1,)), target.view(1)
+    common = chunk.intersect(box)
+    assert common is not None, f"{chunk} and {box} share nothing"
+    inner = common.relative_to(chunk)
+    destination = target[common.relative_to(box)]
+    row_bytes = target.element_size() * prod(chunk.sizes[1:])
+    if row_bytes > BLOCK_BYTES and len(chunk.sizes) > 1:  # one row is too much to read
+        full, part = Box((0,) * (len(chunk.sizes) - 1), chunk.sizes[1:]), Box(*_tails(common, chunk))
+        for row, at in enumerate(range(inner[0].start, inner[0].stop)):
+            copy_box(file, start + at * row_bytes, full, destination[row], part)
+        return
+    for first, last in _row_blocks(chunk.sizes, target.element_size(), inner[0].start, inner[0].stop):
+        raw = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
+        file.read_into(raw.numpy().data, start + first * row_bytes)
+        rows = raw.view(target.dtype).view(last - first, *chunk.sizes[1:])
+        at = first - inner[0].start
+        destination[at : at + last - first].copy_(rows[(slice(None), *inner[1:])])
+
+
+def _tails(common: Box, chunk: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of `common` in a row of `chunk`."""
+    offsets = tuple(a - b for a, b in zip(common.offsets[1:], chunk.offsets[1:], strict=True))
+    return offsets, common.sizes[1:]

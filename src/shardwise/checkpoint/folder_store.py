@@ -254,6 +254,41 @@ class FileDraft:
         _remove(self._draft)
 
 
+class FolderDraft:
+    """A folder that appears at `path` when all its files are on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._draft = path, path.with_name(_temp_name("tmp", path.name))
+        self._draft.mkdir()
+
+    def write(self, file: str, content: Iterable[memoryview | bytes]) -> None:
+        """Write a new file in it."""
+        _write_synced(self._draft / file, content)
+
+    def commit(self) -> None:
+        """Let it take the place of what may be at `path`."""
+        _sync_folder(self._draft)
+        old = self.path.with_name(_temp_name("old", self.path.name))
+        moves = [(self._draft, self.path)]
+        if os.path.lexists(self.path):
+            moves.insert(0, (self.path, old))
+        done: list[tuple[Path, Path]] = []
+        try:
+            for source, target in moves:
+                source.rename(target)
+                done.append((source, target))
+            _sync_folder(self.path.parent)
+        except BaseException:
+            for source, target in reversed(done):
+                target.rename(source)
+            raise
+        _remove(old)
+
+    def discard(self) -> None:
+        """Remove it, unless it was committed."""
+        _remove(self._draft)
+
+
 class _LocalFile:
     """An open regular file, as a `StoredFile`: no link was followed to it, no pipe waited for."""
 

@@ -436,12 +436,12 @@ def _new_state(key: str, stored: StoredTensor, parameter: nn.Parameter, group: M
 
 
 def _room(stored: StoredTensor, like: DTensor) -> DTensor:
-    layout = _like(like._layout, stored.shape)
+    layout = layout_of_state(like._layout, stored.shape)
     local = torch.empty(layout.local_shape(collectives.rank()), dtype=stored.dtype, device=like.device)
     return tag(local, layout)
 
 
-def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
+def layout_of_state(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """`layout` for state of another shape, such as one number a row: sharded where it has the sharded dim."""
     if shape == layout.shape:
         return layout

@@ -8,19 +8,18 @@ from importlib import metadata as packages
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, overload
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
-from shardwise.checkpoint.files import METADATA_KEY, Checksum, checksum, content, file_layout
+from shardwise.checkpoint.files import METADATA_KEY, Checksum, byte_blocks, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
 from shardwise.checkpoint.pending import finish_pending
 from shardwise.checkpoint.retention import Keep, keep_only
-from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, holders, storable_boxes
+from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, check_files
 from shardwise.checkpoint.writer_lock import WriterLock
 from shardwise.errors import CheckpointError, NotFiniteError
@@ -238,16 +237,10 @@ class Contents:
             torch._foreach_copy_([*targets.values()], sources)
 
     def _boxes(self, rank: int) -> Iterator[tuple[str, Box, bool]]:
-        """Each box that `rank` holds: its tensor, and whether `rank` writes it, as one of its holders does."""
-        for name, tensor in self.tensors.items():
-            boxes = [box for box in tensor.layout.boxes(rank) if box.numel]
-            sharers = holders(tensor.layout, rank) if boxes else ()
-            for index, box in enumerate(boxes):
-                yield name, box, sharers[(crc32(name.encode()) + index) % len(sharers)] == rank
+        return held_boxes({name: tensor.layout for name, tensor in self.tensors.items()}, rank)
 
     def _key(self, name: str, box: Box) -> str:
-        """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
-        return name if box.sizes == self.tensors[name].layout.shape else f"{name}{box}"
+        return key_of(name, box, self.tensors[name].layout.shape)
 
     def write(self, store: CheckpointStore, draft: str) -> Sums:
         """Write the boxes that fall to this rank; the crc32 of all that it holds, and whether they are finite."""
@@ -262,7 +255,8 @@ class Contents:
         sums: dict[str, Checksum] = {}
         if written:
             layout = file_layout((key, x.dtype, tuple(x.shape)) for key, x in written.items())
-            store.write(draft, file_name(self.rank), layout.size, content(layout, written, sums))
+            blocks = content(layout, lambda key: byte_blocks(written[key]), sums)
+            store.write(draft, file_name(self.rank), layout.size, blocks)
         mine = [sums[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
         return [(one.crc32, one.finite) for one in mine]
 
@@ -302,10 +296,11 @@ class Contents:
             tensors[name] = StoredTensor(tensor.dtype, tensor.layout.shape, tuple(in_order))
             check_chunks(name, tensors[name])
         not_finite = self.not_finite(sums)
-        return Manifest(step, len(sums), tensors, self.values, self.metadata, _versions(), not_finite)
+        return Manifest(step, len(sums), tensors, self.values, self.metadata, package_versions(), not_finite)
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of the packages that write, as a manifest has them."""
     try:
         own = packages.version("shardwise")
     except packages.PackageNotFoundError:  # run from a source tree

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product as cartesian
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -142,3 +143,17 @@ def holders(layout: Layout, rank: int) -> tuple[int, ...]:
         for size, placement, position in zip(layout.mesh.shape, layout.placements, here, strict=True)
     ]
     return tuple(sorted(layout.mesh.rank_at(coordinate) for coordinate in cartesian(*choices)))
+
+
+def held_boxes(layouts: Mapping[str, Layout], rank: int) -> Iterator[tuple[str, Box, bool]]:
+    """Each box that `rank` holds: its tensor, and whether `rank` writes it, as one of its holders does."""
+    for name, layout in layouts.items():
+        boxes = [box for box in layout.boxes(rank) if box.numel]
+        sharers = holders(layout, rank) if boxes else ()
+        for index, box in enumerate(boxes):
+            yield name, box, sharers[(crc32(name.encode()) + index) % len(sharers)] == rank
+
+
+def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
+    return name if box.sizes == shape else f"{name}{box}"

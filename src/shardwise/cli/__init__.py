@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from shardwise.cli import doctor, show, simulate, train
+from shardwise.cli import checkpoint, doctor, show, simulate, train
 from shardwise.cli.exits import Exit, exit_code
 from shardwise.cli.versions import installed
 from shardwise.errors import ShardwiseError, printable
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (train, show, simulate, doctor)
+COMMANDS = (train, checkpoint, show, simulate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ class Exit(IntEnum):
     """What a shell sees; 128 and more are the number of the signal that ended the command, plus 128."""
 
     OK = 0
+    DIFFERENT = 1  # of what `checkpoint diff` compares
     USAGE = 2
     DATA = 3
     CHECKPOINT = 4

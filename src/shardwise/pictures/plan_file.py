@@ -60,9 +60,10 @@ KEYS = ("shape", "dtype", "shard_order", "fully_shard", *WAYS)
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A parsed file: pictures whose headers are the names of the tensors."""
+    """A parsed file: layouts by the names of tensors, and their pictures, whose headers are those names."""
 
     mesh: Mesh
+    layouts: Mapping[str, Layout]
     pictures: tuple[Picture, ...]
 
     @property
@@ -88,7 +89,9 @@ def read_plan(path: Path) -> PlanFile:
         entries = list(_tensors(content.get("parameters", {}), ""))
         if not entries:
             raise PlanError('there is no tensor. Fix: add [parameters."NAME"] with a shape and placements.')
-        return PlanFile(mesh, tuple(_picture(name, entry, mesh, itemsize) for name, entry in entries))
+        pictures = [_picture(name, entry, mesh, itemsize) for name, entry in entries]
+        layouts = {name: picture.layout for (name, _), picture in zip(entries, pictures, strict=True)}
+        return PlanFile(mesh, layouts, tuple(pictures))
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
 

@@ -1,0 +1,19 @@
+"""Checkpoints without the ranks that saved them: one process verifies, compares, reshards and converts.
+
+    manifest, problems = verify("runs/1")
+    reshard("runs/1", "runs/1-of-8", 8, {"items.weight": Layout(Mesh((8,)), [Shard(0)], (1000, 16))})
+
+Data is read and written some MiB at a time, so the memory needed does not depend on the size of a checkpoint.
+`shardwise checkpoint` is this on the command line.
+"""
+
+from shardwise.checkpoint.offline.difference import Difference, diff
+from shardwise.checkpoint.offline.progress import Progress
+from shardwise.checkpoint.offline.reading import find, verify
+from shardwise.checkpoint.offline.resharding import reshard
+from shardwise.checkpoint.offline.safetensors_format import export_file, export_hugging_face, import_safetensors
+
+__all__ = [
+    "Difference", "Progress", "diff", "export_file", "export_hugging_face", "find", "import_safetensors", "reshard",
+    "verify",
+]  # fmt: skip

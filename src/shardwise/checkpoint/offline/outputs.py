@@ -1,0 +1,88 @@
+"""New files and folders that appear at once, and what is refused before they are written."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+
+from shardwise.checkpoint.files import METADATA_KEY
+from shardwise.checkpoint.folder_store import FileDraft, FolderDraft
+from shardwise.checkpoint.offline.sources import Source
+from shardwise.errors import CheckpointError
+
+
+@contextmanager
+def new_file(path: Path, overwrite: bool) -> Iterator[FileDraft]:
+    """A file that is at `path` after the block, or is not there if that raises.
+
+    Raises:
+        CheckpointError: it is there already, or cannot be written.
+    """
+    with reported(path):
+        _refuse_existing(path, overwrite)
+        draft = FileDraft(path)
+        try:
+            yield draft
+            draft.commit()
+        finally:
+            draft.discard()
+
+
+@contextmanager
+def new_folder(path: Path, overwrite: bool) -> Iterator[FolderDraft]:
+    """A folder that is at `path` after the block, or is not there if that raises.
+
+    Raises:
+        CheckpointError: it is there already, or cannot be written.
+    """
+    with reported(path):
+        _refuse_existing(path, overwrite)
+        draft = FolderDraft(path)
+        try:
+            yield draft
+            draft.commit()
+        finally:
+            draft.discard()
+
+
+@contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError for an OSError: what is not there yet cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}{where}. Fix: name a place that exists and has room."
+        ) from error
+
+
+def _refuse_existing(path: Path, overwrite: bool) -> None:
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists already. Fix: another name, or overwrite=True (--overwrite).")
+
+
+def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
+    """Which tensors are exported: the name of each in the output, and in `source`.
+
+    Args:
+        names: of tensors without `prefix`; None is all.
+        prefix: of the tensors that are exported, whose names lose it.
+
+    Raises:
+        CheckpointError: a name that is not there, or none.
+    """
+    found = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix) and name != prefix}
+    if not found:
+        raise CheckpointError(
+            f"{source.name} has no tensor whose name begins with {prefix!r}. Fix: prefix='' (--prefix '') exports all."
+        )
+    for name in names or ():
+        if name not in found:
+            close = get_close_matches(name, found, n=1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise CheckpointError(f"{source.name} has no tensor {prefix + name!r}.{meant} Fix: name one that it has.")
+    if METADATA_KEY in found:
+        raise CheckpointError(f"{prefix + METADATA_KEY!r} cannot be exported as {METADATA_KEY!r}. Fix: prefix=''.")
+    return found if names is None else {name: found[name] for name in names}

@@ -1,0 +1,116 @@
+"""A checkpoint as a source, and whether its data is as it was written."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from os import PathLike
+from pathlib import Path
+
+from shardwise.checkpoint import stores
+from shardwise.checkpoint.files import ChunkFile, FileLayout, StoredFile, verify_bytes
+from shardwise.checkpoint.locations import store_at
+from shardwise.checkpoint.manifest import Manifest, StoredTensor
+from shardwise.checkpoint.offline.progress import Progress
+from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
+from shardwise.errors import CheckpointError
+from shardwise.layout import checked
+
+
+class CheckpointSource(Source):
+    """A checkpoint, or the latest one of a folder that was saved to.
+
+    Raises:
+        CheckpointError: there is none that is complete.
+    """
+
+    def __init__(self, folder: str | PathLike[str], progress: Progress) -> None:
+        store = store_at(folder)
+        version = stores.find(store)
+        self.manifest = stores.stored_manifest(store, version)
+        layouts = self.manifest.file_layouts()
+
+        def open_file(name: str) -> StoredFile:
+            file = store.open(version, name)
+            try:
+                return ChunkFile(file, layouts[name]).file
+            except CheckpointError:
+                file.close()
+                raise
+
+        tensors = {name: _in_files(tensor, layouts) for name, tensor in self.manifest.tensors.items()}
+        super().__init__(str(folder), tensors, self.manifest.values, open_file, progress)
+
+
+def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout]) -> SourceTensor:
+    extents = []
+    for chunk in tensor.chunks:
+        start = layouts[chunk.file].starts[chunk.key]
+        checksum = RangeChecksum(start, chunk.box.numel * tensor.dtype.itemsize, chunk.crc32)
+        extents.append(Extent(chunk.file, start, chunk.box, checksum))
+    return SourceTensor(tensor.dtype, tensor.shape, extents)
+
+
+@checked
+def find(folder: str | PathLike[str]) -> tuple[Path, Manifest]:
+    """The checkpoint `folder`, or the latest one that was saved to it, and its manifest.
+
+    Raises:
+        CheckpointError: there is none that is complete.
+    """
+    store = store_at(folder)
+    version = stores.find(store)
+    return Path(store.location(version)), stores.stored_manifest(store, version)
+
+
+@checked
+def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tuple[Manifest, list[str]]:
+    """Read all data of a checkpoint and compare it with its checksums.
+
+    Args:
+        folder: a checkpoint, or the folder that it was saved to, which means its latest one.
+
+    Returns:
+        The manifest, and one line for each file that is missing or misshapen and each chunk that is damaged.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
+    """
+    shown = progress or Progress()
+    store = store_at(folder)
+    try:
+        version = stores.find(store)
+        manifest = stores.stored_manifest(store, version)
+    except CheckpointError as error:
+        version = "."  # if this one lacks files, all of them are named
+        try:
+            manifest = stores.stored_manifest(store, version)
+        except CheckpointError:
+            raise error from None
+    chunks: dict[str, list[tuple[str, StoredTensor, int]]] = {}
+    for name, tensor in manifest.tensors.items():
+        for number, chunk in enumerate(tensor.chunks):
+            chunks.setdefault(chunk.file, []).append((name, tensor, number))
+    layouts, problems = manifest.file_layouts(), []
+    shown.begin(sum(layout.size - len(layout.header) for layout in layouts.values()))
+    for name, layout in layouts.items():
+        try:
+            with closing(store.open(version, name)) as opened:
+                problems += _damaged(ChunkFile(opened, layout), chunks[name], shown)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return manifest, problems
+
+
+def _damaged(file: ChunkFile, chunks: list[tuple[str, StoredTensor, int]], progress: Progress) -> list[str]:
+    problems = []
+    for name, tensor, number in chunks:
+        chunk, shown = tensor.chunks[number], name
+        num_bytes = chunk.box.numel * tensor.dtype.itemsize
+
+        def on_block(count: int, shown: str = shown) -> None:
+            progress.advance(shown, count)
+
+        try:
+            verify_bytes(file.file, file.starts[chunk.key], num_bytes, chunk.crc32, chunk.key, on_block)
+        except CheckpointError as error:
+            problems.append(f"tensor {name!r}: {error}")
+    return problems

@@ -1,0 +1,261 @@
+"""Export to safetensors, one file or the files and index of Hugging Face, and reading those.
+
+Format of a file: https://github.com/huggingface/safetensors. An index, `model.safetensors.index.json`, has in
+`weight_map` the file of each tensor.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.files import DTYPES, HEADER_LIMIT, METADATA_KEY, FileLayout, StoredFile, content, file_layout
+from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
+from shardwise.checkpoint.offline.outputs import chosen, new_file, new_folder
+from shardwise.checkpoint.offline.progress import Progress
+from shardwise.checkpoint.offline.reading import CheckpointSource
+from shardwise.checkpoint.offline.resharding import write_checkpoint
+from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
+from shardwise.errors import ArgumentError, CheckpointError
+from shardwise.layout import Box, Layout, checked
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARD_BYTES = 5 * 10**9  # of one file, as Hugging Face's `save_pretrained` has it
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+# ---- export -----------------------------------------------------------------------------------------------
+
+
+@checked
+def export_file(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    names: Sequence[str] | None = None,
+    *,
+    prefix: str = "",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write tensors of a checkpoint, all or some, to one safetensors file.
+
+        export_file("runs/1", "items.safetensors", ["items.weight"], prefix="model.")
+
+    Args:
+        source: a checkpoint, or the folder that it was saved to, which means its latest one.
+        names: of the tensors without `prefix`; None is all that have it.
+        prefix: of the names in the checkpoint; the file has them without.
+        overwrite: replace a file that is there.
+
+    Raises:
+        CheckpointError: `source` is damaged, has no such tensor, or `target` is there or cannot be written. Then
+            nothing is written.
+    """
+    path = Path(target)
+    with CheckpointSource(source, progress or Progress()) as found:
+        exported = chosen(found, names, prefix)
+        found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
+        layout = _layout(found, exported)
+        with new_file(path, overwrite) as draft:
+            draft.append(_content(layout, found, exported))
+    return path
+
+
+@checked
+def export_hugging_face(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    names: Sequence[str] | None = None,
+    *,
+    prefix: str = "model.",
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the model of a checkpoint as a folder of safetensors files with `model.safetensors.index.json`.
+
+        export_hugging_face("runs/1", "exported")
+
+    Its tensors have the names of the module's `state_dict`, so `from_pretrained` loads them beside a `config.json`.
+
+    Args:
+        source: a checkpoint, or the folder that it was saved to, which means its latest one.
+        names: of the tensors without `prefix`; None is all that have it.
+        prefix: of the names in the checkpoint; the files have them without. `state_of` puts "model." before them.
+        shard_bytes: of the data of one file; a larger tensor has a file of its own.
+        overwrite: replace a folder that is there.
+
+    Raises:
+        CheckpointError: as `export_file`.
+    """
+    if shard_bytes < 1:
+        raise ArgumentError(f"shard_bytes must be positive, got {shard_bytes}. Fix: such as 5_000_000_000.")
+    path = Path(target)
+    with CheckpointSource(source, progress or Progress()) as found:
+        exported = chosen(found, names, prefix)
+        num_bytes = found.num_bytes(exported.values())
+        found.progress.begin(num_bytes + found.num_bytes_verified(exported.values()))
+        files = list(_divided(found, exported, shard_bytes))
+        of_file = {f"model-{i:05d}-of-{len(files):05d}.safetensors": part for i, part in enumerate(files, 1)}
+        weight_map = {name: file for file, part in of_file.items() for name in part}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        with new_folder(path, overwrite) as draft:
+            for file, part in of_file.items():
+                draft.write(file, _content(_layout(found, part), found, part))
+            draft.write(INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
+    return path
+
+
+def _layout(source: Source, exported: Mapping[str, str]) -> FileLayout:
+    tensors = {name: source.tensors[of] for name, of in exported.items()}
+    return file_layout((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+
+
+def _content(layout: FileLayout, source: Source, exported: Mapping[str, str]) -> Iterator[memoryview | bytes]:
+    return content(layout, lambda name: source.blocks(exported[name], source.tensors[exported[name]].full), {})
+
+
+def _divided(source: Source, exported: Mapping[str, str], most: int) -> Iterator[dict[str, str]]:
+    """The tensors of each file, in their order."""
+    part, size = dict[str, str](), 0
+    for name, of in exported.items():
+        num_bytes = source.tensors[of].num_bytes
+        if part and size + num_bytes > most:
+            yield part
+            part, size = {}, 0
+        part[name] = of
+        size += num_bytes
+    yield part
+
+
+# ---- import -----------------------------------------------------------------------------------------------
+
+
+@checked
+def import_safetensors(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    world_size: int = 1,
+    plan: Mapping[str, Layout] | None = None,
+    *,
+    prefix: str = "model.",
+    step: int = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Make a checkpoint of safetensors: a file, or a folder of Hugging Face with or without an index.
+
+        import_safetensors("downloaded", "runs/pretrained")
+        restore("runs/pretrained", model)
+
+    The files have no checksums: that their headers and sizes agree is all that can be verified of them.
+
+    Args:
+        source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`.
+        target: the folder for the checkpoint, which gets the name of its step there.
+        world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
+        prefix: what is put before the names. `restore` expects "model." before those of the module's `state_dict`.
+        overwrite: replace a checkpoint of that step in `target`.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing or says what cannot be, or `target` has this step already. Then nothing is
+            written.
+        PlanError: the plan does not fit.
+    """
+    with _source(Path(source), prefix, progress or Progress()) as found:
+        return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
+
+
+def _source(path: Path, prefix: str, progress: Progress) -> Source:
+    folder, files = (path.parent, {path.name: None}) if path.is_file() else (path, _files(path))
+
+    def open_file(name: str) -> StoredFile:
+        real = (folder / name).resolve()  # files of the cache of Hugging Face are links
+        return FolderStore(real.parent).open(".", real.name)
+
+    tensors: dict[str, SourceTensor] = {}
+    for file, expected in files.items():
+        with closing(open_file(file)) as opened:
+            there = _tensors(opened, file)
+        wrong = sorted(there.keys() ^ (there.keys() if expected is None else expected))
+        if wrong:
+            raise CheckpointError(f"{folder / INDEX}: it and the header of {file} disagree about tensor {wrong[0]!r}")
+        tensors |= {prefix + name: tensor for name, tensor in there.items()}
+    return Source(str(path), tensors, {}, open_file, progress)
+
+
+def _files(folder: Path) -> Mapping[str, set[str] | None]:
+    """The files of a folder, and the tensors of each if there is an index."""
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}. Fix: name a safetensors file.")
+        return {SINGLE: None}
+    if index.stat().st_size > MANIFEST_LIMIT:
+        raise CheckpointError(f"{index}: is too long for an index")
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        files = {file: {name for name, of in weight_map.items() if of == file} for file in weight_map.values()}
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index}: is not an index of tensors: {error!r}") from error
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index}: {file!r} is not the name of a file beside it")
+    return files
+
+
+def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
+    """What a file has, from its header, which must describe every byte of it once.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if file.size < 8:
+        raise CheckpointError(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
+    length = int.from_bytes(_bytes(file, 0, 8), "little")
+    if length > min(HEADER_LIMIT, file.size - 8):
+        raise CheckpointError(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
+    try:
+        header = json.loads(_bytes(file, 8, length))
+        header.pop(METADATA_KEY, None)
+        found = [_entry(key, said) for key, said in header.items()]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file.name}: its header is no header of safetensors: {error!r}") from error
+    expected = 0
+    for key, _, _, begin, end in sorted(found, key=lambda entry: entry[3:]):
+        if begin != expected:
+            raise CheckpointError(f"{file.name}: tensor {key!r} begins at byte {begin:,} of the data, not {expected:,}")
+        expected = end
+    if 8 + length + expected != file.size:
+        raise CheckpointError(f"{file.name}: has {file.size:,} bytes, its header says {8 + length + expected:,}")
+    tensors = {}
+    for key, dtype, shape, begin, _ in found:
+        full = Box((0,) * len(shape), shape)
+        extents = [Extent(name, 8 + length + begin, full, None)] if full.numel else []
+        tensors[key] = SourceTensor(dtype, shape, extents)
+    return tensors
+
+
+def _bytes(file: StoredFile, start: int, count: int) -> bytearray:
+    data = bytearray(count)
+    file.read_into(memoryview(data), start)
+    return data
+
+
+def _entry(key: str, said: Mapping[str, Any]) -> tuple[str, torch.dtype, tuple[int, ...], int, int]:
+    """Key, dtype, shape, and the first and last byte of the data; ValueError if they cannot be."""
+    dtype, shape, (begin, end) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
+    if len(shape) > 64 or any(type(n) is not int or not 0 <= n <= LARGEST for n in (*shape, begin, end)):
+        raise ValueError(f"{key!r} has numbers that cannot be")
+    if end - begin != dtype.itemsize * prod(shape):
+        raise ValueError(f"{key!r} has {end - begin} bytes, its shape says {dtype.itemsize * prod(shape)}")
+    return key, dtype, shape, begin, end

@@ -1,0 +1,136 @@
+"""`shardwise checkpoint reshard`, `export` and `import`."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.checkpoint.bars import progress_bar
+from shardwise.cli.exits import Exit, SubParsers
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.layout import Layout
+
+
+def add_reshard(verbs: SubParsers) -> None:
+    """Describe `reshard` to argparse."""
+    parser = verbs.add_parser(
+        "reshard",
+        help="write a checkpoint anew, as another number of ranks would have saved it",
+        description="Write a checkpoint anew, with the files that this many ranks with this plan would have saved. "
+        "States of optimizers follow their parameter; what the plan does not name is replicated, in one file.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
+    parser.add_argument("target", metavar="FOLDER", help="where the new one gets the name of its step")
+    _add_ranks(parser, required=True)
+    parser.set_defaults(run=run_reshard)
+
+
+def run_reshard(args: argparse.Namespace) -> int:
+    """Reshard, and print where."""
+    from shardwise.checkpoint.offline import reshard
+
+    with progress_bar() as progress:
+        path = reshard(
+            args.checkpoint, args.target, args.ranks, _plan(args), overwrite=args.overwrite, progress=progress
+        )
+    print(f"Wrote {path}.")
+    return Exit.OK
+
+
+def add_export(verbs: SubParsers) -> None:
+    """Describe `export` to argparse."""
+    parser = verbs.add_parser(
+        "export",
+        help="write tensors for other programs: one safetensors file, Hugging Face, torch",
+        description="Write tensors of a checkpoint: to one safetensors file; as a folder of them with the index of "
+        "Hugging Face; or as a folder that torch.distributed.checkpoint loads.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
+    parser.add_argument("target", metavar="TARGET", help="the file or folder to write")
+    parser.add_argument("--format", choices=("file", "hugging-face"), default="file", help="(default: file)")
+    parser.add_argument(
+        "--tensor", action="append", metavar="NAME", help="export this one only; may be given several times"
+    )
+    parser.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        help="export the tensors whose names begin with it, without it (default: model. for hugging-face, else none)",
+    )
+    parser.add_argument("--shard-bytes", type=int, metavar="N", help="of one file of hugging-face (default: 5e9)")
+    _add_overwrite(parser)
+    parser.set_defaults(run=run_export)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Export, and print where."""
+    from shardwise.checkpoint import offline
+
+    given = {"prefix": args.prefix, "shard_bytes": args.shard_bytes}
+    options = {name: value for name, value in given.items() if value is not None} | {"overwrite": args.overwrite}
+    if "shard_bytes" in options and args.format != "hugging-face":
+        raise ConfigError("--shard-bytes is for --format hugging-face. Fix: leave it out.")
+    export = {"file": offline.export_file, "hugging-face": offline.export_hugging_face}[args.format]
+    with progress_bar() as progress:
+        path = export(args.checkpoint, args.target, args.tensor, progress=progress, **options)
+    print(f"Wrote {path}.")
+    return Exit.OK
+
+
+def add_import(verbs: SubParsers) -> None:
+    """Describe `import` to argparse."""
+    parser = verbs.add_parser(
+        "import",
+        help="make a checkpoint of files of other programs: safetensors, Hugging Face, torch",
+        description="Make a checkpoint of a safetensors file or a folder of Hugging Face.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="the file or folder to read")
+    parser.add_argument("target", metavar="FOLDER", help="where the checkpoint gets the name of its step")
+    parser.add_argument("--step", type=int, default=0, metavar="N", help="(default: 0)")
+    parser.add_argument("--prefix", metavar="TEXT", default="model.", help="put before the names (default: model.)")
+    _add_ranks(parser, required=False)
+    parser.set_defaults(run=run_import)
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Import, and print where."""
+    from shardwise.checkpoint.offline import import_safetensors
+
+    with progress_bar() as progress:
+        path = import_safetensors(
+            args.source,
+            args.target,
+            args.ranks,
+            _plan(args),
+            prefix=args.prefix,
+            step=args.step,
+            overwrite=args.overwrite,
+            progress=progress,
+        )
+    print(f"Wrote {path}.")
+    return Exit.OK
+
+
+def _add_ranks(parser: argparse.ArgumentParser, required: bool) -> None:
+    default = None if required else 1
+    shown = "" if required else " (default: 1)"
+    parser.add_argument(
+        "--ranks", type=int, required=required, default=default, metavar="N", help=f"write a file for each{shown}"
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN.toml", help="layouts of parameters; docs/pictures.md describes the file"
+    )
+    _add_overwrite(parser)
+
+
+def _add_overwrite(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+def _plan(args: argparse.Namespace) -> "Mapping[str, Layout]":
+    if args.plan is None:
+        return {}
+    from shardwise.pictures.plan_file import read_plan
+
+    return read_plan(Path(args.plan)).layouts

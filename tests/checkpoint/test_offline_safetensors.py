@@ -1,0 +1,266 @@
+"""Export to safetensors and Hugging Face's index, and import of them, against the readers of those formats."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shardwise.checkpoint import files, load, restore, save, state_of
+from shardwise.checkpoint.offline import export_file, export_hugging_face, import_safetensors, windows
+from shardwise.errors import ArgumentError, CheckpointError, PlanError
+from shardwise.layout import Layout, Mesh, Placement, Shard
+from shardwise.testing import world
+from tests.checkpoint.faults import failing_at
+from tests.checkpoint.states import content, distributed, values
+
+TENSORS = {
+    "model.items.weight": values((7, 5)),
+    "model.scale": torch.tensor(0.5),
+    "model.none": torch.zeros(0, 4),
+    "optimizer.items.weight.sum": torch.arange(7).bfloat16(),
+    "flags": torch.tensor([[True], [False]]),
+}
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(params=[1 << 24, 9], ids=["at once", "9 bytes at a time"], autouse=True)
+def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
+
+
+def saved(folder: Path, placement: Placement | None = None) -> Path:
+    layout = Layout(Mesh((3,)), [placement or Shard(1)], (7, 5))
+
+    def body() -> Path:
+        weight = distributed(TENSORS["model.items.weight"], layout)
+        return save(folder, TENSORS | {"model.items.weight": weight, "epoch": 3}, step=1)
+
+    return world(3).run(body)[0]
+
+
+@pytest.fixture(params=[Shard(1), Shard(0, sizes=(0, 7, 0))], ids=["columns", "one has all rows"])
+def source(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return saved(tmp_path / "run", request.param)
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape)
+        assert found[name].contiguous().flatten().view(torch.uint8).equal(x.contiguous().flatten().view(torch.uint8))
+
+
+def flip_first(file: Path) -> None:
+    """Damage the weight, whose data is the first."""
+    data = bytearray(file.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
+    file.write_bytes(data)
+
+
+# ---- one file ---------------------------------------------------------------------------------------------
+
+
+def test_all_tensors_in_one_file(source: Path, tmp_path: Path) -> None:
+    assert export_file(source, tmp_path / "x.safetensors") == tmp_path / "x.safetensors"
+    assert_same(load_file(tmp_path / "x.safetensors"), TENSORS)
+    with safe_open(tmp_path / "x.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_one_table_in_one_file(source: Path, tmp_path: Path) -> None:
+    export_file(source, tmp_path / "x", ["items.weight"], prefix="model.")
+    assert_same(load_file(tmp_path / "x"), {"items.weight": TENSORS["model.items.weight"]})
+
+
+def test_what_cannot_be_exported_is_refused(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    for names, prefix, text in (
+        (["items.weigth"], "model.", "has no tensor 'model.items.weigth'. Did you mean 'items.weight'? Fix: "),
+        (None, "modle.", "has no tensor whose name begins with 'modle.'. Fix: prefix=''"),
+    ):
+        for export in (export_file, export_hugging_face):
+            with pytest.raises(CheckpointError) as error:
+                export(source, target, names, prefix=prefix)
+            assert text in str(error.value)
+    with pytest.raises(CheckpointError, match=r"cannot be written: No such file or directory: .*Fix: name a place"):
+        export_file(source, tmp_path / "none" / "x")
+    with pytest.raises(ArgumentError, match="shard_bytes must be positive, got 0"):
+        export_hugging_face(source, target, shard_bytes=0)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("export", [export_file, export_hugging_face])
+def test_what_is_there_is_replaced_only_if_it_is_said_so(source: Path, tmp_path: Path, export: Any) -> None:
+    target = tmp_path / "x"
+    if export is export_file:
+        target.write_text("mine")
+    else:
+        target.mkdir()
+        (target / "mine").write_text("mine")
+    before = content(tmp_path)
+    with pytest.raises(CheckpointError, match="exists already"):
+        export(source, target)
+    assert content(tmp_path) == before
+    export(source, target, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x"]
+    assert not (target / "mine").exists()
+    flip_first(next(source.glob("rank-0001*")))
+    after = content(target) or target.read_bytes()
+    with pytest.raises(CheckpointError, match=r"tensor '.*rank-0001\.safetensors: the data of .* is damaged"):
+        export(source, target, overwrite=True)
+    assert (content(target) or target.read_bytes()) == after
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x"]
+
+
+@pytest.mark.parametrize("export", [export_file, export_hugging_face])
+def test_a_full_disk_leaves_what_was_there(source: Path, tmp_path: Path, export: Any) -> None:
+    target = tmp_path / "out" / "x"
+    target.parent.mkdir()
+    export(source, target)
+    before, failures = content(target.parent), 0
+    for operation in range(1, 30):
+        with failing_at(operation, target.parent) as failed:
+            try:
+                export(source, target, overwrite=True)
+            except CheckpointError as error:
+                assert "No space left on device" in str(error)  # noqa: PT017 - it may also succeed
+                assert content(target.parent) == before
+            if not failed():
+                break
+        failures += 1
+    assert failures > 2
+
+
+# ---- Hugging Face -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most", "count"), [(10**9, 1), (144, 1), (143, 2), (1, 3)])
+def test_the_index_names_the_file_of_each_tensor(source: Path, tmp_path: Path, most: int, count: int) -> None:
+    folder = export_hugging_face(source, tmp_path / "x", shard_bytes=most)
+    index = json.loads((folder / INDEX).read_text())
+    expected = {name.removeprefix("model."): x for name, x in TENSORS.items() if name.startswith("model.")}
+    assert index["metadata"] == {"total_size": 7 * 5 * 4 + 4}
+    assert index["weight_map"].keys() == expected.keys()
+    found: dict[str, Tensor] = {}
+    for file in sorted({*index["weight_map"].values()}):
+        of_file = load_file(folder / file)
+        assert of_file.keys() == {name for name, of in index["weight_map"].items() if of == file}
+        assert sum(x.nbytes for x in of_file.values()) <= most or len(of_file) == 1
+        found |= of_file
+    assert_same(found, expected)
+    assert len(list(folder.glob("model-*.safetensors"))) == count
+    assert len(list(folder.iterdir())) == count + 1
+
+
+def test_a_model_of_transformers_is_loaded_and_comes_back(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=4)
+    torch.manual_seed(0)
+    model, fresh = (transformers.GPT2LMHeadModel(config) for _ in range(2))
+    save(tmp_path / "run", state_of(model), step=1)
+    folder = export_hugging_face(tmp_path / "run", tmp_path / "hf", shard_bytes=2000)
+    config.save_pretrained(folder)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    assert_same(loaded.state_dict(), model.state_dict())
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size=2000)
+    assert (tmp_path / "theirs" / INDEX).exists()
+    import_safetensors(tmp_path / "theirs", tmp_path / "imported")
+    restore(tmp_path / "imported", fresh)
+    assert_same(fresh.state_dict(), model.state_dict())
+
+
+def test_imported_files_are_sharded_by_a_plan(tmp_path: Path) -> None:
+    theirs = {"w": values((7, 5)), "b": torch.arange(3).half(), "none": torch.zeros(2, 0), "n": torch.tensor(7)}
+    save_file(theirs, tmp_path / "model.safetensors", {"note": "theirs"})
+    layout = Layout(Mesh((3,)), [Shard(0, sizes=(1, 0, 6))], (7, 5))
+    for number, path in enumerate((tmp_path, tmp_path / "model.safetensors")):
+        made = import_safetensors(path, tmp_path / str(number), 3, {"w": layout}, prefix="", step=9)
+
+        def body() -> Path:
+            state = {name: distributed(x, layout) if name == "w" else x for name, x in theirs.items()}
+            return save(tmp_path / "expected", state, step=9, overwrite=True)
+
+        assert content(made) == content(world(3).run(body)[0])
+    with pytest.raises(PlanError, match="v: the checkpoint has no such tensor"):
+        import_safetensors(tmp_path, tmp_path / "x", 3, {"v": layout})
+    with pytest.raises(CheckpointError, match="exists already"):
+        import_safetensors(tmp_path, tmp_path / "0", step=9)
+
+
+def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "snapshot").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "blob")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blob")
+    import_safetensors(tmp_path / "snapshot", tmp_path / "run")
+    state = {"model": {"w": torch.zeros(3)}}
+    load(tmp_path / "run", state)
+    assert state["model"]["w"].tolist() == [1, 1, 1]
+
+
+def written(header: object, data: int = 8) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"1234567", "has 7 bytes, too few for a safetensors file"),
+        ((1 << 60).to_bytes(8, "little"), "its header would have 1,152,921,504,606,846,976 bytes"),
+        (written(b"["), "its header is no header of safetensors"),
+        (written(b"[" * 50_000), "its header is no header of safetensors"),
+        (written([]), "its header is no header of safetensors"),
+        (written({"w": [1]}), "its header is no header of safetensors"),
+        (written({"w": W | {"dtype": "F31"}}), "KeyError('F31')"),
+        (written({"w": W | {"shape": [3]}}), "'w' has 8 bytes, its shape says 12"),
+        (written({"w": W | {"shape": [-2]}}), "numbers that cannot be"),
+        (written({"w": W | {"shape": [True, 2]}}), "numbers that cannot be"),
+        (written({"w": W | {"shape": [2.0]}}), "numbers that cannot be"),
+        (written({"w": W | {"data_offsets": [4, 12]}}), "tensor 'w' begins at byte 4 of the data, not 0"),
+        (written({"w": W, "v": W}), "begins at byte 0 of the data, not 8"),
+        (written({"w": W}, 9), "its header says"),
+        (written({"w": W}, 7), "its header says"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_is_refused(tmp_path: Path, data: bytes, text: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError) as error:
+        import_safetensors(tmp_path, tmp_path / "run")
+    assert str(error.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
+    assert text in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ([], "is not an index of tensors"),
+        ({"weight_map": {"w": 3}}, "3 is not the name of a file beside it"),
+        ({"weight_map": {"w": "../model.safetensors"}}, "is not the name of a file beside it"),
+        ({"weight_map": {"w": ["x"]}}, "is not an index of tensors"),
+        ({"weight_map": {"w": "gone.safetensors"}}, "gone.safetensors: cannot be read: No such file"),
+        ({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}, "disagree about tensor 'v'"),
+        ({"weight_map": {"v": "a.safetensors"}}, "disagree about tensor"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, index: object, text: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as error:
+        import_safetensors(tmp_path, tmp_path / "run")
+    assert text in str(error.value)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors\.index\.json nor model\.safetensors"):
+        import_safetensors(tmp_path, tmp_path / "run")

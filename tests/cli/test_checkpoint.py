@@ -1,0 +1,128 @@
+"""`shardwise checkpoint` on the command line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise import cli
+from shardwise.checkpoint import read_manifest, save
+from shardwise.layout import Layout, Mesh, Shard
+from shardwise.testing import world
+from tests.checkpoint.states import distributed
+
+Captured = pytest.CaptureFixture[str]
+
+
+def saved(folder: Path, number: float = 1.0) -> Path:
+    def body() -> Path:
+        w = distributed(torch.full((5, 3), number), Layout(Mesh((2,)), [Shard(0)], (5, 3)))
+        state = {"model": {"items": {"weight": w}, "bias": torch.zeros(4), "b<i>as": torch.zeros(0)}, "epoch": 3}
+        return save(folder, state, step=7, metadata={"note": "é"})
+
+    return world(2).run(body)[0]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return saved(tmp_path / "run")
+
+
+# ---- inspect ----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_listed(path: Path, capsys: Captured) -> None:
+    assert cli.main(["checkpoint", "inspect", str(path.parent)]) == 0
+    out = re.sub(r"with .*", "with …", capsys.readouterr().out)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert out == (
+        f"{path}\n"
+        "step 7, saved by 2 ranks with …\n"
+        f"3 tensors in 2 files, {size} B\n"
+        'metadata: {"note": "\\u00e9"}\n'
+        "\n"
+        "tensor              dtype    shape  bytes  chunks\n"
+        "model.b<i>as        float32  0        0 B       0\n"
+        "model.bias          float32  4       16 B       1\n"
+        "model.items.weight  float32  5 x 3   60 B       2\n"
+        "\n"
+        "epoch = 3\n"
+    )
+
+
+def test_a_tree_has_sums(path: Path, capsys: Captured) -> None:
+    assert cli.main(["checkpoint", "inspect", "--tree", str(path)]) == 0
+    assert capsys.readouterr().out.split("\n\n")[1] == (
+        "model  3 tensors, 76 B\n"
+        "├── b<i>as  float32 0, 0 B, 0 chunks\n"
+        "├── bias  float32 4, 16 B, 1 chunk\n"
+        "└── items.weight  float32 5 x 3, 60 B, 2 chunks"
+    )
+
+
+def test_json_has_everything_that_the_manifest_has(path: Path, capsys: Captured) -> None:
+    assert cli.main(["checkpoint", "inspect", "--json", str(path)]) == 0
+    said, manifest = json.loads(capsys.readouterr().out), read_manifest(path)
+    assert {**said, "tensors": None} == {
+        "step": 7,
+        "world_size": 2,
+        "versions": manifest.versions,
+        "metadata": {"note": "é"},
+        "values": {"epoch": 3},
+        "files": {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))},
+        "tensors": None,
+    }
+    assert list(said["tensors"]) == list(manifest.tensors)
+    weight = said["tensors"]["model.items.weight"]
+    assert (weight["dtype"], weight["shape"], weight["bytes"]) == ("float32", [5, 3], 60)
+    assert [(c["file"], c["offsets"], c["sizes"]) for c in weight["chunks"]] == [
+        ("rank-0000.safetensors", [0, 0], [3, 3]),
+        ("rank-0001.safetensors", [3, 0], [2, 3]),
+    ]
+
+
+def test_a_page_has_a_picture_of_each_tensor(path: Path, tmp_path: Path, capsys: Captured) -> None:
+    page = tmp_path / "page.html"
+    assert cli.main(["checkpoint", "inspect", "--html", str(page), str(path)]) == 0
+    assert capsys.readouterr().out == f"Wrote {page}.\n"
+    text = page.read_text()
+    assert text.count("<svg ") == 3
+    assert "model.b&lt;i&gt;as" in text
+    assert "<i>" not in text
+
+
+def test_what_is_no_checkpoint_is_an_error_in_one_line(tmp_path: Path, capsys: Captured) -> None:
+    for verb in ("inspect", "verify"):
+        assert cli.main(["checkpoint", verb, str(tmp_path)]) == 4
+        assert capsys.readouterr().err == f"CheckpointError: there is no complete checkpoint in {tmp_path}\n"
+    assert cli.main(["checkpoint"]) == 2
+
+
+# ---- verify and diff --------------------------------------------------------------------------------------
+
+
+def test_verify_names_what_is_damaged(path: Path, capsys: Captured) -> None:
+    assert cli.main(["checkpoint", "verify", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"{path}: 3 tensors in 2 files, \d+ B: complete and as it was written.\n", out)
+    assert not err
+    file = path / "rank-0001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert cli.main(["checkpoint", "verify", str(path)]) == 4
+    out, err = capsys.readouterr()
+    assert not out
+    assert re.fullmatch(
+        rf"CheckpointError: {path} is damaged:\n  tensor 'model\.\S+': {file}: the data of .* is damaged: .*\n", err
+    )
+
+
+def test_diff_prints_and_exits_as_diff_does(path: Path, tmp_path: Path, capsys: Captured) -> None:
+    other = saved(tmp_path / "other", 1.5)
+    assert cli.main(["checkpoint", "diff", str(path), str(path.parent)]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert cli.main(["checkpoint", "diff", str(path), str(other)]) == 1
+    assert capsys.readouterr().out == "model.items.weight: 15 of 15 elements differ, by 0.5 at most\n"
