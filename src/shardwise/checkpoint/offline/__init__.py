@@ -12,8 +12,9 @@ from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import find, verify
 from shardwise.checkpoint.offline.resharding import reshard
 from shardwise.checkpoint.offline.safetensors_format import export_file, export_hugging_face, import_safetensors
+from shardwise.checkpoint.offline.torch_format import export_torch, import_torch
 
 __all__ = [
-    "Difference", "Progress", "diff", "export_file", "export_hugging_face", "find", "import_safetensors", "reshard",
-    "verify",
+    "Difference", "Progress", "diff", "export_file", "export_hugging_face", "export_torch", "find",
+    "import_safetensors", "import_torch", "reshard", "verify",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ def add_verify(verbs: SubParsers) -> None:
         "damaged is named, and the command exits with 4.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
-    parser.set_defaults(run=run_verify)
+    parser.set_defaults(command=run_verify)
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def add_diff(verbs: SubParsers) -> None:
     )
     parser.add_argument("first", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
     parser.add_argument("second", metavar="CHECKPOINT", help="the same")
-    parser.set_defaults(run=run_diff)
+    parser.set_defaults(command=run_diff)
 
 
 def run_diff(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ def add_reshard(verbs: SubParsers) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
     parser.add_argument("target", metavar="FOLDER", help="where the new one gets the name of its step")
     _add_ranks(parser, required=True)
-    parser.set_defaults(run=run_reshard)
+    parser.set_defaults(command=run_reshard)
 
 
 def run_reshard(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def add_export(verbs: SubParsers) -> None:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
     parser.add_argument("target", metavar="TARGET", help="the file or folder to write")
-    parser.add_argument("--format", choices=("file", "hugging-face"), default="file", help="(default: file)")
+    parser.add_argument("--format", choices=("file", "hugging-face", "torch"), default="file", help="(default: file)")
     parser.add_argument(
         "--tensor", action="append", metavar="NAME", help="export this one only; may be given several times"
     )
@@ -60,7 +60,7 @@ def add_export(verbs: SubParsers) -> None:
     )
     parser.add_argument("--shard-bytes", type=int, metavar="N", help="of one file of hugging-face (default: 5e9)")
     _add_overwrite(parser)
-    parser.set_defaults(run=run_export)
+    parser.set_defaults(command=run_export)
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -71,9 +71,13 @@ def run_export(args: argparse.Namespace) -> int:
     options = {name: value for name, value in given.items() if value is not None} | {"overwrite": args.overwrite}
     if "shard_bytes" in options and args.format != "hugging-face":
         raise ConfigError("--shard-bytes is for --format hugging-face. Fix: leave it out.")
-    export = {"file": offline.export_file, "hugging-face": offline.export_hugging_face}[args.format]
+    formats = {
+        "file": offline.export_file,
+        "hugging-face": offline.export_hugging_face,
+        "torch": offline.export_torch,
+    }
     with progress_bar() as progress:
-        path = export(args.checkpoint, args.target, args.tensor, progress=progress, **options)
+        path = formats[args.format](args.checkpoint, args.target, args.tensor, progress=progress, **options)
     print(f"Wrote {path}.")
     return Exit.OK
 
@@ -83,31 +87,36 @@ def add_import(verbs: SubParsers) -> None:
     parser = verbs.add_parser(
         "import",
         help="make a checkpoint of files of other programs: safetensors, Hugging Face, torch",
-        description="Make a checkpoint of a safetensors file or a folder of Hugging Face.",
+        description="Make a checkpoint of a safetensors file, a folder of Hugging Face, or one that "
+        "torch.distributed.checkpoint saved, which has a .metadata.",
     )
     parser.add_argument("source", metavar="SOURCE", help="the file or folder to read")
     parser.add_argument("target", metavar="FOLDER", help="where the checkpoint gets the name of its step")
     parser.add_argument("--step", type=int, default=0, metavar="N", help="(default: 0)")
-    parser.add_argument("--prefix", metavar="TEXT", default="model.", help="put before the names (default: model.)")
+    parser.add_argument("--prefix", metavar="TEXT", help="put before the names (default: model., of torch none)")
+    parser.add_argument(
+        "--allow-pickle-metadata",
+        action="store_true",
+        help="read the pickles of torch.distributed.checkpoint, by an unpickler that calls no code of theirs",
+    )
     _add_ranks(parser, required=False)
-    parser.set_defaults(run=run_import)
+    parser.set_defaults(command=run_import)
 
 
 def run_import(args: argparse.Namespace) -> int:
     """Import, and print where."""
-    from shardwise.checkpoint.offline import import_safetensors
+    from shardwise.checkpoint.offline import import_safetensors, import_torch
 
+    options = {"step": args.step, "overwrite": args.overwrite}
+    if args.prefix is not None:
+        options["prefix"] = args.prefix
+    where = args.source, args.target, args.ranks, _plan(args)
     with progress_bar() as progress:
-        path = import_safetensors(
-            args.source,
-            args.target,
-            args.ranks,
-            _plan(args),
-            prefix=args.prefix,
-            step=args.step,
-            overwrite=args.overwrite,
-            progress=progress,
-        )
+        if Path(args.source, ".metadata").exists():
+            allowed = args.allow_pickle_metadata
+            path = import_torch(*where, allow_pickle_metadata=allowed, progress=progress, **options)
+        else:
+            path = import_safetensors(*where, progress=progress, **options)
     print(f"Wrote {path}.")
     return Exit.OK
 

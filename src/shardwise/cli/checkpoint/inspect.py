@@ -31,7 +31,7 @@ def add_parser(verbs: SubParsers) -> None:
     how.add_argument("--tree", action="store_true", help="by the parts of names, with sums")
     how.add_argument("--json", action="store_true", help="everything, with each chunk, as JSON")
     how.add_argument("--html", metavar="FILE", help="write a page with a picture of each tensor, which loads nothing")
-    parser.set_defaults(run=run)
+    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,426 @@
+"""Export to `torch.distributed.checkpoint`, and import of what it saved.
+
+Its folder has a pickle, `.metadata`, and files of items one after the other, each as `torch.save` writes it: a zip
+file whose `data.pkl` describes a tensor and whose `data/0` has its bytes. Pickles are read by an unpickler that makes
+nothing but plain records in place of the classes named here.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch/serialization.py.
+"""
+
+import io
+import pickle
+import reprlib
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import accumulate
+from operator import mul
+from os import PathLike
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+
+from shardwise.checkpoint.files import DTYPES, StoredFile
+from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
+from shardwise.checkpoint.offline.outputs import chosen, new_folder
+from shardwise.checkpoint.offline.progress import Progress
+from shardwise.checkpoint.offline.reading import CheckpointSource
+from shardwise.checkpoint.offline.resharding import write_checkpoint
+from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
+from shardwise.checkpoint.offline.windows import windows
+from shardwise.checkpoint.state import as_json
+from shardwise.collectives.torch_checkpoint import StoredItem, flat_values, pickled_metadata
+from shardwise.errors import CheckpointError, LayoutError
+from shardwise.layout import Box, Layout, check_cover, checked
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+METADATA, DATA = ".metadata", "__0_0.distcp"
+DESCRIPTION_LIMIT = 1 << 20  # bytes of the pickle that describes one tensor
+
+
+# ---- export -----------------------------------------------------------------------------------------------
+
+
+@checked
+def export_torch(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    names: Sequence[str] | None = None,
+    *,
+    prefix: str = "",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write tensors and values of a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
+
+        export_torch("runs/1", "exported")
+        torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="exported")
+
+    Args:
+        source: a checkpoint, or the folder that it was saved to, which means its latest one.
+        names: of the tensors without `prefix`; None is all that have it, and all values.
+        prefix: of the names in the checkpoint; the folder has them without.
+        overwrite: replace a folder that is there.
+
+    Raises:
+        CheckpointError: as `export_file`.
+    """
+    path = Path(target)
+    with CheckpointSource(source, progress or Progress()) as found:
+        exported = chosen(found, names, prefix)
+        values = {name.removeprefix(prefix): value for name, value in found.values.items() if name.startswith(prefix)}
+        found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
+        items: list[StoredItem] = []
+        tensors = {name: found.tensors[of] for name, of in exported.items()}
+        with new_folder(path, overwrite) as draft:
+            draft.write(DATA, _items(found, exported, flat_values(values) if names is None else {}, items))
+            described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+            draft.write(METADATA, [pickled_metadata(described, items)])
+    return path
+
+
+def _items(
+    source: Source, exported: Mapping[str, str], values: Mapping[str, object], items: list[StoredItem]
+) -> Iterator[bytes]:
+    """The bytes of all items, which are added to `items`; a tensor has one for each window."""
+    done = 0
+    for name, box, saved in _saved(source, exported, values):
+        yield saved
+        items.append(StoredItem(name, box, DATA, done, len(saved)))
+        done += len(saved)
+
+
+def _saved(
+    source: Source, exported: Mapping[str, str], values: Mapping[str, object]
+) -> Iterator[tuple[str, Box | None, bytes]]:
+    for name, value in values.items():
+        yield name, None, _bytes(value)
+    for name, of in exported.items():
+        tensor = source.tensors[of]
+        for window in windows(tensor.full, tensor.dtype.itemsize):
+            yield name, window, _bytes(source.read(of, window))
+            source.progress.advance(name, window.numel * tensor.dtype.itemsize)
+        if not tensor.full.numel:
+            yield name, tensor.full, _bytes(torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def _bytes(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+# ---- import -----------------------------------------------------------------------------------------------
+
+
+@checked
+def import_torch(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    world_size: int = 1,
+    plan: Mapping[str, Layout] | None = None,
+    *,
+    allow_pickle_metadata: bool,
+    prefix: str = "",
+    step: int = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Make a checkpoint of a folder that `torch.distributed.checkpoint.save` wrote.
+
+        import_torch("theirs", "runs/imported", allow_pickle_metadata=True)
+
+    Args:
+        source: the folder, with its `.metadata`.
+        target: the folder for the checkpoint, which gets the name of its step there.
+        world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
+        allow_pickle_metadata: `.metadata` is a pickle, and so is what describes each tensor. They are read by an
+            unpickler that calls no code of theirs: any class or function beside those of this format is an error.
+        prefix: what is put before the names.
+        overwrite: replace a checkpoint of that step in `target`.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: pickles are not allowed, or have what is not admitted; a file is missing or damaged; a value is
+            not JSON; or `target` has this step already. Then nothing is written.
+        PlanError: the plan does not fit.
+    """
+    folder = Path(source)
+    if not allow_pickle_metadata:
+        raise CheckpointError(
+            f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it by "
+            f"an unpickler that makes nothing but records of names, numbers and dtypes."
+        )
+    with _source(folder, prefix, progress or Progress()) as found:
+        return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
+
+
+def _source(folder: Path, prefix: str, progress: Progress) -> Source:
+    def open_file(name: str) -> StoredFile:
+        return FolderStore(folder).open(".", name)
+
+    with closing(open_file(METADATA)) as file:
+        if file.size > MANIFEST_LIMIT:
+            raise CheckpointError(f"{file.name}: is too long: {file.size:,} bytes")
+        data = bytearray(file.size)
+        file.read_into(memoryview(data), 0)
+    tensors, values = {}, {}
+    with ExitStack() as stack:
+        files: dict[str, StoredFile] = {}
+
+        def item_of(entry: "_Entry") -> "_Slice":
+            if entry.file not in files:
+                files[entry.file] = stack.enter_context(closing(open_file(entry.file)))
+            return _Slice(files[entry.file], entry.offset, entry.length)
+
+        for name, dtype, shape, entries in _entries(bytes(data), str(folder / METADATA)):
+            try:
+                if dtype is None:
+                    values[prefix + name] = _value(name, item_of(entries[0]))
+                else:
+                    extents = [_extent(entry, dtype, item_of(entry)) for entry in entries]
+                    tensors[prefix + name] = SourceTensor(dtype, shape, extents)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name!r}: {error}") from error
+    return Source(str(folder), tensors, values, open_file, progress)
+
+
+class _Entry:
+    """Where an item is, and which box of its tensor it has."""
+
+    def __init__(self, box: Box, file: str, offset: int, length: int) -> None:
+        self.box, self.file, self.offset, self.length = box, file, offset, length
+
+
+_Described: TypeAlias = tuple[str, torch.dtype | None, tuple[int, ...], list[_Entry]]
+
+
+# ---- pickles ----------------------------------------------------------------------------------------------
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+}  # fmt: skip
+_IGNORED = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"), ("pathlib._local", "WindowsPath"),
+)  # fmt: skip
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+}  # fmt: skip
+
+
+class _Record:
+    """What an object of a class of the format is read as: its state, which nothing has looked at."""
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__["state"] = state
+
+
+def _admitted() -> dict[tuple[str, str], object]:
+    """What is used for the classes and functions of the format; new ones each time, as a pickle may change them."""
+    found: dict[tuple[str, str], object] = {("torch", str(d).removeprefix("torch.")): d for d in DTYPES}
+    found |= {(module, name): type(name, (_Record,), {}) for module, names in _CLASSES.items() for name in names}
+    found |= {key: lambda *_: None for key in _IGNORED}
+    found |= {("torch", name): dtype for name, dtype in _STORAGES.items()}
+    found["torch", "Size"] = lambda said: said
+    found["torch.storage", "UntypedStorage"] = found["torch", "UntypedStorage"] = None
+    found["collections", "OrderedDict"] = lambda: None
+    for rebuild in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        found["torch._utils", rebuild] = lambda *args: ("tensor", args)
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle without calling anything but `_admitted`."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.admitted = _admitted()
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in self.admitted:
+            raise CheckpointError(f"the pickle has {module}.{name}, which is not of the format, so it is not read")
+        return self.admitted[module, name]
+
+    def persistent_load(self, pid: object) -> object:
+        return pid
+
+
+def _unpickled(data: bytes, what: str) -> object:
+    try:
+        return _Unpickler(data).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    except Exception as error:  # a pickle of anything raises anything
+        raise CheckpointError(f"{what}: is no pickle of this format: {error!r}") from error
+
+
+def _state(record: object, kind: str) -> dict[str, Any]:
+    """The fields of a record of the class `kind`; ValueError if it is none."""
+    state = getattr(record, "state", None)
+    if type(record).__name__ != kind or not isinstance(state, dict):
+        raise ValueError(f"{reprlib.repr(record)} is no {kind}")
+    return state
+
+
+def _fields(record: object, kind: str, *names: str) -> list[Any]:
+    state = _state(record, kind)
+    return [state[name] for name in names]
+
+
+def _sizes(said: object) -> tuple[int, ...]:
+    if not isinstance(said, tuple) or len(said) > 64 or any(type(n) is not int or not 0 <= n <= LARGEST for n in said):
+        raise ValueError(f"{reprlib.repr(said)} are no sizes")
+    return said
+
+
+def _entries(data: bytes, what: str) -> list[_Described]:
+    """Name, dtype, shape and items of each tensor; dtype None for a value, which has one item."""
+    metadata = _unpickled(data, what)
+    try:
+        described, storage = _fields(metadata, "Metadata", "state_dict_metadata", "storage_data")
+        places = {}
+        for index, info in storage.items():
+            state = _state(index, "MetadataIndex")
+            name, offset = state["fqn"], state.get("offset")  # which a value has not
+            places[name, None if offset is None else _sizes(offset)] = _place(info)
+        found: list[_Described] = []
+        for name, said in described.items():
+            if type(name) is not str:
+                raise ValueError(f"{reprlib.repr(name)} is no name")
+            if type(said).__name__ == "BytesStorageMetadata":
+                found.append((name, None, (), [_Entry(Box((), ()), *places[name, None])]))
+                continue
+            dtype, shape, boxes = _tensor(said)
+            check_cover([(name, box) for box in boxes], shape)
+            found.append((name, dtype, shape, [_Entry(box, *places[name, box.offsets]) for box in boxes]))
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError, LayoutError) as error:
+        raise CheckpointError(f"{what}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
+
+
+def _place(info: object) -> tuple[str, int, int]:
+    file, offset, length = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"{reprlib.repr(file)} is not the name of a file beside it")
+    if getattr(info, "state", {}).get("transform_descriptors"):
+        raise ValueError(f"{file} is compressed or encrypted, which is not read")
+    _sizes((offset, length))
+    return file, offset, length
+
+
+def _tensor(said: object) -> tuple[torch.dtype, tuple[int, ...], list[Box]]:
+    properties, size, chunks = _fields(said, "TensorStorageMetadata", "properties", "size", "chunks")
+    state = getattr(properties, "state", None)
+    dtype = state[0] if isinstance(state, tuple) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no dtype of safetensors")
+    boxes = [Box(*map(_sizes, _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes"))) for chunk in chunks]
+    return dtype, _sizes(size), [box for box in boxes if box.numel]
+
+
+# ---- items ------------------------------------------------------------------------------------------------
+
+
+class _Slice(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: StoredFile, start: int, length: int) -> None:
+        super().__init__()
+        if start + length > file.size:
+            raise CheckpointError(f"{file.name}: ends at byte {file.size:,}, expected {start + length:,}")
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = max(0, offset + (0, self.at, self.length)[whence])
+        return self.at
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self.length - self.at)]
+        self.file.read_into(view, self.start + self.at)
+        self.at += len(view)
+        return len(view)
+
+
+def _value(name: str, item: _Slice) -> object:
+    if item.length > MANIFEST_LIMIT:
+        raise CheckpointError(f"{item.file.name}: a value of {item.length:,} bytes is too long")
+    try:
+        value = torch.load(io.BytesIO(item.read()), weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever is in a file raises anything
+        raise CheckpointError(f"{item.file.name}: its value cannot be read: {str(error).splitlines()[0]}") from error
+    return as_json(value, name)
+
+
+def _extent(entry: _Entry, dtype: torch.dtype, item: _Slice) -> Extent:
+    """Where the elements of an item are, and their checksum, which is that of its zip file."""
+    where = item.file.name
+    try:
+        with zipfile.ZipFile(cast("IO[bytes]", item)) as opened:
+            records = {info.filename.partition("/")[2]: info for info in opened.infolist()}
+            if records["data.pkl"].file_size > DESCRIPTION_LIMIT:
+                raise ValueError("its description is too long")
+            said = _unpickled(opened.read(records["data.pkl"]), where)
+            if "byteorder" in records and opened.read(records["byteorder"]) != b"little":
+                raise ValueError("its bytes are not in little-endian order")
+        key, first, order = _described(said, dtype, entry.box.sizes)
+        record = records[f"data/{key}"]
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its data is compressed")
+        begin = item.start + record.header_offset
+        header = bytearray(30)  # of a record; two lengths of names at its end
+        item.file.read_into(memoryview(header), begin)
+        begin += len(header) + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        if (first + entry.box.numel) * dtype.itemsize > record.file_size:
+            raise ValueError(f"its data has {record.file_size:,} bytes only")
+        if begin + record.file_size > item.start + item.length:
+            raise ValueError("its data ends after the item")
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{where}: has no such tensor at byte {item.start:,}: {error!r}") from error
+    checksum = RangeChecksum(begin, record.file_size, record.CRC)
+    return Extent(entry.file, begin + first * dtype.itemsize, entry.box, checksum, order)
+
+
+def _described(said: object, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[object, int, tuple[int, ...] | None]:
+    """The key of the data of a tensor, its first element there, and the order of its dims; ValueError if none fits."""
+    if not isinstance(said, tuple) or said[0] != "tensor":
+        raise ValueError("it is no tensor")
+    storage, first, size, stride = said[1][:4]
+    there = storage[1] or said[1][6]
+    if there != dtype or _sizes(size) != sizes:
+        raise ValueError(f"it has {there} {size}, the metadata says {dtype} {sizes}")
+    (first,) = _sizes((first,))
+    return storage[2], first, _order(sizes, _sizes(stride))
+
+
+def _order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The dims of a dense tensor, slowest first, None if they are in order; ValueError if it is not dense."""
+    order = sorted(range(len(sizes)), key=lambda dim: (sizes[dim] > 1) * -strides[dim])
+    ordered = [sizes[dim] for dim in order]
+    dense = [*accumulate(reversed(ordered[1:]), mul, initial=1)][::-1]
+    if any(sizes[dim] > 1 and strides[dim] != step for dim, step in zip(order, dense, strict=False)):
+        raise ValueError(f"it is not dense: sizes {sizes}, strides {strides}")
+    return None if order == list(range(len(sizes))) else tuple(order)

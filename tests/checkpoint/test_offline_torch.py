@@ -1,0 +1,255 @@
+"""Import from and export to `torch.distributed.checkpoint`, against torch's own `save` and `load`."""
+
+import io
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint import files, load, read_manifest, save
+from shardwise.checkpoint.offline import export_torch, import_torch, torch_format, windows
+from shardwise.errors import CheckpointError
+from shardwise.layout import Layout, Mesh, Shard
+from shardwise.testing import world
+from tests.checkpoint import dcp_jobs
+from tests.checkpoint.states import bits, distributed
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["1 rank", "3 ranks"])
+def theirs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp("theirs") / "dcp"
+    world(request.param, real=True).run(dcp_jobs.save, folder)
+    return folder
+
+
+@pytest.fixture(params=[1 << 24, 24], ids=["at once", "24 bytes at a time"])
+def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
+
+
+def assert_loads(folder: Path) -> None:
+    expected = dcp_jobs.tensors()
+    state: dict[str, Any] = {name: torch.zeros_like(x).contiguous() for name, x in expected.items()}
+    load(folder, {"model": state}, subset=True)
+    for name, x in expected.items():
+        assert bits(state[name]) == bits(x), name
+
+
+@pytest.mark.usefixtures("block_bytes")
+def test_what_torch_saved_is_imported(theirs: Path, tmp_path: Path) -> None:
+    path = import_torch(theirs, tmp_path / "run", allow_pickle_metadata=True, step=5)
+    assert_loads(path)
+    manifest = read_manifest(path)
+    assert manifest.step == 5
+    assert {name.removeprefix("model.") for name in manifest.tensors} == dcp_jobs.tensors().keys()
+    assert manifest.values == {
+        "step": 3,
+        "optimizer.groups.0.lr": 0.1,
+        "optimizer.groups.0.betas": [0.9, 0.99],
+        "optimizer.name": "é",
+    }
+
+
+def test_it_is_sharded_by_a_plan_on_the_way(theirs: Path, tmp_path: Path) -> None:
+    plan = {"wide": Layout(Mesh((2,)), [Shard(2, sizes=(1, 3))], (6, 5, 4))}
+    path = import_torch(theirs, tmp_path / "run", 2, plan, allow_pickle_metadata=True)
+    assert_loads(path)
+    assert [chunk.box.sizes for chunk in read_manifest(path).tensors["model.wide"].chunks] == [(6, 5, 1), (6, 5, 3)]
+
+
+@pytest.mark.usefixtures("block_bytes")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_exported_is_loaded_by_torch(tmp_path: Path, ranks: int) -> None:
+    layout = Layout(Mesh((2,)), [Shard(0, sizes=(5, 1))], (6, 5, 4))
+
+    def body() -> None:
+        tensors = dcp_jobs.tensors()
+        model = tensors | {"wide": distributed(tensors["wide"], layout)}
+        save(tmp_path / "run", {"model": model, **dcp_jobs.VALUES}, step=1)
+
+    world(2).run(body)
+    folder = export_torch(tmp_path / "run", tmp_path / "dcp")
+    expected = dcp_jobs.tensors()
+    for found, values in world(ranks, real=True).run(dcp_jobs.load, folder):
+        assert values == dcp_jobs.VALUES
+        assert found == {name: bits(x) for name, x in expected.items()}
+    import_torch(folder, tmp_path / "back", allow_pickle_metadata=True)
+    assert_loads(tmp_path / "back")
+
+
+# ---- what is refused --------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, target: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        import_torch(folder, target, allow_pickle_metadata=True)
+    assert not target.exists() or not list(target.iterdir())
+    return str(error.value)
+
+
+def test_pickles_are_read_only_if_it_is_said_so(theirs: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"\.metadata is a pickle\. Fix: allow_pickle_metadata=True"):
+        import_torch(theirs, tmp_path / "run", allow_pickle_metadata=False)
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call[0], self.call[1:]
+
+
+HOSTILE: dict[str, Callable[[str], Any]] = {
+    "a function of the system": lambda path: Hostile(os.mkdir, path),
+    "eval": lambda path: Hostile(eval, f"__import__('os').mkdir({path!r})"),
+    "getattr": lambda path: Hostile(getattr, path, "upper"),
+    "a function of torch": lambda path: Hostile(torch.load, path),
+    "a function of the module of metadata": lambda path: Hostile(
+        __import__("torch.distributed.checkpoint.metadata", fromlist=["dataclass"]).dataclass, path
+    ),
+    "code in a dict": lambda path: {"a": [Hostile(os.mkdir, path)]},
+}
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=list(HOSTILE))
+@pytest.mark.parametrize("where", ["metadata", "tensor", "value"])
+def test_a_hostile_pickle_is_refused_and_runs_nothing(
+    theirs: Path, tmp_path: Path, make: Callable[[str], Any], where: str
+) -> None:
+    folder, made = shutil.copytree(theirs, tmp_path / "dcp"), tmp_path / "made"
+    pickled = pickle.dumps(make(str(made)))
+    if where == "metadata":
+        (folder / ".metadata").write_bytes(pickled)
+    else:
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as written:
+            written.writestr("archive/data.pkl", pickled)
+            written.writestr("archive/version", "3")
+        (folder / "__0_0.distcp").write_bytes(data.getvalue())
+        name, offset = ("model.plain", torch.Size([0, 0])) if where == "tensor" else ("step", None)
+        repickled(folder, name, offset, len(data.getvalue()))
+    text = refused(folder, tmp_path / "run")
+    assert "is not of the format, so it is not read" in text or "its value cannot be read" in text
+    assert not made.exists()
+
+
+def repickled(folder: Path, name: str, offset: object, length: int) -> None:
+    """Metadata in which the item `name` is all of the first file, and there is nothing else."""
+
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata = {name: metadata.state_dict_metadata[name]}
+        (index,) = [index for index in metadata.storage_data if index.fqn == name]
+        assert index.offset == offset
+        info = metadata.storage_data[index]
+        info.relative_path, info.offset, info.length = "__0_0.distcp", 0, length
+        metadata.storage_data = {index: info}
+
+    change_metadata(folder, change)
+
+
+def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - torch has just written it
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def info_of(metadata: Any, name: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+def widen(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.plain"].size = torch.Size([7, 4])
+
+
+def retype(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.plain"].properties.dtype = torch.int32
+
+
+def forget(metadata: Any) -> None:
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "model.plain"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: setattr(info_of(m, "model.plain"), "relative_path", "../x"), "'../x' is not the name of a file"),
+        (lambda m: setattr(info_of(m, "model.plain"), "relative_path", "gone"), "gone: cannot be read: No such file"),
+        (lambda m: setattr(info_of(m, "model.plain"), "offset", 10**9), "ends at byte"),
+        (lambda m: setattr(info_of(m, "model.plain"), "length", 99), "has no such tensor at byte"),
+        (lambda m: setattr(info_of(m, "model.plain"), "transform_descriptors", ["zstd"]), "compressed or encrypted"),
+        (lambda m: setattr(info_of(m, "step"), "length", 99), "'step': "),
+        (widen, "is no metadata of torch.distributed.checkpoint: LayoutError"),
+        (retype, "it has torch.float32 (5, 4), the metadata says torch.int32 (5, 4)"),
+        (forget, "KeyError"),
+        (lambda m: setattr(m, "state_dict_metadata", 3), "is no metadata of torch.distributed.checkpoint"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(
+    theirs: Path, tmp_path: Path, change: Callable[[Any], None], text: str
+) -> None:
+    folder = shutil.copytree(theirs, tmp_path / "dcp")
+    change_metadata(folder, change)
+    assert text in refused(folder, tmp_path / "run")
+
+
+def test_damaged_data_is_named(theirs: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(theirs, tmp_path / "dcp")
+    data, wanted = bytearray((folder / "__0_0.distcp").read_bytes()), dcp_jobs.tensors()["plain"]
+    data[data.index(wanted.numpy().tobytes())] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    text = refused(folder, tmp_path / "run")
+    assert "tensor 'model.plain': " in text
+    assert "__0_0.distcp: the data of 'model.plain[" in text
+    assert "is damaged: its crc32 is" in text
+
+
+@pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps(3), pickle.dumps({"a": 1}), b"\x80\x04K\x01b."])
+def test_what_is_no_metadata_is_refused(theirs: Path, tmp_path: Path, data: bytes) -> None:
+    folder = shutil.copytree(theirs, tmp_path / "dcp")
+    (folder / ".metadata").write_bytes(data)
+    assert refused(folder, tmp_path / "run").startswith(f"{folder}/.metadata: ")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    assert "cannot be read: No such file" in refused(folder, tmp_path / "run")
+
+
+def test_values_that_are_no_json_are_refused(theirs: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(theirs, tmp_path / "dcp")
+    data = io.BytesIO()
+    torch.save({"x": torch.zeros(1)}, data)
+    (folder / "__0_0.distcp").write_bytes(data.getvalue())
+    repickled(folder, "step", None, len(data.getvalue()))
+    assert "'step': step['x']: cannot be saved: Tensor is neither a tensor of the state nor a JSON value" in refused(
+        folder, tmp_path / "run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("strides", "order"),
+    [
+        ((20, 4, 1), None),
+        ((1, 2, 10), (2, 1, 0)),
+        ((20, 1, 5), (0, 2, 1)),
+        ((99, 4, 1), "not dense"),
+        ((0, 4, 1), "no"),
+    ],
+)
+def test_dense_tensors_are_read_in_the_order_of_their_dims(strides: tuple[int, ...], order: object) -> None:
+    if isinstance(order, str):
+        with pytest.raises(ValueError, match="is not dense"):
+            torch_format._order((2, 5, 4), strides)
+    else:
+        assert torch_format._order((2, 5, 4), strides) == order
+        assert torch.empty_strided((2, 5, 4), strides).permute(order or (0, 1, 2)).is_contiguous()
