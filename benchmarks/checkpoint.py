@@ -12,7 +12,8 @@ import argparse
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.multiprocessing.spawn import spawn
 
-from shardwise.checkpoint import load, save
+from shardwise.checkpoint import load, save, save_async
 from shardwise.collectives import init_device_mesh, init_processes
 from shardwise.layout import Shard
 from shardwise.tensor import DTensor
@@ -65,6 +66,9 @@ class Shardwise:
     def load(self) -> None:
         load(self.folder, self.state)
 
+    def begin(self) -> Callable[[], object]:
+        return save_async(self.folder, self.state, step=1, overwrite=True).wait
+
 
 class Dcp:
     """`torch.distributed.checkpoint`."""
@@ -79,6 +83,12 @@ class Dcp:
 
     def load(self) -> None:
         dcp.load(self.state, storage_reader=dcp.FileSystemReader(self.folder))
+
+    def begin(self) -> Callable[[], object]:
+        writer = dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True)
+        future = dcp.async_save(self.state, storage_writer=writer)
+        assert isinstance(future, Future)
+        return future.result
 
 
 class Floor:
@@ -118,34 +128,40 @@ def rank_main(rank: int, ranks: int, cells: list[Cell], rounds: int, parent: str
             folder.mkdir()
         dist.barrier()
         local = cell.local(rank, ranks)
-        systems = [Shardwise(local, folder), Dcp(local, folder), Floor(local, folder)]
-        saved = in_turns([system.save for system in systems], rounds)
-        loaded = in_turns([system.load for system in systems], rounds)
+        ours, theirs, floor = Shardwise(local, folder), Dcp(local, folder), Floor(local, folder)
+        saved = in_turns([ours.save, theirs.save, floor.save], rounds)
+        loaded = in_turns([ours.load, theirs.load, floor.load], rounds)
+        stalled = in_turns([ours.begin, theirs.begin], rounds)
         if rank == 0:
             rows = [
                 [what, *(f"{1000 * s:.0f}" for s in times), ratio(times[1], times[0]), ratio(times[2], times[0])]
                 for what, times in (("save", saved), ("load", loaded))
             ]
+            stalls = [f"{1000 * s:.0f}" for s in stalled]
+            rows.append(["until save_async returns", *stalls, "", ratio(stalled[1], stalled[0]), ""])
             print_table(
                 f"{cell.name}, {ranks} ranks: ms, median of {rounds}",
                 ["", *NAMES, "torch DCP / shardwise", "floor / shardwise"],
                 rows,
             )
+            print(f"save_async returns after {stalled[0] / saved[0]:.1%} of the time of save.")
             shutil.rmtree(folder)
         dist.barrier()
     dist.destroy_process_group()
 
 
-def in_turns(calls: list[Callable[[], None]], rounds: int) -> list[float]:
-    """Seconds of the slowest rank, after one call that is not timed."""
+def in_turns(calls: Sequence[Callable[[], Callable[[], object] | None]], rounds: int) -> list[float]:
+    """Seconds of the slowest rank, after one call that is not timed; nor is what a call returns."""
     seconds: list[list[float]] = [[] for _ in calls]
     for turn in range(rounds + 1):
         for number, call in enumerate(calls):
             dist.barrier()
             start = perf_counter()
-            call()
+            rest = call()
             if turn:
                 seconds[number].append(perf_counter() - start)
+            if rest is not None:
+                rest()
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [median(times) for times in slowest.tolist()]
