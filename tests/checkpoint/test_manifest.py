@@ -25,11 +25,11 @@ SOUND = Manifest(
             torch.float32,
             (5, 3),
             (
-                Chunk("rank-0000.safetensors", "w[0:3, 0:3]", Box((0, 0), (3, 3)), 1),
-                Chunk("rank-0001.safetensors", "w[3:5, 0:3]", Box((3, 0), (2, 3)), 0xFFFFFFFF),
+                Chunk("rank-0000.safetensors", "w[0:3, 0:3]", Box((0, 0), (3, 3)), (1,)),
+                Chunk("rank-0001.safetensors", "w[3:5, 0:3]", Box((3, 0), (2, 3)), (0xFFFFFFFF,)),
             ),
         ),
-        "scalar": StoredTensor(torch.bool, (), (Chunk("rank-0000.safetensors", "scalar", Box((), ()), 0),)),
+        "scalar": StoredTensor(torch.bool, (), (Chunk("rank-0000.safetensors", "scalar", Box((), ()), (0,)),)),
         "nothing": StoredTensor(torch.int64, (0, 4), ()),
     },
     values={"epoch": 3, "nested": [None, {"a": [1.5]}]},
@@ -218,7 +218,7 @@ def test_any_change_gives_a_valid_manifest_or_a_checkpoint_error(data: st.DataOb
 
 
 def test_what_could_not_be_read_back_is_not_written() -> None:
-    full = (Chunk("rank-0000.safetensors", "x", Box((), ()), 0),)
+    full = (Chunk("rank-0000.safetensors", "x", Box((), ()), (0,)),)
     scalar = StoredTensor(torch.bool, (), full)
     with pytest.raises(CheckpointError, match="2 chunks have the key 'x'"):
         as_bytes(replace(SOUND, tensors={"a": scalar, "b": scalar}, not_finite=()))

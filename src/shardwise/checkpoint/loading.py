@@ -1,6 +1,6 @@
 """Loading: every rank reads its own boxes from wherever they were stored."""
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.collective_errors import listed, on_all_ranks, on_first_rank
-from shardwise.checkpoint.files import ChunkFile
+from shardwise.checkpoint.files import ChunkFile, span
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.pending import finish_pending
@@ -121,8 +121,8 @@ class _Reading:
         for file, copies in by_file.items():
             opened = self.stack.enter_context(closing(self.store.open(self.version, file)))
             chunks = ChunkFile(opened, layouts[file])
-            for chunk, itemsize in {copy.chunk: copy.view.element_size() for copy in copies}.items():
-                chunks.verify(chunk.key, chunk.box.numel * itemsize, chunk.crc32)
+            for chunk, itemsize, spans in _needed(copies):
+                chunks.verify(chunk.key, chunk.box.numel * itemsize, chunk.crcs, spans)
             self.copies.append((chunks, copies))
         return manifest.sha256
 
@@ -141,6 +141,16 @@ class _Reading:
 def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
     index = BoxIndex([[chunk.box] for chunk in stored.chunks])
     return [_Copy(stored.chunks[number], box, view) for box, view in target.views for number, _ in index.touching(box)]
+
+
+def _needed(copies: Sequence[_Copy]) -> Iterator[tuple[Chunk, int, list[tuple[int, int]]]]:
+    """The chunks of a file, each with the bytes of an element and where those bytes are that this rank needs."""
+    of_key: dict[str, list[_Copy]] = {}
+    for copy in copies:
+        of_key.setdefault(copy.chunk.key, []).append(copy)
+    for same in of_key.values():
+        chunk, itemsize = same[0].chunk, same[0].view.element_size()
+        yield chunk, itemsize, [span(chunk.box, copy.box, itemsize) for copy in same]
 
 
 # ---- whether a checkpoint fits ----------------------------------------------------------------------------

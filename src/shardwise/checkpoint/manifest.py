@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import DTYPES, METADATA_KEY, FileLayout, file_layout
+from shardwise.checkpoint.files import CRC_BYTES, DTYPES, METADATA_KEY, FileLayout, file_layout
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Box, check_cover
 
@@ -37,12 +37,16 @@ def file_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stored box of a tensor: the tensor `key` of the safetensors file `file`."""
+    """One stored box of a tensor: the tensor `key` of the safetensors file `file`.
+
+    Attributes:
+        crcs: the crc32 of all its bytes, or of each 4 MiB of them.
+    """
 
     file: str
     key: str
     box: Box
-    crc32: int
+    crcs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,7 @@ def as_bytes(manifest: Manifest) -> bytes:
         name: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": tensor.shape,
-            "chunks": [
-                {"file": c.file, "key": c.key, "offsets": c.box.offsets, "sizes": c.box.sizes, "crc32": c.crc32}
-                for c in tensor.chunks
-            ],
+            "chunks": [chunk_json(chunk) for chunk in tensor.chunks],
         }
         for name, tensor in manifest.tensors.items()
     }
@@ -121,6 +122,13 @@ def as_bytes(manifest: Manifest) -> bytes:
         raise too_long("the manifest", len(data))
     parse(data)
     return data
+
+
+def chunk_json(chunk: Chunk) -> dict[str, object]:
+    """A chunk as a manifest has it."""
+    crc = chunk.crcs[0] if len(chunk.crcs) == 1 else chunk.crcs
+    box = chunk.box
+    return {"file": chunk.file, "key": chunk.key, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc}
 
 
 def sealed(rest: bytes) -> bytes:
@@ -226,7 +234,7 @@ def _tensor(name: str, said: object) -> StoredTensor:
     shape = _counts(said["shape"], f"{where}shape")
     if dtype.itemsize * prod(max(n, 1) for n in shape) > LARGEST:
         raise CheckpointError(f"{where}a tensor of shape {shape} is too large to exist")
-    tensor = StoredTensor(dtype, shape, tuple(_chunk(where, chunk) for chunk in said["chunks"]))
+    tensor = StoredTensor(dtype, shape, tuple(_chunk(where, chunk, dtype.itemsize) for chunk in said["chunks"]))
     check_chunks(name, tensor)
     return tensor
 
@@ -242,19 +250,26 @@ def check_chunks(name: str, tensor: StoredTensor) -> None:
         raise CheckpointError(f"tensor {name!r}: {error}") from error
 
 
-def _chunk(where: str, said: object) -> Chunk:
+def _chunk(where: str, said: object, itemsize: int) -> Chunk:
     where += "chunk: "
-    said = _fields(where, said, {"file": str, "key": str, "offsets": list, "sizes": list, "crc32": int})
+    said = _fields(where, said, {"file": str, "key": str, "offsets": list, "sizes": list, "crc32": (int, list)})
     _rank_of(said["file"])
     if said["key"] == METADATA_KEY:
         raise CheckpointError(f"{where}{METADATA_KEY} cannot be the key of a tensor")
     box = Box(_counts(said["offsets"], f"{where}offsets"), _counts(said["sizes"], f"{where}sizes"))
     if not box.numel:
         raise CheckpointError(f"{where}{said['key']!r} is empty")
-    crc = _count(said["crc32"], f"{where}crc32")
-    if crc > 0xFFFFFFFF:
-        raise CheckpointError(f"{where}crc32 has more than 32 bits: {crc}")
-    return Chunk(said["file"], _text(said["key"], "a key"), box, crc)
+    crcs = _crcs(f"{where}crc32", said["crc32"], box.numel * itemsize)
+    return Chunk(said["file"], _text(said["key"], "a key"), box, crcs)
+
+
+def _crcs(where: str, said: int | list[Any], num_bytes: int) -> tuple[int, ...]:
+    if isinstance(said, list) and (len(said) == 1 or len(said) != -(-num_bytes // CRC_BYTES)):
+        raise CheckpointError(f"{where}: {len(said)} numbers do not fit {num_bytes:,} bytes")
+    crcs = tuple(_count(crc, where) for crc in (said if isinstance(said, list) else [said]))
+    if max(crcs) > 0xFFFFFFFF:
+        raise CheckpointError(f"{where} has more than 32 bits: {max(crcs)}")
+    return crcs
 
 
 @lru_cache(maxsize=1024)
@@ -265,8 +280,8 @@ def _rank_of(file: str) -> int:
     return int(match[1])
 
 
-def _fields(where: str, said: object, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """`said`, which must be an object of exactly these fields, each of its type."""
+def _fields(where: str, said: object, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """`said`, which must be an object of exactly these fields, each of its type or one of its types."""
     if not isinstance(said, dict):
         raise CheckpointError(f"{where}expected an object, got {_short(said)}")
     wrong = sorted(said.keys() ^ kinds.keys())
@@ -274,8 +289,10 @@ def _fields(where: str, said: object, kinds: Mapping[str, type]) -> dict[str, An
         what = "lacks" if wrong[0] in kinds else "has an unknown"
         raise CheckpointError(f"{where}{what} field {wrong[0]!r}")
     for name, kind in kinds.items():
-        if type(said[name]) is not kind:
-            raise CheckpointError(f"{where}{name} must be of type {kind.__name__}, got {_short(said[name])}")
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if type(said[name]) not in allowed:
+            names = " or ".join(one.__name__ for one in allowed)
+            raise CheckpointError(f"{where}{name} must be of type {names}, got {_short(said[name])}")
     return said
 
 

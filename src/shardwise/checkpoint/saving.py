@@ -1,7 +1,7 @@
 """Saving: every rank writes what it holds to a file of its own; one rank makes it a checkpoint."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata as packages
@@ -25,8 +25,8 @@ from shardwise.checkpoint.writer_lock import WriterLock
 from shardwise.errors import CheckpointError, NotFiniteError
 from shardwise.layout import Box, checked
 
-Sums: TypeAlias = list[tuple[int, bool]]
-"""The crc32 of each box that a rank holds, and whether its values are finite."""
+Sums: TypeAlias = list[tuple[Sequence[int], bool]]
+"""The crc32s of each box that a rank holds, and whether its values are finite."""
 AllSums: TypeAlias = list[Sums]
 """Of all ranks."""
 
@@ -243,7 +243,7 @@ class Contents:
         return key_of(name, box, self.tensors[name].layout.shape)
 
     def write(self, store: CheckpointStore, draft: str) -> Sums:
-        """Write the boxes that fall to this rank; the crc32 of all that it holds, and whether they are finite."""
+        """Write the boxes that fall to this rank; the crc32s of all that it holds, and whether they are finite."""
         store.join(draft)
         views = [view for tensor in self.tensors.values() for _, view in tensor.views]
         held = list(zip(self._boxes(self.rank), views, strict=True))
@@ -258,7 +258,7 @@ class Contents:
             blocks = content(layout, lambda key: byte_blocks(written[key]), sums)
             store.write(draft, file_name(self.rank), layout.size, blocks)
         mine = [sums[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
-        return [(one.crc32, one.finite) for one in mine]
+        return [(one.crcs, one.finite) for one in mine]
 
     def not_finite(self, sums: AllSums) -> tuple[str, ...]:
         """The tensors that have infinite values or NaN on some rank, by what `write` said on each."""
@@ -272,13 +272,14 @@ class Contents:
 
     def manifest(self, step: int, sums: AllSums) -> Manifest:
         """What was written, checked: every element once, and equal on all ranks that hold it."""
-        ranks: dict[tuple[str, Box], dict[int, list[int]]] = {}  # that hold a box, by its crc32
+        ranks: dict[tuple[str, Box], dict[tuple[int, ...], list[int]]] = {}  # that hold a box, by its crc32s
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.tensors}
         for rank, values in enumerate(sums):
-            for (name, box, writes), (crc, _) in zip(self._boxes(rank), values, strict=True):
-                ranks.setdefault((name, box), {}).setdefault(crc, []).append(rank)
+            for (name, box, writes), (said, _) in zip(self._boxes(rank), values, strict=True):
+                crcs = tuple(said)
+                ranks.setdefault((name, box), {}).setdefault(crcs, []).append(rank)
                 if writes:
-                    chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, crc))
+                    chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, crcs))
         differing = [
             f"  {name!r} {box}: " + " against ".join(f"rank {', '.join(map(str, who))}" for who in by_crc.values())
             for (name, box), by_crc in ranks.items()

@@ -44,7 +44,7 @@ def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout]) -> Source
     extents = []
     for chunk in tensor.chunks:
         start = layouts[chunk.file].starts[chunk.key]
-        checksum = RangeChecksum(start, chunk.box.numel * tensor.dtype.itemsize, chunk.crc32)
+        checksum = RangeChecksum(start, chunk.box.numel * tensor.dtype.itemsize, chunk.crcs)
         extents.append(Extent(chunk.file, start, chunk.box, checksum))
     return SourceTensor(tensor.dtype, tensor.shape, extents)
 
@@ -110,7 +110,7 @@ def _damaged(file: ChunkFile, chunks: list[tuple[str, StoredTensor, int]], progr
             progress.advance(shown, count)
 
         try:
-            verify_bytes(file.file, file.starts[chunk.key], num_bytes, chunk.crc32, chunk.key, on_block)
+            verify_bytes(file.file, file.starts[chunk.key], num_bytes, chunk.crcs, chunk.key, on_block)
         except CheckpointError as error:
             problems.append(f"tensor {name!r}: {error}")
     return problems

@@ -119,4 +119,4 @@ def _write(
     layout = file_layout((key, source.tensors[name].dtype, box.sizes) for key, (name, box) in keys.items())
     sums: dict[str, Checksum] = {}
     store.write(draft, file, layout.size, content(layout, lambda key: source.blocks(*keys[key]), sums))
-    return [(name, Chunk(file, key, box, sums[key].crc32), sums[key].finite) for key, (name, box) in keys.items()]
+    return [(name, Chunk(file, key, box, sums[key].crcs), sums[key].finite) for key, (name, box) in keys.items()]

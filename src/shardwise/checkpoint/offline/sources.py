@@ -20,11 +20,11 @@ OPEN_FILES = 64  # a checkpoint of thousands of ranks has more files than a proc
 
 @dataclass(frozen=True)
 class RangeChecksum:
-    """The crc32 of some bytes of a file."""
+    """The crc32s of some bytes of a file."""
 
     start: int
     num_bytes: int
-    crc32: int
+    crcs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Source:
         def on_block(num_bytes: int) -> None:
             self.progress.advance(name, num_bytes)
 
-        verify_bytes(file, checksum.start, checksum.num_bytes, checksum.crc32, f"{name}{extent.box}", on_block)
+        verify_bytes(file, checksum.start, checksum.num_bytes, checksum.crcs, f"{name}{extent.box}", on_block)
         self._verified.add((extent.file, checksum))
 
     def _file(self, name: str) -> StoredFile:

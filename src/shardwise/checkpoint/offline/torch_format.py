@@ -400,7 +400,7 @@ def _extent(entry: _Entry, dtype: torch.dtype, item: _Slice) -> Extent:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{where}: has no such tensor at byte {item.start:,}: {error!r}") from error
-    checksum = RangeChecksum(begin, record.file_size, record.CRC)
+    checksum = RangeChecksum(begin, record.file_size, (record.CRC,))
     return Extent(entry.file, begin + first * dtype.itemsize, entry.box, checksum, order)
 
 

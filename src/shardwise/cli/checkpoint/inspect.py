@@ -66,6 +66,8 @@ WORDS = 3  # columns of text in `_rows`
 
 def as_json(manifest: "Manifest") -> dict[str, object]:
     """What `--json` prints."""
+    from shardwise.checkpoint.manifest import chunk_json
+
     return {
         "step": manifest.step,
         "world_size": manifest.world_size,
@@ -78,10 +80,7 @@ def as_json(manifest: "Manifest") -> dict[str, object]:
                 "dtype": _dtype(tensor),
                 "shape": tensor.shape,
                 "bytes": _bytes(tensor),
-                "chunks": [
-                    {"file": c.file, "key": c.key, "offsets": c.box.offsets, "sizes": c.box.sizes, "crc32": c.crc32}
-                    for c in tensor.chunks
-                ],
+                "chunks": [chunk_json(chunk) for chunk in tensor.chunks],
             }
             for name, tensor in manifest.tensors.items()
         },
