@@ -1,9 +1,10 @@
 """Saving and loading checkpoints: shardwise beside `torch.distributed.checkpoint`, and beside the bare work.
 
 All write the same bytes to the same disk, in turns, and return when they are on it: `FileSystemWriter` calls fsync too.
-torch's checkpoints have no checksums; ours have them, and loading verifies them. The floor is what checksummed saving
-cannot leave out: each rank writes its shards, computes crc32 of them and calls fsync once; it reads them and computes
-crc32.
+All write beside the previous checkpoint and then remove that one, as a run does that must not lose it. torch's
+checkpoints have no checksums; ours have them, and loading verifies them. The floor is what checksummed saving cannot
+leave out: each rank writes its shards to a new file, computes crc32 of them, calls fsync once, and removes the previous
+file; it reads them and computes crc32.
 
     python benchmarks/checkpoint.py [--ranks 2,4] [--megabytes 2048] [--tensors 10000] [--rounds 5]
 """
@@ -60,14 +61,18 @@ class Shardwise:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.state = {f"t{i}": DTensor.from_local(x, mesh, [Shard(0)]) for i, x in enumerate(local)}
 
+        self.step = 0
+
     def save(self) -> None:
-        save(self.folder, self.state, step=1, overwrite=True)
+        self.step += 1
+        save(self.folder, self.state, step=self.step, keep=1)
 
     def load(self) -> None:
         load(self.folder, self.state)
 
     def begin(self) -> Callable[[], object]:
-        return save_async(self.folder, self.state, step=1, overwrite=True).wait
+        self.step += 1
+        return save_async(self.folder, self.state, step=self.step, keep=1).wait
 
 
 class Dcp:
@@ -78,17 +83,32 @@ class Dcp:
         mesh = torch_mesh("cpu", (dist.get_world_size(),))
         self.state = {f"t{i}": TorchDTensor.from_local(x, mesh, [TorchShard(0)]) for i, x in enumerate(local)}
 
+        self.step = 0
+
     def save(self) -> None:
-        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True))
+        dcp.save(self.state, storage_writer=self.writer())
+        self.remove()
 
     def load(self) -> None:
-        dcp.load(self.state, storage_reader=dcp.FileSystemReader(self.folder))
+        dcp.load(self.state, storage_reader=dcp.FileSystemReader(self.folder / str(self.step)))
 
     def begin(self) -> Callable[[], object]:
-        writer = dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True)
-        future = dcp.async_save(self.state, storage_writer=writer)
+        future = dcp.async_save(self.state, storage_writer=self.writer())
         assert isinstance(future, Future)
-        return future.result
+
+        def wait() -> None:
+            future.result()
+            self.remove()
+
+        return wait
+
+    def writer(self) -> dcp.FileSystemWriter:
+        self.step += 1
+        return dcp.FileSystemWriter(self.folder / str(self.step), sync_files=True)
+
+    def remove(self) -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / str(self.step - 1), ignore_errors=True)
 
 
 class Floor:
@@ -99,12 +119,14 @@ class Floor:
         self.local = local
 
     def save(self) -> None:
-        with self.path.open("wb", buffering=0) as file:
+        new = self.path.with_suffix(".new")
+        with new.open("wb", buffering=0) as file:
             for x in self.local:
                 for block in blocks(x):
                     crc32(block)
                     file.write(block)
             os.fsync(file.fileno())
+        new.replace(self.path)
 
     def load(self) -> None:
         with self.path.open("rb", buffering=0) as file:
