@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 from typing import Protocol
 
 import torch
@@ -120,7 +120,7 @@ def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
         values = torch.view_as_real(values)
     if dtype.itemsize == 1:  # torch has no minimum of these
         values = values.float()
-    return all(torch.isfinite(extreme).item() for extreme in values.aminmax())  # NaN if there is one
+    return all(isfinite(extreme) for extreme in values.aminmax())  # NaN if there is one
 
 
 def content(
@@ -155,7 +155,9 @@ def byte_blocks(x: Tensor) -> Iterator[memoryview]:
             yield from byte_blocks(row)
         return
     for start, stop in _row_blocks(tuple(x.shape), x.element_size(), 0, len(x)):
-        rows = x[start:stop].resolve_conj().resolve_neg().cpu().contiguous()
+        rows = x[start:stop]
+        if not _is_plain_memory(rows):
+            rows = rows.resolve_conj().resolve_neg().cpu().contiguous()
         yield rows.reshape(-1).view(torch.uint8).numpy().data
 
 

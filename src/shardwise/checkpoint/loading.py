@@ -70,9 +70,16 @@ def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted],
     finish_pending()
     what = f"Loading {folder}"
     store = store_at(folder)
-    version = on_all_ranks(what, lambda: on_first_rank(lambda: find(store)))[0]
+    parsed: list[Manifest] = []  # on rank 0
+
+    def find_version() -> str:
+        version, manifest = find(store)
+        parsed.append(manifest)
+        return version
+
+    version = on_all_ranks(what, lambda: on_first_rank(find_version))[0]
     with ExitStack() as stack:
-        reading = _Reading(store, version, stack)
+        reading = _Reading(store, version, parsed[0] if parsed else None, stack)
         sums = on_all_ranks(what, lambda: reading.verify(choose, subset))
         if len(set(sums)) > 1:
             raise CheckpointError(
@@ -96,16 +103,17 @@ class _Reading:
 
     manifest: Manifest
 
-    def __init__(self, store: CheckpointStore, version: str, stack: ExitStack) -> None:
+    def __init__(self, store: CheckpointStore, version: str, parsed: Manifest | None, stack: ExitStack) -> None:
         self.store = store
         self.version = version
+        self.parsed = parsed
         self.stack = stack
         self.leaves: dict[str, Leaf] = {}
         self.copies: list[tuple[ChunkFile, list[_Copy]]] = []
 
     def verify(self, choose: Callable[[Manifest], Wanted], subset: bool) -> str:
         """Check everything that this rank needs; the checksum of the manifest."""
-        manifest = self.manifest = stored_manifest(self.store, self.version)
+        manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
         wanted = choose(manifest)
         self.leaves = flatten(wanted.state)
         problems = [*_misfits(manifest, self.leaves, wanted, subset), *(f"  {line}" for line in wanted.differences)]

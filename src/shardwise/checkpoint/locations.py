@@ -30,8 +30,8 @@ def latest(folder: str | PathLike[str]) -> Path | str | None:
     is verified when it is loaded.
     """
     store = store_at(folder)
-    version = find_latest(store)
-    return None if version is None else store.location(version)
+    found = find_latest(store)
+    return None if found is None else store.location(found[0])
 
 
 @checked

@@ -7,7 +7,7 @@ method is reported on all ranks.
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -85,17 +85,14 @@ class CheckpointStore(Protocol):
         """Remove the lock if this is its content."""
 
 
-def find(store: CheckpointStore) -> str:
-    """The version to load: "." if the store is a checkpoint itself, else its latest.
+def find(store: CheckpointStore) -> tuple[str, Manifest]:
+    """The version to load and its manifest: "." if the store is a checkpoint itself, else its latest.
 
     Raises:
         CheckpointError: none is complete.
     """
     if store.is_checkpoint():
-        why = why_incomplete(store, ".")
-        if why is not None:
-            raise CheckpointError(why)
-        return "."
+        return ".", complete_manifest(store, ".")
     found = find_latest(store)
     if found is not None:
         return found
@@ -103,11 +100,13 @@ def find(store: CheckpointStore) -> str:
     raise CheckpointError(f"there is no complete checkpoint in {store.name}" + "".join(reasons))
 
 
-def find_latest(store: CheckpointStore) -> str | None:
-    """The complete version that was saved last, else that of the highest step; None if there is none."""
+def find_latest(store: CheckpointStore) -> tuple[str, Manifest] | None:
+    """The complete version that was saved last, else that of the highest step, and its manifest; None if none is."""
     found, named = store.versions(), store.named_latest()
-    order = sorted(found, key=lambda step: (found[step] == named, step), reverse=True)
-    return next((found[step] for step in order if why_incomplete(store, found[step]) is None), None)
+    for step in sorted(found, key=lambda step: (found[step] == named, step), reverse=True):
+        with suppress(CheckpointError):
+            return found[step], complete_manifest(store, found[step])
+    return None
 
 
 def stored_manifest(store: CheckpointStore, version: str) -> Manifest:

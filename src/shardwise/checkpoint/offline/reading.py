@@ -24,8 +24,7 @@ class CheckpointSource(Source):
 
     def __init__(self, folder: str | PathLike[str], progress: Progress) -> None:
         store = store_at(folder)
-        version = stores.find(store)
-        self.manifest = stores.stored_manifest(store, version)
+        version, self.manifest = stores.find(store)
         layouts = self.manifest.file_layouts()
 
         def open_file(name: str) -> StoredFile:
@@ -57,8 +56,8 @@ def find(folder: str | PathLike[str]) -> tuple[Path, Manifest]:
         CheckpointError: there is none that is complete.
     """
     store = store_at(folder)
-    version = stores.find(store)
-    return Path(store.location(version)), stores.stored_manifest(store, version)
+    version, manifest = stores.find(store)
+    return Path(store.location(version)), manifest
 
 
 @checked
@@ -77,8 +76,7 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
     shown = progress or Progress()
     store = store_at(folder)
     try:
-        version = stores.find(store)
-        manifest = stores.stored_manifest(store, version)
+        version, manifest = stores.find(store)
     except CheckpointError as error:
         version = "."  # if this one lacks files, all of them are named
         try:
