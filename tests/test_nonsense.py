@@ -552,6 +552,15 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True}
         | {"require_finite": True},
     ),
+    "shardwise.checkpoint.save_async": lambda: (
+        lambda *args, **kwargs: checkpoint.save_async(*args, **kwargs).wait(),
+        {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True}
+        | {"require_finite": True},
+    ),
+    "shardwise.checkpoint.Keep": lambda: (
+        checkpoint.Keep,
+        {"last": 1, "every": None, "best": None, "metric": None, "largest": False},
+    ),
     "shardwise.checkpoint.state_of": lambda: (
         checkpoint.state_of,
         {"module": nn.Linear(3, 4), "optimizer": None, "schedulers": None},
@@ -642,6 +651,7 @@ NOT_CALLED = {
     *("ParallelStyle", "ParallelPlan", "ShardedTensor", "Sharder", "ShardingPlanner", "ShardingSpec", "Chunk"),
     *(
         "Manifest",
+        "PendingSave",
         "Restored",
         "StoredTensor",
         "Budget",
