@@ -7,6 +7,7 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -116,6 +117,9 @@ HOSTILE: dict[str, Callable[[str], Any]] = {
     "eval": lambda path: Hostile(eval, f"__import__('os').mkdir({path!r})"),
     "getattr": lambda path: Hostile(getattr, path, "upper"),
     "a function of torch": lambda path: Hostile(torch.load, path),
+    "bytes that torch would unpickle": lambda path: Hostile(
+        torch.storage._load_from_bytes, pickle.dumps(Hostile(os.mkdir, path))
+    ),
     "a function of the module of metadata": lambda path: Hostile(
         __import__("torch.distributed.checkpoint.metadata", fromlist=["dataclass"]).dataclass, path
     ),
@@ -223,6 +227,21 @@ def test_what_is_no_metadata_is_refused(theirs: Path, tmp_path: Path, data: byte
     shutil.rmtree(folder)
     folder.mkdir()
     assert "cannot be read: No such file" in refused(folder, tmp_path / "run")
+
+
+def test_any_damage_of_the_metadata_is_an_error_or_does_not_matter(theirs: Path, tmp_path: Path) -> None:
+    folder, random = shutil.copytree(theirs, tmp_path / "dcp"), Random(0)
+    sound, errors = (folder / ".metadata").read_bytes(), 0
+    for number in range(200):
+        data = bytearray(sound)
+        for _ in range(random.randint(1, 3)):
+            data[random.randrange(len(data))] = random.randrange(256)
+        (folder / ".metadata").write_bytes(data[: random.choice((len(data), random.randrange(len(data))))])
+        try:
+            import_torch(folder, tmp_path / f"{number}", allow_pickle_metadata=True)
+        except CheckpointError:
+            errors += 1
+    assert errors > 100
 
 
 def test_values_that_are_no_json_are_refused(theirs: Path, tmp_path: Path) -> None:

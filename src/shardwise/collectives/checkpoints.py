@@ -1,7 +1,9 @@
 """Metadata of tensors for `torch.distributed.checkpoint`, which takes long to import and is imported on first use."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,3 +43,53 @@ def write_items(fqn: str, like: Tensor, size: Sequence[int], boxes: Sequence[Box
         )
         for chunk in found.chunks
     ]
+
+
+# ---- the file `.metadata` ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """One item of a file: a box of a tensor, or a value if `box` is None."""
+
+    name: str
+    box: Box | None
+    file: str
+    offset: int
+    length: int
+
+
+def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values under the names that `torch.distributed.checkpoint` gives them: nested mappings and lists have names."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat, _ = flatten_state_dict(dict(values))
+    return dict(flat)
+
+
+def pickled_metadata(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], items: Sequence[StoredItem]) -> bytes:
+    """The content of `.metadata`.
+
+    Args:
+        tensors: dtype and shape by name.
+        items: of all tensors and values.
+    """
+    from torch.distributed.checkpoint import metadata as classes
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    storage: dict[classes.MetadataIndex, _StorageInfo] = {}
+    described: dict[str, classes.TensorStorageMetadata | classes.BytesStorageMetadata] = {}
+    for item in items:
+        if item.box is None:
+            index = classes.MetadataIndex(item.name)
+            described[item.name] = classes.BytesStorageMetadata()
+        else:
+            index = classes.MetadataIndex(item.name, item.box.offsets, len(boxes[item.name]))
+            boxes[item.name].append(item.box)
+        storage[index] = _StorageInfo(item.file, item.offset, item.length)
+    for name, (dtype, shape) in tensors.items():
+        properties = classes.TensorProperties(dtype=dtype)
+        described[name] = classes.TensorStorageMetadata(properties, torch.Size(shape), chunks(boxes[name]))
+    paths = {name: (name,) for name in described}
+    return pickle.dumps(classes.Metadata(described, paths, storage), protocol=4)

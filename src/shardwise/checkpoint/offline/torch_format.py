@@ -1,14 +1,11 @@
 """Export to `torch.distributed.checkpoint`, and import of what it saved.
 
 Its folder has a pickle, `.metadata`, and files of items one after the other, each as `torch.save` writes it: a zip
-file whose `data.pkl` describes a tensor and whose `data/0` has its bytes. Pickles are read by an unpickler that makes
-nothing but plain records in place of the classes named here.
+file whose `data.pkl` describes a tensor and whose `data/0` has its bytes.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch/serialization.py.
 """
 
 import io
-import pickle
-import reprlib
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -16,23 +13,24 @@ from itertools import accumulate
 from operator import mul
 from os import PathLike
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 
-from shardwise.checkpoint.files import DTYPES, StoredFile
+from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.folder_store import FolderStore
-from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
+from shardwise.checkpoint.manifest import MANIFEST_LIMIT
 from shardwise.checkpoint.offline.outputs import chosen, new_folder
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
+from shardwise.checkpoint.offline.torch_pickles import Entry, entries, sizes_of, unpickled
 from shardwise.checkpoint.offline.windows import windows
 from shardwise.checkpoint.state import as_json
-from shardwise.collectives.torch_checkpoint import StoredItem, flat_values, pickled_metadata
-from shardwise.errors import CheckpointError, LayoutError
-from shardwise.layout import Box, Layout, check_cover, checked
+from shardwise.collectives.checkpoints import StoredItem, flat_values, pickled_metadata
+from shardwise.errors import CheckpointError
+from shardwise.layout import Box, Layout, checked
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -173,163 +171,21 @@ def _source(folder: Path, prefix: str, progress: Progress) -> Source:
     with ExitStack() as stack:
         files: dict[str, StoredFile] = {}
 
-        def item_of(entry: "_Entry") -> "_Slice":
+        def item_of(entry: Entry) -> "_Slice":
             if entry.file not in files:
                 files[entry.file] = stack.enter_context(closing(open_file(entry.file)))
             return _Slice(files[entry.file], entry.offset, entry.length)
 
-        for name, dtype, shape, entries in _entries(bytes(data), str(folder / METADATA)):
+        for name, dtype, shape, found in entries(bytes(data), str(folder / METADATA)):
             try:
                 if dtype is None:
-                    values[prefix + name] = _value(name, item_of(entries[0]))
+                    values[prefix + name] = _value(name, item_of(found[0]))
                 else:
-                    extents = [_extent(entry, dtype, item_of(entry)) for entry in entries]
+                    extents = [_extent(entry, dtype, item_of(entry)) for entry in found]
                     tensors[prefix + name] = SourceTensor(dtype, shape, extents)
             except CheckpointError as error:
                 raise CheckpointError(f"{name!r}: {error}") from error
     return Source(str(folder), tensors, values, open_file, progress)
-
-
-class _Entry:
-    """Where an item is, and which box of its tensor it has."""
-
-    def __init__(self, box: Box, file: str, offset: int, length: int) -> None:
-        self.box, self.file, self.offset, self.length = box, file, offset, length
-
-
-_Described: TypeAlias = tuple[str, torch.dtype | None, tuple[int, ...], list[_Entry]]
-
-
-# ---- pickles ----------------------------------------------------------------------------------------------
-
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-}  # fmt: skip
-_IGNORED = (
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"),
-    ("pathlib._local", "PosixPath"), ("pathlib._local", "WindowsPath"),
-)  # fmt: skip
-_STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-}  # fmt: skip
-
-
-class _Record:
-    """What an object of a class of the format is read as: its state, which nothing has looked at."""
-
-    def __setstate__(self, state: object) -> None:
-        self.__dict__["state"] = state
-
-
-def _admitted() -> dict[tuple[str, str], object]:
-    """What is used for the classes and functions of the format; new ones each time, as a pickle may change them."""
-    found: dict[tuple[str, str], object] = {("torch", str(d).removeprefix("torch.")): d for d in DTYPES}
-    found |= {(module, name): type(name, (_Record,), {}) for module, names in _CLASSES.items() for name in names}
-    found |= {key: lambda *_: None for key in _IGNORED}
-    found |= {("torch", name): dtype for name, dtype in _STORAGES.items()}
-    found["torch", "Size"] = lambda said: said
-    found["torch.storage", "UntypedStorage"] = found["torch", "UntypedStorage"] = None
-    found["collections", "OrderedDict"] = lambda: None
-    for rebuild in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-        found["torch._utils", rebuild] = lambda *args: ("tensor", args)
-    return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads a pickle without calling anything but `_admitted`."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.admitted = _admitted()
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in self.admitted:
-            raise CheckpointError(f"the pickle has {module}.{name}, which is not of the format, so it is not read")
-        return self.admitted[module, name]
-
-    def persistent_load(self, pid: object) -> object:
-        return pid
-
-
-def _unpickled(data: bytes, what: str) -> object:
-    try:
-        return _Unpickler(data).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from error
-    except Exception as error:  # a pickle of anything raises anything
-        raise CheckpointError(f"{what}: is no pickle of this format: {error!r}") from error
-
-
-def _state(record: object, kind: str) -> dict[str, Any]:
-    """The fields of a record of the class `kind`; ValueError if it is none."""
-    state = getattr(record, "state", None)
-    if type(record).__name__ != kind or not isinstance(state, dict):
-        raise ValueError(f"{reprlib.repr(record)} is no {kind}")
-    return state
-
-
-def _fields(record: object, kind: str, *names: str) -> list[Any]:
-    state = _state(record, kind)
-    return [state[name] for name in names]
-
-
-def _sizes(said: object) -> tuple[int, ...]:
-    if not isinstance(said, tuple) or len(said) > 64 or any(type(n) is not int or not 0 <= n <= LARGEST for n in said):
-        raise ValueError(f"{reprlib.repr(said)} are no sizes")
-    return said
-
-
-def _entries(data: bytes, what: str) -> list[_Described]:
-    """Name, dtype, shape and items of each tensor; dtype None for a value, which has one item."""
-    metadata = _unpickled(data, what)
-    try:
-        described, storage = _fields(metadata, "Metadata", "state_dict_metadata", "storage_data")
-        places = {}
-        for index, info in storage.items():
-            state = _state(index, "MetadataIndex")
-            name, offset = state["fqn"], state.get("offset")  # which a value has not
-            places[name, None if offset is None else _sizes(offset)] = _place(info)
-        found: list[_Described] = []
-        for name, said in described.items():
-            if type(name) is not str:
-                raise ValueError(f"{reprlib.repr(name)} is no name")
-            if type(said).__name__ == "BytesStorageMetadata":
-                found.append((name, None, (), [_Entry(Box((), ()), *places[name, None])]))
-                continue
-            dtype, shape, boxes = _tensor(said)
-            check_cover([(name, box) for box in boxes], shape)
-            found.append((name, dtype, shape, [_Entry(box, *places[name, box.offsets]) for box in boxes]))
-        return found
-    except (ValueError, TypeError, KeyError, AttributeError, LayoutError) as error:
-        raise CheckpointError(f"{what}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
-
-
-def _place(info: object) -> tuple[str, int, int]:
-    file, offset, length = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
-    if not isinstance(file, str) or Path(file).name != file:
-        raise ValueError(f"{reprlib.repr(file)} is not the name of a file beside it")
-    if getattr(info, "state", {}).get("transform_descriptors"):
-        raise ValueError(f"{file} is compressed or encrypted, which is not read")
-    _sizes((offset, length))
-    return file, offset, length
-
-
-def _tensor(said: object) -> tuple[torch.dtype, tuple[int, ...], list[Box]]:
-    properties, size, chunks = _fields(said, "TensorStorageMetadata", "properties", "size", "chunks")
-    state = getattr(properties, "state", None)
-    dtype = state[0] if isinstance(state, tuple) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor has no dtype of safetensors")
-    boxes = [Box(*map(_sizes, _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes"))) for chunk in chunks]
-    return dtype, _sizes(size), [box for box in boxes if box.numel]
 
 
 # ---- items ------------------------------------------------------------------------------------------------
@@ -373,7 +229,7 @@ def _value(name: str, item: _Slice) -> object:
     return as_json(value, name)
 
 
-def _extent(entry: _Entry, dtype: torch.dtype, item: _Slice) -> Extent:
+def _extent(entry: Entry, dtype: torch.dtype, item: _Slice) -> Extent:
     """Where the elements of an item are, and their checksum, which is that of its zip file."""
     where = item.file.name
     try:
@@ -381,7 +237,7 @@ def _extent(entry: _Entry, dtype: torch.dtype, item: _Slice) -> Extent:
             records = {info.filename.partition("/")[2]: info for info in opened.infolist()}
             if records["data.pkl"].file_size > DESCRIPTION_LIMIT:
                 raise ValueError("its description is too long")
-            said = _unpickled(opened.read(records["data.pkl"]), where)
+            said = unpickled(opened.read(records["data.pkl"]), where)
             if "byteorder" in records and opened.read(records["byteorder"]) != b"little":
                 raise ValueError("its bytes are not in little-endian order")
         key, first, order = _described(said, dtype, entry.box.sizes)
@@ -410,10 +266,10 @@ def _described(said: object, dtype: torch.dtype, sizes: tuple[int, ...]) -> tupl
         raise ValueError("it is no tensor")
     storage, first, size, stride = said[1][:4]
     there = storage[1] or said[1][6]
-    if there != dtype or _sizes(size) != sizes:
+    if there != dtype or sizes_of(size) != sizes:
         raise ValueError(f"it has {there} {size}, the metadata says {dtype} {sizes}")
-    (first,) = _sizes((first,))
-    return storage[2], first, _order(sizes, _sizes(stride))
+    (first,) = sizes_of((first,))
+    return storage[2], first, _order(sizes, sizes_of(stride))
 
 
 def _order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -1,0 +1,175 @@
+"""The pickles of `torch.distributed.checkpoint`, read without running any code of theirs.
+
+Plain records are made in place of the classes of the format; all other classes and functions are refused.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch/_utils.py.
+"""
+
+import io
+import pickle
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from shardwise.checkpoint.files import DTYPES
+from shardwise.checkpoint.manifest import LARGEST
+from shardwise.errors import CheckpointError, LayoutError
+from shardwise.layout import Box, check_cover
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+}  # fmt: skip
+_IGNORED = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"), ("pathlib._local", "WindowsPath"),
+)  # fmt: skip
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+}  # fmt: skip
+
+
+class _Record:
+    """What an object of a class of the format is read as: its state, which nothing has looked at."""
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__["state"] = state
+
+
+def _admitted() -> dict[tuple[str, str], object]:
+    """What is used for the classes and functions of the format; new ones each time, as a pickle may change them."""
+    found: dict[tuple[str, str], object] = {("torch", str(d).removeprefix("torch.")): d for d in DTYPES}
+    found |= {(module, name): type(name, (_Record,), {}) for module, names in _CLASSES.items() for name in names}
+    found |= {key: lambda *_: None for key in _IGNORED}
+    found |= {("torch", name): dtype for name, dtype in _STORAGES.items()}
+    found["torch", "Size"] = lambda said: said
+    found["torch.storage", "UntypedStorage"] = found["torch", "UntypedStorage"] = None
+    found["collections", "OrderedDict"] = lambda: None
+    for rebuild in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        found["torch._utils", rebuild] = lambda *args: ("tensor", args)
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle without calling anything but `_admitted`."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.admitted = _admitted()
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in self.admitted:
+            raise CheckpointError(f"the pickle has {module}.{name}, which is not of the format, so it is not read")
+        return self.admitted[module, name]
+
+    def persistent_load(self, pid: object) -> object:
+        return pid
+
+
+def unpickled(data: bytes, what: str) -> object:
+    """What a pickle has, with records in place of objects.
+
+    Raises:
+        CheckpointError: it is none, or has other classes or functions than those of the format.
+    """
+    try:
+        return _Unpickler(data).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    except Exception as error:  # a pickle of anything raises anything
+        raise CheckpointError(f"{what}: is no pickle of this format: {error!r}") from error
+
+
+# ---- what they say ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where an item is, and which box of its tensor it has."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+# Name, dtype, shape and items of a tensor; or of a value, which has no dtype and one item.
+Described: TypeAlias = tuple[str, torch.dtype | None, tuple[int, ...], list[Entry]]
+
+
+def _state(record: object, kind: str) -> dict[str, Any]:
+    """The fields of a record of the class `kind`; ValueError if it is none."""
+    state = getattr(record, "state", None)
+    if type(record).__name__ != kind or not isinstance(state, dict):
+        raise ValueError(f"{reprlib.repr(record)} is no {kind}")
+    return state
+
+
+def _fields(record: object, kind: str, *names: str) -> list[Any]:
+    state = _state(record, kind)
+    return [state[name] for name in names]
+
+
+def sizes_of(said: object) -> tuple[int, ...]:
+    """`said`, if it is a tuple of sizes; ValueError otherwise."""
+    if not isinstance(said, tuple) or len(said) > 64 or any(type(n) is not int or not 0 <= n <= LARGEST for n in said):
+        raise ValueError(f"{reprlib.repr(said)} are no sizes")
+    return said
+
+
+def entries(data: bytes, what: str) -> list[Described]:
+    """What `.metadata` describes.
+
+    Raises:
+        CheckpointError: `data` is no such pickle, or says what cannot be.
+    """
+    metadata = unpickled(data, what)
+    try:
+        described, storage = _fields(metadata, "Metadata", "state_dict_metadata", "storage_data")
+        places = {}
+        for index, info in storage.items():
+            state = _state(index, "MetadataIndex")
+            name, offset = state["fqn"], state.get("offset")  # which a value has not
+            places[name, None if offset is None else sizes_of(offset)] = _place(info)
+        found: list[Described] = []
+        for name, said in described.items():
+            if type(name) is not str:
+                raise ValueError(f"{reprlib.repr(name)} is no name")
+            if type(said).__name__ == "BytesStorageMetadata":
+                found.append((name, None, (), [Entry(Box((), ()), *places[name, None])]))
+                continue
+            dtype, shape, boxes = _tensor(said)
+            check_cover([(name, box) for box in boxes], shape)
+            found.append((name, dtype, shape, [Entry(box, *places[name, box.offsets]) for box in boxes]))
+        return found
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, LayoutError) as error:
+        raise CheckpointError(f"{what}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
+
+
+def _place(info: object) -> tuple[str, int, int]:
+    file, offset, length = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"{reprlib.repr(file)} is not the name of a file beside it")
+    if getattr(info, "state", {}).get("transform_descriptors"):
+        raise ValueError(f"{file} is compressed or encrypted, which is not read")
+    sizes_of((offset, length))
+    return file, offset, length
+
+
+def _tensor(said: object) -> tuple[torch.dtype, tuple[int, ...], list[Box]]:
+    properties, size, chunks = _fields(said, "TensorStorageMetadata", "properties", "size", "chunks")
+    state = getattr(properties, "state", None)
+    dtype = state[0] if isinstance(state, tuple) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no dtype of safetensors")
+    boxes = [Box(*map(sizes_of, _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes"))) for chunk in chunks]
+    return dtype, sizes_of(size), [box for box in boxes if box.numel]
