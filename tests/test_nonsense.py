@@ -531,7 +531,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.checkpoint.latest": lambda: (checkpoint.latest, {"folder": "saved"}),
     "shardwise.checkpoint.load": lambda: (
         checkpoint.load,
-        {"folder": "saved", "state": {"x": table()}, "subset": False},
+        {"folder": "saved", "state": {"x": table()}, "subset": False, "resize": None},
     ),
     "shardwise.checkpoint.lock": lambda: (checkpoint.lock, {"folder": "saved"}),
     "shardwise.checkpoint.read_manifest": lambda: (checkpoint.read_manifest, {"path": "saved/step-00000001"}),
@@ -545,8 +545,10 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "extra": None,
             "subset": True,
             "strict": True,
+            "resize": None,
         },
     ),
+    "shardwise.checkpoint.Rows": lambda: (checkpoint.Rows, {"count": 4, "init_fn": None}),
     "shardwise.checkpoint.save": lambda: (
         checkpoint.save,
         {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True}

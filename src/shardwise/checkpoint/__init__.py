@@ -13,6 +13,7 @@ from shardwise.checkpoint.export import export_table
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.locations import latest, read_manifest
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
+from shardwise.checkpoint.resizing import Rows
 from shardwise.checkpoint.retention import Keep
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.saving_async import PendingSave, save_async
@@ -20,6 +21,6 @@ from shardwise.checkpoint.training import Restored, restore, state_of
 from shardwise.checkpoint.writer_lock import lock
 
 __all__ = [
-    "Chunk", "Keep", "Manifest", "PendingSave", "Restored", "StoredTensor", "export_table", "latest", "load", "lock",
-    "read_manifest", "restore", "save", "save_async", "state_of",
+    "Chunk", "Keep", "Manifest", "PendingSave", "Restored", "Rows", "StoredTensor", "export_table", "latest", "load",
+    "lock", "read_manifest", "restore", "save", "save_async", "state_of",
 ]  # fmt: skip

@@ -10,20 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.collective_errors import listed, on_all_ranks, on_first_rank
+from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
 from shardwise.checkpoint.files import ChunkFile, span
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.pending import finish_pending
+from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resized, try_initializers
 from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
+from shardwise.embedding.new_rows import draw_seed
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box, checked
 from shardwise.layout.boxes import BoxIndex
 
 
 @checked
-def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset: bool = False) -> Manifest:
+def load(
+    folder: str | PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    subset: bool = False,
+    resize: Mapping[str, int | Rows] | None = None,
+) -> Manifest:
     """Fill `state` in place from a checkpoint; all ranks of the world call it.
 
     The world and the layouts may be others than when it was saved. A rank reads the chunks that its own boxes
@@ -35,6 +43,9 @@ def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset
         state: nested mappings as they were given to `save`: tensors receive the stored values, JSON values
             are replaced.
         subset: whether the checkpoint may hold more than `state` names.
+        resize: the rows of tensors that have more or fewer here than in the checkpoint, by name. Rows that both have
+            are loaded; new ones are filled by the `init_fn` of `Rows`, from torch's generator on the first rank, with
+            the same values for every layout.
 
     Returns:
         What the checkpoint says of itself: the step, the caller's metadata.
@@ -43,7 +54,7 @@ def load(folder: str | PathLike[str], state: MutableMapping[str, Any], *, subset
         CheckpointError: there is none, it is damaged, or it does not fit `state` in names, shapes or dtypes;
             the same text on every rank.
     """
-    return load_into(folder, lambda manifest: Wanted(state), subset)
+    return load_into(folder, lambda manifest: Wanted(state, resize=as_rows(resize)), subset)
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Wanted:
         known: names in the checkpoint that `differences` are about, or that are not loaded on purpose.
         fixes: what to do about another shape, by name.
         fix: of `differences`.
+        resize: rows of tensors that have others in the checkpoint, by name.
     """
 
     state: Mapping[str, Any]
@@ -63,6 +75,7 @@ class Wanted:
     known: Collection[str] = ()
     fixes: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
+    resize: Mapping[str, Rows] = field(default_factory=dict)
 
 
 def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted], subset: bool) -> Manifest:
@@ -80,11 +93,14 @@ def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted],
     version = on_all_ranks(what, lambda: on_first_rank(find_version))[0]
     with ExitStack() as stack:
         reading = _Reading(store, version, parsed[0] if parsed else None, stack)
-        sums = on_all_ranks(what, lambda: reading.verify(choose, subset))
+        sums, rows = zip(*on_all_ranks(what, lambda: reading.verify(choose, subset)), strict=True)
         if len(set(sums)) > 1:
             raise CheckpointError(
                 "Loading a checkpoint failed: ranks see different manifests. Fix: use a folder that all ranks share"
             )
+        require_same("Loading a checkpoint", reading.counts, list(rows))
+        if reading.counts:
+            reading.seed = on_all_ranks(what, draw_seed)[0]
         on_all_ranks(f"{what}, when all was verified and the state was being filled,", reading.copy)
     return reading.manifest
 
@@ -110,16 +126,16 @@ class _Reading:
         self.stack = stack
         self.leaves: dict[str, Leaf] = {}
         self.copies: list[tuple[ChunkFile, list[_Copy]]] = []
+        self.rows: Mapping[str, Rows] = {}
+        self.seed = 0
 
-    def verify(self, choose: Callable[[Manifest], Wanted], subset: bool) -> str:
-        """Check everything that this rank needs; the checksum of the manifest."""
+    def verify(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
+        """Check everything that this rank needs; the checksum of the manifest, and a digest of the new rows."""
         manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
         wanted = choose(manifest)
-        self.leaves = flatten(wanted.state)
-        problems = [*_misfits(manifest, self.leaves, wanted, subset), *(f"  {line}" for line in wanted.differences)]
-        if problems:
-            fix = f"\n  Fix: {wanted.fix}" if wanted.differences and wanted.fix else ""
-            raise CheckpointError("the checkpoint does not fit the state:\n" + listed(problems) + fix)
+        self.leaves, self.rows = flatten(wanted.state), wanted.resize
+        _check_fit(manifest, self.leaves, wanted, subset)
+        try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
         by_file: dict[str, list[_Copy]] = {}
         for name, leaf in self.leaves.items():
             if name in manifest.tensors:
@@ -132,7 +148,12 @@ class _Reading:
             for chunk, itemsize, spans in _needed(copies):
                 chunks.verify(chunk.key, chunk.box.numel * itemsize, chunk.crcs, spans)
             self.copies.append((chunks, copies))
-        return manifest.sha256
+        return manifest.sha256, digest(self.counts)
+
+    @property
+    def counts(self) -> dict[str, str]:
+        """How many rows resized tensors get, for comparison between ranks."""
+        return {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
 
     def copy(self) -> None:
         """Fill the state."""
@@ -140,6 +161,9 @@ class _Reading:
             for file, copies in self.copies:
                 for copy in copies:
                     file.copy(copy.chunk.key, copy.chunk.box, copy.view, copy.box)
+        for name, rows in self.rows.items():
+            tensor = storable_boxes(name, self.leaves[name].value)
+            fill_new_rows(name, tensor, self.manifest.tensors[name].shape[0], rows, self.seed)
         for name, leaf in self.leaves.items():
             if name in self.manifest.values:
                 assert isinstance(leaf.holder, MutableMapping)
@@ -164,7 +188,8 @@ def _needed(copies: Sequence[_Copy]) -> Iterator[tuple[Chunk, int, list[tuple[in
 # ---- whether a checkpoint fits ----------------------------------------------------------------------------
 
 
-def _misfits(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> list[str]:
+def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> None:
+    """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`."""
     stored = (manifest.tensors.keys() | manifest.values.keys()) - (set(wanted.known) - leaves.keys())
     missing = [
         f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}"
@@ -176,14 +201,21 @@ def _misfits(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, sub
         for name in sorted(stored - leaves.keys())
         if not subset
     ]
-    if unexpected and not missing:
-        unexpected.append("  Fix: subset=True passes over what the state does not name")
+    fitted = resized(manifest, wanted.resize)
     different = [
         f"  {name!r}: {problem}{wanted.fixes.get(name, '')}"
         for name, leaf in leaves.items()
-        if name in stored and (problem := _misfit(leaf, manifest.tensors.get(name)))
+        if name in stored and (problem := _misfit(leaf, manifest.tensors.get(name), fitted.tensors.get(name)))
     ]
-    return missing + unexpected + different
+    different += [
+        f"  {name!r}: resize names it, and the state does not" for name in wanted.resize if name not in leaves
+    ]
+    fixes = ["\n  Fix: subset=True passes over what the state does not name"] if unexpected and not missing else []
+    if wanted.differences and wanted.fix:
+        fixes.append(f"\n  Fix: {wanted.fix}")
+    problems = [*missing, *unexpected, *different, *(f"  {line}" for line in wanted.differences)]
+    if problems:
+        raise CheckpointError("the checkpoint does not fit the state:\n" + listed(problems) + "".join(fixes))
 
 
 def _did_you_mean(name: str, others: set[str]) -> str:
@@ -191,9 +223,10 @@ def _did_you_mean(name: str, others: set[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _misfit(leaf: Leaf, stored: StoredTensor | None) -> str | None:
+def _misfit(leaf: Leaf, stored: StoredTensor | None, fitted: StoredTensor | None) -> str | None:
+    """What is wrong with a tensor that is `stored`, and loaded as `fitted` with other rows; or with a value."""
     x = leaf.value
-    if stored is None:
+    if stored is None or fitted is None:
         if isinstance(x, Tensor):
             return "a tensor in the state, a JSON value in the checkpoint"
         if not isinstance(leaf.holder, MutableMapping):
@@ -201,8 +234,9 @@ def _misfit(leaf: Leaf, stored: StoredTensor | None) -> str | None:
         return None
     if not isinstance(x, Tensor):
         return f"a tensor in the checkpoint, a {type(x).__name__} in the state"
-    if tuple(x.shape) != stored.shape:
-        return f"shape {stored.shape} in the checkpoint, {tuple(x.shape)} in the state"
+    if tuple(x.shape) != fitted.shape:
+        rows = "" if fitted.shape == stored.shape else f" resized to {fitted.shape}"
+        return f"shape {stored.shape} in the checkpoint{rows}, {tuple(x.shape)} in the state"
     if x.dtype != stored.dtype:
         return f"{stored.dtype} in the checkpoint, {x.dtype} in the state. Fix: load into {stored.dtype}, then convert"
     if any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True)):

@@ -408,9 +408,8 @@ def _states_of_new(
     }
     if not metas:
         return {}
-    arguments = {k: v for k, v in _values_of(values).items() if k in inspect.signature(kind).parameters}
     try:
-        alike = kind([*metas.values()], **arguments)
+        alike = kind([*metas.values()], **_arguments(kind, values))
         at_once = bool(alike.state)
         for meta in metas.values():
             meta.grad = torch.empty_like(meta)
@@ -419,6 +418,36 @@ def _states_of_new(
         return None
     states = {key: _States(_shapes(alike.state.get(meta, {})), at_once) for key, meta in metas.items()}
     return {p: states[tuple(p.shape), p.dtype] for p in parameters}
+
+
+def _arguments(kind: type[Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that an optimizer of this class is made with."""
+    return {k: v for k, v in _values_of(values).items() if k in inspect.signature(kind).parameters}
+
+
+def state_of_new_row(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
+    """What an optimizer keeps of a row of zeros that had no gradient yet: of each state the value of its elements.
+
+    Raises:
+        CheckpointError: it is not known of this optimizer.
+    """
+    number = next(n for n, g in enumerate(optimizer.param_groups) if any(p is parameter for p in g["params"]))
+    if isinstance(optimizer, FusedOptimizer):
+        states = optimizer.kinds[number]
+        return dict.fromkeys((*states.of_elements, *states.of_rows), 0.0)
+    kind = type(optimizer)
+    for layout in (torch.strided, torch.sparse_coo):  # SparseAdam takes sparse gradients only
+        row = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
+        row.grad = torch.zeros_like(row) if layout == torch.strided else torch.zeros_like(row).to_sparse()
+        try:
+            alike = kind([row], **_arguments(kind, optimizer.param_groups[number]))
+            alike.step()
+        except Exception:  # noqa: BLE001, S112 - of another library, its step may do anything
+            continue
+        return {key: x.flatten()[0].item() for key, x in alike.state[row].items() if isinstance(x, Tensor)}
+    raise CheckpointError(
+        f"what a {kind.__name__} keeps of a new row is not known. Fix: restore the module without it, subset=True"
+    )
 
 
 def _shapes(states: Mapping[str, Any]) -> Shapes:

@@ -1,7 +1,9 @@
 """The state of a module and its optimizers under names that depend on no layout and no number of ranks."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -9,9 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.checkpoint.export import Collection
 from shardwise.checkpoint.loading import Wanted, load_into
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.optimizers import FittingState, by_name, fitting_state, optimizer_state
+from shardwise.checkpoint.optimizers import (
+    PREFIX,
+    FittingState,
+    by_name,
+    fitting_state,
+    optimizer_state,
+    state_of_new_row,
+)
+from shardwise.checkpoint.resizing import Rows, as_rows, resized
 from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
 from shardwise.embedding.collections import TableWeight
 from shardwise.errors import CheckpointError
@@ -70,6 +81,7 @@ def restore(
     extra: MutableMapping[str, Any] | None = None,
     subset: bool = False,
     strict: bool = True,
+    resize: Mapping[str, int | Rows] | None = None,
 ) -> Restored:
     """Load a checkpoint of `state_of` into a module, its optimizers and schedulers, fresh or used.
 
@@ -87,6 +99,10 @@ def restore(
             parameter all states that its optimizer needs, or none, and then it keeps those that it has; of a group the
             hyper-parameters, if its class and the names of its states are the same. `dropped` of the result says the
             rest.
+        resize: the rows of parameters that have more or fewer here than in the checkpoint, by name:
+            `{"tables.embedding_bags.items.weight": 1200}`. Rows that both have are loaded. New ones are those of a new
+            table, or filled by the `init_fn` of `Rows`, from torch's generator on the first rank, with the same values
+            for every layout. Their optimizer states are those of a row that had no gradient yet.
 
     Raises:
         CheckpointError: as `load`; or optimizers or schedulers of other classes, groups, names of hyper-parameters, or
@@ -97,8 +113,9 @@ def restore(
     found: list[_Fitting] = []
 
     def choose(manifest: Manifest) -> Wanted:
-        found.append(_fitting(manifest, module, optimizers, named, given, subset))
-        return found[0].wanted(strict)
+        rows = _rows(manifest, module, optimizers, as_rows(resize))
+        found.append(_fitting(resized(manifest, rows), module, optimizers, named, given, subset))
+        return found[0].wanted(strict, rows)
 
     manifest = load_into(folder, choose, subset)
     state, optimizer_states = found[0].state, found[0].optimizers
@@ -121,12 +138,13 @@ class _Fitting:
     known: set[str]
     resizes: dict[str, str]
 
-    def wanted(self, strict: bool) -> Wanted:
+    def wanted(self, strict: bool, rows: Mapping[str, Rows]) -> Wanted:
         fix = (
             "make optimizers and schedulers as those that were saved; strict=False loads what fits, and says in "
             "`dropped` what does not"
         )
-        return Wanted(self.state, self.differences if strict else (), self.known, self.resizes, fix)
+        of_state = {name: of for name, of in rows.items() if name in self.state or name not in self.known}
+        return Wanted(self.state, self.differences if strict else (), self.known, self.resizes, fix, of_state)
 
 
 def _fitting(
@@ -168,7 +186,7 @@ def _model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _resizes(module: nn.Module, manifest: Manifest) -> dict[str, str]:
-    """How to get the rows that tables have in the checkpoint, by the name of the table there."""
+    """How to get the rows that tables have in the checkpoint, or to load those that are here, by name there."""
     fixes = {}
     for path, table in module.named_modules():
         stored = manifest.tensors.get(name := f"model.{path}.weight")
@@ -176,5 +194,46 @@ def _resizes(module: nn.Module, manifest: Manifest) -> dict[str, str]:
             continue
         if stored.shape[1:] == table.weight.shape[1:]:
             own = path.rpartition(".")[2]
-            fixes[name] = f". Fix: collection.resize_({{{own!r}: {stored.shape[0]}}}) before restore"
+            fixes[name] = (
+                f". Fix: collection.resize_({{{own!r}: {stored.shape[0]}}}) before restore, or "
+                f"restore(…, resize={{'{path}.weight': {table.weight.shape[0]}}})"
+            )
     return fixes
+
+
+def _rows(
+    manifest: Manifest, module: nn.Module, optimizers: Mapping[str, Optimizer], resize: Mapping[str, Rows]
+) -> dict[str, Rows]:
+    """The rows of parameters and of their states, by name in the checkpoint."""
+    parameters = dict(module.named_parameters())
+    unknown = sorted(resize.keys() - parameters.keys())
+    if unknown:
+        close = get_close_matches(unknown[0], parameters, n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        raise CheckpointError(f"resize names {unknown[0]!r}, and the module has no such parameter{meant}")
+    tables = _initializers(module) if resize else {}
+    owners = {id(p): one for one in optimizers.values() for group in one.param_groups for p in group["params"]}
+    found = {}
+    for name, rows in resize.items():
+        found[f"model.{name}"] = replace(rows, init_fn=rows.init_fn or tables.get(name))
+        stored, owner = manifest.tensors.get(f"model.{name}"), owners.get(id(parameters[name]))
+        if stored is None or owner is None:
+            continue
+        for key, value in state_of_new_row(owner, parameters[name]).items():
+            state = manifest.tensors.get(of_state := f"{PREFIX}{name}.{key}")
+            if state is not None and stored.shape[:1] == state.shape[:1]:  # a state of rows
+                found[of_state] = Rows(rows.count, partial(nn.init.constant_, val=value))
+    return found
+
+
+def _initializers(module: nn.Module) -> dict[str, Callable[[Tensor], object]]:
+    """What fills new rows of tables, by the name of the parameter."""
+    found: dict[str, Callable[[Tensor], object]] = {}
+    for path, collection in module.named_modules():
+        if isinstance(collection, Collection):
+            configs = {config.name: config for config in collection._configs}
+            for name, _ in collection.named_parameters(path):
+                table = name.split(".")[-2]
+                if table in configs:
+                    found[name] = configs[table].initialize
+    return found

@@ -1,6 +1,6 @@
 """The first values of a sharded table: of a full one, or random numbers that do not depend on the layout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ def seed_of_first(ranks: Sequence[int]) -> int:
 
 def fill(into: Tensor, block: Block, rows: RowsBetween) -> None:
     """Copy a block of a table, some rows at a time."""
-    first, stop = block.rows.start, block.rows.stop
-    while first < stop:
-        end = min(stop, (first // CHUNK + 1) * CHUNK)
-        found = rows(first, end)[:, block.cols.start : block.cols.stop]
-        into[first - block.rows.start : end - block.rows.start].copy_(found)
+    for part in by_chunk(block.rows):
+        found = rows(part.start, part.stop)[:, block.cols.start : block.cols.stop]
+        into[part.start - block.rows.start : part.stop - block.rows.start].copy_(found)
+
+
+def by_chunk(rows: range) -> Iterator[range]:
+    """`rows` in parts, each of one chunk."""
+    first = rows.start
+    while first < rows.stop:
+        yield range(first, end := min(rows.stop, (first // CHUNK + 1) * CHUNK))
         first = end
 
 
@@ -40,14 +45,21 @@ def rows_of_full(table: Tensor) -> RowsBetween:
 
 
 def new_rows(config: EmbeddingConfig, seed: int) -> RowsBetween:
-    """Those of a new table, which `config.initialize` fills on the CPU, `CHUNK` rows at a time, each with its seed."""
+    """Those of a new table, which `config.initialize` fills."""
+    return seeded_rows(config.initialize, (config.num_embeddings, config.embedding_dim), config.data_type, seed)
+
+
+def seeded_rows(
+    initialize: Callable[[Tensor], object], shape: Sequence[int], dtype: torch.dtype, seed: int
+) -> RowsBetween:
+    """Those of a new tensor, which `initialize` fills on the CPU, `CHUNK` rows at a time, each with its seed."""
 
     def rows(first: int, stop: int) -> Tensor:
         start = first // CHUNK * CHUNK
-        chunk = torch.empty(min(CHUNK, config.num_embeddings - start), config.embedding_dim, dtype=config.data_type)
+        chunk = torch.empty(min(CHUNK, shape[0] - start), *shape[1:], dtype=dtype)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(hash((seed, start)))
-            config.initialize(chunk)
+            initialize(chunk)
         return chunk[first - start : stop - start]
 
     return rows

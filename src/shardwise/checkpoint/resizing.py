@@ -1,0 +1,96 @@
+"""Loading tensors with another number of rows than they were saved with: vocabularies that grow or shrink."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.state import LocalBoxes
+from shardwise.embedding.new_rows import by_chunk, seeded_rows
+from shardwise.errors import CheckpointError
+from shardwise.layout import checked_init
+
+
+@checked_init
+@dataclass(frozen=True)
+class Rows:
+    """How many rows a tensor has when it was loaded, and what fills those that the checkpoint lacks.
+
+        restore("runs/1", model, resize={"head.weight": Rows(1200, torch.nn.init.zeros_)})
+
+    Args:
+        count: rows, 1 or more.
+        init_fn: fills some rows of a new tensor in place, [rows, …]; tables of collections have their own.
+    """
+
+    count: int
+    init_fn: Callable[[Tensor], object] | None = None
+
+
+def as_rows(resize: Mapping[str, int | Rows] | None) -> dict[str, Rows]:
+    """What was given as `resize`."""
+    return {name: rows if isinstance(rows, Rows) else Rows(rows) for name, rows in (resize or {}).items()}
+
+
+def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
+    """`manifest` with tensors of these rows; their chunks are as stored, so they have more or fewer of them.
+
+    Raises:
+        CheckpointError: a tensor that is not there or has no rows, fewer than one row, or no `init_fn` for new ones.
+    """
+    tensors = dict(manifest.tensors)
+    for name, rows in resize.items():
+        stored = tensors.get(name)
+        if stored is None:
+            close = get_close_matches(name, sorted(tensors), n=1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            raise CheckpointError(f"resize names {name!r}, and the checkpoint has no such tensor{meant}")
+        if not stored.shape:
+            raise CheckpointError(f"resize names {name!r}, which has no rows: its shape is ()")
+        if rows.count < 1:
+            raise CheckpointError(f"resize gives {name!r} {rows.count} rows, expected 1 or more")
+        if rows.count > stored.shape[0] and rows.init_fn is None:
+            raise CheckpointError(
+                f"resize gives {name!r} {rows.count} rows, of which the checkpoint has {stored.shape[0]}, and nothing "
+                f"to fill the others. Fix: resize={{{name!r}: Rows({rows.count}, torch.nn.init.zeros_)}}"
+            )
+        tensors[name] = replace(stored, shape=(rows.count, *stored.shape[1:]))
+    return replace(manifest, tensors=tensors)
+
+
+def try_initializers(tensors: Mapping[str, Tensor], resize: Mapping[str, Rows]) -> None:
+    """Fill one row of each tensor that has an `init_fn`, apart from the tensor: nothing has changed if one fails.
+
+    Raises:
+        CheckpointError: one fails.
+    """
+    for name, rows in resize.items():
+        if rows.init_fn is None:
+            continue
+        try:
+            seeded_rows(rows.init_fn, (1, *tensors[name].shape[1:]), tensors[name].dtype, 0)(0, 1)
+        except Exception as error:
+            raise CheckpointError(
+                f"the init_fn of new rows of {name!r} failed: {type(error).__name__}: {error}"
+            ) from error
+
+
+def fill_new_rows(name: str, tensor: LocalBoxes, before: int, rows: Rows, seed: int) -> None:
+    """Fill what this rank holds of the rows from `before` on; the same rows for every layout.
+
+    Args:
+        seed: the same on all ranks.
+    """
+    if rows.init_fn is None or rows.count <= before:
+        return
+    made = seeded_rows(rows.init_fn, tensor.layout.shape, tensor.dtype, seed ^ crc32(name.encode()))
+    with torch.no_grad():
+        for box, view in tensor.views:
+            start, size = box.offsets[0], box.sizes[0]
+            inner = (slice(None), *(slice(at, at + n) for at, n in zip(box.offsets[1:], box.sizes[1:], strict=True)))
+            for part in by_chunk(range(max(before, start), start + size)):
+                view[part.start - start : part.stop - start].copy_(made(part.start, part.stop)[inner])
