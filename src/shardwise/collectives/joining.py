@@ -1,5 +1,6 @@
 """Joining and leaving worlds of `torch.distributed`."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,7 +45,17 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
     """Join the world that torchrun describes in the environment; False where there is none."""
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return dist.is_initialized()
-    dist.init_process_group(timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restart and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun keeps the store of ranks that it restarts, with the addresses and failures of those that have ended.
+        # Only on one host do all ranks have the same count.
+        found, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"restart {restart}", found)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(timeout=timeout)
     TORCH_TRANSPORT.attach()
     return True
 
