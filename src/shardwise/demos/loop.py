@@ -1,19 +1,23 @@
 """Training: the same few lines of torch as in one process, on parameters that live on many ranks."""
 
 import dataclasses
+import json
 import math
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise import collectives
 from shardwise.checkpoint import latest, lock, read_manifest, restore, save, state_of
+from shardwise.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.demos.config import RunConfig, differences
 from shardwise.demos.errors import DivergedError
@@ -21,11 +25,13 @@ from shardwise.demos.ledger import Communication, Ledger, Progress
 from shardwise.demos.runs import remember_run
 from shardwise.demos.stopping import postponed_signals
 from shardwise.errors import CheckpointError, ConfigError, NotFiniteError
-from shardwise.tensor import plain
+from shardwise.layout import Mesh, Shard
+from shardwise.tensor import DTensor, plain
 
 B = TypeVar("B")
 
 SHOWN = 3  # of the parameters that are not finite, how many an error names
+GENERATORS = "generators"  # in checkpoints: the state of torch's CPU generator, a row of bytes of each rank
 STOP_EVERY = 5  # steps between two checks of whether a rank was signalled; each is one small collective
 
 
@@ -34,10 +40,19 @@ class Job(ABC, Generic[B]):
 
     Args:
         data: what names the data set, so that a run is not continued on another.
+        schedulers: of learning rates; they step with the optimizers.
     """
 
-    def __init__(self, config: RunConfig, data: str, model: nn.Module, *optimizers: Optimizer) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        data: str,
+        model: nn.Module,
+        *optimizers: Optimizer,
+        schedulers: Sequence[LRScheduler] = (),
+    ) -> None:
         self._config, self._data, self._model, self._optimizers = config, data, model, optimizers
+        self._schedulers = schedulers
         self.step = 0
 
     @property
@@ -63,9 +78,11 @@ class Job(ABC, Generic[B]):
         """The mean loss of a batch, to go backward from."""
 
     def update(self) -> None:
-        """Change the parameters by their gradients."""
+        """Change the parameters by their gradients, then the learning rates."""
         for optimizer in self._optimizers:
             optimizer.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
 
     def position(self) -> object:
         """Where in its data the run is, as JSON, if the number of steps does not say it; saved as metadata."""
@@ -82,10 +99,31 @@ class Job(ABC, Generic[B]):
         return loss.detach()
 
     def restore(self) -> Manifest:
-        """Go back to the latest checkpoint, which may be of another world or layout."""
-        manifest = restore(self._config.folder, self._model, self._optimizers)
+        """Go back to the latest checkpoint, which may be of another world or layout.
+
+        Each rank gets back the state of its generator; one that the saved world did not have, that of rank 0.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, it does not fit, or another job trains the same run.
+        """
+        folder = self._config.folder
+        with lock(folder):  # no other job saves there meanwhile, and removes what is read
+            path, shape = json.loads(on_all_ranks(f"Resuming {folder}", lambda: on_first_rank(self._latest))[0])
+            states = torch.empty(shape, dtype=torch.uint8)
+            manifest = restore(path, self._model, self._optimizers, self._schedulers, extra={GENERATORS: states})
+        rank = collectives.rank()
+        own = states[rank if rank < len(states) else 0]
+        torch.set_rng_state(own.clone())  # torch 2.13 crashes on a view with an offset
         self.step = manifest.step
         return manifest
+
+    def _latest(self) -> str:
+        """The latest checkpoint, and the shape of the states of generators in it, as JSON."""
+        path = latest(self._config.folder)
+        stored = read_manifest(path).tensors.get(GENERATORS) if path else None
+        if stored is None:
+            raise CheckpointError(f"there is no checkpoint of a training run in {path or self._config.folder}")
+        return json.dumps([str(path), stored.shape])
 
     def save(self) -> Path:
         """A checkpoint of this step.
@@ -95,7 +133,7 @@ class Job(ABC, Generic[B]):
         """
         return save(
             self._config.folder,
-            state_of(self._model, self._optimizers),
+            state_of(self._model, self._optimizers, self._schedulers) | {GENERATORS: _generators()},
             step=self.step,
             metadata={
                 "config": dataclasses.asdict(self._config),
@@ -121,6 +159,8 @@ class Job(ABC, Generic[B]):
             DivergedError: the loss, or what would be saved, is not finite; the last checkpoint is.
         """
         config, ledger, path = self._config, Ledger(), None
+        if self.step == 0:
+            torch.manual_seed(config.seed)  # torch's own first seed is another one in each process
         with lock(config.folder), postponed_signals() as was_signalled:
             for batch, is_last in _with_last(self.batches()):
                 with collectives.count_comms() as comms:
@@ -172,6 +212,13 @@ class Job(ABC, Generic[B]):
             f"training diverged: the loss before step {self.step} is {loss}{where}; {saved}. "
             f"Fix: try a smaller learning_rate."
         )
+
+
+def _generators() -> DTensor:
+    """The states of the generators of all ranks, a row of bytes each."""
+    mesh = Mesh((collectives.world_size(),))
+    state = torch.get_rng_state()[None]
+    return DTensor.from_local(state, mesh, [Shard(0)], run_check=False, shape=(mesh.size(), state.shape[1]))
 
 
 def not_finite(model: nn.Module) -> list[str]:

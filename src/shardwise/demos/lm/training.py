@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise import collectives
 from shardwise.demos.data import PydocTopics
@@ -58,7 +60,8 @@ class Training(Job[Windows]):
         self.optimizer = torch.optim.AdamW(
             list(groups(self.model, config.weight_decay)), lr=config.learning_rate, betas=(0.9, 0.99), fused=True
         )
-        super().__init__(config, data.fingerprint, self.model, self.optimizer)
+        schedule = LambdaLR(self.optimizer, partial(_share, config))
+        super().__init__(config, data.fingerprint, self.model, self.optimizer, schedulers=[schedule])
 
     @property
     def last_step(self) -> int:
@@ -84,18 +87,21 @@ class Training(Job[Windows]):
             return batches.total_loss(self.model, batch, self.mesh) / batch.num_bytes
 
     def update(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, self.step)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.optimizer.step()
+        super().update()
 
 
 def learning_rate(config: LanguageModelConfig, step: int) -> float:
     """That of a step, from 0: up along a line, down along a cosine."""
+    return config.learning_rate * _share(config, step)
+
+
+def _share(config: LanguageModelConfig, step: int) -> float:
+    """The learning rate of a step as a part of the highest."""
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return (step + 1) / config.warmup_steps
     left = 1 - (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return config.learning_rate * (LOWEST + (1 - LOWEST) * (1 - math.cos(math.pi * left)) / 2)
+    return LOWEST + (1 - LOWEST) * (1 - math.cos(math.pi * left)) / 2
 
 
 def train(run: Training, report: Callable[[Progress], None]) -> Outcome:
